@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from torchrec_recstore.checkpoint import save_checkpoint
 from torchrec_recstore.cli import app
-from torchrec_recstore.doctor.machine_checks import cold_stores
+from torchrec_recstore.doctor.machine import cold_stores
 from torchrec_recstore.options import RocksDBStore
 from torchrec_recstore.store import ColdStore, open_cold_store
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_recstore.doctor.machine import Machine
-from torchrec_recstore.doctor.machine_checks import (
+from torchrec_recstore.doctor.machine import (
+    Machine,
     address_space,
     available,
     buffers,
@@ -15,7 +15,7 @@ from torchrec_recstore.doctor.machine_checks import (
     huge_pages,
     overcommit,
 )
-from torchrec_recstore.doctor.probe import probe
+from torchrec_recstore.doctor.packages import probe
 
 from .machines import MEMINFO, machine
 
@@ -34,7 +34,7 @@ def test_available(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_buffers() -> None:
     imported = probe(["torch", "torchrec_recstore.ops"])
-    finding = buffers(imported)
+    finding = buffers(imported["torchrec_recstore.ops"].facts)
     assert finding.status == "ok"
     assert "keeps up to 67.1 MB of outputs and gradients" in finding.found
     assert buffers({}).found == "not known without the native extension"

@@ -10,8 +10,17 @@ from pathlib import Path
 import pytest
 
 from torchrec_recstore.doctor.machine import Finding
-from torchrec_recstore.doctor.packages import TESTED, extra_packages, fits, packages, python, requirements_of
-from torchrec_recstore.doctor.probe import MODULES, Imported, probe
+from torchrec_recstore.doctor.packages import (
+    MODULES,
+    TESTED,
+    Imported,
+    extra_packages,
+    fits,
+    packages,
+    probe,
+    python,
+    requirements_of,
+)
 from torchrec_recstore.triples import DEFAULT, TRIPLES, Triple
 
 ROOT = Path(__file__).parents[2]

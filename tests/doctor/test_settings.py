@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_recstore.doctor import machine_checks
-from torchrec_recstore.doctor.machine import UNLIMITED, Finding
-from torchrec_recstore.doctor.machine_checks import disk, instruction_set, open_files, spinning, threads, usable_cores
-from torchrec_recstore.doctor.probe import Imported
+from torchrec_recstore.doctor import machine as checks
+from torchrec_recstore.doctor.machine import (
+    UNLIMITED,
+    Finding,
+    disk,
+    instruction_set,
+    open_files,
+    spinning,
+    threads,
+    usable_cores,
+)
 
 from .machines import machine
 
@@ -97,7 +104,7 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert disk(tmp_path / "file") == Finding(
         "disk", "problem", f"{tmp_path}/file is not a folder", "name a folder: --data DIR"
     )
-    monkeypatch.setattr(machine_checks, "_LITTLE_DISK", 1 << 62)
+    monkeypatch.setattr(checks, "_LITTLE_DISK", 1 << 62)
     assert disk(tmp_path).status == "warning"
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     assert disk(tmp_path).found == f"{tmp_path} cannot be written"
@@ -125,6 +132,6 @@ def test_instruction_set(
 ) -> None:
     facts = {} if chosen is None else {"instruction_set": chosen}
     looked_at = machine(tmp_path, {"proc/cpuinfo": CPUINFO.format(flags)}, environ=environ)
-    finding = instruction_set(looked_at, {"torchrec_recstore.ops": Imported(facts=facts)})
+    finding = instruction_set(looked_at, facts)
     assert (finding.status, finding.fix) == (status, fix)
     assert finding.found.startswith("A Processor")

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torchrec_recstore.doctor.machine import Finding, Machine
-from torchrec_recstore.doctor.machine_checks import (
+from torchrec_recstore.doctor.machine import (
+    Finding,
+    Machine,
     address_space,
     available,
     buffers,
@@ -23,8 +24,7 @@ from torchrec_recstore.doctor.machine_checks import (
     spinning,
     threads,
 )
-from torchrec_recstore.doctor.packages import optional_packages, packages
-from torchrec_recstore.doctor.probe import MODULES, probe
+from torchrec_recstore.doctor.packages import MODULES, optional_packages, packages, probe
 
 SECTIONS = ("packages", "processor", "memory", "threads", "files")
 
@@ -43,10 +43,11 @@ def examine(data: Path, cold: Sequence[Path] = ()) -> Iterator[tuple[str, Findin
     imported = probe(MODULES)
     yield from (("packages", finding) for finding in packages(imported))
     yield from (("packages", finding) for finding in optional_packages())
-    yield "processor", instruction_set(machine, imported)
+    facts = imported["torchrec_recstore.ops"].facts
+    yield "processor", instruction_set(machine, facts)
     for look in (available, control_group, overcommit, huge_pages, address_space):
         yield "memory", look(machine)
-    yield "memory", buffers(imported)
+    yield "memory", buffers(facts)
     for look in (threads, spinning):
         yield "threads", look(machine)
     yield "files", open_files(machine)

@@ -1,17 +1,28 @@
-"""The machine that the checks examine, and the finding that a check returns."""
+"""The machine, the finding that a check returns, and the checks of the machine's settings."""
 
 from __future__ import annotations
 
 import os
 import resource
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from torchrec_recstore.run_directories import removal, run_directories
+from torchrec_recstore.threads import MOST_SPINS, SPIN_COUNT, VARIABLES
+
 Status = Literal["ok", "warning", "problem"]
 
 UNLIMITED = resource.RLIM_INFINITY
+_FILES = 4096  # the least number of open files that is ok
+_GOOD = 65536  # the number to set
+_LITTLE_DISK = 1 << 30
+_LITTLE_MEMORY = 2 << 30
+# The processor flags that csrc/row_kernels.cpp checks for each instruction set, the best set first.
+_NEEDS = {"avx512": {"avx512f", "avx512dq", "avx512vl", "avx512bw"}, "avx2": {"avx2", "f16c"}}
+_ORDER = ("baseline", "avx2", "avx512")
 
 
 @dataclass(frozen=True)
@@ -88,9 +99,7 @@ class Machine:
     def groups(self, controller: str) -> list[Path]:
         """Returns the directories of the control groups that limit this process, from its own group to the root.
 
-        Args:
-            controller: The controller, ``"memory"`` or ``"cpu"``. Version 1 of control groups has a tree for each
-                controller; version 2 has one tree for all controllers.
+        Version 1 of control groups has a tree for each controller, ``"memory"`` or ``"cpu"``; version 2 has one tree.
         """
         for line in (self.read("proc/self/cgroup") or "").splitlines():
             number, controllers, path = line.split(":", 2)
@@ -103,3 +112,235 @@ class Machine:
     def _up(self, mount: Path, path: str) -> list[Path]:
         own = mount / path.lstrip("/")
         return [folder for folder in (own, *own.parents) if folder.is_relative_to(mount)]
+
+
+def open_files(machine: Machine) -> Finding:
+    """Checks the limit of open files.
+
+    RocksDB keeps all files of its databases open; the files have 64 MB at first. A server opens a file for each
+    connection.
+    """
+    soft, hard = machine.open_files
+    if soft == UNLIMITED or soft >= _FILES:
+        return Finding("open files", "ok", f"ulimit -n: {'unlimited' if soft == UNLIMITED else soft}")
+    found = f"ulimit -n: {soft}; a large cold store in RocksDB and a server with many clients need more"
+    if hard == UNLIMITED or hard >= _GOOD:
+        return Finding("open files", "warning", found, f"ulimit -n {_GOOD}")
+    found += f"; the hard limit is {hard}"
+    return Finding("open files", "warning", found, f"sudo prlimit --pid $$ --nofile={_GOOD}")
+
+
+def disk(folder: Path) -> Finding:
+    """Checks the free disk space for checkpoints and cold rows."""
+    path = os.path.abspath(folder)
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Finding("disk", "problem", f"{folder}: {error.strerror}", f"mkdir -p {folder}")
+    if not folder.is_dir():
+        return Finding("disk", "problem", f"{path} is not a folder", "name a folder: --data DIR")
+    if not os.access(folder, os.W_OK):
+        return Finding("disk", "problem", f"{path} cannot be written", "name another folder: --data DIR")
+    found = f"{size(free)} free at {path}"
+    if free < _LITTLE_DISK:
+        return Finding("disk", "warning", found, "name another disk for checkpoints and cold stores")
+    return Finding("disk", "ok", found)
+
+
+def cold_stores(folder: Path) -> Finding:
+    """Checks whether killed processes have left cold rows in RocksDB below a folder."""
+    name = "cold store"
+    try:
+        os.listdir(folder)
+        runs = run_directories(folder)
+    except OSError as error:
+        return Finding(name, "problem", f"{error.filename}: {error.strerror}", "name another folder: --cold-store DIR")
+    sizes = {alive: [run.bytes for run in runs if run.alive is alive] for alive in (True, False)}
+    owners = ", ".join(sorted({run.owner for run in runs if run.alive}))
+    found = f"{os.path.abspath(folder)}: {len(sizes[True])} directories in use ({size(sum(sizes[True]))})"
+    found += f" by {owners}" if owners else ""
+    if not sizes[False]:
+        return Finding(name, "ok", found)
+    found += f", and {len(sizes[False])} of processes that have ended ({size(sum(sizes[False]))}), which the next "
+    found += "process with the same path removes"
+    return Finding(name, "warning", found, removal(runs))
+
+
+def available(machine: Machine) -> Finding:
+    """Checks the memory that is available for rows."""
+    memory = machine.memory()
+    if "MemAvailable" not in memory:
+        return Finding("memory", "problem", "no MemAvailable in /proc/meminfo: the free memory is unknown")
+    found = f"{size(memory['MemAvailable'])} available of {size(memory['MemTotal'])}"
+    if memory["MemAvailable"] < _LITTLE_MEMORY:
+        fix = "end other programs, or limit the tables: TableOptions(max_rows=...)"
+        return Finding("memory", "warning", found, fix)
+    return Finding("memory", "ok", found)
+
+
+def buffers(facts: Mapping[str, str]) -> Finding:
+    """Reports the memory of outputs and gradients that a process keeps for its next steps.
+
+    ``facts`` is what :func:`torchrec_recstore.doctor.packages.probe` has found about the native extension.
+    """
+    if "kept_bytes" not in facts:
+        return Finding("buffers", "ok", "not known without the native extension")
+    found = (
+        f"each process keeps up to {size(int(facts['kept_bytes']))} of outputs and gradients for its next steps, and "
+        "more if recent steps used more; torchrec_recstore.ops.buffer_pool_bytes() returns the current size"
+    )
+    return Finding("buffers", "ok", found)
+
+
+def control_group(machine: Machine) -> Finding:
+    """Checks the memory limit of a container, a batch job or a systemd unit.
+
+    The kernel kills a process that exceeds the limit.
+    """
+    limits: dict[Path, int] = {}
+    for folder in machine.groups("memory"):  # the native store reads the same limits before a table grows
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = machine.number(str(folder / name))
+            if limit is not None and limit < machine.memory().get("MemTotal", 0):
+                limits[folder / name] = limit
+    if not limits:
+        return Finding("memory limit", "ok", "no control group limits the memory of this process")
+    tightest = min(limits, key=lambda path: limits[path])
+    found = f"{size(limits[tightest])} in /{tightest}: tables refuse to grow past it"
+    if limits[tightest] < _LITTLE_MEMORY:
+        fix = "raise the limit, or limit the tables: TableOptions(max_rows=...)"
+        return Finding("memory limit", "warning", found, fix)
+    return Finding("memory limit", "ok", found)
+
+
+def overcommit(machine: Machine) -> Finding:
+    """Checks whether the kernel allows a process to reserve more address space than there is memory."""
+    mode = machine.number("proc/sys/vm/overcommit_memory")
+    if mode is None:
+        return Finding("overcommit", "warning", "/proc/sys/vm/overcommit_memory cannot be read")
+    if mode != 2:
+        return Finding("overcommit", "ok", f"vm.overcommit_memory = {mode}")
+    memory = machine.memory()
+    left = memory.get("CommitLimit", 0) - memory.get("Committed_AS", 0)
+    return Finding(
+        "overcommit",
+        "problem" if left < _LITTLE_MEMORY else "warning",
+        f"vm.overcommit_memory = 2: reserved address space counts as memory, {size(max(left, 0))} is left, and a table "
+        "that grows reserves three times its size",
+        "sudo sysctl vm.overcommit_memory=0  # until the next boot; to keep it: "
+        "echo vm.overcommit_memory=0 | sudo tee /etc/sysctl.d/90-recstore.conf",
+    )
+
+
+def huge_pages(machine: Machine) -> Finding:
+    """Checks whether rows can use huge pages of 2 MiB, whose addresses the processor translates faster."""
+    text = machine.read("sys/kernel/mm/transparent_hugepage/enabled")
+    if text is None:
+        return Finding("huge pages", "warning", "this kernel has no transparent huge pages: lookups are slower")
+    chosen = text[text.find("[") + 1 : text.find("]")]
+    if chosen in ("always", "madvise"):
+        return Finding("huge pages", "ok", f"transparent_hugepage/enabled: {chosen}")
+    return Finding(
+        "huge pages",
+        "warning",
+        f"transparent_hugepage/enabled: {chosen}: rows use small pages, and lookups are slower",
+        "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled  # until the next boot; "
+        "to keep it: add transparent_hugepage=madvise to the kernel's command line",
+    )
+
+
+def address_space(machine: Machine) -> Finding:
+    """Checks the limit of the address space."""
+    if machine.address_space == UNLIMITED:
+        return Finding("address space", "ok", "ulimit -v: unlimited")
+    return Finding(
+        "address space",
+        "warning",
+        f"ulimit -v: {size(machine.address_space)}; a table that grows reserves three times its size",
+        "ulimit -v unlimited",
+    )
+
+
+def instruction_set(machine: Machine, facts: Mapping[str, str]) -> Finding:
+    """Checks whether the native extension uses the best instruction set that the processor has. See :func:`buffers`."""
+    text = machine.read("proc/cpuinfo") or ""
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+    model = fields.get("model name", "a processor without a name")
+    flags = set(fields.get("flags", "").split())
+    best = next((name for name, needed in _NEEDS.items() if needed <= flags), "baseline")
+    if "instruction_set" not in facts:
+        return Finding("processor", "ok", f"{model}, {best}")
+    chosen = facts["instruction_set"]
+    found = f"{model}: the loops over rows use {chosen}"
+    if _ORDER.index(chosen) < _ORDER.index(best):
+        forced = machine.environ.get("RECSTORE_ISA")
+        why = "" if forced is None else f"; RECSTORE_ISA={forced} is set"
+        fix = "reinstall torchrec-recstore" if forced is None else "unset RECSTORE_ISA"
+        return Finding("processor", "warning", f"{found}, and the processor has {best}{why}", fix)
+    if chosen == "baseline":
+        found += "; without AVX2 they take several times as long"
+        fix = "use a processor with AVX2; in a virtual machine, enable AVX2 for the guest"
+        return Finding("processor", "warning", found, fix)
+    return Finding("processor", "ok", found)
+
+
+def threads(machine: Machine) -> Finding:
+    """Checks whether torch starts as many threads as there are usable cores."""
+    cores = usable_cores(machine)
+    limited = "" if cores == machine.cores else f", and a control group limits the CPU time to that of {cores}"
+    where, fix = f"{machine.cores} cores{limited}", f"export OMP_NUM_THREADS={cores}"
+    set_to = machine.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if not set_to and cores < machine.cores:
+        return Finding("threads", "warning", f"{where}, and torch starts {machine.cores} threads", fix)
+    if not set_to:
+        ranks = (
+            f"for several ranks, set the threads of each rank (torchrun's default: 1): OMP_NUM_THREADS={cores // 2} "
+            "torchrun --nproc-per-node 2 ..."
+        )
+        return Finding("threads", "ok", where, ranks if cores > 2 else "")
+    if not set_to.isdigit() or int(set_to) < 1:
+        return Finding("threads", "warning", f"OMP_NUM_THREADS={set_to} is not a number of threads", fix)
+    found = f"OMP_NUM_THREADS={set_to} on {where}"
+    if int(set_to) > cores:
+        return Finding("threads", "warning", f"{found}: the threads wait for each other", fix)
+    if int(set_to) == 1 < cores:
+        return Finding("threads", "warning", f"{found}: one process uses one core", fix)
+    return Finding("threads", "ok", found)
+
+
+def usable_cores(machine: Machine) -> int:
+    """Returns the number of cores that this process may use, within the CPU time that its control groups allow."""
+    shares = [float(machine.cores)]
+    for folder in machine.groups("cpu"):
+        quota, period = machine.number(f"{folder}/cpu.cfs_quota_us"), machine.number(f"{folder}/cpu.cfs_period_us")
+        words = (machine.read(f"{folder}/cpu.max") or "").split()
+        if len(words) == 2 and words[0].isdigit():
+            quota, period = int(words[0]), int(words[1])
+        if quota is not None and period is not None and quota > 0:
+            shares.append(quota / period)
+    return max(1, int(min(shares)))
+
+
+def spinning(machine: Machine) -> Finding:
+    """Checks whether waiting threads of OpenMP leave their cores to other threads. See docs/operations.md."""
+    name = "waiting threads"
+    count, policy = (machine.environ.get(variable, "") for variable in VARIABLES)
+    short = f"export GOMP_SPINCOUNT={SPIN_COUNT}"
+    if count:
+        digits = count.strip()
+        if digits.isdigit() and int(digits) <= MOST_SPINS:
+            return Finding(name, "ok", f"GOMP_SPINCOUNT={count}")
+        return Finding(name, "warning", f"GOMP_SPINCOUNT={count}: waiting threads keep their cores for long", short)
+    if policy:
+        if policy.strip().lower() == "passive":
+            return Finding(name, "ok", f"OMP_WAIT_POLICY={policy}")
+        found = f"OMP_WAIT_POLICY={policy}: waiting threads keep their cores for minutes"
+        return Finding(name, "warning", found, "export OMP_WAIT_POLICY=passive")
+    if usable_cores(machine) == 1 or machine.environ.get("OMP_NUM_THREADS", "").strip() == "1":
+        return Finding(name, "ok", "one thread waits for no other")
+    return Finding(
+        name,
+        "warning",
+        "waiting threads spin for milliseconds; if other programs use the cores, training takes ten times as long",
+        f"call torchrec_recstore.tune_threads() at the top of each script, or {short}",
+    )

@@ -1,16 +1,44 @@
-"""Checks of the installed packages, which must fit each other."""
+"""Imports the installed packages in a separate process, and checks that they fit each other."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from torchrec_recstore.doctor.machine import Finding
-from torchrec_recstore.doctor.probe import Imported
 from torchrec_recstore.triples import DEFAULT, Triple, for_torch, nearest_to_torch, release, torch_of_fbgemm
+
+MODULES = ("torch", "torchrec_recstore.ops", "fbgemm_gpu", "torchrec")
+"""The modules to import. Each module follows the modules that it needs."""
+
+_TIMEOUT_S = 180
+
+_CHILD = """
+import importlib, json, logging, sys, warnings
+warnings.filterwarnings("ignore")
+logging.disable(logging.WARNING)
+for name in sys.argv[1:]:
+    told = {"module": name, "error": None, "missing": None, "facts": {}}
+    try:
+        module = importlib.import_module(name)
+        if name == "torch":
+            told["facts"] = {"version": module.__version__, "cuda": module.version.cuda}
+        if name == "torchrec_recstore.ops":
+            kept = str(module.buffer_pool_bytes()[2])
+            told["facts"] = {"instruction_set": module.instruction_set(), "kept_bytes": kept}
+    except BaseException as error:
+        cause = error.__cause__ or error
+        told["error"] = f"{type(cause).__name__}: {cause}".splitlines()[0]
+        told["missing"] = cause.name if isinstance(cause, ModuleNotFoundError) else None
+    print("\\n" + json.dumps(told), flush=True)
+"""
 
 TESTED = {"torchmetrics": "1.0.3", "tensordict": "0.15.3", "safetensors": "0.8.0", "xxhash": "4.1.0"}
 """The tested versions of the packages that are not in :mod:`torchrec_recstore.triples`, as in requirements/."""
@@ -31,6 +59,45 @@ _WITHOUT_TORCHREC = "not installed: Table and RecStoreClient work, TorchRec does
 Versions = Callable[[str], str | None]
 
 
+@dataclass(frozen=True)
+class Imported:
+    """The result of an import: its error in one line, the name of a module that was not found, facts by name."""
+
+    error: str | None = None
+    missing: str | None = None
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+def probe(modules: Sequence[str], python: str = sys.executable, timeout_s: float = _TIMEOUT_S) -> dict[str, Imported]:
+    """Imports modules in separate processes, so that imports that crash or never return are reported too.
+
+    Args:
+        modules: The names of the modules. Each module follows the modules that it needs.
+        python: The path of the Python interpreter.
+        timeout_s: The longest time in seconds that a process may take for all its imports. Default: 180.
+    """
+    found: dict[str, Imported] = {}
+    while left := [name for name in modules if name not in found]:
+        command = [python, "-c", _CHILD, *left]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+            try:
+                out, ended = child.communicate(timeout=timeout_s)[0], ""
+            except subprocess.TimeoutExpired:
+                child.kill()
+                out, ended = child.communicate()[0], f"has not returned in {timeout_s:g} s"
+        for line in out.splitlines():
+            if line.startswith('{"module"'):
+                told = json.loads(line)
+                found[told["module"]] = Imported(told["error"], told["missing"], told["facts"])
+        crashed = [name for name in left if name not in found]
+        if crashed:
+            if not ended:
+                status = child.returncode
+                ended = f"ends the process with {signal.Signals(-status).name if status < 0 else f'status {status}'}"
+            found[crashed[0]] = Imported(error=f"its import {ended}")
+    return found
+
+
 def installed(name: str) -> str | None:
     """Returns the version of a distribution, or None if the distribution is not installed."""
     try:
@@ -43,8 +110,8 @@ def packages(imported: Mapping[str, Imported], versions: Versions = installed) -
     """Checks each package.
 
     Args:
-        imported: the result of importing each of :data:`torchrec_recstore.doctor.probe.MODULES`.
-        versions: returns the version of a distribution, or None.
+        imported: The result of importing each of :data:`MODULES`.
+        versions: A function that returns the version of a distribution, or None.
     """
     yield python(sys.version_info[:3], sys.executable)
     yield torch(imported["torch"], versions)
@@ -169,14 +236,7 @@ def torchrec(found: Imported, of_fbgemm: Imported, of_torch: Imported, versions:
 
 
 def other(name: str, need: str, versions: Versions) -> Finding:
-    """A required distribution is installed in the tested version.
-
-    Args:
-        name: The name of the distribution.
-        need: The name of the package that requires the distribution. If that package is not installed, the distribution
-            is not required. An empty name means torchrec_recstore.
-        versions: Returns the version of a distribution, or None.
-    """
+    """A distribution that ``need`` requires, torchrec_recstore if it is empty, is installed in the tested version."""
     number, tested = versions(name), TESTED[name]
     fix = f"pip install {name}=={tested}"
     if number is None:
@@ -189,11 +249,7 @@ def other(name: str, need: str, versions: Versions) -> Finding:
 
 
 def optional_packages(versions: Versions = installed) -> Iterator[Finding]:
-    """Checks the packages of each extra.
-
-    Args:
-        versions: Returns the version of a distribution, or None.
-    """
+    """Checks the packages of each extra."""
     try:
         lines = requires("torchrec-recstore") or []
     except PackageNotFoundError:
@@ -205,9 +261,7 @@ def optional_packages(versions: Versions = installed) -> Iterator[Finding]:
 def requirements_of(extra: str, lines: list[str]) -> dict[str, str]:
     """Returns the distributions of an extra, each with its version specifier.
 
-    Args:
-        extra: The name of the extra.
-        lines: The requirements in the distribution's metadata, for example ``redis>=8; extra == "redis"``.
+    ``lines`` are the requirements in the distribution's metadata, for example ``redis>=8; extra == "redis"``.
     """
     found = {}
     for line in lines:
@@ -238,7 +292,6 @@ def fits(number: str | None, bound: str) -> bool:
     found = re.match(r"(>=|==)\s*([\d.]+)", bound)
     if number is None or found is None:
         return True
-    has, wants = (
-        tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])) for text in (number, found[2])
-    )
+    parts = (re.findall(r"\d+", text.partition("+")[0]) for text in (number, found[2]))
+    has, wants = (tuple(map(int, each)) for each in parts)
     return has >= wants if found[1] == ">=" else has[: len(wants)] == wants
