@@ -73,12 +73,8 @@ def compare_chains(
     """Compares the states that two checkpoints load to. Their split over ranks and files makes no difference.
 
     The comparison needs memory for one window of rows. All files of both chains must have passed
-    :func:`torchrec_recstore.checkpoint.fold.check_files`.
-
-    Args:
-        first: The chain of the first checkpoint.
-        second: The chain of the second checkpoint.
-        on_rows: A callback that is called with the number of rows read from both checkpoints since the last call.
+    :func:`torchrec_recstore.checkpoint.fold.check_files`. ``first`` and ``second`` are chains of checkpoints.
+    ``on_rows`` is called with the number of rows read from both checkpoints since its last call.
 
     Raises:
         ValueError: A table has different dims in the two checkpoints.

@@ -74,11 +74,7 @@ class Destination:
         return self._staging
 
     def stage(self) -> Path:
-        """Creates the directory for the files, and removes the directories of dead processes.
-
-        Raises:
-            OSError: The directory cannot be created.
-        """
+        """Creates the directory for the files, and removes the directories of dead processes."""
         for rest in leftovers(self.path):
             shutil.rmtree(rest, ignore_errors=True)
         staging = self.path.with_name(staging_name(self.path))
@@ -89,11 +85,7 @@ class Destination:
     def publish(self) -> None:
         """Renames the directory to the path in one atomic operation, and syncs it to the disk.
 
-        After any error, ``path`` is as it was.
-
-        Raises:
-            FileExistsError, CheckpointError: See the class. The path or a base has changed since the construction.
-            OSError: The directory cannot be renamed.
+        The errors are those of the class, if the path or a base has changed since. ``path`` is then as it was.
         """
         staging = self.staging
         _check_unchanged(self._bases)
@@ -111,10 +103,7 @@ class Destination:
             raise
 
     def publish_prepared(self, directory: Path) -> None:
-        """Publishes a complete checkpoint of another directory next to the path. See :meth:`publish` for the errors.
-
-        After any error, the other directory is as it was.
-        """
+        """Publishes a complete checkpoint of a directory next to the path. After an error, both are as they were."""
         self._staging = directory
         try:
             self.publish()

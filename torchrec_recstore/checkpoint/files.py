@@ -226,13 +226,7 @@ class FileInfo:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
-    """Writes a safetensors file, syncs it to the disk, and returns its size and checksum.
-
-    No two of the tensors share memory.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Writes a safetensors file of tensors that share no memory, syncs it, and returns its size and checksum."""
     try:
         safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     except SafetensorError as error:  # safetensors raises it in the place of an OSError.
@@ -259,11 +253,7 @@ def file_info(path: Path, on_bytes: Callable[[int], object] = lambda count: None
 
 
 def check_file(path: Path, expected: FileInfo, on_bytes: Callable[[int], object] = lambda count: None) -> None:
-    """Reads a file, and compares its size and checksum with the expected ones. See :func:`file_info`.
-
-    Raises:
-        CheckpointError: The file is missing, or has another size or another checksum.
-    """
+    """Refuses a file that is missing or has another size or another checksum. See :func:`file_info`."""
     try:
         found = file_info(path, on_bytes)
     except FileNotFoundError:
@@ -275,11 +265,7 @@ def check_file(path: Path, expected: FileInfo, on_bytes: Callable[[int], object]
 
 
 def read_tensors(path: Path, expected: FileInfo) -> dict[str, Tensor]:
-    """Checks a safetensors file and returns its tensors. Their memory is mapped from the file.
-
-    Raises:
-        CheckpointError: See :func:`check_file`.
-    """
+    """Checks a safetensors file and returns its tensors. Their memory is mapped from the file."""
     check_file(path, expected)
     tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     return tensors
@@ -295,11 +281,7 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Creates a directory and its parents if they do not exist, and syncs the new entries to the disk.
-
-    Raises:
-        OSError: The directory cannot be created, for example because a component of the path is a file.
-    """
+    """Creates a directory and its parents if they do not exist, and syncs the new entries to the disk."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -323,11 +305,10 @@ def check_path(path: Path) -> None:
 def whole_file(path: Path) -> Iterator[Path]:
     """Yields the path of an empty file for the body to write, and then renames that file to ``path``.
 
-    ``path`` is locked until the end of the body.
+    ``path`` is locked until the end of the body, and after an error it is as it was.
 
     Raises:
         BlockingIOError: Another process is writing to ``path``.
-        OSError: The file cannot be written. The file at ``path`` is as it was.
     """
     check_path(path)
     beside = path.with_name(staging_name(path))

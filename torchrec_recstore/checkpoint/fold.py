@@ -1,4 +1,7 @@
-"""Folds a chain of checkpoints: reads its newest rows, one window of ids after the other, and compacts the chain."""
+"""Folds a chain of checkpoints: reads its newest rows, one window of ids after the other, and compacts the chain.
+
+All functions raise ``CheckpointError`` if a file is missing or damaged, or does not agree with the metadata.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,7 @@ _LEAST_ROWS = 64  # The minimum number of rows of each run in a window.
 
 
 def check_files(chain: Iterable[CheckpointInfo], on_bytes: Callable[[int], object] = lambda count: None) -> None:
-    """Compares every file of several checkpoints with its checksum. ``on_bytes`` gets the size of each block read.
-
-    Raises:
-        CheckpointError: A file is missing or damaged. The message names the file.
-    """
+    """Compares every file of several checkpoints with its checksum. ``on_bytes`` gets the size of each block read."""
     for info in chain:
         for name, file in info.files.items():
             check_file(info.path / name, file, on_bytes)
@@ -56,11 +55,6 @@ class FoldedTable:
         name: The name of a table of the last checkpoint.
         columns: The ranges of columns that the rows are split into. If a range is a part of a saved column shard, it
             gets a copy of the row-wise states. Default: None, the :func:`common_columns` of the chain.
-
-    Raises:
-        CheckpointError: The table has different dims or optimizer states in the chain, or a file is missing or does
-            not agree with the metadata. :meth:`take` also raises it if an id is in several parts of one checkpoint, or
-            if the number of all rows differs from the metadata.
     """
 
     def __init__(self, chain: Sequence[CheckpointInfo], name: str, columns: Sequence[range] | None = None) -> None:
@@ -197,9 +191,6 @@ def check_rows(chain: Sequence[CheckpointInfo], name: str, held: int | None) -> 
     A part that is missing, or that holds ids of another part, changes the number of rows. In this case all ids are read
     again to find the id that is in several parts. ``held`` is the number of rows in all shards that hold the table's
     first column, None if a shard had no room for some of its rows.
-
-    Raises:
-        CheckpointError: The numbers differ, or an id is in several parts.
     """
     wanted = chain[-1].tables[name].rows
     if held == wanted:
@@ -240,11 +231,7 @@ def compact_checkpoint(path: str | Path, output: str | Path) -> CheckpointInfo:
 
 @contextmanager
 def folding(path: str | Path, output: str | Path) -> Iterator[tuple[list[CheckpointInfo], Destination]]:
-    """Yields the chain of ``path``, locked against changes, and the destination at ``output``.
-
-    Raises:
-        FileNotFoundError, FileExistsError, BlockingIOError, CheckpointError: See :func:`compact_checkpoint`.
-    """
+    """Yields the chain of ``path``, locked against changes, and the destination at ``output``."""
     if os.path.lexists(output):
         raise FileExistsError(f"{output} exists already: name a path that does not")
     chain = read_chain(path)

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -157,10 +157,7 @@ class CheckpointInfo:
 def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -> str:
     """Writes ``metadata.json``, syncs it to the disk, and returns its checksum.
 
-    The training state is that of :func:`torchrec_recstore.encoding.encode`, not that of ``info``.
-
-    Raises:
-        OSError: The file cannot be written.
+    ``training_state`` is the result of :func:`torchrec_recstore.encoding.encode`; that of ``info`` is not used.
     """
     tables = {
         name: {**asdict(table), "optimizer": encode(table.optimizer, {}), "options": encode(table.options, {})}
@@ -336,10 +333,10 @@ def _check_table(table_name: str, info: CheckpointInfo, table: TableInfo) -> Non
                 )
             if part.rows < 1 or part.rows - 1 > part.last_id - part.first_id:
                 raise CheckpointError(f"{table_name}: {part.file} cannot have {part.rows} ids in its range")
-        _check_ranges(table_name, parts)
-    blocks: dict[tuple[int, int], Counter[tuple[int, int, int]]] = {columns: Counter() for columns in table.columns}
-    for part in table.parts:
-        blocks[part.columns][part.block] += 1
+        for one, other in pairwise(sorted(parts, key=lambda part: (part.rank, part.columns, part.block))):
+            if (one.rank, one.columns) == (other.rank, other.columns) and other.first_id <= one.last_id:
+                raise CheckpointError(f"{table_name}: {one.file} and {other.file} have ids in the same range")
+    blocks = {each: Counter(part.block for part in table.parts if part.columns == each) for each in table.columns}
     for columns in table.columns:
         for part in table.parts:
             if blocks[columns][part.block] != blocks[first][part.block]:
@@ -352,12 +349,3 @@ def _check_table(table_name: str, info: CheckpointInfo, table: TableInfo) -> Non
         raise CheckpointError(f"{table_name} lists ids that left, and the checkpoint is no delta")
     if info.delta_of is not None and table.removal == "stay" and listed != table.rows:
         raise CheckpointError(f"{table_name} has {table.rows} rows, and its files list {listed} ids that stay")
-
-
-def _check_ranges(table_name: str, parts: Sequence[PartInfo]) -> None:
-    """Checks that the ranges of ids of a shard's parts do not overlap."""
-    for shard in sorted({(part.rank, part.columns) for part in parts}):
-        of_shard = [part for part in parts if (part.rank, part.columns) == shard]
-        for one, other in pairwise(sorted(of_shard, key=lambda part: part.block)):
-            if other.first_id <= one.last_id:
-                raise CheckpointError(f"{table_name}: {one.file} and {other.file} have ids in the same range")

@@ -1,4 +1,7 @@
-"""Reads the files of a table of a checkpoint, and reads a chain of checkpoints into shards."""
+"""Reads the files of a table of a checkpoint, and reads a chain of checkpoints into shards.
+
+All functions raise ``CheckpointError`` if a file is missing or damaged, or does not agree with the metadata.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +48,6 @@ class Block:
         """Opens and checks the files that hold some of the columns, and returns the ids of their rows.
 
         With ``verify``, the files are compared with their checksums. Otherwise that must have been done before.
-
-        Raises:
-            CheckpointError: A file is missing or damaged, or does not agree with the metadata.
         """
         first: Tensor | None = None
         for part in self._covering(columns):
@@ -76,11 +76,7 @@ class Block:
 
 
 def blocks_by_rank(info: CheckpointInfo, name: str) -> list[list[Block]]:
-    """Returns the blocks of a table for each rank that wrote some, rank by rank, in ascending order of the ids.
-
-    Raises:
-        CheckpointError: A column shard has no file for some rows.
-    """
+    """Returns the blocks of a table for each rank that wrote some, rank by rank, in ascending order of the ids."""
     table = info.tables[name]
     found: dict[tuple[int, int, int], list[PartInfo]] = defaultdict(list)
     for part in table.parts:
@@ -95,20 +91,12 @@ def blocks_by_rank(info: CheckpointInfo, name: str) -> list[list[Block]]:
 
 
 def listed_ids(info: CheckpointInfo, part: PartInfo, *, verify: bool) -> Tensor:
-    """Returns the ids of a file that holds no rows, (N,) int64, ascending.
-
-    Raises:
-        CheckpointError: See :meth:`Block.open`.
-    """
+    """Returns the ids of a file that holds no rows, (N,) int64, ascending. See :meth:`Block.open`."""
     return _checked(info, part, verify=verify)[1]
 
 
 def saved_state(info: CheckpointInfo, name: str) -> TableState:
-    """Returns the state of a whole table: its clocks, and what the admission of all its shards has counted.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
-    """
+    """Returns the state of a whole table: its clocks, and what the admission of all its shards has counted."""
     table = info.tables[name]
     states = [TableState(table.steps, table.optimizer_steps, table.times)]
     for file in table.sightings:
@@ -194,10 +182,6 @@ def load_rows(
         chain: The result of :func:`torchrec_recstore.checkpoint.info.read_chain`.
         owned: A function that selects the ids that belong to the shard. None: all ids do.
         on_rows: A callback that is called after each part with its number of rows, those of other shards included.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
-        MemoryError: There is no memory for the rows.
     """
     # The state comes first: eviction computes the age of the rows from it.
     table.set_state(saved_state(chain[-1], name).owned(owned))
@@ -216,8 +200,7 @@ def _parts_of(
 ) -> Iterator[tuple[int, Part | None]]:
     """Yields for each block its number of rows, and the rows of the block that belong to the shard."""
     for block in (block for of_rank in blocks_by_rank(info, name) for block in of_rank):
-        # The ids are not checked yet. If an id is damaged, the shard that owns the damaged id reads the file too and
-        # finds the damage.
+        # The ids are not checked yet. The shard that owns a damaged id reads the file too, and finds the damage.
         if owned is not None and not owned(block.ids(columns)).any():
             yield block.rows, None
             continue

@@ -62,7 +62,7 @@ class PartWriter:
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(
             1, "checkpoint-files", initializer=lower_priority if polite else None
         )
-        self._pending: Future[tuple[str, FileInfo]] | None = None
+        self._pending: Future[None] | None = None
 
     def rows(
         self, name: str, table: Table, snapshot: Snapshot, on_rows: Callable[[int], object] = lambda count: None
@@ -109,11 +109,7 @@ class PartWriter:
             self._submit(name, _unshared(tensors))
 
     def close(self) -> dict[str, FileInfo]:
-        """Waits until all files are written, and returns their sizes and checksums by name.
-
-        Raises:
-            OSError: A file could not be written.
-        """
+        """Waits until all files are written, and returns their sizes and checksums by name."""
         try:
             self._collect()
         finally:
@@ -125,19 +121,21 @@ class PartWriter:
         self._collect()
         if self._thread is not None:
             try:
-                self._pending = self._thread.submit(lambda: (name, write_tensors(self._directory / name, tensors)))
+                self._pending = self._thread.submit(self._write, name, tensors)
                 return
             except RuntimeError:
                 # Python 3.12 starts no thread once the process is ending, while async_save still writes. The executor
                 # is not used again, because its queue still has this call.
                 self._thread = None
+        self._write(name, tensors)
+
+    def _write(self, name: str, tensors: dict[str, Tensor]) -> None:
         self._files[name] = write_tensors(self._directory / name, tensors)
 
     def _collect(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
-            name, info = pending.result()
-            self._files[name] = info
+            pending.result()
 
 
 def lower_priority() -> None:
@@ -160,9 +158,8 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _file_name(table: str) -> str:
     name = quote(table, safe="")
-    if len(name) <= _LONGEST_NAME:
-        return name
-    return f"{name[:_LONGEST_NAME]}~{hashlib.sha256(table.encode()).hexdigest()[:16]}"
+    short = f"{name[:_LONGEST_NAME]}~{hashlib.sha256(table.encode()).hexdigest()[:16]}"
+    return name if len(name) <= _LONGEST_NAME else short
 
 
 @dataclass
@@ -193,10 +190,7 @@ def write_shard(
 ) -> TableInfo:
     """Writes a shard's rows, the ids that a delta lists, and the counts of its admission.
 
-    ``on_rows`` is called after each part with the part's number of rows.
-
-    Returns:
-        The table's metadata, restricted to this shard.
+    ``on_rows`` is called after each part with the part's number of rows. The result is the metadata of this shard.
     """
     table = shard.table
     first = table.columns.start == 0  # All column shards hold the same ids: the first one writes what belongs to ids.
@@ -221,10 +215,8 @@ def write_shard(
 def finish(destination: Destination, info: CheckpointInfo, training_state: Any) -> CheckpointInfo:
     """Writes the metadata of a checkpoint, publishes the checkpoint, and returns the metadata with its checksum.
 
-    See :func:`torchrec_recstore.checkpoint.info.write_metadata` for the arguments.
-
-    Raises:
-        OSError: The checkpoint cannot be written or published. The path is as it was.
+    See :func:`torchrec_recstore.checkpoint.info.write_metadata` for the arguments. After an error the path is as it
+    was.
     """
     checksum = write_metadata(destination.staging, info, training_state)
     destination.publish()
