@@ -12,7 +12,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from tests.checkpoint import models
-from tests.checkpoint.test_contents import Document, change
+from tests.checkpoint.test_info import Document, change
 from tests.errors.situations import situation
 from tests.sharders.models import bag, collection, sharded
 from torchrec_recstore import compact_checkpoint, load_checkpoint, load_distributed_checkpoint, save_checkpoint

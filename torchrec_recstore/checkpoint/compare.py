@@ -1,4 +1,7 @@
-"""Compares two checkpoints."""
+"""Compares two checkpoints.
+
+Tests: tests/commands/test_checkpoints.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The commands that run scripts of the project: ``recstore train`` and ``recstore bench``."""
+"""The commands that run scripts of the project: ``recstore train`` and ``recstore bench``.
+
+Tests: tests/commands/test_bench.py, tests/commands/test_train.py.
+"""
 
 from __future__ import annotations
 

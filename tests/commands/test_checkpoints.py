@@ -15,13 +15,12 @@ from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 from typer.testing import CliRunner, Result
 
+from tests.checkpoint import models
 from torchrec_recstore import Table, save_checkpoint
 from torchrec_recstore.checkpoint import fold
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.info import CheckpointInfo, read_info, write_metadata
 from torchrec_recstore.cli import app
-
-from . import models
 
 
 def recstore(*arguments: object) -> Result:
