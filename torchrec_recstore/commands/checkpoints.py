@@ -15,6 +15,7 @@ from rich.text import Text
 
 from torchrec_recstore.commands.output import (
     AsJson,
+    argument,
     errors_in_one_line,
     in_order,
     print_json,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 # The import of torch takes seconds. Commands import the modules that use torch themselves, so that --help is fast.
 
-Checkpoint = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a checkpoint.", show_default=False)]
+Checkpoint = Annotated[Path, argument("DIR", "Directory of a checkpoint.")]
 
 
 def _verify(checkpoints: Sequence[CheckpointInfo]) -> None:
@@ -51,10 +52,8 @@ def _rows_of(checkpoints: Sequence[CheckpointInfo]) -> int:
 def inspect(
     path: Annotated[
         Path,
-        typer.Argument(
-            metavar="PATH",
-            help="Directory of a checkpoint, of the checkpoints of a run or of cold stores, or an exported file.",
-            show_default=False,
+        argument(
+            "PATH", "Directory of a checkpoint, of the checkpoints of a run or of cold stores, or an exported file."
         ),
     ],
     verify: Annotated[bool, typer.Option(help="Read every file and verify its checksum.")] = True,
@@ -207,8 +206,8 @@ def _table_as_json(info: CheckpointInfo, table: TableInfo) -> dict[str, Any]:
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="Directory of the first checkpoint.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Directory of the second checkpoint.", show_default=False)],
+    a: Annotated[Path, argument("A", "Directory of the first checkpoint.")],
+    b: Annotated[Path, argument("B", "Directory of the second checkpoint.")],
     as_json: AsJson = False,
 ) -> None:
     """Compare the contents of two checkpoints.
@@ -278,7 +277,7 @@ def _difference_as_json(difference: CheckpointDifference) -> dict[str, Any]:
 
 def compact(
     checkpoint: Checkpoint,
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Directory to create.", show_default=False)],
+    output: Annotated[Path, argument("OUTPUT", "Directory to create.")],
     as_json: AsJson = False,
 ) -> None:
     """Fold a delta and the checkpoints that it is based on into one full checkpoint with the same contents.

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, print_line, stdout, table_of
+from torchrec_recstore.commands.output import (
+    AsJson,
+    argument,
+    errors_in_one_line,
+    print_json,
+    print_line,
+    stdout,
+    table_of,
+)
 from torchrec_recstore.commands.progress import progress
 from torchrec_recstore.commands.scripts import missing_in_one_line
 from torchrec_recstore.plugins import plugin
@@ -24,28 +32,20 @@ else:  # typer reads the annotations, and the module above imports torch
     By = Literal["frequency", "last_step", "norm", "drift"]
     Metric = Literal["cosine", "dot", "l2"]
 
-_PANEL = "Access"
 
-TokenFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="File with the token of the servers.", rich_help_panel=_PANEL)
-]
-TlsCa = Annotated[
-    Path | None,
-    typer.Option(metavar="PEM", help="File with the CA certificates of the servers: use TLS.", rich_help_panel=_PANEL),
-]
-TlsCert = Annotated[
-    Path | None, typer.Option(metavar="PEM", help="File with the certificate of this client.", rich_help_panel=_PANEL)
-]
-TlsKey = Annotated[
-    Path | None, typer.Option(metavar="PEM", help="File with the private key of --tls-cert.", rich_help_panel=_PANEL)
-]
+def _access_file(metavar: str, help: str) -> Any:
+    return typer.Option(metavar=metavar, help=help, rich_help_panel="Access")
+
+
+TokenFile = Annotated[Path | None, _access_file("FILE", "File with the token of the servers.")]
+TlsCa = Annotated[Path | None, _access_file("PEM", "File with the CA certificates of the servers: use TLS.")]
+TlsCert = Annotated[Path | None, _access_file("PEM", "File with the certificate of this client.")]
+TlsKey = Annotated[Path | None, _access_file("PEM", "File with the private key of --tls-cert.")]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time after which a server counts as gone.")]
 Source = Annotated[
     str,
-    typer.Argument(
-        metavar="CHECKPOINT|HOST:PORT,...",
-        help="Directory of a checkpoint, or the addresses of all parameter servers of a set.",
-        show_default=False,
+    argument(
+        "CHECKPOINT|HOST:PORT,...", "Directory of a checkpoint, or the addresses of all parameter servers of a set."
     ),
 ]
 OneTable = Annotated[

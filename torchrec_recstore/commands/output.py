@@ -23,6 +23,12 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
+
+def argument(metavar: str, help: str) -> Any:
+    """Describes a positional argument of a command that must be given."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
 # The columns that hold text, and are aligned to the left.
 _TEXTS = re.compile(
     "|table|checkpoint|cold store|shard|process|delta of|server|set|state|saves?|dtype|optimizer|figure|"
