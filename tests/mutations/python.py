@@ -78,7 +78,7 @@ CHECKPOINTS = [
     ),
     Mutation(
         f"{PACKAGE}/checkpoint/destination.py",
-        "sync_directory(staging)",
+        "sync(staging)",
         "pass",
         ["tests/checkpoint/test_destination.py"],
         "A checkpoint gets its name before the entries of its directory are on the disk.",

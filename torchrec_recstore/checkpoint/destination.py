@@ -21,7 +21,7 @@ from torchrec_recstore.checkpoint.files import (
     make_directory,
     path_lock,
     staging_name,
-    sync_directory,
+    sync,
 )
 from torchrec_recstore.checkpoint.info import METADATA, CheckpointInfo
 
@@ -90,14 +90,14 @@ class Destination:
         staging = self.staging
         _check_unchanged(self._bases)
         self._check()
-        sync_directory(staging)
+        sync(staging)
         replaces = self.path.exists()
         move = _exchange if replaces else os.rename
         move(staging, self.path)
         try:
             if replaces:  # The old checkpoint is checked again, now that no process can add a file to it by its path.
                 _check_own_files(staging, self.path)
-            sync_directory(self.path.parent)
+            sync(self.path.parent)
         except BaseException:
             move(self.path, staging)
             raise

@@ -234,8 +234,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
         number = int(code[1]) if code else errno.EIO
         raise OSError(number, f"cannot be written: {os.strerror(number)}", os.fspath(path)) from error
     path.chmod(path.parent.stat().st_mode & 0o666)  # Files of safetensors 0.8 are readable by their owner only.
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(path)
     return file_info(path)
 
 
@@ -271,8 +270,8 @@ def read_tensors(path: Path, expected: FileInfo) -> dict[str, Tensor]:
     return tensors
 
 
-def sync_directory(path: Path) -> None:
-    """Syncs the entries of a directory to the disk."""
+def sync(path: Path) -> None:
+    """Syncs a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -290,7 +289,7 @@ def make_directory(path: Path) -> None:
     except FileExistsError:
         if not path.is_dir():  # Otherwise another process has created the directory at the same time.
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(path)) from None
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def check_path(path: Path) -> None:
@@ -320,11 +319,10 @@ def whole_file(path: Path) -> Iterator[Path]:
                 beside.touch()
                 mode = beside.stat().st_mode
                 yield beside
-                with beside.open("rb") as file:
-                    os.fsync(file.fileno())
+                sync(beside)
                 beside.chmod(mode)  # Files of safetensors are readable by their owner only.
                 beside.replace(path)
-                sync_directory(path.parent)
+                sync(path.parent)
             finally:
                 beside.unlink(missing_ok=True)
     except OSError as error:

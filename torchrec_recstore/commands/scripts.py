@@ -84,8 +84,7 @@ _LAST_LINES = 20
 
 def bench(
     names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAME", help="Names of the benchmarks to run.", show_default="all"),
+        list[str] | None, typer.Argument(metavar="NAME", help="Names of the benchmarks to run.", show_default="all")
     ] = None,
     quick: Annotated[
         bool,

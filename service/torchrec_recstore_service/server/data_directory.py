@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_recstore.checkpoint.destination import Destination
-from torchrec_recstore.checkpoint.files import CheckpointError, FileLock, make_directory, sync_directory
+from torchrec_recstore.checkpoint.files import CheckpointError, FileLock, make_directory, sync
 from torchrec_recstore.checkpoint.info import read_info
 from torchrec_recstore.encoding import check_fields
 from torchrec_recstore_service.wire import recstore_pb2 as pb
@@ -245,7 +245,7 @@ class DataDirectory:
             file.flush()
             os.fsync(file.fileno())
         staging.replace(self._path / name)
-        sync_directory(self._path)
+        sync(self._path)
 
 
 def _manifest_of(path: Path) -> pb.Saved | None:
