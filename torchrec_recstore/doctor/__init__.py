@@ -8,22 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torchrec_recstore.doctor.machine import (
-    Finding,
-    Machine,
-    address_space,
-    available,
-    buffers,
-    cold_stores,
-    control_group,
-    disk,
-    huge_pages,
-    instruction_set,
-    open_files,
-    overcommit,
-    spinning,
-    threads,
-)
+from torchrec_recstore.doctor import machine as checks
+from torchrec_recstore.doctor.machine import Finding, Machine
 from torchrec_recstore.doctor.packages import MODULES, optional_packages, packages, probe
 
 SECTIONS = ("packages", "processor", "memory", "threads", "files")
@@ -41,15 +27,15 @@ def examine(data: Path, cold: Sequence[Path] = ()) -> Iterator[tuple[str, Findin
     """
     machine = Machine.here()
     imported = probe(MODULES)
+    facts = imported["torchrec_recstore.ops"].facts
     yield from (("packages", finding) for finding in packages(imported))
     yield from (("packages", finding) for finding in optional_packages())
-    facts = imported["torchrec_recstore.ops"].facts
-    yield "processor", instruction_set(machine, facts)
-    for look in (available, control_group, overcommit, huge_pages, address_space):
+    yield "processor", checks.instruction_set(machine, facts)
+    for look in (checks.available, checks.control_group, checks.overcommit, checks.huge_pages, checks.address_space):
         yield "memory", look(machine)
-    yield "memory", buffers(facts)
-    for look in (threads, spinning):
+    yield "memory", checks.buffers(facts)
+    for look in (checks.threads, checks.spinning):
         yield "threads", look(machine)
-    yield "files", open_files(machine)
-    yield "files", disk(data)
-    yield from (("files", cold_stores(folder)) for folder in cold)
+    yield "files", checks.open_files(machine)
+    yield "files", checks.disk(data)
+    yield from (("files", checks.cold_stores(folder)) for folder in cold)
