@@ -115,11 +115,7 @@ class Machine:
 
 
 def open_files(machine: Machine) -> Finding:
-    """Checks the limit of open files.
-
-    RocksDB keeps all files of its databases open; the files have 64 MB at first. A server opens a file for each
-    connection.
-    """
+    """Checks the limit of open files: RocksDB keeps all of its files open, and a server one for each connection."""
     soft, hard = machine.open_files
     if soft == UNLIMITED or soft >= _FILES:
         return Finding("open files", "ok", f"ulimit -n: {'unlimited' if soft == UNLIMITED else soft}")
@@ -193,21 +189,18 @@ def buffers(facts: Mapping[str, str]) -> Finding:
 
 
 def control_group(machine: Machine) -> Finding:
-    """Checks the memory limit of a container, a batch job or a systemd unit.
+    """Checks the memory limit of a container, a batch job or a systemd unit, past which the kernel kills a process.
 
-    The kernel kills a process that exceeds the limit.
+    The native store reads the same limits before a table grows.
     """
-    limits: dict[Path, int] = {}
-    for folder in machine.groups("memory"):  # the native store reads the same limits before a table grows
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            limit = machine.number(str(folder / name))
-            if limit is not None and limit < machine.memory().get("MemTotal", 0):
-                limits[folder / name] = limit
+    total = machine.memory().get("MemTotal", 0)
+    files = (folder / name for folder in machine.groups("memory") for name in ("memory.max", "memory.limit_in_bytes"))
+    limits = [(limit, file) for file in files if (limit := machine.number(str(file))) is not None and limit < total]
     if not limits:
         return Finding("memory limit", "ok", "no control group limits the memory of this process")
-    tightest = min(limits, key=lambda path: limits[path])
-    found = f"{size(limits[tightest])} in /{tightest}: tables refuse to grow past it"
-    if limits[tightest] < _LITTLE_MEMORY:
+    limit, tightest = min(limits, key=lambda each: each[0])
+    found = f"{size(limit)} in /{tightest}: tables refuse to grow past it"
+    if limit < _LITTLE_MEMORY:
         fix = "raise the limit, or limit the tables: TableOptions(max_rows=...)"
         return Finding("memory limit", "warning", found, fix)
     return Finding("memory limit", "ok", found)
@@ -240,25 +233,20 @@ def huge_pages(machine: Machine) -> Finding:
     chosen = text[text.find("[") + 1 : text.find("]")]
     if chosen in ("always", "madvise"):
         return Finding("huge pages", "ok", f"transparent_hugepage/enabled: {chosen}")
-    return Finding(
-        "huge pages",
-        "warning",
-        f"transparent_hugepage/enabled: {chosen}: rows use small pages, and lookups are slower",
+    found = f"transparent_hugepage/enabled: {chosen}: rows use small pages, and lookups are slower"
+    fix = (
         "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled  # until the next boot; "
-        "to keep it: add transparent_hugepage=madvise to the kernel's command line",
+        "to keep it: add transparent_hugepage=madvise to the kernel's command line"
     )
+    return Finding("huge pages", "warning", found, fix)
 
 
 def address_space(machine: Machine) -> Finding:
     """Checks the limit of the address space."""
     if machine.address_space == UNLIMITED:
         return Finding("address space", "ok", "ulimit -v: unlimited")
-    return Finding(
-        "address space",
-        "warning",
-        f"ulimit -v: {size(machine.address_space)}; a table that grows reserves three times its size",
-        "ulimit -v unlimited",
-    )
+    found = f"ulimit -v: {size(machine.address_space)}; a table that grows reserves three times its size"
+    return Finding("address space", "warning", found, "ulimit -v unlimited")
 
 
 def instruction_set(machine: Machine, facts: Mapping[str, str]) -> Finding:
@@ -338,9 +326,7 @@ def spinning(machine: Machine) -> Finding:
         return Finding(name, "warning", found, "export OMP_WAIT_POLICY=passive")
     if usable_cores(machine) == 1 or machine.environ.get("OMP_NUM_THREADS", "").strip() == "1":
         return Finding(name, "ok", "one thread waits for no other")
+    found = "waiting threads spin for milliseconds; if other programs use the cores, training takes ten times as long"
     return Finding(
-        name,
-        "warning",
-        "waiting threads spin for milliseconds; if other programs use the cores, training takes ten times as long",
-        f"call torchrec_recstore.tune_threads() at the top of each script, or {short}",
+        name, "warning", found, f"call torchrec_recstore.tune_threads() at the top of each script, or {short}"
     )

@@ -155,10 +155,8 @@ def extension(found: Imported, of_torch: Imported, versions: Versions) -> Findin
     if of_torch.error is not None:
         return Finding(name, "problem", f"{own}; its native extension needs torch", "fix torch first")
     if found.error is not None:
-        fix = (
-            "in a checkout: make build; otherwise: "
-            "pip install --no-build-isolation --no-deps --force-reinstall torchrec-recstore"
-        )
+        again = "pip install --no-build-isolation --no-deps --force-reinstall torchrec-recstore"
+        fix = f"in a checkout: make build; otherwise: {again}"
         return Finding(name, "problem", f"{own}; its native extension does not load: {found.error}", fix)
     return Finding(name, "ok", f"{own}, native extension loads")
 
