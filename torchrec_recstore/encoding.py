@@ -2,7 +2,7 @@
 
 Files of a newer version of this package are refused, with an error that names the unknown part.
 
-Tests: tests/checkpoint/test_checkpoint.py.
+Tests: tests/checkpoint/test_save.py.
 """
 
 from __future__ import annotations
