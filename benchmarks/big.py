@@ -117,7 +117,7 @@ def train(folder: Path, size: Size) -> None:
         save_checkpoint,
         table_stats,
     )
-    from torchrec_recstore.store.stats import combined
+    from torchrec_recstore.store.table_state import combined
 
     class Clicks(nn.Module):
         def __init__(self) -> None:

@@ -23,7 +23,7 @@ from torchrec_recstore import (
     table_stats,
 )
 from torchrec_recstore.display import text_table
-from torchrec_recstore.store.stats import StatsByTable
+from torchrec_recstore.store.table_state import StatsByTable
 
 
 def test_dataclasses_show_the_fields_that_are_set() -> None:

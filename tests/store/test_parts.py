@@ -8,7 +8,7 @@ import torch
 from torchrec_recstore.optim import SGD, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 from torchrec_recstore.row_types import ROW_DTYPES
 from torchrec_recstore.store import Part, Table, TableState
-from torchrec_recstore.store.state import Sightings
+from torchrec_recstore.store.table_state import Sightings
 
 DIM = 7
 

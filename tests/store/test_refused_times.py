@@ -15,7 +15,7 @@ from tests.store.dict_store import DictStoreOptions
 from torchrec_recstore import RecStoreWarning
 from torchrec_recstore.options import LRU, Expiry, RocksDBStore, TableOptions
 from torchrec_recstore.store import Table
-from torchrec_recstore.store.stats import StatsByTable, combined
+from torchrec_recstore.store.table_state import StatsByTable, combined
 
 NONE = torch.empty(0, dtype=torch.int64)
 START = 1_700_000_000.0

@@ -19,8 +19,8 @@ from torch import Tensor
 from tests.store.dict_store import DictStore, DictStoreOptions
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.optim import SGD, Adam
-from torchrec_recstore.options import LRU, Expiry, TableOptions
-from torchrec_recstore.store import Table
+from torchrec_recstore.options import LRU, Expiry, MinFrequency, TableOptions
+from torchrec_recstore.store import Table, TableState
 
 NONE = torch.empty(0, dtype=torch.int64)
 START = 1_700_000_000.0
@@ -338,8 +338,35 @@ def test_a_step_count_that_is_set_back_expires_nothing_too_early() -> None:
     ],
 )
 def test_damaged_times(damaged: list[int]) -> None:
-    table = timed(60)
-    before = (table.state().times or ())[2:]
+    table = timed(60, admission=MinFrequency(3))
+    for _ in range(2):
+        table.lookup(torch.arange(3), train=True)
+    table.update(torch.arange(3), torch.ones(3, 4))
+    before = told(table)
     with pytest.raises(ValueError, match="the times of the table's steps are damaged"):
-        table.set_state(replace(table.state(), times=tuple(damaged)))
-    assert (table.state().times or ())[2:] == before
+        table.set_state(TableState(77, 78, tuple(damaged)))
+    assert told(table) == before
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"steps": -1}, {"steps": 2**32}, {"optimizer_steps": -1}, {"optimizer_steps": 2**63 - 1}]
+)
+def test_numbers_of_steps_out_of_range_change_nothing(wrong: dict[str, int]) -> None:
+    table = timed(60, max_rows=2, eviction=LRU(), cold_store=DictStoreOptions())
+    for step in range(3):
+        table.set_time(START + step)
+        table.lookup(torch.tensor([step]), train=True)
+    before = told(table)
+    times = (1, (before[2] or ())[1], 0, 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="steps must be within 0 and"):
+        table.set_state(replace(TableState(77, 78, times), **wrong))
+    assert told(table) == before
+    assert table.ids().tolist() == [0, 1, 2]
+
+
+def told(table: Table) -> tuple[int, int, tuple[int, ...] | None, list[list[int]] | None]:
+    """Returns the state of a table, without the system's time."""
+    state = table.state()
+    of_events, now, *rest = state.times or ()
+    sightings = None if state.sightings is None else [each.tolist() for each in state.sightings]
+    return state.steps, state.optimizer_steps, (of_events, now if of_events else 0, *rest), sightings

@@ -20,7 +20,7 @@ from torchrec_recstore.encoding import encode
 from torchrec_recstore.row_types import values
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.parts import STAMPS
-from torchrec_recstore.store.state import no_sightings
+from torchrec_recstore.store.table_state import no_sightings
 
 _FACTS = ("dtype", "optimizer", "options", "steps", "optimizer_steps")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -26,7 +26,7 @@ from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables,
 from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.exchange import check_replaceable, exchange_all
 from torchrec_recstore.store.parts import STAMPS, zero_states
-from torchrec_recstore.store.state import STATE_KEYS
+from torchrec_recstore.store.table_state import STATE_KEYS
 
 
 def load_distributed_checkpoint(

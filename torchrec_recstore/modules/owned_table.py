@@ -15,7 +15,7 @@ from torchrec_recstore.optim import state_names
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.parts import STAMPS, zero_states
-from torchrec_recstore.store.state import STATE_KEYS
+from torchrec_recstore.store.table_state import STATE_KEYS
 
 
 class OwnedTable:

@@ -14,7 +14,7 @@ from torchrec_recstore.optim import Optimizer, RowWiseAdagrad
 from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import ColdStoreError, Table
-from torchrec_recstore.store.state import STATE_KEYS
+from torchrec_recstore.store.table_state import STATE_KEYS
 from torchrec_recstore.table_parameter import GivenCopies, TableParameter
 from torchrec_recstore.utils import warn_user
 

@@ -7,7 +7,7 @@ from torch import nn
 from torchrec_recstore.sharders.gather import all_gathered, whole_environment
 from torchrec_recstore.sharders.model_tables import tables_of_rank
 from torchrec_recstore.store.arguments import check_time
-from torchrec_recstore.store.event_time import set_event_time
+from torchrec_recstore.store.table_state import set_event_time
 
 
 def set_time(model: nn.Module, unix_seconds: float) -> None:

@@ -20,7 +20,7 @@ from torchrec_recstore.sharders.gather import all_gathered, refused_together, wh
 from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.state import RowState
 from torchrec_recstore.store import Table, TableStats
-from torchrec_recstore.store.stats import StatsByTable, combined
+from torchrec_recstore.store.table_state import StatsByTable, combined
 from torchrec_recstore.table_parameter import TableParameter
 
 _Shard = tuple[int, TableStats]

@@ -4,9 +4,8 @@ from torchrec_recstore.store.cold_backends import open_cold_store
 from torchrec_recstore.store.cold_store import ColdStore, ColdStoreError, SharedColdStore
 from torchrec_recstore.store.parts import Part, Parts
 from torchrec_recstore.store.snapshot import Snapshot
-from torchrec_recstore.store.state import TableState
-from torchrec_recstore.store.stats import TableStats
 from torchrec_recstore.store.table import Table
+from torchrec_recstore.store.table_state import TableState, TableStats
 
 __all__ = [
     "ColdStore",

@@ -21,9 +21,8 @@ from torchrec_recstore.store.cold_store import (
     ColdStoreError,
     SharedColdStore,
 )
-from torchrec_recstore.store.images import ImageLayout, last_steps, with_last_steps_up_to
-from torchrec_recstore.store.memory_tier import Arrival, MemoryTier
-from torchrec_recstore.store.process_lock import ProcessLock
+from torchrec_recstore.store.memory_tier import Arrival, MemoryTier, ProcessLock
+from torchrec_recstore.store.parts import ImageLayout, last_steps, with_last_steps_up_to
 
 _PART = 1 << 16  # the number of ids in one read of a call that may read all rows of a table
 _KNOWN_MARKS = 127  # the number of marks that csrc/changes.h remembers
@@ -289,9 +288,9 @@ class ColdTier(MemoryTier):
             if before < self.expiry.before:
                 # The rows that have expired by the old clock would be valid again by the new clock.
                 self._bury()
-                self.expiry.before = before
                 self._sweep = None
             last = self._last_steps() if times or self.expiry.loses_ticks(steps) else None
+            self.expiry.before = min(before, self.expiry.before)
             super().set_clock(steps, times)
             if last is not None:
                 self.expiry.restart(last)

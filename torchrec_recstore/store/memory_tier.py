@@ -1,7 +1,9 @@
-"""The strategy of a table whose rows are in memory alone, and the interface of all tiers."""
+"""The strategy of a table whose rows are in memory alone, the interface of all tiers, and their lock."""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Literal
@@ -108,3 +110,27 @@ def holding(tiers: Sequence[MemoryTier]) -> Iterator[None]:
         for tier in sorted(tiers, key=lambda tier: tier._handle):
             stack.enter_context(tier.lock)
         yield
+
+
+class ProcessLock:
+    """A reentrant lock that works only in the process that created it.
+
+    In a forked process, the thread that held the lock may not exist, so that the lock would never be released. Entering
+    the lock there raises the error that every call of the native table raises in a forked process.
+
+    Args:
+        handle: The handle of the native table.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._process:
+            ops.table_image_bytes(self._handle)  # raises
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()

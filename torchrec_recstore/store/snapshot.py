@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.cold_store import ColdStoreError
 from torchrec_recstore.store.cold_tier import ColdTier
-from torchrec_recstore.store.images import ImageLayout, last_steps
-from torchrec_recstore.store.parts import Part
+from torchrec_recstore.store.parts import ImageLayout, Part, last_steps, named_rows
 
 _BATCH = 1 << 16
 _MERGED_ROWS = 1 << 16  # the least number of resident rows in a read, if they are merged with cold rows
@@ -229,11 +228,3 @@ class Snapshot:
     def _no_rows(self) -> Part:
         images = torch.empty(0, self._layout.image_bytes, dtype=torch.uint8)
         return self._part(torch.empty(0, dtype=torch.int64), self._layout.unpacked(images))
-
-
-def named_rows(optimizer: Optimizer, rows: ops.RowTensors) -> dict[str, Tensor]:
-    """Returns the tensors of :func:`torchrec_recstore.ops.table_export` in the form of :meth:`Table.read_rows`."""
-    weight, elements, state, last_step, frequency = rows
-    taken = iter(elements.unbind(0))
-    states = {name: next(taken) if kind == "element" else state for name, kind in state_names(optimizer).items()}
-    return {"weight": weight, **states, "last_step": last_step, "frequency": frequency}

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -21,18 +20,16 @@ from torchrec_recstore.store.arguments import (
 )
 from torchrec_recstore.store.cold_store import ColdStoreError
 from torchrec_recstore.store.cold_tier import ColdTier
-from torchrec_recstore.store.event_time import set_event_time
-from torchrec_recstore.store.images import ImageLayout
 from torchrec_recstore.store.memory_tier import MemoryTier, holding
-from torchrec_recstore.store.parts import Part, Parts
-from torchrec_recstore.store.snapshot import ColdSnapshot, Snapshot, named_rows
-from torchrec_recstore.store.state import Sightings, TableState, no_sightings
-from torchrec_recstore.store.stats import TableStats
+from torchrec_recstore.store.parts import ImageLayout, Part, Parts, named_rows
+from torchrec_recstore.store.snapshot import ColdSnapshot, Snapshot
+from torchrec_recstore.store.table_state import Sightings, TableState, TableStats, no_sightings, set_event_time
 
 PART_ROWS = 1 << 16
 """The number of rows that :meth:`Table.parts` reads at once. It limits the memory that holds two copies of rows."""
 
 _ARRIVALS = 8  # the parts of max_rows in which rows are written
+_NATIVE_STATS = "rows bytes lookups misses inserts updates steps refused evicted expired cold_hits refused_times"
 
 
 class Table:
@@ -196,7 +193,7 @@ class Table:
             TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`lookup`. ``grads`` is checked like ``ids``.
         """
         check_ids(ids)
-        self._check_rows(grads, "grads", ids, self._value_dtype)
+        self._check_rows(grads, "grads", ids)
         with ops.native_errors(self._who), self.tier.resident(ids, "update"):
             ops.table_update(self.handle, ids, plain_rows(grads), self.optimizer.lr if lr is None else lr)
 
@@ -213,7 +210,7 @@ class Table:
             TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`lookup`. ``weights`` is checked like ``ids``.
         """
         check_ids(ids)
-        self._check_rows(weights, "weights", ids, self._value_dtype)
+        self._check_rows(weights, "weights", ids)
         with ops.native_errors(self._who), self.tier.resident(ids, "write"):
             ops.table_insert(self.handle, ids, plain_rows(weights))
 
@@ -320,10 +317,18 @@ class Table:
             state: The state of this table, or that of any shards: ``TableState.merged(states).owned(owned)``.
 
         Raises:
-            ValueError: The times are damaged.
+            ValueError: The times are damaged, a number of steps is out of range, or a tensor has another shape.
+            ColdStoreError: The cold store fails.
         """
+        state = TableState.from_tensors(state.tensors())  # checks the tensors
+        with ops.native_errors(self._who):
+            times = list(state.times or ()) if ops.table_times(self.handle) else []
+            # A table without rows checks the numbers, because the native table sets them one after the other.
+            empty = Table(1, options=TableOptions(expiry=self.options.expiry))
+            empty.tier.set_clock(state.steps, times)
+            ops.table_set_optimizer_steps(empty.handle, state.optimizer_steps)
         with ops.native_errors(self._who), self.tier.lock:
-            self.tier.set_clock(state.steps, list(state.times or ()) if ops.table_times(self.handle) else [])
+            self.tier.set_clock(state.steps, times)
             ops.table_set_optimizer_steps(self.handle, state.optimizer_steps)
             if self._counts_sightings:
                 ops.table_set_sightings(self.handle, *(state.sightings or no_sightings()))
@@ -502,24 +507,8 @@ class Table:
     def stats(self) -> TableStats:
         """Returns the table's statistics: numbers of rows, bytes, hits, misses and so on."""
         with ops.native_errors(self._who):
-            told = ops.table_stats(self.handle)
-        rows, size, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold_hits, refused_times = told
-        return TableStats(
-            rows=rows,
-            cold_rows=self.tier.rows,
-            bytes=size,
-            lookups=lookups,
-            hits=lookups - misses,
-            misses=misses,
-            inserts=inserts,
-            refused=refused,
-            evicted=evicted,
-            expired=expired,
-            cold_hits=cold_hits,
-            updates=updates,
-            steps=steps,
-            refused_times=refused_times,
-        )
+            told = dict(zip(_NATIVE_STATS.split(), ops.table_stats(self.handle), strict=True))
+        return TableStats(**told, cold_rows=self.tier.rows, hits=told["lookups"] - told["misses"])
 
     def close(self, *, flush: bool = True) -> None:
         """Frees all rows, cold rows too. Every later call raises ValueError. The table may be closed twice.
@@ -549,9 +538,7 @@ class Table:
     def __enter__(self) -> Table:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         try:
             self.close()
         except ColdStoreError:
@@ -571,7 +558,7 @@ class Table:
     def _shared_tier(self) -> ColdTier:
         if isinstance(self.tier, ColdTier) and self.tier.shared:
             return self.tier
-        raise ValueError(f"table '{self.name}' has no shared cold store")
+        raise ValueError(f"{self._who} has no shared cold store")
 
     def check_unshared(self, why: str) -> None:
         """Raises an error if the rows of the table are in a shared cold store.
@@ -585,5 +572,5 @@ class Table:
         if self.tier.shared:
             raise ValueError(f"{self._who}: its rows are in {self.options.cold_store!r}, which is shared: {why}")
 
-    def _check_rows(self, rows: Tensor, argument: str, ids: Tensor, or_dtype: torch.dtype = torch.float32) -> None:
-        check_rows(rows, argument, (ids.shape[0], len(self.columns)), (torch.float32, or_dtype))
+    def _check_rows(self, rows: Tensor, argument: str, ids: Tensor) -> None:
+        check_rows(rows, argument, (ids.shape[0], len(self.columns)), (torch.float32, self._value_dtype))

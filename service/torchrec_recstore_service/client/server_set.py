@@ -23,7 +23,7 @@ from torchrec_recstore import ops
 from torchrec_recstore.network import checked_addresses, host_of, is_loopback
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import TableStats
-from torchrec_recstore.store.stats import combined
+from torchrec_recstore.store.table_state import combined
 from torchrec_recstore_service.client.client_epoch import ClientEpoch
 from torchrec_recstore_service.client.connection import Access, Connection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
