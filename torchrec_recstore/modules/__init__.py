@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchrec_recstore.modules.embedding import RecStoreEmbedding
-from torchrec_recstore.modules.embedding_bag import RecStoreEmbeddingBag
+from torchrec_recstore.modules.drop_in import RecStoreEmbedding, RecStoreEmbeddingBag
 from torchrec_recstore.modules.sparse_optimizers import SparseAdamW, SparseRowWiseAdagrad, SparseSGD
 from torchrec_recstore.utils import lazy_names
 

@@ -8,26 +8,19 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.kernels.device_copies import to_host, weights_to_host
-from torchrec_recstore.modules.lookups import Bags
+from torchrec_recstore.modules.eager_kernels import Bags
 
 
 def bags_of(
     input: Tensor,
     offsets: Tensor | None,
     per_sample_weights: Tensor | None,
-    *,
     include_last_offset: bool,
     padding_idx: int | None,
 ) -> Bags:
     """Returns the bags of one table, without the padding id.
 
-    Args:
-        input: (B, L), or (N,) with ``offsets``; int32 or int64. The ids.
-        offsets: (B,), or (B + 1,) with ``include_last_offset``; int32 or int64. The positions in ``input`` where the
-            bags begin. With ``include_last_offset``, ids after the last offset belong to no bag.
-        per_sample_weights: The shape of ``input``, floating point. The weight of each id.
-        include_last_offset: Whether ``offsets`` include the end of the last bag, as in ``torch.nn.EmbeddingBag``.
-        padding_idx: The id that is left out of the bags.
+    The arguments are those of :class:`RecStoreEmbeddingBag` and its ``forward``.
 
     Raises:
         TypeError: A tensor has an unsupported dtype; the message names the tensor.

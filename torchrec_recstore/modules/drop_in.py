@@ -1,15 +1,18 @@
-"""The common base class of ``RecStoreEmbedding`` and ``RecStoreEmbeddingBag``."""
+"""Drop-in replacements for ``torch.nn.Embedding`` and ``torch.nn.EmbeddingBag``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchrec_recstore.modules.lookups import Lookups
+from torchrec_recstore.kernels.device_copies import CopyTarget, to_device
+from torchrec_recstore.modules.bag_input import bags_of, int64_input
+from torchrec_recstore.modules.eager_kernels import Bags, EagerKernels
 from torchrec_recstore.modules.owned_table import load_table_state
 from torchrec_recstore.modules.table_module import LearningRate, TableModule, optimizer_of
 from torchrec_recstore.optim import Optimizer
@@ -17,87 +20,31 @@ from torchrec_recstore.options import NormalInit, TableOptions
 
 
 class DropIn(TableModule):
-    """A module with one table and the constructor of an embedding module of ``torch.nn``.
-
-    Args:
-        num_embeddings: The expected number of rows. It does not limit the ids.
-        embedding_dim: The number of columns of a row.
-        padding_idx: The padding id. See the subclasses.
-        max_norm: Must be None.
-        norm_type: Has no effect, as in torch without ``max_norm``.
-        scale_grad_by_freq: Whether the gradient of an id is divided by the number of times that the id is in the batch.
-        sparse: Has no effect. Only the rows of the batch have gradients.
-        weight: (num_embeddings, embedding_dim) or None. Row i becomes the row of id i.
-        device: ``cpu``, ``meta`` or None.
-        dtype: float32, float16, bfloat16 or int8. Default: None, the dtype of ``weight``; float32 without ``weight``.
-        lr, optimizer, options, fused, name, state_dtype: See the subclasses.
-
-    Raises:
-        TypeError: An argument has an unsupported type; the message names the argument.
-        ValueError: An argument has an unsupported value; the message names the argument.
-    """
+    """The common base class of the drop-in replacements: a module with one table."""
 
     def __init__(
         self,
+        arguments: dict[str, Any],
         num_embeddings: int,
-        embedding_dim: int,
         padding_idx: int | None,
-        max_norm: float | None,
-        norm_type: float,
-        scale_grad_by_freq: bool,
-        sparse: bool,
         weight: Tensor | None,
-        device: torch.device | str | int | None,
-        dtype: torch.dtype | None,
-        lr: float,
-        optimizer: Optimizer | None,
-        options: TableOptions,
         fused: bool,
-        name: str | None,
-        state_dtype: torch.dtype,
+        device: torch.device | str | int | None,
     ) -> None:
-        for argument, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
-        if num_embeddings < 0:
-            raise ValueError(f"num_embeddings must not be negative, got {num_embeddings}")
-        if max_norm is not None:
-            raise ValueError(
-                f"max_norm={max_norm} is not supported, since lookups do not change rows: "
-                "optimizer=RowWiseAdagrad(max_norm=...) bounds them in their updates"
-            )
-        if weight is not None and tuple(weight.shape) != (num_embeddings, embedding_dim):
-            raise ValueError(
-                f"_weight must have the shape {(num_embeddings, embedding_dim)}, got {tuple(weight.shape)}"
-            )
-        if not isinstance(options, TableOptions):
-            raise TypeError(f"options must be TableOptions, got {type(options).__name__}")
-        if dtype is None:
-            dtype = torch.float32 if weight is None else weight.dtype
-        if name is None:
-            # New rows depend on the name. A name from torch's generator gives two modules different rows, as two
-            # modules of torch have different weights.
-            name = f"embedding_{int(torch.randint(2**62, (), device='cpu')):016x}"
-        optimizer = optimizer_of(optimizer, lr)
-        arguments = {
-            "dim": embedding_dim,
-            "dtype": dtype,
-            "optimizer": optimizer,
-            "options": replace(options, initializer=options.initializer or NormalInit(0.0, 1.0)),
-            "name": name,
-            "state_dtype": state_dtype,
-        }
-        super().__init__(arguments, LearningRate(optimizer.lr), fused=fused, device=device)
+        super().__init__(arguments, LearningRate(arguments["optimizer"].lr), fused=fused, device=device)
         self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
+        self.embedding_dim: int = arguments["dim"]
         self.padding_idx = _padding_id(padding_idx, num_embeddings)
+        self._kernels = EagerKernels()
+        if weight is not None and self._owned is not None:
+            load_table_state(self._owned.table, {"weight": weight})
+
+    def _keep(self, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool, sparse: bool) -> None:
+        """Keeps the arguments that only backward needs, or that have no effect."""
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.scale_grad_by_freq = scale_grad_by_freq
         self.sparse = sparse
-        self._lookups = Lookups()
-        if weight is not None and self._owned is not None:
-            load_table_state(self._owned.table, {"weight": weight})
 
     @property
     def _trains(self) -> bool:
@@ -108,7 +55,7 @@ class DropIn(TableModule):
 
         With ``scale_grad_by_freq``, the gradient of each id is divided by the number of its occurrences in ``ids``.
         """
-        (rows,) = self._lookups.rows([self], ids, [len(ids)], train=self._trains)
+        (rows,) = self._kernels.rows([self], ids, [len(ids)], train=self._trains)
         if self.scale_grad_by_freq and rows.requires_grad:
             _, place, counts = torch.unique(ids, return_inverse=True, return_counts=True)
             rows = _ScaledGradient.apply(rows, counts[place])  # type: ignore[no-untyped-call]
@@ -116,8 +63,355 @@ class DropIn(TableModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> DropIn:
         super()._apply(*args, **kwargs)
-        self._lookups.clear()
+        self._kernels.clear()
         return self
+
+
+class RecStoreEmbedding(DropIn):
+    """A replacement for ``torch.nn.Embedding`` that accepts any int64 id and makes rows when ids are first trained.
+
+    In training, the forward pass makes a row for each new id, and the backward pass updates the rows with the fused
+    optimizer. In evaluation, or if ``weight.requires_grad`` is False, nothing changes, and ``options.missing``
+    determines the output for an id without a row.
+
+    Args:
+        num_embeddings: The expected number of rows. It does not limit the ids.
+        embedding_dim: The number of columns of a row.
+        padding_idx: The id that never gets a row or an update. Its output is zeros, or its row in ``_weight`` or in a
+            loaded ``state_dict``. A negative value counts from ``num_embeddings``, as in torch. Default: None.
+        max_norm: Must be None. Other values raise an error.
+        norm_type: Has no effect, as in torch without ``max_norm``.
+        scale_grad_by_freq: Whether the gradient of an id is divided by the number of times that the id is in the batch.
+            Default: False.
+        sparse: Has no effect. Only the rows of the batch have gradients.
+        _weight: (num_embeddings, embedding_dim). Row i becomes the row of id i. Default: None, an empty table.
+        _freeze: Whether ``weight.requires_grad`` is False. Default: False.
+        device: ``cpu`` or ``meta``. Input on another device is copied to the CPU, and the output is copied back.
+            Default: None, ``meta`` if it is torch's default device, else ``cpu``.
+        dtype: The dtype of rows and output: float32, float16, bfloat16 or int8, with float32 output. Arithmetic is
+            float32. Default: None, the dtype of ``_weight``, or float32 without ``_weight``.
+        lr: The learning rate of the default optimizer. Default: 0.01.
+        optimizer: The optimizer, from ``torchrec_recstore.optim``. Default: None, ``RowWiseAdagrad(lr)``.
+        options: The table's options. If they have no initializer, new rows are drawn from the normal distribution with
+            mean 0 and standard deviation 1, as in torch. Default: ``TableOptions()``.
+        fused: Whether the backward pass updates the rows. If False, it collects gradients for a sparse optimizer, for
+            example ``SparseSGD``. Default: True.
+        name: The table's name. The name and ``options.seed`` determine new rows. Default: None, a name drawn from
+            torch's generator, so that two modules have different rows and ``torch.manual_seed`` reproduces them.
+        state_dtype: The data type in which optimizer state is stored, ``torch.float32`` or ``float16``. See
+            :class:`torchrec_recstore.store.Table`. Default: ``torch.float32``.
+
+    Raises:
+        TypeError: An argument has an unsupported type; the message names the argument.
+        ValueError: An argument has an unsupported value; the message names the argument.
+        ColdStoreError: The cold store cannot be opened.
+        ImportError: The package of the cold store is not installed.
+
+    Example::
+
+        emb = RecStoreEmbedding(1000, 16)
+        emb(torch.tensor([[7, -1], [2**60, 7]])).sum().backward()  # makes three rows and updates them
+        len(emb.table)  # 3
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        lr: float = 0.01,
+        optimizer: Optimizer | None = None,
+        options: TableOptions = TableOptions(),  # noqa: B008  (frozen)
+        fused: bool = True,
+        name: str | None = None,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        shape = _checked_shape(num_embeddings, embedding_dim, max_norm, _weight)
+        arguments = _table_arguments(shape[1], _weight, dtype, optimizer_of(optimizer, lr), options, name, state_dtype)
+        super().__init__(arguments, num_embeddings, padding_idx, _weight, fused, device)
+        self._keep(max_norm, norm_type, scale_grad_by_freq, sparse)
+        self.weight.requires_grad_(not _freeze)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        **more: object,
+    ) -> RecStoreEmbedding:
+        """Returns a module with the rows ``embeddings``, (n, dim), as ``torch.nn.Embedding.from_pretrained`` does.
+
+        Row i of ``embeddings`` becomes the row of id i. If ``freeze`` is True, the rows are not trained. The other
+        arguments, including ``more``, are those of the constructor.
+
+        Raises:
+            ValueError: ``embeddings`` does not have two dimensions.
+        """
+        torchs = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, embeddings, freeze)
+        return cls(*_shape_of(embeddings), *torchs, **more)  # type: ignore[arg-type]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the rows of ids.
+
+        Args:
+            input: Any shape, int32 or int64. The ids.
+
+        Returns:
+            (``*input.shape``, embedding_dim), the module's dtype, on the device of ``input``.
+
+        Raises:
+            TypeError: ``input`` has another dtype.
+            RuntimeError: The module is on the meta device and ``input`` is not.
+            ValueError, MemoryError, ColdStoreError: See :meth:`torchrec_recstore.store.Table.lookup`.
+        """
+        if self.weight.is_meta and input.is_meta:
+            return input.new_empty((*input.shape, self.embedding_dim), dtype=self.weight.dtype)
+        ids = int64_input(input).reshape(-1)
+        out = self._rows(ids) if self.padding_idx is None else self._with_padding(ids, self.padding_idx)
+        return to_device(out, CopyTarget(input.device, self.weight.dtype)).view(*input.shape, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        """Returns the arguments that the module's repr shows, as in torch."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
+
+    def _with_padding(self, ids: Tensor, padding: int) -> Tensor:
+        places = (ids != padding).nonzero().squeeze(1)
+        rows = self._rows(ids[places])
+        given = torch.tensor([padding])
+        out = torch.zeros(len(ids), self.embedding_dim)
+        if len(places) < len(ids) and bool(self.table.contains(given)):
+            # The id has a row. (Without a row, and with missing="init", the lookup would not return zeros.)
+            out += self.table.lookup(given)
+        return out.index_copy(0, places, rows)
+
+
+class RecStoreEmbeddingBag(DropIn):
+    """A replacement for ``torch.nn.EmbeddingBag`` that accepts any int64 id and makes rows when ids are first trained.
+
+    In training, the forward pass makes a row for each new id, and the backward pass updates the rows with the fused
+    optimizer. In evaluation, or if ``weight.requires_grad`` is False, nothing changes, and ``options.missing``
+    determines the row that is read for an id without a row.
+
+    Args:
+        num_embeddings: The expected number of rows. It does not limit the ids.
+        embedding_dim: The number of columns of a row.
+        max_norm: Must be None. Other values raise an error.
+        norm_type: Has no effect, as in torch without ``max_norm``.
+        scale_grad_by_freq: Whether the gradient of an id is divided by the number of times that the id is in the batch.
+            Must be False with ``mode="max"``. Default: False.
+        mode: The pooling: ``"sum"``, ``"mean"`` or ``"max"``. Default: ``"mean"``.
+        sparse: Has no effect. Only the rows of the batch have gradients. Must be False with ``mode="max"``.
+        _weight: (num_embeddings, embedding_dim). Row i becomes the row of id i. Default: None, an empty table.
+        include_last_offset: Whether ``offsets`` include the end of the last bag. Default: False.
+        padding_idx: The id that is left out of its bags and never gets a row. A negative value counts from
+            ``num_embeddings``, as in torch. Default: None.
+        device, dtype, lr, optimizer, options, fused, name, state_dtype: See :class:`RecStoreEmbedding`.
+
+    Raises:
+        TypeError, ValueError, ColdStoreError, ImportError: See :class:`RecStoreEmbedding`.
+
+    Example::
+
+        bags = RecStoreEmbeddingBag(1000, 16, mode="sum")
+        bags(torch.tensor([7, -1, 2**60]), torch.tensor([0, 2])).sum().backward()  # makes three rows and updates them
+        len(bags.table)  # 3
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: Literal["sum", "mean", "max"] = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        lr: float = 0.01,
+        optimizer: Optimizer | None = None,
+        options: TableOptions = TableOptions(),  # noqa: B008  (frozen)
+        fused: bool = True,
+        name: str | None = None,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f"mode must be 'sum', 'mean' or 'max', got {mode!r}")
+        for argument, value in (("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
+            if mode == "max" and value:
+                raise ValueError(f"{argument} must be False with mode='max', as in torch")
+        shape = _checked_shape(num_embeddings, embedding_dim, max_norm, _weight)
+        arguments = _table_arguments(shape[1], _weight, dtype, optimizer_of(optimizer, lr), options, name, state_dtype)
+        super().__init__(arguments, num_embeddings, padding_idx, _weight, fused, device)
+        self._keep(max_norm, norm_type, scale_grad_by_freq, sparse)
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: Literal["sum", "mean", "max"] = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **more: object,
+    ) -> RecStoreEmbeddingBag:
+        """Returns a module with the rows ``embeddings``, (n, dim), as ``torch.nn.EmbeddingBag.from_pretrained`` does.
+
+        Row i of ``embeddings`` becomes the row of id i. If ``freeze`` is True, the rows are not trained. The other
+        arguments, including ``more``, are those of the constructor.
+
+        Raises:
+            ValueError: ``embeddings`` does not have two dimensions.
+        """
+        pooling = (mode, sparse, embeddings, include_last_offset, padding_idx)
+        module = cls(*_shape_of(embeddings), max_norm, norm_type, scale_grad_by_freq, *pooling, **more)  # type: ignore[arg-type]
+        module.weight.requires_grad_(not freeze)
+        return module
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Returns the pooled rows of bags of ids. The output for an empty bag is zeros.
+
+        Args:
+            input: (B, L), or (N,) with ``offsets``; int32 or int64. The ids. Each row of a (B, L) tensor and each
+                component of a nested tensor is a bag.
+            offsets: (B,), or (B + 1,) with ``include_last_offset``; int32 or int64. The positions in ``input`` where
+                the bags begin; the first is 0. With ``include_last_offset``, ids after the last offset belong to no
+                bag.
+            per_sample_weights: The shape of ``input``, floating point. The weight of each id; ``mode`` must be
+                ``"sum"``. The weights get a gradient if they require one.
+
+        Returns:
+            (B, embedding_dim), the module's dtype, on the device of ``input``.
+
+        Raises:
+            TypeError: A tensor has an unsupported dtype.
+            ValueError: A tensor has an unsupported shape, or the offsets do not ascend within the input.
+            NotImplementedError: ``per_sample_weights`` are given and ``mode`` is not ``"sum"``, as in torch.
+            RuntimeError: The module is on the meta device and ``input`` is not.
+            MemoryError, ColdStoreError: See :meth:`torchrec_recstore.store.Table.lookup`.
+        """
+        if per_sample_weights is not None and self.mode != "sum":
+            raise NotImplementedError(f"per_sample_weights require mode='sum', as in torch, got mode={self.mode!r}")
+        if self.weight.is_meta and input.is_meta:
+            return self._meta_output(input, offsets)
+        bags = bags_of(input, offsets, per_sample_weights, self.include_last_offset, self.padding_idx)
+        if self.mode == "max" or self.scale_grad_by_freq:
+            out = self._pooled_by_torch(bags)
+        else:
+            out = self._kernels.bags([self], [0], self.mode, bags, train=self._trains)
+        return to_device(out, CopyTarget(input.device, self.weight.dtype))
+
+    def extra_repr(self) -> str:
+        """Returns the arguments that the module's repr shows, as in torch."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}{padding}"
+
+    def _pooled_by_torch(self, bags: Bags) -> Tensor:
+        """Returns the rows of the batch pooled by torch, for the cases that the native kernel does not support."""
+        rows = self._rows(bags.ids)
+        if len(bags.ids) == 0:
+            # torch's pooling does not accept an empty batch. The sum keeps the rows in the graph, because backward
+            # counts as an update of the table even without ids.
+            return rows.new_zeros(len(bags.offsets) - 1, self.embedding_dim) + rows.sum(0)
+        return F.embedding_bag(
+            torch.arange(len(rows)),
+            rows,
+            bags.offsets,
+            mode=self.mode,
+            per_sample_weights=bags.weights,
+            include_last_offset=True,
+        )
+
+    def _meta_output(self, input: Tensor, offsets: Tensor | None) -> Tensor:
+        count = input.shape[0]
+        if input.dim() == 1:
+            if offsets is None:
+                raise ValueError("offsets must be given if input has the shape (N,)")
+            count = offsets.shape[0] - self.include_last_offset
+        return input.new_empty((count, self.embedding_dim), dtype=self.weight.dtype)
+
+
+def _checked_shape(
+    num_embeddings: int, embedding_dim: int, max_norm: float | None, weight: Tensor | None
+) -> tuple[int, int]:
+    for argument, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
+    if num_embeddings < 0:
+        raise ValueError(f"num_embeddings must not be negative, got {num_embeddings}")
+    if max_norm is not None:
+        raise ValueError(
+            f"max_norm={max_norm} is not supported, since lookups do not change rows: "
+            "optimizer=RowWiseAdagrad(max_norm=...) bounds them in their updates"
+        )
+    shape = (num_embeddings, embedding_dim)
+    if weight is not None and tuple(weight.shape) != shape:
+        raise ValueError(f"_weight must have the shape {shape}, got {tuple(weight.shape)}")
+    return shape
+
+
+def _table_arguments(
+    dim: int,
+    weight: Tensor | None,
+    dtype: torch.dtype | None,
+    optimizer: Optimizer,
+    options: TableOptions,
+    name: str | None,
+    state_dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Returns the arguments of the :class:`Table` of a module."""
+    if not isinstance(options, TableOptions):
+        raise TypeError(f"options must be TableOptions, got {type(options).__name__}")
+    if dtype is None:
+        dtype = torch.float32 if weight is None else weight.dtype
+    if name is None:
+        # New rows depend on the name. A name from torch's generator gives two modules different rows, as two modules of
+        # torch have different weights.
+        name = f"embedding_{int(torch.randint(2**62, (), device='cpu')):016x}"
+    options = replace(options, initializer=options.initializer or NormalInit(0.0, 1.0))
+    given = {"dim": dim, "dtype": dtype, "optimizer": optimizer, "options": options, "name": name}
+    return {**given, "state_dtype": state_dtype}
+
+
+def _shape_of(embeddings: Tensor) -> tuple[int, int]:
+    if embeddings.dim() != 2:
+        raise ValueError(f"embeddings must have the shape (n, dim), got {tuple(embeddings.shape)}")
+    return embeddings.shape[0], embeddings.shape[1]
+
+
+def _padding_id(padding_idx: int | None, num_embeddings: int) -> int | None:
+    if padding_idx is None:
+        return None
+    if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
+        raise TypeError(f"padding_idx must be an int, got {type(padding_idx).__name__}")
+    if not -num_embeddings <= padding_idx < 2**63:
+        raise ValueError(f"padding_idx must be between -num_embeddings and 2**63 - 1, got {padding_idx}")
+    return padding_idx if padding_idx >= 0 else num_embeddings + padding_idx
 
 
 class _ScaledGradient(torch.autograd.Function):
@@ -133,24 +427,3 @@ class _ScaledGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0] / ctx.saved_tensors[0][:, None], None
-
-
-def two_dimensional(embeddings: Tensor) -> tuple[int, int]:
-    """Returns the shape (n, dim) of the argument of ``from_pretrained``.
-
-    Raises:
-        ValueError: ``embeddings`` does not have two dimensions.
-    """
-    if embeddings.dim() != 2:
-        raise ValueError(f"embeddings must have the shape (n, dim), got {tuple(embeddings.shape)}")
-    return embeddings.shape[0], embeddings.shape[1]
-
-
-def _padding_id(padding_idx: int | None, num_embeddings: int) -> int | None:
-    if padding_idx is None:
-        return None
-    if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
-        raise TypeError(f"padding_idx must be an int, got {type(padding_idx).__name__}")
-    if not -num_embeddings <= padding_idx < 2**63:
-        raise ValueError(f"padding_idx must be between -num_embeddings and 2**63 - 1, got {padding_idx}")
-    return padding_idx if padding_idx >= 0 else num_embeddings + padding_idx

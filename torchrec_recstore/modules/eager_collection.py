@@ -1,119 +1,40 @@
-"""The common base class of the eager collections: their tables, and the groups that one call looks up."""
+"""The common base class of the eager collections: their tables, the groups that one call looks up, and the batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torchrec_recstore.kernels import RemoteTable, RowService
-from torchrec_recstore.modules.lookups import EagerTable, Lookups
+from torchrec_recstore.kernels import RowService
+from torchrec_recstore.kernels.device_copies import to_host, weights_to_host
+from torchrec_recstore.modules.eager_kernels import Bags, EagerKernels, EagerTable
 from torchrec_recstore.modules.remote_table_module import RemoteTableModule
-from torchrec_recstore.modules.table_module import LearningRate, TableModule, optimizer_of, rows_device
+from torchrec_recstore.modules.table_module import LearningRate, TableModule, rows_device
+from torchrec_recstore.ops import concatenated
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.table_configs import ROW_DTYPES, check_config, check_init_fn, initializer_of
 
-TableModules = list[EagerTable]
-"""The modules of a collection's tables, in the order of the configs."""
-
 _Config = TypeVar("_Config", bound=BaseEmbeddingConfig)
 
 
-def _table_arguments(
-    config: BaseEmbeddingConfig, optimizer: Optimizer, options: TableOptions, state_dtype: torch.dtype
-) -> dict[str, Any]:
-    """Returns the arguments of the ``Table`` for ``config``. The table makes the same rows as in a sharded module.
-
-    Raises:
-        ValueError: RecStore does not support the data type, the initial range or the ``init_fn`` of ``config``, or
-            ``config`` has a virtual table; the message names the table.
-    """
-    check_config(config)
-    check_init_fn(config, options)
-    return {
-        "dim": config.embedding_dim,
-        "dtype": ROW_DTYPES[config.data_type],
-        "optimizer": optimizer,
-        "options": replace(options, initializer=initializer_of(config, options)),
-        "name": config.name,
-        "state_dtype": state_dtype,
-    }
-
-
-def _check_remote(
-    client: object, fused: bool, device: torch.device | str | int | None, state_dtype: torch.dtype
-) -> None:
-    """Raises an error if ``client`` is not a client, or if an argument cannot be used together with it."""
-    if not hasattr(client, "pooled_kernel"):
-        raise TypeError(f"client must be a RecStoreClient, got {type(client).__name__}")
-    if fused is not True:
-        raise ValueError("fused must be True with client: the servers apply the optimizer")
-    if state_dtype is not torch.float32:
-        raise ValueError(f"state_dtype must be torch.float32 with client, got {state_dtype}: servers have no other")
-    if rows_device(device).type == "meta":
-        raise ValueError("device must be cpu with client, got meta: make the module on the CPU")
-
-
-def _remote_table(
-    client: RowService, config: BaseEmbeddingConfig, optimizer: Optimizer, options: TableOptions, staleness: int
-) -> RemoteTable:
-    """Returns the table for ``config`` of a client, and creates it if it does not exist.
-
-    Raises:
-        ValueError: See :func:`_table_arguments`.
-    """
-    arguments = _table_arguments(config, optimizer, options, torch.float32)
-    shape = (config.num_embeddings, config.embedding_dim)
-    return client.table(config.name, shape, arguments["dtype"], optimizer, arguments["options"], staleness)
-
-
-def _options_of_tables(
-    options: TableOptions | Mapping[str, TableOptions], configs: Sequence[BaseEmbeddingConfig]
-) -> list[TableOptions]:
-    """Returns the options of each table.
-
-    Args:
-        options: The options of all tables, or a mapping from table names to options.
-        configs: The configs of the tables.
-
-    Raises:
-        TypeError: ``options`` is neither ``TableOptions`` nor a mapping of them.
-        ValueError: The mapping has a name that no table has.
-    """
-    if isinstance(options, TableOptions):
-        return [options] * len(configs)
-    if not isinstance(options, Mapping) or not all(isinstance(value, TableOptions) for value in options.values()):
-        raise TypeError("options must be TableOptions, or a mapping from table names to TableOptions")
-    unknown = sorted(set(options) - {config.name for config in configs})
-    if unknown:
-        raise ValueError(f"options name unknown table(s) {', '.join(map(repr, unknown))}")
-    return [options.get(config.name, TableOptions()) for config in configs]
-
-
 class EagerCollection(RefusesQuantization, nn.Module):
-    """The common base class of the eager collections. Each subclass registers its tables under TorchRec's name."""
+    """The common base class of the eager collections."""
 
-    def _set_up(
-        self,
-        configs: Sequence[_Config],
-        lr: float,
-        enable_fusion: bool,
-        fusion_k: int,
-        optimizer: Optimizer | None,
-        options: TableOptions | Mapping[str, TableOptions],
-        fused: bool,
-        device: torch.device | str | int | None,
-        state_dtype: torch.dtype,
-        client: RowService | None,
-        staleness: int,
-    ) -> nn.ModuleDict:
+    _tables_name = ""
+    """TorchRec's name of the attribute that has the tables."""
+
+    def _register(self, configs: Sequence[_Config], enable_fusion: bool, fusion_k: int) -> None:
         if not isinstance(enable_fusion, bool):
             raise TypeError(f"enable_fusion must be a bool, got {type(enable_fusion).__name__}")
         if isinstance(fusion_k, bool) or not isinstance(fusion_k, int):
@@ -125,35 +46,41 @@ class EagerCollection(RefusesQuantization, nn.Module):
             names.add(config.name)
             if not config.feature_names:
                 config.feature_names = [config.name]  # TorchRec's default
-        optimizer = optimizer_of(optimizer, lr)
-        self._rate = LearningRate(optimizer.lr)
+        self._configs: list[Any] = list(configs)
         self._enable_fusion = enable_fusion
         self._feature_names = [config.feature_names for config in configs]
-        self._names_by_table: list[list[str]] = get_embedding_names_by_table(list(configs))
-        self._lookups = Lookups()
+        self._names_by_table: list[list[str]] = get_embedding_names_by_table(self._configs)
+        self._kernels = EagerKernels()
+
+    def _tables(
+        self,
+        optimizer: Optimizer,
+        options: TableOptions | Mapping[str, TableOptions],
+        fused: bool,
+        device: torch.device | str | int | None,
+        state_dtype: torch.dtype,
+        client: RowService | None,
+        staleness: int,
+    ) -> nn.ModuleDict:
+        """Returns the modules of the tables by name."""
         if client is not None:
             _check_remote(client, fused, device, state_dtype)
-            return nn.ModuleDict(
-                {
-                    config.name: RemoteTableModule(
-                        _remote_table(client, config, optimizer, of_table, staleness), self._rate
-                    )
-                    for config, of_table in zip(configs, _options_of_tables(options, configs), strict=True)
-                }
-            )
-        if staleness != 0:
+        elif staleness != 0:
             raise ValueError(f"staleness={staleness!r} needs client: tables in the module are always up to date")
-        return nn.ModuleDict(
-            {
-                config.name: TableModule(
-                    _table_arguments(config, optimizer, of_table, state_dtype), self._rate, fused=fused, device=device
-                )
-                for config, of_table in zip(configs, _options_of_tables(options, configs), strict=True)
-            }
-        )
+        rate = LearningRate(optimizer.lr)
+        modules: dict[str, nn.Module] = {}
+        for config, of_table in zip(self._configs, _options_of_tables(options, self._configs), strict=True):
+            arguments = _table_arguments(config, optimizer, of_table, state_dtype)
+            if client is None:
+                modules[config.name] = TableModule(arguments, rate, fused=fused, device=device)
+            else:
+                dtype, shape = arguments["dtype"], (config.num_embeddings, config.embedding_dim)
+                remote = client.table(config.name, shape, dtype, optimizer, arguments["options"], staleness)
+                modules[config.name] = RemoteTableModule(remote, rate)
+        return nn.ModuleDict(modules)
 
-    def _modules_by_table(self) -> TableModules:
-        raise NotImplementedError
+    def _modules_by_table(self) -> list[EagerTable]:
+        return list(getattr(self, self._tables_name).values())
 
     @property
     def device(self) -> torch.device:
@@ -190,7 +117,7 @@ class EagerCollection(RefusesQuantization, nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> EagerCollection:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self._lookups.clear()
+        self._kernels.clear()
         return self
 
 
@@ -210,3 +137,109 @@ def given_configs(
     if not found:
         raise ValueError(f"{argument} must have at least one table")
     return found
+
+
+def _options_of_tables(
+    options: TableOptions | Mapping[str, TableOptions], configs: Sequence[BaseEmbeddingConfig]
+) -> list[TableOptions]:
+    if isinstance(options, TableOptions):
+        return [options] * len(configs)
+    if not isinstance(options, Mapping) or not all(isinstance(value, TableOptions) for value in options.values()):
+        raise TypeError("options must be TableOptions, or a mapping from table names to TableOptions")
+    unknown = sorted(set(options) - {config.name for config in configs})
+    if unknown:
+        raise ValueError(f"options name unknown table(s) {', '.join(map(repr, unknown))}")
+    return [options.get(config.name, TableOptions()) for config in configs]
+
+
+def _table_arguments(
+    config: BaseEmbeddingConfig, optimizer: Optimizer, options: TableOptions, state_dtype: torch.dtype
+) -> dict[str, Any]:
+    """Returns the arguments of the ``Table`` for ``config``. The table makes the same rows as in a sharded module."""
+    check_config(config)
+    check_init_fn(config, options)
+    options = replace(options, initializer=initializer_of(config, options))
+    rows = {"dim": config.embedding_dim, "dtype": ROW_DTYPES[config.data_type], "state_dtype": state_dtype}
+    return {**rows, "optimizer": optimizer, "options": options, "name": config.name}
+
+
+def _check_remote(
+    client: object, fused: bool, device: torch.device | str | int | None, state_dtype: torch.dtype
+) -> None:
+    """Raises an error if ``client`` is not a client, or if an argument cannot be used together with it."""
+    if not hasattr(client, "pooled_kernel"):
+        raise TypeError(f"client must be a RecStoreClient, got {type(client).__name__}")
+    if fused is not True:
+        raise ValueError("fused must be True with client: the servers apply the optimizer")
+    if state_dtype is not torch.float32:
+        raise ValueError(f"state_dtype must be torch.float32 with client, got {state_dtype}: servers have no other")
+    if rows_device(device).type == "meta":
+        raise ValueError("device must be cpu with client, got meta: make the module on the CPU")
+
+
+class Features:
+    """A batch from which each group of tables takes its features, with its weights if ``is_weighted``."""
+
+    def __init__(self, given: KeyedJaggedTensor, is_weighted: bool) -> None:
+        dtype = given.values().dtype
+        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            raise TypeError(f"ids must be integers, got {dtype} for features {given.keys()}")
+        if is_weighted and given.weights_or_none() is None:
+            raise ValueError(f"is_weighted=True needs weights of the features {given.keys()}")
+        self.device = given.values().device
+        self._as_given = given
+        self.given = given if self.device.type == "cpu" else _on_host(given, is_weighted)
+        self._is_weighted = is_weighted
+
+    @cached_property
+    def as_given(self) -> dict[str, JaggedTensor]:
+        """The features of the batch by name, on its device."""
+        return self._as_given.to_dict()  # type: ignore[no-any-return]
+
+    @cached_property
+    def jagged(self) -> dict[str, JaggedTensor]:
+        """The features of the batch by name, on the CPU."""
+        return self.given.to_dict()  # type: ignore[no-any-return]
+
+    def ids(self, names: Sequence[str]) -> Tensor:
+        """Returns the ids of features, (N,) int64, on the CPU, feature by feature."""
+        if self._has_all(names):
+            return self.given.values().to(torch.int64)  # type: ignore[no-any-return]
+        return concatenated([self.jagged[name].values() for name in names]).to(torch.int64)
+
+    def bags(self, names: Sequence[str]) -> tuple[Bags, list[int] | None]:
+        """Returns the bags of features, feature by feature, and None.
+
+        If the batch size varies by feature, empty bags are appended to the shorter features, so that all features have
+        the same number of bags, and the second value is each feature's own number of bags.
+        """
+        varies = self.given.variable_stride_per_key()
+        if self._has_all(names) and not varies:
+            weights = self.given.weights().float() if self._is_weighted else None
+            return Bags(self.ids(names), self.given.offsets().to(torch.int64), weights), None
+        parts = [self.jagged[name] for name in names]
+        lengths = [part.lengths().to(torch.int64) for part in parts]
+        counts = [len(some) for some in lengths]
+        padded = torch.cat([F.pad(some, (0, max(counts) - len(some))) for some in lengths])
+        weights = concatenated([part.weights() for part in parts]).float() if self._is_weighted else None
+        return Bags(self.ids(names), F.pad(padded.cumsum(0), (1, 0)), weights), counts if varies else None
+
+    def _has_all(self, names: Sequence[str]) -> bool:
+        return list(names) == list(self.given.keys())
+
+
+def _on_host(given: KeyedJaggedTensor, is_weighted: bool) -> KeyedJaggedTensor:
+    """Returns a batch of an accelerator on the CPU, without its weights if they are not used."""
+    weights = given.weights().float() if is_weighted else None
+    together = [given.values().to(torch.int64), given.lengths()]
+    alone = weights is not None and weights.requires_grad
+    values, lengths, *more = to_host([*together, weights] if weights is not None and not alone else together)
+    varies = given.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        given.keys(),
+        values,
+        weights_to_host(weights) if weights is not None and alone else more[0] if more else None,
+        lengths,
+        stride_per_key_per_rank=given.stride_per_key_per_rank() if varies else None,
+        inverse_indices=given.inverse_indices_or_none(),
+    )

@@ -7,12 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec.modules.embedding_configs import (
-    EmbeddingBagConfig,
-    EmbeddingConfig,
-    PoolingType,
-    pooling_type_to_str,
-)
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, pooling_type_to_str
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
@@ -23,8 +18,9 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_recstore.kernels import RowService
 from torchrec_recstore.kernels.device_copies import CopyTarget, to_device
-from torchrec_recstore.modules.eager_collection import EagerCollection, TableModules, given_configs
-from torchrec_recstore.modules.features import Features
+from torchrec_recstore.modules.eager_collection import EagerCollection, Features, given_configs
+from torchrec_recstore.modules.eager_kernels import Bags, EagerTable
+from torchrec_recstore.modules.table_module import optimizer_of
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 
@@ -47,14 +43,9 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         fusion_k: Has no effect; ids have 64 bits. It is accepted for compatibility. Default: 30.
         tables: TorchRec's name for ``embedding_bag_configs``. Exactly one of the two must be given.
         is_weighted: Whether the per-sample weights of the input are used. Default: False.
-        device: ``cpu`` or ``meta``. Input on another device is copied to the CPU, and the output is copied back.
-            Default: None, ``meta`` if it is torch's default device, else ``cpu``.
         optimizer: The optimizer of all tables, from ``torchrec_recstore.optim``. Default: None, ``RowWiseAdagrad(lr)``.
         options: The options of all tables, or a mapping from table names to options. Default: ``TableOptions()``.
-        fused: Whether the backward pass updates the rows. If False, it collects gradients for a sparse optimizer, for
-            example ``SparseSGD``. Default: True.
-        state_dtype: The data type in which optimizer state is stored, ``torch.float32`` or ``float16``. See
-            :class:`torchrec_recstore.store.Table`. Default: ``torch.float32``.
+        device, fused, state_dtype: See :class:`RecStoreEmbedding`.
         client: A ``RecStoreClient`` with the tables, usually on parameter servers. The rows then belong to the servers:
             ``client.save`` saves them, and ``state_dict`` does not contain them. Rows are made by the update of a
             backward pass. ``fused`` and ``state_dtype`` cannot be given.
@@ -78,6 +69,8 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         ebc(ids).values().sum().backward()  # makes three rows and updates them
     """
 
+    _tables_name = "embedding_bags"
+
     def __init__(
         self,
         embedding_bag_configs: Sequence[EmbeddingBagConfig | Mapping[str, Any]] | None = None,
@@ -96,24 +89,12 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         staleness: int = 0,
     ) -> None:
         super().__init__()
-        self._embedding_bag_configs = given_configs(
-            embedding_bag_configs, tables, "embedding_bag_configs", EmbeddingBagConfig
-        )
+        configs = given_configs(embedding_bag_configs, tables, "embedding_bag_configs", EmbeddingBagConfig)
         self._is_weighted = is_weighted
-        self._poolings = [_pooling(config) for config in self._embedding_bag_configs]
-        self.embedding_bags = self._set_up(
-            self._embedding_bag_configs,
-            lr,
-            enable_fusion,
-            fusion_k,
-            optimizer,
-            options,
-            fused,
-            device,
-            state_dtype,
-            client,
-            staleness,
-        )
+        self._poolings = [_pooling(config) for config in configs]
+        self._register(configs, enable_fusion, fusion_k)
+        optimizer = optimizer_of(optimizer, lr)
+        self.embedding_bags = self._tables(optimizer, options, fused, device, state_dtype, client, staleness)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Returns the pooled rows of the tables' features.
@@ -133,35 +114,29 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
             ValueError, MemoryError, ColdStoreError: See :class:`torchrec_recstore.kernels.PooledKernel`.
         """
         batch = Features(maybe_td_to_kjt(features, None), self._is_weighted)
-        modules = self._modules_by_table()
         flat_names = [name for names in self._feature_names for name in names]
         inverse = reorder_inverse_indices(batch.given.inverse_indices_or_none(), flat_names).to("cpu")
         pooled: dict[int, list[Tensor]] = {}
         whole: Tensor | None = None
         for numbers, trains in self._groups(self._poolings):
-            feature_tables = [place for place, number in enumerate(numbers) for _ in self._feature_names[number]]
-            names = [name for number in numbers for name in self._feature_names[number]]
-            bags, counts = batch.bags(names)
-            group = [modules[number] for number in numbers]
-            out = self._lookups.bags(group, feature_tables, self._poolings[numbers[0]], bags, train=trains)
-            if len(numbers) == len(modules) and counts is None and inverse.numel() == 0:
+            group, counts = self._group(batch, numbers)
+            out = self._kernels.bags(*group, train=trains)
+            if len(numbers) == len(self._poolings) and counts is None and inverse.numel() == 0:
                 whole = out
                 break
-            dims = [group[place].table.dim for place in feature_tables]
-            parts = iter(torch.split(out, dims, dim=1))
-            sizes = iter([out.shape[0]] * len(names) if counts is None else counts)
+            tables, feature_tables, *_ = group
+            parts = iter(torch.split(out, [tables[place].table.dim for place in feature_tables], dim=1))
+            sizes = iter([out.shape[0]] * len(feature_tables) if counts is None else counts)
             for number in numbers:
                 pooled[number] = [next(parts)[: next(sizes)] for _ in self._feature_names[number]]
         if whole is None:
-            every = [part for number in range(len(modules)) for part in pooled[number]]
+            every = [part for number in range(len(self._poolings)) for part in pooled[number]]
             if inverse.numel():
                 every = [part.index_select(0, which) for part, which in zip(every, inverse, strict=True)]
             whole = torch.cat(every, dim=1)
-        lengths = [c.embedding_dim for c in self._embedding_bag_configs for _ in c.feature_names]
+        lengths = [config.embedding_dim for config in self._configs for _ in config.feature_names]
         keys = [name for names in self._names_by_table for name in names]
-        return KeyedTensor(
-            keys=keys, length_per_key=lengths, values=to_device(whole, CopyTarget(batch.device, whole.dtype))
-        )
+        return KeyedTensor(keys, lengths, to_device(whole, CopyTarget(batch.device, whole.dtype)))
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Prepares the rows of a batch before its training forward. See :meth:`forward` for the argument.
@@ -172,13 +147,18 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         nothing is done.
         """
         batch = Features(maybe_td_to_kjt(features, None), self._is_weighted)
-        modules = self._modules_by_table()
         for numbers, trains in self._groups(self._poolings):
             if trains:
-                feature_tables = [place for place, number in enumerate(numbers) for _ in self._feature_names[number]]
-                bags, _ = batch.bags([name for number in numbers for name in self._feature_names[number]])
-                group = [modules[number] for number in numbers]
-                self._lookups.prefetch_bags(group, feature_tables, self._poolings[numbers[0]], bags)
+                self._kernels.prefetch_bags(*self._group(batch, numbers)[0])
+
+    def _group(
+        self, batch: Features, numbers: Sequence[int]
+    ) -> tuple[tuple[list[EagerTable], list[int], Any, Bags], list[int] | None]:
+        """Returns the arguments of a lookup of some tables, and the numbers of bags of :meth:`Features.bags`."""
+        feature_tables = [place for place, number in enumerate(numbers) for _ in self._feature_names[number]]
+        bags, counts = batch.bags([name for number in numbers for name in self._feature_names[number]])
+        modules = self._modules_by_table()
+        return ([modules[number] for number in numbers], feature_tables, self._poolings[numbers[0]], bags), counts
 
     def is_weighted(self) -> bool:
         """Returns whether the per-sample weights of the input are used."""
@@ -186,10 +166,7 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Returns the configs of the tables, in the given order."""
-        return self._embedding_bag_configs
-
-    def _modules_by_table(self) -> TableModules:
-        return list(self.embedding_bags.values())  # type: ignore[arg-type]
+        return self._configs
 
 
 def _pooling(config: EmbeddingBagConfig) -> Any:
@@ -223,6 +200,8 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         ec(ids)["item"].values()  # (3, 8)
     """
 
+    _tables_name = "embeddings"
+
     def __init__(
         self,
         embedding_configs: Sequence[EmbeddingConfig | Mapping[str, Any]] | None = None,
@@ -241,28 +220,18 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         staleness: int = 0,
     ) -> None:
         super().__init__()
-        self._embedding_configs = given_configs(embedding_configs, tables, "embedding_configs", EmbeddingConfig)
-        self._embedding_dim = self._embedding_configs[0].embedding_dim
-        for config in self._embedding_configs:
+        configs = given_configs(embedding_configs, tables, "embedding_configs", EmbeddingConfig)
+        self._embedding_dim: int = configs[0].embedding_dim
+        for config in configs:
             if config.embedding_dim != self._embedding_dim:
                 raise ValueError(
                     f"the tables of a collection must have the same embedding_dim: {config.name!r} has "
                     f"{config.embedding_dim}, not {self._embedding_dim}"
                 )
         self._need_indices = need_indices
-        self.embeddings = self._set_up(
-            self._embedding_configs,
-            lr,
-            enable_fusion,
-            fusion_k,
-            optimizer,
-            options,
-            fused,
-            device,
-            state_dtype,
-            client,
-            staleness,
-        )
+        self._register(configs, enable_fusion, fusion_k)
+        optimizer = optimizer_of(optimizer, lr)
+        self.embeddings = self._tables(optimizer, options, fused, device, state_dtype, client, staleness)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Returns the row of each id.
@@ -283,14 +252,9 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
             ValueError, MemoryError, ColdStoreError: See :class:`torchrec_recstore.kernels.SequenceKernel`.
         """
         batch = Features(maybe_td_to_kjt(features, None), False)
-        modules = self._modules_by_table()
         rows: dict[int, Tensor] = {}
-        for numbers, trains in self._groups([None] * len(modules)):
-            ids = [batch.ids(self._feature_names[number]) for number in numbers]
-            counts = [len(some) for some in ids]
-            group = [modules[number] for number in numbers]
-            parts = self._lookups.rows(group, torch.cat(ids) if len(ids) > 1 else ids[0], counts, train=trains)
-            rows.update(zip(numbers, parts, strict=True))
+        for numbers, trains in self._groups([None] * len(self._configs)):
+            rows.update(zip(numbers, self._kernels.rows(*self._group(batch, numbers), train=trains), strict=True))
         if batch.device.type != "cpu":
             rows = _together(rows, batch.device)
         found: dict[str, JaggedTensor] = {}
@@ -298,13 +262,10 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
             jagged = [batch.as_given[name] for name in self._feature_names[number]]
             first = 0
             for name, one in zip(names, jagged, strict=True):
-                count = len(one.values())
-                found[name] = JaggedTensor(
-                    values=rows[number][first : first + count],
-                    lengths=one.lengths(),
-                    weights=one.values() if self._need_indices else None,
-                )
-                first += count
+                end = first + len(one.values())
+                ids = one.values() if self._need_indices else None
+                found[name] = JaggedTensor(values=rows[number][first:end], lengths=one.lengths(), weights=ids)
+                first = end
         return found
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
@@ -313,13 +274,15 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         See :meth:`RecStoreEmbeddingBagCollection.prefetch`.
         """
         batch = Features(maybe_td_to_kjt(features, None), False)
-        modules = self._modules_by_table()
-        for numbers, trains in self._groups([None] * len(modules)):
+        for numbers, trains in self._groups([None] * len(self._configs)):
             if trains:
-                ids = [batch.ids(self._feature_names[number]) for number in numbers]
-                self._lookups.prefetch_rows(
-                    [modules[number] for number in numbers], torch.cat(ids), [len(some) for some in ids]
-                )
+                self._kernels.prefetch_rows(*self._group(batch, numbers))
+
+    def _group(self, batch: Features, numbers: Sequence[int]) -> tuple[list[EagerTable], Tensor, list[int]]:
+        ids = [batch.ids(self._feature_names[number]) for number in numbers]
+        modules = self._modules_by_table()
+        whole = torch.cat(ids) if len(ids) > 1 else ids[0]
+        return [modules[number] for number in numbers], whole, [len(some) for some in ids]
 
     def need_indices(self) -> bool:
         """Returns whether the output has the ids as its weights."""
@@ -327,19 +290,15 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
 
     def embedding_dim(self) -> int:
         """Returns the number of columns of every table."""
-        dim: int = self._embedding_dim
-        return dim
+        return self._embedding_dim
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Returns the configs of the tables, in the given order."""
-        return self._embedding_configs
+        return self._configs
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """Returns the keys of the output, as one list for each table."""
         return self._names_by_table
-
-    def _modules_by_table(self) -> TableModules:
-        return list(self.embeddings.values())  # type: ignore[arg-type]
 
 
 def _together(rows: Mapping[int, Tensor], device: torch.device) -> dict[int, Tensor]:

@@ -33,16 +33,10 @@ class OwnedTable:
         self.table = Table(**arguments)
 
     def with_optimizer(self, arguments: Mapping[str, Any]) -> OwnedTable:
-        """Returns a table with the same rows and another optimizer.
+        """Returns a table with the same rows, whose arguments differ in ``optimizer`` only.
 
         If the new optimizer has the type of the old one, the rows keep their optimizer state. Otherwise the state
-        starts as zeros; the rows must not have been updated.
-
-        Args:
-            arguments: The arguments of the new :class:`Table`, by name. They differ in ``optimizer`` only.
-
-        Raises:
-            ValueError: The rows are in a shared cold store, and the new optimizer has another type.
+        starts as zeros, which a shared cold store refuses; the rows must not have been updated.
         """
         old = self.table
         keeps_state = type(old.optimizer) is type(arguments["optimizer"])
@@ -52,14 +46,13 @@ class OwnedTable:
                 "pass the optimizer to the constructor of the module"
             )
         fresh = OwnedTable(arguments)
-        new = fresh.table
 
         def converted(part: Part) -> Part:
-            zeros = zero_states(new.optimizer, len(part), new.dim)
+            zeros = zero_states(arguments["optimizer"], len(part), old.dim)
             kept = ("weight", *zeros) if keeps_state else ("weight", *STAMPS)
             return replace(part, rows={**zeros, **{name: part.rows[name] for name in kept if name in part.rows}})
 
-        _copy(old, new, converted)
+        _copy(old, fresh.table, converted)
         return fresh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnedTable:
@@ -132,19 +125,19 @@ def load_table_state(table: Table, state: Mapping[str, Tensor]) -> None:
         MemoryError: There is not enough memory for the new rows.
         ColdStoreError: An operation of the cold store fails.
     """
-    checked = _checked(table, state)
-    fresh = table.empty_copy()
-    try:
-        _fill(fresh, checked)
-        table.exchange_rows(fresh)
-    finally:
-        fresh.close()
+    _replace_rows(table, _checked(table, state))
 
 
 def forget_rows(table: Table) -> None:
     """Removes all rows and the counts of a table, as if it had just been made. Its handle stays the same."""
+    _replace_rows(table, None)
+
+
+def _replace_rows(table: Table, state: Mapping[str, Tensor] | None) -> None:
     fresh = table.empty_copy()
     try:
+        if state is not None:
+            _fill(fresh, state)
         table.exchange_rows(fresh)
     finally:
         fresh.close()
@@ -170,21 +163,15 @@ def _copy(source: Table, target: Table, converted: Callable[[Part], Part] = lamb
 
 
 def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the complete state, on the CPU. Entries that ``state`` does not have start as in a new table.
-
-    Raises:
-        ValueError: See :func:`load_table_state`.
-    """
+    """Returns the complete state, on the CPU. Entries that ``state`` does not have start as in a new table."""
     for key, value in state.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{key} must be a tensor, got {type(value).__name__}")
     weight = _whole("weight", state["weight"])
     rows = weight.shape[0] if weight.dim() else 0
-    kinds = state_names(table.optimizer)
-    shapes: dict[str, tuple[int, ...]] = {"weight": (rows, table.dim)}
-    shapes |= dict.fromkeys(("weight_id", *STAMPS), (rows,))
-    shapes |= {name: (rows, table.dim) if kind == "element" else (rows,) for name, kind in kinds.items()}
-    floats = {"weight", *kinds}
+    floats = {"weight": "element", **state_names(table.optimizer)}
+    keys = [*floats, "weight_id", *STAMPS]
+    shapes = {key: (rows, table.dim) if floats.get(key) == "element" else (rows,) for key in keys}
     whole = TableState.from_tensors({key: _whole(key, state[key]) for key in STATE_KEYS if key in state}).tensors()
     for key, shape in shapes.items():
         if key not in state:
@@ -209,11 +196,7 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _whole(key: str, value: Tensor) -> Tensor:
-    """Returns a plain tensor for a tensor of a sharded module's state, if all of its shards are in this process.
-
-    Raises:
-        ValueError: This process has only a part of the tensor.
-    """
+    """Returns a plain tensor for a tensor of a sharded module's state, if all of its shards are in this process."""
     # Only a ShardedTensor has this attribute. The check does not import its type, which would take long.
     local_shards = getattr(value, "local_shards", None)
     if local_shards is None:

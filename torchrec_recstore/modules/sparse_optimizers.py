@@ -14,16 +14,13 @@ from torchrec_recstore.optim import SGD, AdamW, Optimizer, RowWiseAdagrad
 class _SparseOptimizer:
     """The common base class of the sparse optimizers.
 
-    Args:
-        modules: The modules that ``step`` and ``zero_grad`` apply to by default. Their tables get the optimizer's state
-            in the constructor, so that a ``state_dict`` with this state can be loaded.
-        optimizer: The optimizer that updates the rows.
+    The tables of ``modules`` get the optimizer's state in the constructor, so that its ``state_dict`` can be loaded.
     """
 
     def __init__(self, modules: Iterable[nn.Module], optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._modules = _checked(modules)
-        _use(_tables(self._modules), optimizer)
+        self._use_for(_tables(self._modules))
 
     @property
     def lr(self) -> float:
@@ -50,8 +47,8 @@ class _SparseOptimizer:
                 update at once.
             MemoryError, ColdStoreError: See :meth:`torchrec_recstore.store.Table.update`.
         """
-        tables = _tables(self._modules if modules is None else _checked(modules), required=True)
-        _use(tables, self._optimizer)
+        tables = self._given(modules)
+        self._use_for(tables)
         for table in tables:
             if (collected := table.collected) is not None:
                 table.table.update(*collected, lr=self.lr)
@@ -63,11 +60,23 @@ class _SparseOptimizer:
         Args:
             modules: See :meth:`step`.
         """
-        for table in _tables(self._modules if modules is None else _checked(modules), required=True):
+        for table in self._given(modules):
             table.forget_collected()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._optimizer!r})"
+
+    def _given(self, modules: Iterable[nn.Module] | None) -> list[TableModule]:
+        tables = _tables(self._modules if modules is None else _checked(modules))
+        if not tables:
+            raise ValueError("modules must contain at least one eager RecStore module, got none")
+        return tables
+
+    def _use_for(self, tables: Iterable[TableModule]) -> None:
+        for table in tables:
+            table.check_optimizer(self._optimizer)
+        for table in tables:
+            table.use_optimizer(self._optimizer)
 
 
 class SparseSGD(_SparseOptimizer):
@@ -91,12 +100,7 @@ class SparseSGD(_SparseOptimizer):
     """
 
     def __init__(
-        self,
-        modules: Iterable[nn.Module] = (),
-        lr: float = 0.01,
-        *,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
+        self, modules: Iterable[nn.Module] = (), lr: float = 0.01, *, weight_decay: float = 0.0, momentum: float = 0.0
     ) -> None:
         super().__init__(modules, SGD(lr, weight_decay, momentum))
 
@@ -113,12 +117,7 @@ class SparseRowWiseAdagrad(_SparseOptimizer):
     """
 
     def __init__(
-        self,
-        modules: Iterable[nn.Module] = (),
-        lr: float = 0.01,
-        *,
-        eps: float = 1.0e-8,
-        weight_decay: float = 0.0,
+        self, modules: Iterable[nn.Module] = (), lr: float = 0.01, *, eps: float = 1.0e-8, weight_decay: float = 0.0
     ) -> None:
         super().__init__(modules, RowWiseAdagrad(lr, eps, weight_decay))
 
@@ -153,18 +152,9 @@ def _checked(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return found
 
 
-def _tables(modules: Iterable[nn.Module], *, required: bool = False) -> list[TableModule]:
+def _tables(modules: Iterable[nn.Module]) -> list[TableModule]:
     every = {id(m): m for module in modules for m in module.modules() if isinstance(m, TableModule)}
     for table in every.values():
         if table.fused:
             raise ValueError(f"{table} updates its rows in backward: make it with fused=False for a sparse optimizer")
-    if required and not every:
-        raise ValueError("modules must contain at least one eager RecStore module, got none")
     return list(every.values())
-
-
-def _use(tables: Iterable[TableModule], optimizer: Optimizer) -> None:
-    for table in tables:
-        table.check_optimizer(optimizer)
-    for table in tables:
-        table.use_optimizer(optimizer)

@@ -59,12 +59,9 @@ class TableModule(RefusesQuantization, nn.Module):
     Args:
         arguments: The arguments of the :class:`torchrec_recstore.store.Table`, by name.
         learning_rate: The learning rate of the fused optimizer.
-        fused: Whether the backward pass updates the rows. If False, it collects gradients for a sparse optimizer, for
-            example ``SparseSGD``. Default: True.
-        device: ``cpu`` or ``meta``. Default: None, ``meta`` if it is torch's default device, else ``cpu``.
+        fused, device: See :class:`~torchrec_recstore.modules.RecStoreEmbedding`.
 
     Raises:
-        ValueError: The device is neither ``cpu`` nor ``meta``.
         TypeError, ValueError, ColdStoreError, ImportError: See :class:`torchrec_recstore.store.Table`.
     """
 
@@ -82,7 +79,8 @@ class TableModule(RefusesQuantization, nn.Module):
         device = rows_device(device)
         self._arguments = dict(arguments)
         self._owned = None if device.type == "meta" else OwnedTable(self._arguments)
-        self._learning_rate = learning_rate
+        self.rate = learning_rate
+        """The object from which kernels read the learning rate."""
         self.fused = fused
         self._collected: list[tuple[Tensor, Tensor]] = []
         self._grad_version = 0
@@ -108,17 +106,12 @@ class TableModule(RefusesQuantization, nn.Module):
     @property
     def learning_rate(self) -> float:
         """The learning rate of the fused optimizer. Each backward pass reads it; a new value applies from the next."""
-        return self._learning_rate.value
+        return self.rate.value
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
         replace(self._arguments["optimizer"], lr=value)  # Raises an error if the value is not a valid learning rate.
-        self._learning_rate.value = value
-
-    @property
-    def rate(self) -> LearningRate:
-        """The object from which kernels read the learning rate."""
-        return self._learning_rate
+        self.rate.value = value
 
     def reset_parameters(self) -> None:
         """Removes all rows. Each id gets a new initial row when it is next trained."""
@@ -126,12 +119,7 @@ class TableModule(RefusesQuantization, nn.Module):
             forget_rows(self._owned.table)
 
     def collect(self, ids: Tensor, grads: Tensor) -> None:
-        """Stores gradients for the next step of a sparse optimizer.
-
-        Args:
-            ids: (N,) int64. The ids, in the order of the batch.
-            grads: (N, dim) float32. The gradient of each id.
-        """
+        """Stores gradients, (N, dim) float32, of ids, (N,) int64, for the next step of a sparse optimizer."""
         if self.weight.grad is None:
             self._collected.clear()
             # Zeroing gradients, of this module or of the whole model, sets weight.grad to None, and so removes the
@@ -147,14 +135,14 @@ class TableModule(RefusesQuantization, nn.Module):
         Raises:
             ValueError: ``weight.grad`` has been changed in place.
         """
-        if self._collected and self.weight.grad is not None and self.weight.grad._version != self._grad_version:
+        if self.weight.grad is None or not self._collected:
+            return None
+        if self.weight.grad._version != self._grad_version:
             raise ValueError(
                 f"table {self.table.name!r}: weight.grad has been changed in place, as zero_grad(set_to_none=False), "
                 "clip_grad_norm_ and GradScaler do: weight.grad does not hold the collected gradients. Zero them with "
                 "zero_grad()"
             )
-        if self.weight.grad is None or not self._collected:
-            return None
         ids, grads = zip(*self._collected, strict=True)
         return torch.cat(ids), torch.cat(grads)
 

@@ -1,9 +1,10 @@
-"""The lookups of eager modules in their tables, and the backward passes of these lookups."""
+"""The kernels of eager modules, and the backward passes that collect gradients for sparse optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -45,10 +46,10 @@ class Bags:
     weights: Tensor | None = None
 
 
-class Lookups:
-    """A cache of the kernels of a module.
+class EagerKernels:
+    """The kernels by which a module looks up its tables. A kernel is made when a call first needs it.
 
-    A kernel is made when a lookup first needs it. Copies and pickles of the module start with an empty cache.
+    Copies and pickles of the module start without kernels.
     """
 
     def __init__(self) -> None:
@@ -56,8 +57,8 @@ class Lookups:
         self._handles: dict[int, int] = {}
         self._anchor = torch.empty(0, requires_grad=True)
 
-    def __reduce__(self) -> tuple[type[Lookups], tuple[()]]:
-        return Lookups, ()
+    def __reduce__(self) -> tuple[type[EagerKernels], tuple[()]]:
+        return EagerKernels, ()
 
     def clear(self) -> None:
         """Removes all kernels, and with them the references to the tables."""
@@ -67,7 +68,7 @@ class Lookups:
     def bags(
         self, tables: Sequence[EagerTable], feature_tables: Sequence[int], pooling: Pooling, bags: Bags, *, train: bool
     ) -> Tensor:
-        """Returns the pooled rows of bags, by one native call.
+        """Returns the pooled rows of bags, (B, sum of the features' columns) float32, by one native call.
 
         Per-sample weights that require a gradient get one both in training and in evaluation, if gradients are enabled.
 
@@ -78,15 +79,12 @@ class Lookups:
             bags: The bags of all features.
             train: Whether the lookup makes missing rows and backward trains them. It has no effect without gradients.
 
-        Returns:
-            (B, sum of the features' columns) float32.
-
         Raises:
             RuntimeError: A table is on the meta device, or the module is in a ``DistributedDataParallel``.
             TypeError, ValueError, MemoryError, ColdStoreError: See :class:`PooledKernel`.
         """
         if torch.compiler.is_dynamo_compiling():
-            return _bags_outside_the_graph(self, tables, feature_tables, pooling, bags, train)  # type: ignore[no-any-return]
+            return _outside_the_graph(self.bags, tables, feature_tables, pooling, bags, train=train)  # type: ignore[no-any-return]
         wanted, train = train, train and torch.is_grad_enabled()
         if train:
             _check_training(tables)
@@ -95,34 +93,30 @@ class Lookups:
         out: Tensor = kernel(bags.ids, bags.offsets, bags.weights, train=wanted)
         if not train or tables[0].fused:
             return out
-        features: list[Any] = [tables[number] for number in feature_tables]
-        return _Collect.apply(out, features, pooling, bags.ids, bags.offsets, bags.weights)  # type: ignore[no-any-return, no-untyped-call]
+        collect = partial(_collect_bags, [tables[number] for number in feature_tables], pooling)
+        return _Collect.apply(self._anchor, out, collect, bags.ids, bags.offsets, bags.weights)  # type: ignore[no-any-return, no-untyped-call]
 
     def rows(self, tables: Sequence[EagerTable], ids: Tensor, counts: Sequence[int], *, train: bool) -> list[Tensor]:
-        """Returns the rows of ids, in the order of the ids, by one native call.
+        """Returns the rows of ids in their order, (number of the table's ids, dim) float32 of each table, by one call.
 
         Args:
             tables: The tables. Either all of them are trained, or none.
             ids: (N,) int64, on the CPU. The ids, table by table.
             counts: The number of ids of each table.
-            train: Whether the lookup makes missing rows and backward trains them. It has no effect without gradients.
-
-        Returns:
-            One tensor for each table: (number of the table's ids, dim) float32.
+            train: See :meth:`bags`.
 
         Raises:
-            RuntimeError: A table is on the meta device, or the module is in a ``DistributedDataParallel``.
-            TypeError, ValueError, MemoryError, ColdStoreError: See :class:`SequenceKernel`.
+            RuntimeError, TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`bags`.
         """
         if torch.compiler.is_dynamo_compiling():
-            return _rows_outside_the_graph(self, tables, ids, counts, train)  # type: ignore[no-any-return]
+            return _outside_the_graph(self.rows, tables, ids, counts, train=train)  # type: ignore[no-any-return]
         wanted, train = train, train and torch.is_grad_enabled()
         if train:
             _check_training(tables)
-        kernel = self._rows_kernel(tables)
-        out: Tensor = kernel(ids, counts, train=wanted)
+        out: Tensor = self._rows_kernel(tables)(ids, counts, train=wanted)
         if train and not tables[0].fused:
-            out = _CollectRows.apply(self._anchor, out.detach(), list(tables), ids, list(counts))  # type: ignore[no-untyped-call]
+            collect = partial(_collect_rows, list(tables), list(counts))
+            out = _Collect.apply(self._anchor, out.detach(), collect, ids)  # type: ignore[no-untyped-call]
         parts, first = [], 0
         for table, count in zip(tables, counts, strict=True):
             size = count * table.table.dim
@@ -175,99 +169,61 @@ class Lookups:
 # Lookups stay outside of compiled graphs, because load_state_dict() replaces the tables that the kernel depends on, and
 # because modules with fused=False collect gradients in Python.
 @torch.compiler.disable(reason=_REASON)  # type: ignore[no-untyped-call, untyped-decorator]
-def _bags_outside_the_graph(
-    lookups: Lookups,
-    tables: Sequence[EagerTable],
-    feature_tables: Sequence[int],
-    pooling: Pooling,
-    bags: Bags,
-    train: bool,
-) -> Tensor:
-    return lookups.bags(tables, feature_tables, pooling, bags, train=train)
-
-
-@torch.compiler.disable(reason=_REASON)  # type: ignore[no-untyped-call, untyped-decorator]
-def _rows_outside_the_graph(
-    lookups: Lookups, tables: Sequence[EagerTable], ids: Tensor, counts: Sequence[int], train: bool
-) -> list[Tensor]:
-    return lookups.rows(tables, ids, counts, train=train)
+def _outside_the_graph(look_up: Callable[..., Any], *args: Any, train: bool) -> Any:
+    return look_up(*args, train=train)
 
 
 class _PooledWithoutUpdate(PooledKernel):
     """A pooled kernel whose backward computes the gradients of per-sample weights and does not update the rows."""
 
-    def update(
-        self,
-        context: Tensor,
-        grad: Tensor,
-        weight_grads: bool,
-        counts: Sequence[int] = (),
-        rate: float | None = None,
-    ) -> Tensor | None:
+    def update(self, context: Tensor, grad: Tensor, weight_grads: bool, *more: Any, **named: Any) -> Tensor | None:
         return ops.group_weight_gradients(context, grad) if weight_grads else None
 
 
 class _Collect(torch.autograd.Function):
-    """Returns pooled rows unchanged in forward. Backward passes the ids and their gradients to each table.
+    """Returns rows unchanged in forward. Backward passes their gradient, and the tensors ``saved``, to ``collect``.
 
-    The gradients are those that a fused update would sum.
+    The gradients are those that a fused update would sum. ``anchor`` makes the result require a gradient.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        out: Tensor,
-        features: list[TableModule],
-        pooling: Pooling,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-    ) -> Tensor:
-        ctx.save_for_backward(ids, offsets, weights)
-        ctx.features, ctx.pooling = features, pooling
-        ctx.mark_dirty(out)  # The result is not a view, so that the caller may change it in place.
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ids, offsets, weights = ctx.saved_tensors
-        columns = torch.split(grads[0].float(), [feature.table.dim for feature in ctx.features], dim=1)
-        scales = bag_scales(offsets, ctx.pooling)
-        bags = grads[0].shape[0]
-        for number, (feature, first, end) in enumerate(_parts(ctx.features, offsets)):
-            assert isinstance(feature, TableModule)  # a client's table has no sparse optimizer
-            own_bags = bag_of(offsets[number * bags : (number + 1) * bags + 1])
-            of_ids = columns[number][own_bags]
-            scale = None if weights is None else weights[first:end]
-            if scales is not None:
-                of_bag = scales[number * bags : (number + 1) * bags][own_bags]
-                scale = of_bag if scale is None else scale * of_bag
-            feature.collect(ids[first:end], of_ids if scale is None else of_ids * scale[:, None])
-        return (grads[0] if ctx.needs_input_grad[0] else None, *[None] * 5)
-
-
-class _CollectRows(torch.autograd.Function):
-    """Returns the rows of tables unchanged in forward. Backward passes the ids and their gradients to each table."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, rows: Tensor, tables: list[TableModule], ids: Tensor, counts: list[int]
-    ) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.tables, ctx.counts = tables, counts
-        ctx.mark_dirty(rows)
+    def forward(ctx: Any, anchor: Tensor, rows: Tensor, collect: Callable[..., None], *saved: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*saved)
+        ctx.collect = collect
+        ctx.mark_dirty(rows)  # The result is not a view, so that the caller may change it in place.
         return rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None]:
-        sizes = [count * table.table.dim for count, table in zip(ctx.counts, ctx.tables, strict=True)]
-        # The backward of slicing made this gradient, so that no other code holds it, and tables may keep its parts.
-        parts = torch.split(grads[0], sizes)
-        for table, ids, grad in zip(ctx.tables, torch.split(ctx.saved_tensors[0], ctx.counts), parts, strict=True):
-            table.collect(ids, grad.view(-1, table.table.dim))
-        return None, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        ctx.collect(grads[0], *saved)
+        return None, grads[0] if ctx.needs_input_grad[1] else None, None, *[None] * len(saved)
+
+
+def _collect_bags(
+    features: Sequence[EagerTable], pooling: Pooling, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None
+) -> None:
+    columns = torch.split(grad.float(), [feature.table.dim for feature in features], dim=1)
+    scales = bag_scales(offsets, pooling)
+    bags = grad.shape[0]
+    for number, (feature, first, end) in enumerate(_parts(features, offsets)):
+        assert isinstance(feature, TableModule)  # a client's table has no sparse optimizer
+        own_bags = bag_of(offsets[number * bags : (number + 1) * bags + 1])
+        of_ids = columns[number][own_bags]
+        scale = None if weights is None else weights[first:end]
+        if scales is not None:
+            of_bag = scales[number * bags : (number + 1) * bags][own_bags]
+            scale = of_bag if scale is None else scale * of_bag
+        feature.collect(ids[first:end], of_ids if scale is None else of_ids * scale[:, None])
+
+
+def _collect_rows(tables: Sequence[EagerTable], counts: Sequence[int], grad: Tensor, ids: Tensor) -> None:
+    # The backward of slicing made this gradient, so that no other code holds it, and tables may keep its parts.
+    sizes = [count * table.table.dim for count, table in zip(counts, tables, strict=True)]
+    for table, some, part in zip(tables, torch.split(ids, list(counts)), torch.split(grad, sizes), strict=True):
+        assert isinstance(table, TableModule)  # a client's table has no sparse optimizer
+        table.collect(some, part.view(-1, table.table.dim))
 
 
 def _parts(features: Sequence[EagerTable], offsets: Tensor) -> Iterator[tuple[EagerTable, int, int]]:
