@@ -29,15 +29,9 @@ def among(ids: Tensor, ascending: Tensor) -> Tensor:
 
 
 def check_ids(ids: object, where: str = "") -> None:
-    """Raises an error if ``ids`` is not an int64 tensor of the shape (N,) on the CPU.
+    """Raises TypeError or ValueError if ``ids`` is not an int64 tensor of the shape (N,) on the CPU.
 
-    Args:
-        ids: The argument to check.
-        where: The beginning of the error message, such as the name of the table. Default: "".
-
-    Raises:
-        TypeError: ``ids`` is not a tensor, or has another dtype.
-        ValueError: ``ids`` has another shape, or is not on the CPU.
+    The error message begins with ``where``, for example the name of the table.
     """
     if isinstance(ids, Tensor) and ids.dtype is torch.int64 and ids.dim() == 1 and ids.is_cpu:
         return  # most calls; the messages below take longer
@@ -47,24 +41,15 @@ def check_ids(ids: object, where: str = "") -> None:
         raise TypeError(f"{where}ids must be an int64 tensor, got {ids.dtype}")
     if ids.dim() != 1:
         raise ValueError(f"{where}ids must have the shape (N,), got {tuple(ids.shape)}")
-    _check_on_cpu(ids, "ids", where)
+    raise ValueError(f"{where}ids must be on the CPU, got {ids.device}")
 
 
 def check_rows(
     rows: object, argument: str, shape: tuple[int, int], dtypes: Sequence[torch.dtype], where: str = ""
 ) -> None:
-    """Raises an error if ``rows`` is not a tensor of one of the dtypes and of the shape, on the CPU.
+    """Raises TypeError or ValueError if ``rows`` is not a tensor of one of the dtypes and of the shape, on the CPU.
 
-    Args:
-        rows: The argument to check.
-        argument: The name of the argument.
-        shape: (N, columns). The shape that ``rows`` must have.
-        dtypes: The dtypes that ``rows`` may have, in the order in which the message names them.
-        where: The beginning of the error message, such as the name of the table. Default: "".
-
-    Raises:
-        TypeError: ``rows`` is not a tensor, or has another dtype.
-        ValueError: ``rows`` has another shape, or is not on the CPU.
+    The message names ``argument`` and the dtypes in their order, and begins with ``where``.
     """
     if isinstance(rows, Tensor) and rows.dtype in dtypes and rows.shape == shape and rows.is_cpu:
         return
@@ -75,7 +60,7 @@ def check_rows(
         raise TypeError(f"{where}{argument} must be a {names} tensor, got {rows.dtype}")
     if tuple(rows.shape) != shape:
         raise ValueError(f"{where}{argument} must have the shape {shape}, got {tuple(rows.shape)}")
-    _check_on_cpu(rows, argument, where)
+    raise ValueError(f"{where}{argument} must be on the CPU, got {rows.device}")
 
 
 def check_weights(weight: object, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -85,9 +70,6 @@ def check_weights(weight: object, shape: tuple[int, int], dtype: torch.dtype) ->
         weight: The values, float32 or the table's dtype, or the stored weights.
         shape: (N, columns). The shape of the values.
         dtype: The dtype of the table.
-
-    Raises:
-        TypeError, ValueError: See :func:`check_rows`.
     """
     if dtype is torch.int8 and isinstance(weight, Tensor) and weight.dtype is torch.uint8:
         check_rows(weight, "weight", (shape[0], stored_columns(dtype, shape[1])), [torch.uint8])
@@ -100,17 +82,13 @@ def check_weights(weight: object, shape: tuple[int, int], dtype: torch.dtype) ->
 def check_whole_rows(
     rows: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, states: Mapping[str, str]
 ) -> RowTensors:
-    """Returns whole rows in the form of ``ops.table_import``.
+    """Returns the rows of :meth:`Table.write_rows` in the form of ``ops.table_import``, or raises its errors.
 
     Args:
-        rows: The rows; see :meth:`~torchrec_recstore.store.Table.write_rows`.
+        rows: The rows.
         shape: (N, columns). The shape of the weights.
         dtype: The dtype of the table.
         states: The optimizer's states; see :func:`torchrec_recstore.optim.state_names`.
-
-    Raises:
-        TypeError: ``rows`` is not a mapping, or a tensor has another dtype.
-        ValueError: A key is missing or unknown, or a tensor has another shape.
     """
     if not isinstance(rows, Mapping):
         raise TypeError(f"rows must be a mapping as read_rows returns it, got {type(rows).__name__}")
@@ -137,12 +115,7 @@ def plain_rows(rows: Tensor) -> Tensor:
 
 
 def check_time(unix_seconds: object) -> int:
-    """Returns a time as microseconds since 1970.
-
-    Raises:
-        TypeError: ``unix_seconds`` is not a number.
-        ValueError: ``unix_seconds`` is negative or not finite, or later than any time in microseconds.
-    """
+    """Returns a time as microseconds since 1970. Raises TypeError or ValueError if it is not a time."""
     if isinstance(unix_seconds, bool) or not isinstance(unix_seconds, int | float):
         raise TypeError(f"unix_seconds must be a number, got {type(unix_seconds).__name__}")
     if not 0 <= unix_seconds < 2**42:
@@ -160,12 +133,7 @@ def check_table(
     stochastic_rounding: object,
     state_dtype: object,
 ) -> None:
-    """Raises an error if an argument of :class:`~torchrec_recstore.store.Table` is not valid.
-
-    Raises:
-        TypeError: An argument has the wrong type. The message names the argument.
-        ValueError: An argument has an invalid value. The message names the argument.
-    """
+    """Raises TypeError or ValueError, which name the argument, if an argument of a :class:`Table` is not valid."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim must be an int, got {type(dim).__name__}")
     if dim < 1:
@@ -200,8 +168,3 @@ def check_table(
         raise TypeError(f"columns must be a range, got {type(columns).__name__}")
     if columns.step != 1 or not 0 <= columns.start < columns.stop <= dim:
         raise ValueError(f"columns must be a range of step 1 within range({dim}), got {columns}")
-
-
-def _check_on_cpu(tensor: Tensor, argument: str, where: str) -> None:
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{where}{argument} must be on the CPU, got {tensor.device}")

@@ -17,14 +17,9 @@ class ColdExpiry:
     """Counts the rows that are in the store and not in memory, by the step in which they expire.
 
     Rows expire in the steps in which the native pass would remove them (csrc/eviction.h, csrc/wall_clock.h).
-
-    Args:
-        handle: The handle of the native table.
-        expiry: The expiry of the table. None if rows do not expire.
     """
 
-    def __init__(self, handle: int, expiry: Expiry | None) -> None:
-        self._handle = handle
+    def __init__(self, expiry: Expiry | None) -> None:
         self._by_time = expiry is not None and expiry.seconds is not None
         self._steps = 0 if expiry is None or expiry.steps is None else expiry.steps
         self._every = max(1, self._steps // 4)  # rows expire in the steps that are multiples of this number
@@ -76,13 +71,13 @@ class ColdExpiry:
         """Counts rows that have left the store."""
         self._counts -= self.counts(last_steps)
 
-    def due(self) -> int:
-        """Returns the value that :attr:`before` has after the present step."""
+    def due(self, handle: int) -> int:
+        """Returns the value that :attr:`before` has after the present step of a native table."""
         if self._by_time:
-            times = ops.table_times(self._handle)
+            times = ops.table_times(handle)
             self._note(times[_TIMES::2])
             return max(self.before, times[2])
-        steps = ops.table_steps(self._handle)
+        steps = ops.table_steps(handle)
         return max(self.before, steps - self._steps) if steps % self._every == 0 else self.before
 
     def expire(self, before: int) -> int:
@@ -107,21 +102,11 @@ class ColdExpiry:
         """Returns whether ticks are lost if the table's clock is set to ``steps``, so that rows are counted again."""
         return bool(self._ticks) and self._ticks[-1] > steps
 
-    def restart(self, last_steps: Tensor) -> None:
-        """Counts the rows again, after the ticks of the table have changed.
-
-        Args:
-            last_steps: (N,) int64. The last steps of all rows in the store that are not in memory.
-        """
-        times = ops.table_times(self._handle)
+    def restart(self, handle: int, last_steps: Tensor) -> None:
+        """Counts the rows again by their last steps, (N,) int64, after the ticks of the native table have changed."""
+        times = ops.table_times(handle)
         self.before, self._ticks = times[2], times[_TIMES::2]
         self._counts = self.counts(last_steps[last_steps >= self.before])
-
-    def exchange(self, other: ColdExpiry) -> None:
-        """Exchanges the counts with those of a table with the same expiry, when the tables exchange their rows."""
-        self.before, other.before = other.before, self.before
-        self._counts, other._counts = other._counts, self._counts
-        self._ticks, other._ticks = other._ticks, self._ticks
 
     def _note(self, ticks: list[int]) -> None:
         for tick in ticks:

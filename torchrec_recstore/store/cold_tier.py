@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import cast
 
@@ -16,13 +16,9 @@ from torchrec_recstore.row_types import values
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.cold_backends import open_cold_store
 from torchrec_recstore.store.cold_expiry import ColdExpiry
-from torchrec_recstore.store.cold_store import (
-    ColdStore,
-    ColdStoreError,
-    SharedColdStore,
-)
+from torchrec_recstore.store.cold_store import ColdStore, ColdStoreError, SharedColdStore
 from torchrec_recstore.store.memory_tier import Arrival, MemoryTier, ProcessLock
-from torchrec_recstore.store.parts import ImageLayout, last_steps, with_last_steps_up_to
+from torchrec_recstore.store.parts import ImageLayout, Owned, last_steps, with_last_steps_up_to
 
 _PART = 1 << 16  # the number of ids in one read of a call that may read all rows of a table
 _KNOWN_MARKS = 127  # the number of marks that csrc/changes.h remembers
@@ -48,8 +44,7 @@ class ColdTier(MemoryTier):
         layout: The layout of the rows in the store.
         options: The table's options, with ``cold_store``.
         name: The name of the shard in the store. See :func:`torchrec_recstore.store.open_cold_store`.
-        owned: A function that takes ids, (N,) int64, and returns which of them belong to the shard, (N,) bool. It is
-            used for a shared store. Default: None, which means all ids.
+        owned: Which ids belong to the shard; see :class:`Table`. It is used for a shared store.
     """
 
     def __init__(
@@ -58,14 +53,14 @@ class ColdTier(MemoryTier):
         layout: ImageLayout,
         options: TableOptions,
         name: str,
-        owned: Callable[[Tensor], Tensor] | None = None,
+        owned: Owned | None,
     ) -> None:
         super().__init__(handle)
         self._layout = layout
         self.shared = is_shared(options.cold_store)
         self._owned = owned
         self._written: int | None = None  # the mark of the last flush: later changes are not in the shared store
-        self.expiry = ColdExpiry(handle, options.expiry)
+        self.expiry = ColdExpiry(options.expiry)
         """The number of rows in the store, and when they expire."""
         self._max_rows = options.max_rows or 0
         self._process = os.getpid()
@@ -98,12 +93,7 @@ class ColdTier(MemoryTier):
                 self.end_step()
 
     def bring(self, ids: Tensor, arrival: Arrival) -> None:
-        """Brings the rows of ``ids``, (N,) int64, to memory, and evicts other rows to make room.
-
-        Raises:
-            ValueError: The ids need more rows at once than ``max_rows``.
-            ColdStoreError: The store fails. Every row is where it was before the call.
-        """
+        """See :meth:`MemoryTier.bring`."""
         with self.lock:
             absent = ops.table_absent(self._handle, ids)
             if len(absent) == 0:
@@ -128,23 +118,14 @@ class ColdTier(MemoryTier):
         if not self.expiry.expires:
             return
         with self.lock, suppress(ColdStoreError, MemoryError), ops.native_errors("expiry"):
-            before = self.expiry.due()
+            before = self.expiry.due(self._handle)
             if before > self.expiry.before:
                 self._expire(before)
             if self.store.ascending_snapshots:
                 self._sweep_on()
 
     def prefetch(self, ids: Tensor) -> None:
-        """Reads the cold rows of a coming batch, so that :meth:`bring` does not wait for the store.
-
-        It may run in a separate thread while other calls run. No row moves.
-
-        Args:
-            ids: (N,) int64. The ids of the batch. Duplicates are allowed.
-
-        Raises:
-            ColdStoreError: The store fails.
-        """
+        """See :meth:`MemoryTier.prefetch`. It may run in a separate thread while other calls run. No row moves."""
         absent = ops.table_absent(self._handle, ids)
         with self.lock:
             wanted = absent[self._may_be_cold(absent)]
@@ -174,14 +155,13 @@ class ColdTier(MemoryTier):
         with self.lock:
             absent = ops.table_absent(self._handle, ids).sort().values
             # Other jobs may have written to a shared store since rows were staged for a training step.
-            found, images = self._fetch(absent, staged=() if self.shared else self._staged)
+            found, images = self._fetch(absent, () if self.shared else self._staged)
             return absent[found], images
 
     def found(self, ids: Tensor) -> Tensor:
         """Returns those ``ids``, (N,) int64, whose rows are in the store and not in memory: (n,) int64, ascending."""
         with self.lock:
-            parts = [self.read(part)[0] for part in torch.split(ids, _PART)]
-        found: Tensor = torch.unique(torch.cat(parts))
+            found: Tensor = torch.unique(torch.cat([self.read(part)[0] for part in torch.split(ids, _PART)]))
         return found
 
     def read_into(self, rows: Tensor, ids: Tensor) -> None:
@@ -196,15 +176,15 @@ class ColdTier(MemoryTier):
         cold, images = self.read(ids)
         is_cold = among(ids, cold)
         resident = super().export(ids[~is_cold])
-        places = torch.searchsorted(cold, ids[is_cold])
         moved = self._layout.unpacked(images)
-        weight, elements, *numbers = resident
-        rows = [part.new_empty((len(ids), *part.shape[1:])) for part in (weight, *numbers)]
-        for whole, part, cold_part in zip(rows, (weight, *numbers), (moved[0], *moved[2:]), strict=True):
-            whole[~is_cold], whole[is_cold] = part, cold_part[places]
-        states = elements.new_empty((len(elements), len(ids), self._layout.columns))
-        states[:, ~is_cold], states[:, is_cold] = elements, moved[1][:, places]
-        return rows[0], states, rows[1], rows[2], rows[3]
+        # The places of the ids in a list of all resident rows and then all cold rows.
+        places = (~is_cold).cumsum(0) - 1
+        places[is_cold] = int((~is_cold).sum()) + torch.searchsorted(cold, ids[is_cold])
+
+        def joined(number: int, dim: int = 0) -> Tensor:
+            return torch.cat([resident[number], moved[number]], dim).index_select(dim, places)
+
+        return joined(0), joined(1, dim=1), joined(2), joined(3), joined(4)
 
     def contains(self, ids: Tensor) -> Tensor:
         """See :meth:`MemoryTier.contains`."""
@@ -254,12 +234,7 @@ class ColdTier(MemoryTier):
             return ids[~among(ids, ops.table_ids(self._handle))]
 
     def flush(self) -> None:
-        """Writes the rows that have changed in memory since the last flush to a shared store.
-
-        Raises:
-            ValueError: There is a snapshot of the table.
-            ColdStoreError: The store fails. It may have stored some of the rows.
-        """
+        """See :meth:`Table.flush`."""
         with self.lock:
             # The mark is set before the rows are read, so that the next flush writes the rows that change meanwhile.
             mark = ops.table_mark(self._handle)
@@ -293,13 +268,13 @@ class ColdTier(MemoryTier):
             self.expiry.before = min(before, self.expiry.before)
             super().set_clock(steps, times)
             if last is not None:
-                self.expiry.restart(last)
+                self.expiry.restart(self._handle, last)
 
     def exchange(self, other: MemoryTier) -> None:
         """See :meth:`MemoryTier.exchange`."""
         assert isinstance(other, ColdTier)  # the native exchange has checked that both tables have a cold store
         self.store, other.store = other.store, self.store
-        self.expiry.exchange(other.expiry)
+        self.expiry, other.expiry = other.expiry, self.expiry
         self.dead, other.dead = other.dead, self.dead
         for tier in (self, other):
             tier._forget_staged()
@@ -311,11 +286,7 @@ class ColdTier(MemoryTier):
             self.store.close()
 
     def _fetch(self, ids: Tensor, staged: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Reads rows from ``staged``, and from the store if they are not there.
-
-        Args:
-            ids: (N,) int64, distinct. Ids whose rows are not in memory.
-            staged: Ids, ascending, and images of rows that have been read before.
+        """Reads rows that are not in memory from ``staged``, and from the store if they are not there.
 
         Returns:
             Which ids have a row in the store, (N,) bool, and the images of these rows, in the order of ``ids``.

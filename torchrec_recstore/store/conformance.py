@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Thread
 from typing import cast
 
 import torch
@@ -160,25 +160,16 @@ def _snapshots_ascend(options: object) -> None:
         first = next(scan)
         store.put(torch.arange(10**8, 10**8 + 100), _rows(100, 1000))
         store.put(torch.arange(2**63 - 100, 2**63 - 1), _rows(99, 1000))
-        batches = [first, *scan]
-        seen = torch.cat([batch for batch, _ in batches])
-        _expect(
-            torch.equal(seen, ids), "ascending_snapshots: a scan returns the ids at the time of its call, ascending"
-        )
-        _expect(
-            torch.equal(torch.cat([batch for _, batch in batches]), rows),
-            "ascending_snapshots: a scan returns the rows at the time of its call",
-        )
+        seen, seen_rows = map(torch.cat, zip(first, *scan, strict=True))
+        promise = "ascending_snapshots: a scan returns the ids at the time of its call, ascending"
+        _expect(torch.equal(seen, ids), promise)
+        promise = "ascending_snapshots: a scan returns the rows at the time of its call"
+        _expect(torch.equal(seen_rows, rows), promise)
 
 
 def _keeps_stores_apart(options: object) -> None:
-    for other in (
-        "conformance/0",
-        "conformance/00",
-        "conformance/0*",
-        "..",
-        "a name: of {1} \N{SNOWMAN}[0]?/" + "x" * 300,
-    ):
+    odd = "a name: of {1} \N{SNOWMAN}[0]?/" + "x" * 300
+    for other in ("conformance/0", "conformance/00", "conformance/0*", "..", odd):
         with _opened(options) as one, _opened(options, other) as two:
             ids, rows = torch.arange(10), _rows(20)
             one.put(ids, rows[:10])
@@ -205,18 +196,10 @@ def _closes(options: object) -> None:
     store.put(ids, rows)
     store.close()
     store.close()
-    calls: dict[str, Callable[[], object]] = {
-        "get": lambda: store.get(ids),
-        "put": lambda: store.put(ids, rows),
-        "delete": lambda: store.delete(ids),
-        "scan": lambda: list(store.scan()),
-    }
-    for name, call in calls.items():
-        try:
-            call()
-        except ColdStoreError:
-            continue
-        _expect(False, f"{name} after close raises ColdStoreError")
+    _expect_closed("get", lambda: store.get(ids))
+    _expect_closed("put", lambda: store.put(ids, rows))
+    _expect_closed("delete", lambda: store.delete(ids))
+    _expect_closed("scan", lambda: list(store.scan()))
     with _opened(options) as again:
         _expect(not again.get(ids)[0].any(), "a store deletes its rows when it is closed")
 
@@ -246,11 +229,7 @@ def _outlives_its_users(options: object) -> None:
         store.close()
         store.close()
         _expect_rows(other, ids, rows, "a shared store keeps its rows when it is closed")
-        try:
-            store.get(ids)
-        except ColdStoreError:
-            return
-        _expect(False, "get after close raises ColdStoreError")
+        _expect_closed("get", lambda: store.get(ids))
 
 
 def _shared(store: ColdStore) -> SharedColdStore:
@@ -312,19 +291,16 @@ def _expect_rows(store: ColdStore, ids: Tensor, rows: Tensor, promise: str) -> N
 
 
 def _in_a_thread(call: Callable[[], object]) -> None:
-    errors: list[BaseException] = []
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(call).result()
 
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
 
-    thread = Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+def _expect_closed(name: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except ColdStoreError:
+        return
+    _expect(False, f"{name} after close raises ColdStoreError")
 
 
 def _expect(kept: bool, promise: str) -> None:

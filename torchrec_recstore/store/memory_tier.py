@@ -21,9 +21,6 @@ class MemoryTier:
     """The strategy of a table without a cold store, and the base class of :class:`~.cold_tier.ColdTier`.
 
     A :class:`Table` calls its tier whenever rows may lie outside memory. Here no rows do.
-
-    Args:
-        handle: The handle of the native table.
     """
 
     shared = False
@@ -41,15 +38,17 @@ class MemoryTier:
     def resident(self, ids: Tensor, arrival: Arrival | None = None) -> AbstractContextManager[object]:
         """Keeps rows from moving between memory and the cold store while the caller reads or writes rows.
 
-        Args:
-            ids: (N,) int64. The ids of the call.
-            arrival: The call for which the rows of ``ids`` are first brought to memory. Default: None, which means that
-                no row moves.
+        The rows of ``ids``, (N,) int64, are first brought to memory, unless ``arrival`` is None.
         """
         return self.lock
 
     def bring(self, ids: Tensor, arrival: Arrival) -> None:
-        """Moves the rows of ``ids``, (N,) int64, into memory, and makes room for new rows."""
+        """Moves the rows of ``ids``, (N,) int64, into memory, and makes room for new rows.
+
+        Raises:
+            ValueError: The ids need more rows at once than ``max_rows``.
+            ColdStoreError: The store fails. Every row is where it was before the call.
+        """
 
     def end_step(self) -> None:
         """Ends a training step."""
@@ -57,8 +56,7 @@ class MemoryTier:
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Reads the rows of ``ids``, (N,) int64, that are in the cold store and not in memory. No row moves.
 
-        Returns:
-            The ids of these rows, (n,) int64, ascending, and their images, (n, image bytes) uint8.
+        Returns their ids, (n,) int64, ascending, and their images, (n, image bytes) uint8.
         """
         return torch.empty(0, dtype=torch.int64), torch.empty(0, self.image_bytes, dtype=torch.uint8)
 
@@ -85,13 +83,7 @@ class MemoryTier:
         return ops.table_ids(self._handle)
 
     def set_clock(self, steps: int, times: list[int]) -> None:
-        """Sets the clock of the native table.
-
-        Args:
-            steps: The number of the table's steps.
-            times: The times of the steps, which ``ops.table_times`` returned, and by which rows expire. An empty list
-                changes no time.
-        """
+        """Sets the number of the table's steps, and their times, if any, which ``ops.table_times`` has returned."""
         ops.table_set_steps(self._handle, steps)
         if times:
             ops.table_set_times(self._handle, times)
@@ -117,9 +109,6 @@ class ProcessLock:
 
     In a forked process, the thread that held the lock may not exist, so that the lock would never be released. Entering
     the lock there raises the error that every call of the native table raises in a forked process.
-
-    Args:
-        handle: The handle of the native table.
     """
 
     def __init__(self, handle: int) -> None:

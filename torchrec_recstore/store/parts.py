@@ -12,15 +12,7 @@ from torch import Tensor
 
 from torchrec_recstore.ops import RowTensors
 from torchrec_recstore.optim import Optimizer, state_names
-from torchrec_recstore.row_types import (
-    GRID_BYTES,
-    as_numbers,
-    as_stored,
-    columns_of,
-    joined_columns,
-    row_bytes,
-    values,
-)
+from torchrec_recstore.row_types import GRID_BYTES, as_numbers, as_stored, columns_of, joined_columns, row_bytes, values
 
 PART_BYTES = 1 << 25
 """The approximate size in bytes of a part of a checkpoint. The format allows parts of 256 MB."""
@@ -60,11 +52,7 @@ class Part:
         return values(self.rows["weight"])
 
     def take(self, which: Tensor | slice) -> Part:
-        """Returns some of the rows.
-
-        Args:
-            which: The positions of the rows, (n,) int64, or a mask, (N,) bool, or a slice.
-        """
+        """Returns some of the rows: ``which`` are their positions, (n,) int64, or a mask, (N,) bool, or a slice."""
         return replace(self, ids=self.ids[which], rows={name: value[which] for name, value in self.rows.items()})
 
     def owned(self, owned: Owned | None) -> Part:
@@ -132,13 +120,14 @@ class Part:
             raise ValueError(f"the rows lack some of the columns {columns.start} to {columns.stop - 1}")
         if len(cut) == 1:
             return first
-        widths = [len(part.columns) for part in cut]
 
         def joined(name: str, value: Tensor) -> Tensor:
             if name in STAMPS:
                 return value
             every = [part.rows[name] for part in cut]
-            return torch.cat(every, dim=1) if _is_element_wise(name, value) else column_weighted_mean(every, widths)
+            if _is_element_wise(name, value):
+                return torch.cat(every, dim=1)
+            return column_weighted_mean(every, [len(part.columns) for part in cut])
 
         rows = {name: joined(name, value) for name, value in first.rows.items() if name != "weight"}
         return Part(first.ids, columns, {"weight": joined_columns([part.rows["weight"] for part in cut]), **rows})
@@ -194,13 +183,7 @@ Parts = Iterator[Part]
 def rows_in(size: int, dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:
     """Returns the number of rows in a part of ``size`` bytes, at least 1.
 
-    The number is the same for every column shard of a table, so that the parts of all column shards hold the same ids.
-
-    Args:
-        size: The size of the part in bytes.
-        dim: The number of columns of the whole table.
-        dtype: The data type of the table's weights.
-        optimizer: The table's optimizer.
+    ``dim`` is that of the whole table, so that the parts of all column shards hold the same ids.
     """
     states = state_names(optimizer).values()
     row = dim * (dtype.itemsize + 4 * sum(kind == "element" for kind in states)) + 4 * len(states) + 24
@@ -215,14 +198,9 @@ def zero_states(optimizer: Optimizer, rows: int, columns: int) -> dict[str, Tens
 
 
 def column_weighted_mean(states: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
-    """Returns the mean of the row-wise states of several column shards, weighted by their numbers of columns.
+    """Returns the mean of the row-wise states, (N,) float32 each, of column shards with ``widths`` columns.
 
-    Args:
-        states: (N,) float32 each. The state of the same N rows in each column shard.
-        widths: The number of columns of each column shard.
-
-    Returns:
-        (N,) float32. A single state is returned unchanged, bit for bit.
+    The mean is weighted by the widths. A single state is returned unchanged, bit for bit.
     """
     if len(states) == 1:
         return states[0]

@@ -3,26 +3,15 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
 import redis
 import torch
+from redis import exceptions as errors
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AskError,
-    AuthenticationError,
-    AuthorizationError,
-    ClusterDownError,
-    MasterDownError,
-    MovedError,
-    ReadOnlyError,
-    RedisClusterException,
-    RedisError,
-    TryAgainError,
-)
 from redis.retry import Retry
 from torch import Tensor
 
@@ -49,18 +38,10 @@ _PIPELINE_BYTES = 2**24
 _SCAN_COUNT = 4096
 _TIMEOUT_S = 5.0
 _CHECK_SECONDS = 10.0  # the time between two checks of the server's eviction policy
-_REFUSED = (AuthenticationError, AuthorizationError)
-_PASSING = (
-    redis.ConnectionError,
-    redis.TimeoutError,
-    AskError,
-    ClusterDownError,
-    MasterDownError,
-    MovedError,
-    ReadOnlyError,
-    RedisClusterException,
-    TryAgainError,
-)
+_REFUSED = (errors.AuthenticationError, errors.AuthorizationError)
+_UNREACHABLE = (errors.ConnectionError, errors.TimeoutError, errors.RedisClusterException)
+_MOVED = (errors.MovedError, errors.AskError, errors.TryAgainError)
+_PASSING = (*_UNREACHABLE, *_MOVED, errors.ClusterDownError, errors.MasterDownError, errors.ReadOnlyError)
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
@@ -83,12 +64,7 @@ class RedisColdStore:
     ascending_snapshots = False
 
     def __init__(self, options: RedisStore, *, name: str, row_bytes: int) -> None:
-        """Connects to the server, and checks that it does not evict rows.
-
-        Args:
-            options: The URL of the server, and the time for which failed calls are repeated.
-            name: The name of the shard. See :func:`torchrec_recstore.store.open_cold_store`.
-            row_bytes: The size of a row in bytes.
+        """Connects to the server, and checks that it does not evict rows. See :func:`open_cold_store`.
 
         Raises:
             ColdStoreError: The server cannot be reached, refuses access, or evicts keys.
@@ -116,22 +92,20 @@ class RedisColdStore:
         check_ids(ids)
         self._check_open()
         parts = [self._get_part(part) for part in in_parts(ids, self._rows_a_pipeline)]
-        found, rows = zip(*parts, strict=True)
-        return torch.cat(found), torch.cat(rows)
+        found, rows = map(torch.cat, zip(*parts, strict=True))
+        return found, rows
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
         """See :meth:`ColdStore.put`."""
         check_ids(ids)
         check_rows(rows, "rows", (len(ids), self._row_bytes), [torch.uint8])
         self._check_open()
-        for some_ids, some_rows in zip(
-            in_parts(ids, self._rows_a_pipeline), in_parts(rows, self._rows_a_pipeline), strict=True
-        ):
-            batches, order = self._in_groups(some_ids)
-            values = iter(split(some_rows if order is None else some_rows[order]))
-            self._call(
-                partial(self._write, [(group, keys, list(islice(values, len(keys)))) for group, keys in batches])
-            )
+        size = self._rows_a_pipeline
+        for some, its_rows in zip(in_parts(ids, size), in_parts(rows, size), strict=True):
+            batches, order = self._in_groups(some)
+            values = iter(split(its_rows if order is None else its_rows[order]))
+            writes = [(group, keys, list(islice(values, len(keys)))) for group, keys in batches]
+            self._call(partial(self._write, writes))
 
     def delete(self, ids: Tensor) -> None:
         """See :meth:`ColdStore.delete`."""
@@ -157,7 +131,7 @@ class RedisColdStore:
                 self._run([("UNLINK", *keys) for _, keys in self._in_groups(part)[0]])
             self._run([("UNLINK", key) for key in self._group_keys])
             self._client.close()
-        except (RedisError, OSError) as error:
+        except (redis.RedisError, OSError) as error:
             _log.warning("%s: keys %s* may be left: %s", self, self._prefix, error)
         self._client = None
 
@@ -193,7 +167,7 @@ class RedisColdStore:
                 if backoff.left_s <= 0:
                     raise self._error(f"cannot be reached for {self._options.retry_seconds:g} s", error) from error
                 backoff.pause()
-            except RedisError as error:
+            except redis.RedisError as error:
                 raise self._error("has failed", error) from error
 
     def _connected(self) -> Any:
@@ -251,9 +225,6 @@ class RedisColdStore:
     def _in_groups(self, ids: Tensor) -> tuple[list[tuple[int, list[bytes]]], Tensor | None]:
         """Splits the keys of ids into groups, and each group into commands.
 
-        Args:
-            ids: (N,) int64.
-
         Returns:
             The group and the keys of each command, and the order of the ids in all commands together, (N,) int64. The
             order is None if the ids keep their order.
@@ -266,8 +237,7 @@ class RedisColdStore:
             groups, order = groups.sort(stable=True)
             ids = ids[order]
         keys = split(torch.cat([self._group_prefixes[groups], id_bytes(ids)], dim=1))
-        batches = []
-        begin = 0
+        batches, begin = [], 0
         for group, count in enumerate(groups.bincount(minlength=len(self._group_keys)).tolist()):
             end = begin + count
             for at in range(begin, end, self._rows_a_command):
@@ -283,22 +253,18 @@ class RedisColdStore:
                 "has lost its last writes", "it restarted from older data, or a replica took over that lagged behind"
             )
 
-    def _check_versions(self, groups: Iterable[int]) -> None:
-        numbers = list(groups)
-        for group, answer in zip(numbers, self._run([("GET", self._group_keys[g]) for g in numbers]), strict=True):
+    def _check_versions(self, groups: Sequence[int]) -> None:
+        for group, answer in zip(groups, self._run([("GET", self._group_keys[g]) for g in groups]), strict=True):
             self._check_version(group, answer)
-
-    def _next_version(self, group: int) -> bytes:
-        self._attempted[group] += 1
-        return b"%d" % self._attempted[group]
 
     def _write(self, writes: Sequence[tuple[int, list[bytes], list[bytes] | None]]) -> None:
         """Writes the values of the keys of each group. If the values are None, deletes the keys."""
-        groups = {group for group, _, _ in writes}
+        groups = list({group for group, _, _ in writes})
         self._check_versions(groups)  # before the write, because the new version would hide that rows have been lost
         commands: list[tuple[Any, ...]] = []
         for group, keys, values in writes:
-            version = (self._group_keys[group], self._next_version(group))
+            self._attempted[group] += 1
+            version = (self._group_keys[group], b"%d" % self._attempted[group])
             if values is None:
                 commands += [("UNLINK", *keys), ("SET", *version)]
             else:
@@ -323,15 +289,11 @@ class RedisColdStore:
 
     def _scan_ids(self) -> Tensor:
         """Returns the ids of all rows on the server: (N,) int64, ascending."""
-        keys: list[bytes] = []
+        found = self._connected().scan_iter(match=f"{self._prefix}*", count=_SCAN_COUNT)
+        keys = (key for key in found if len(key) == self._key_bytes)
         parts = [torch.empty(0, dtype=torch.int64)]
-        for key in self._connected().scan_iter(match=f"{self._prefix}*", count=_SCAN_COUNT):
-            if len(key) == self._key_bytes:
-                keys.append(key)
-            if len(keys) == 2**16:
-                parts.append(ids_of(join(keys, self._key_bytes)[:, -ID_BYTES:]))
-                keys.clear()
-        parts.append(ids_of(join(keys, self._key_bytes)[:, -ID_BYTES:]))
+        while some := list(islice(keys, 2**16)):
+            parts.append(ids_of(join(some, self._key_bytes)[:, -ID_BYTES:]))
         ids: Tensor = torch.unique(torch.cat(parts))
         return ids
 
@@ -346,15 +308,11 @@ class RedisColdStore:
 
 
 def _connect(options: RedisStore, cluster: bool) -> Any:
+    kind: Any = redis.RedisCluster if cluster else redis.Redis
+    url = options.url.replace("+cluster", "", 1) if cluster else options.url
     # The client does not retry, because _call does, with a limit. Timeouts in the URL override these.
-    arguments: dict[str, Any] = {
-        "retry": Retry(NoBackoff(), 0),
-        "socket_timeout": _TIMEOUT_S,
-        "socket_connect_timeout": _TIMEOUT_S,
-    }
+    timeouts = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
     try:
-        if cluster:
-            return redis.RedisCluster.from_url(options.url.replace("+cluster", "", 1), **arguments)
-        return redis.Redis.from_url(options.url, **arguments)
+        return kind.from_url(url, retry=Retry(NoBackoff(), 0), **timeouts)
     except ValueError:  # the message of the error may contain a part of the password
         raise ColdStoreError(f"cold store RedisStore({options.public_url!r}): the url cannot be parsed") from None

@@ -71,12 +71,7 @@ class RocksDBColdStore:
     ascending_snapshots = True
 
     def __init__(self, options: RocksDBStore, *, name: str, row_bytes: int) -> None:
-        """Creates the directory of the store and opens the database.
-
-        Args:
-            options: The path of the store.
-            name: The name of the shard. See :func:`torchrec_recstore.store.open_cold_store`.
-            row_bytes: The size of a row in bytes.
+        """Creates the directory of the store and opens the database. See :func:`open_cold_store`.
 
         Raises:
             ColdStoreError: The directory cannot be created, or the database cannot be opened.
@@ -106,10 +101,7 @@ class RocksDBColdStore:
         check_ids(ids)
         db = self._database()
         parts = [self._get_part(db, part) for part in in_parts(ids, self._rows_a_read)]
-        if len(parts) == 1:
-            return parts[0]
-        found, rows = zip(*parts, strict=True)
-        return torch.cat(found), torch.cat(rows)
+        return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))  # type: ignore[return-value]
 
     def _get_part(self, db: Rdict, ids: Tensor) -> tuple[Tensor, Tensor]:
         keys: list[Any] = split(id_bytes(ids))
@@ -301,7 +293,9 @@ class _Scan(Iterator[tuple[Tensor, Tensor]]):
             keys.append(key)
             values.append(value)
         if not keys:
-            self._check_complete()
+            # At an error, an iterator of rocksdict ends without raising, as it does at the last row.
+            if self._end != self._last:
+                raise ColdStoreError(f"{self._store} cannot be read: the scan ended before its last row")
             self.end()
             self._exhausted = True
             raise StopIteration
@@ -311,11 +305,6 @@ class _Scan(Iterator[tuple[Tensor, Tensor]]):
     def end(self) -> None:
         """Releases the database, which cannot close before its iterators are freed."""
         self._items = self._snapshot = None
-
-    def _check_complete(self) -> None:
-        # At an error, an iterator of rocksdict ends without raising, as it does at the last row.
-        if self._end != self._last:
-            raise ColdStoreError(f"{self._store} cannot be read: the scan ended before its last row")
 
 
 def _check_room(path: Path, n_bytes: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import weakref
 from collections.abc import Iterator
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
@@ -36,8 +35,7 @@ class ColdSnapshot:
         handle: The handle of the native table.
         tier: The tier of the table.
         left: (N,) int64, ascending. The ids of the rows that have left memory since a mark, if the snapshot is to have
-            only the changes since the mark. None if it is to have all rows, if these ids are not known, or if the store
-            is shared.
+            only the changes since the mark and these ids are known.
         whole: Whether the reader also reads all rows in memory, and so finds the outdated copies in the store itself.
     """
 
@@ -61,11 +59,7 @@ class ColdSnapshot:
             self.table_rows = self.rows
         elif self.rows:
             batches = tier.scan() if tier.store.ascending_snapshots else _spooled(tier, self.wanted)[1]
-        self._batches = self._filtered(batches, resident, tier.expiry.before, tier.dead)
-
-    def next_batch(self) -> tuple[Tensor, Tensor] | None:
-        """Returns the next batch of ids and images, or None after the last batch."""
-        return next(self._batches, None)
+        self.batches = self._filtered(batches, resident, tier.expiry.before, tier.dead)
 
     def _filtered(self, batches: Batches, resident: Tensor | None, expired_before: int, dead: Tensor) -> Batches:
         for ids, images in batches:
@@ -81,26 +75,23 @@ class ColdSnapshot:
 def _spooled(tier: ColdTier, wanted: Tensor | None) -> tuple[int, Batches]:
     """Copies the wanted rows, or all rows if ``wanted`` is None, to a file. Returns their number and their batches."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the iterator)
-    parts = []
+    parts = [torch.empty(0, dtype=torch.int64)]
     rows = tier.scan() if wanted is None else (tier.read(ids) for ids in torch.split(wanted, _BATCH))
     for ids, images in rows:
         file.write(images.numpy().data)
         parts.append(ids)
     file.flush()
-    ids = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    ids = torch.cat(parts)
     return len(ids), _spooled_ascending(file, ids, tier.image_bytes)
 
 
 def _spooled_ascending(file: BinaryIO, ids: Tensor, image_bytes: int) -> Batches:
-    ascending = ids.sort()
     with file:
         if len(ids) == 0:
             return
         images = np.memmap(file, np.uint8, "r", shape=(len(ids), image_bytes))
-        for some, places in zip(
-            torch.split(ascending.values, _BATCH), torch.split(ascending.indices, _BATCH), strict=True
-        ):
-            yield some, torch.from_numpy(images[places.numpy()])
+        for places in torch.split(ids.argsort(), _BATCH):
+            yield ids[places], torch.from_numpy(images[places.numpy()])
 
 
 class Snapshot:
@@ -140,8 +131,11 @@ class Snapshot:
             # A row that has left memory and is in the cold store has not left the table.
             if self.left is not None and cold.wanted is not None:
                 self.left = self.left[~among(self.left, cold.wanted)] if cold.knows_left else None
+        none = self._part(
+            torch.empty(0, dtype=torch.int64), layout.unpacked(torch.empty(0, layout.image_bytes, dtype=torch.uint8))
+        )
         # Rows that have been read and not merged yet, and rows that have been merged and not returned yet.
-        self._resident, self._cold_rows, self._merged = self._no_rows(), self._no_rows(), self._no_rows()
+        self._resident, self._cold_rows, self._merged = none, none, none
 
     def __len__(self) -> int:
         """Returns the number of rows that have not been read."""
@@ -170,7 +164,7 @@ class Snapshot:
             elif n > self._rows_left:
                 raise ValueError(f"table '{self._name}': the snapshot has {self._rows_left} rows left, not {n}")
             else:
-                rows = self._read_merged(n, polite)
+                rows = self._read_merged(self._cold.batches, n, polite)
         self._rows_left -= n
         if self._cold is not None and self._rows_left == 0 and len(self._merged):
             raise ColdStoreError(f"table '{self._name}': the cold store has more rows than the table knows of")
@@ -184,32 +178,20 @@ class Snapshot:
     def __enter__(self) -> Snapshot:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _read_resident(self, n: int, polite: bool) -> Part:
-        ids, *rows = ops.snapshot_read(self._handle, n, polite)
-        weight, elements, state, last_step, frequency = rows
+        ids, weight, elements, state, last_step, frequency = ops.snapshot_read(self._handle, n, polite)
         return self._part(ids, (weight, elements, state, last_step, frequency))
 
-    def _read_cold(self) -> Part | None:
-        batch = None if self._cold is None else self._cold.next_batch()
-        if batch is None:
-            return None
-        return self._part(batch[0], self._layout.unpacked(batch[1]))
-
-    def _read_merged(self, n: int, polite: bool) -> Part:
-        more_cold = True
+    def _read_merged(self, cold_batches: Batches, n: int, polite: bool) -> Part:
         while len(self._merged) < n:
             left = ops.snapshot_rows_left(self._handle)
             if len(self._resident) == 0 and left:
                 self._resident = self._read_resident(min(max(n, _MERGED_ROWS), left), polite)
-            if len(self._cold_rows) == 0 and more_cold:
-                batch = self._read_cold()
-                more_cold = batch is not None
-                self._cold_rows = batch or self._cold_rows
+            if len(self._cold_rows) == 0 and (batch := next(cold_batches, None)) is not None:
+                self._cold_rows = self._part(batch[0], self._layout.unpacked(batch[1]))
             # Both sources are read in the order of ids, so that all rows up to the lesser of the two last ids are here.
             ends = [int(part.ids[-1]) for part in (self._resident, self._cold_rows) if len(part)]
             if not ends:
@@ -224,7 +206,3 @@ class Snapshot:
 
     def _part(self, ids: Tensor, rows: ops.RowTensors) -> Part:
         return Part(ids, self._columns, named_rows(self._optimizer, rows))
-
-    def _no_rows(self) -> Part:
-        images = torch.empty(0, self._layout.image_bytes, dtype=torch.uint8)
-        return self._part(torch.empty(0, dtype=torch.int64), self._layout.unpacked(images))

@@ -117,17 +117,14 @@ class TableState:
                 expected = f"({'T' if size is None else size},)"
                 got = f"{value.dtype} of shape {tuple(value.shape)}"
                 raise ValueError(f"{key} must be {dtype} of shape {expected}, got {got}")
-        sightings = None
-        if any(key in found for key in _SIGHTINGS):
-            missing = [key for key in _SIGHTINGS if key not in found]
-            if missing:
-                raise ValueError(f"the sightings have no {', '.join(missing)}")
-            sightings = Sightings(*(found[key] for key in _SIGHTINGS))
+        missing = [key for key in _SIGHTINGS if key not in found]
+        if 0 < len(missing) < len(_SIGHTINGS):
+            raise ValueError(f"the sightings have no {', '.join(missing)}")
         return TableState(
             steps=int(found["steps"]) if "steps" in found else 0,
             optimizer_steps=int(found["optimizer_steps"]) if "optimizer_steps" in found else 0,
             times=tuple(found["times"].tolist()) if "times" in found else None,
-            sightings=sightings,
+            sightings=None if missing else Sightings(*(found[key] for key in _SIGHTINGS)),
         )
 
 
@@ -142,14 +139,10 @@ class _TimedTable(Protocol):
 
 
 def set_event_time(tables: Iterable[_TimedTable], times: Sequence[int]) -> None:
-    """Sets the time by which the rows of tables expire to one of the times of the events.
+    """Sets the time by which the rows of tables expire to one of ``times``, those that the ranks know of the events.
 
+    Times are in microseconds; see ``csrc/wall_clock.h``. Tables without ``Expiry(seconds=...)`` ignore the call.
     Warns in the first, tenth, hundredth and so on call that refuses a time.
-
-    Args:
-        tables: The tables. Those whose rows do not expire after a time ignore the call.
-        times: The times of the events that the ranks know, in microseconds since 1970. See
-            :data:`torchrec_recstore.ops.table_set_time`.
     """
     refusals: dict[tuple[int, int, int, int], set[str]] = {}
     for table in tables:
@@ -233,12 +226,9 @@ class StatsByTable(dict[str, TableStats]):
 
 
 def combined(shards: Iterable[TableStats]) -> TableStats:
-    """Returns the statistics of a table from those of its shards, which hold different rows.
+    """Returns the statistics of a table from those of its shards, at least one, which hold different rows.
 
     Each count is the sum over the shards. ``steps`` and ``refused_times`` are the maximum.
-
-    Args:
-        shards: The statistics of at least one shard.
     """
     shards = list(shards)
     total = {f.name: sum(getattr(stats, f.name) for stats in shards) for f in fields(TableStats)}
