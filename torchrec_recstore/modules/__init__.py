@@ -25,9 +25,5 @@ __all__ = [
     "SparseSGD",
 ]
 
-_WITH_TORCHREC = {
-    "RecStoreEmbeddingBagCollection": "embedding_modules",
-    "RecStoreEmbeddingCollection": "embedding_modules",
-}
-
-__getattr__, __dir__ = lazy_names(__name__, _WITH_TORCHREC)
+_WITH_TORCHREC = ("RecStoreEmbeddingBagCollection", "RecStoreEmbeddingCollection")
+__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(_WITH_TORCHREC, "embedding_modules"))

@@ -20,11 +20,7 @@ def bags_of(
 ) -> Bags:
     """Returns the bags of one table, without the padding id.
 
-    The arguments are those of :class:`RecStoreEmbeddingBag` and its ``forward``.
-
-    Raises:
-        TypeError: A tensor has an unsupported dtype; the message names the tensor.
-        ValueError: A tensor has an unsupported shape, or the offsets do not ascend within the input.
+    The arguments and the errors are those of :class:`RecStoreEmbeddingBag` and its ``forward``.
     """
     input, offsets, per_sample_weights = _on_host(input, offsets, per_sample_weights)
     ids = int64_input(input)
@@ -53,11 +49,7 @@ def bags_of(
 
 
 def int64_input(input: Tensor) -> Tensor:
-    """Returns ``input`` as an int64 tensor on the CPU, or ``input`` itself if it is a nested tensor.
-
-    Raises:
-        TypeError: The dtype is neither int32 nor int64.
-    """
+    """Returns ``input`` as an int64 tensor on the CPU, or ``input`` itself if it is a nested tensor."""
     if not isinstance(input, Tensor) or input.dtype not in (torch.int32, torch.int64):
         got = input.dtype if isinstance(input, Tensor) else type(input).__name__
         raise TypeError(f"input must be an int32 or int64 tensor, got {got}")
@@ -89,9 +81,8 @@ def _weights(weights: Tensor, ids: Tensor) -> Tensor:
     if not weights.is_floating_point():
         raise TypeError(f"per_sample_weights must be of a floating-point dtype, got {weights.dtype}")
     if weights.shape != ids.shape:
-        raise ValueError(
-            f"per_sample_weights must have the shape of input, {tuple(ids.shape)}, got {tuple(weights.shape)}"
-        )
+        shapes = f"{tuple(ids.shape)}, got {tuple(weights.shape)}"
+        raise ValueError(f"per_sample_weights must have the shape of input, {shapes}")
     return weights_to_host(weights.float())
 
 

@@ -51,10 +51,7 @@ class DropIn(TableModule):
         return self.training and self.weight.requires_grad
 
     def _rows(self, ids: Tensor) -> Tensor:
-        """Returns the rows, (N, dim) float32, of ids (N,) int64.
-
-        With ``scale_grad_by_freq``, the gradient of each id is divided by the number of its occurrences in ``ids``.
-        """
+        """Returns the rows, (N, dim) float32, of ids (N,) int64."""
         (rows,) = self._kernels.rows([self], ids, [len(ids)], train=self._trains)
         if self.scale_grad_by_freq and rows.requires_grad:
             _, place, counts = torch.unique(ids, return_inverse=True, return_counts=True)
@@ -282,11 +279,7 @@ class RecStoreEmbeddingBag(DropIn):
     ) -> RecStoreEmbeddingBag:
         """Returns a module with the rows ``embeddings``, (n, dim), as ``torch.nn.EmbeddingBag.from_pretrained`` does.
 
-        Row i of ``embeddings`` becomes the row of id i. If ``freeze`` is True, the rows are not trained. The other
-        arguments, including ``more``, are those of the constructor.
-
-        Raises:
-            ValueError: ``embeddings`` does not have two dimensions.
+        See :meth:`RecStoreEmbedding.from_pretrained`.
         """
         pooling = (mode, sparse, embeddings, include_last_offset, padding_idx)
         module = cls(*_shape_of(embeddings), max_norm, norm_type, scale_grad_by_freq, *pooling, **more)  # type: ignore[arg-type]

@@ -233,21 +233,21 @@ def _parts(features: Sequence[EagerTable], offsets: Tensor) -> Iterator[tuple[Ea
     return zip(features, ends[:-1], ends[1:], strict=True)
 
 
+def _names(tables: Sequence[EagerTable]) -> str:
+    return ", ".join(repr(module.table.name) for module in tables)
+
+
 def _check_training(tables: Sequence[EagerTable]) -> None:
     if not tables[0].fused and get_proxy_mode() is not None:
-        names = ", ".join(repr(module.table.name) for module in tables)
         raise NotImplementedError(
-            f"table(s) {names}: modules with fused=False collect gradients in Python, which a traced graph does not "
-            "contain: make the modules with fused=True, or trace the model without them"
+            f"table(s) {_names(tables)}: modules with fused=False collect gradients in Python, which a traced graph does "
+            "not contain: make the modules with fused=True, or trace the model without them"
         )
     # Each rank would train different rows, and nothing would report it. The rows of a client are those of all ranks.
     # (_active_ddp_module is a private name of torch 2.13.)
-    if (
-        not isinstance(tables[0], RemoteTableModule)
-        and getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None
-    ):
-        names = ", ".join(repr(module.table.name) for module in tables)
+    replicated = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if replicated is not None and not isinstance(tables[0], RemoteTableModule):
         raise RuntimeError(
-            f"table(s) {names}: DistributedDataParallel cannot keep the rows of eager modules equal on all ranks: "
-            "shard the model with RecStoreSharder and DistributedModelParallel"
+            f"table(s) {_names(tables)}: DistributedDataParallel cannot keep the rows of eager modules equal on all "
+            "ranks: shard the model with RecStoreSharder and DistributedModelParallel"
         )

@@ -75,10 +75,7 @@ class OwnedTable:
 
 def _restored(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> OwnedTable:
     owned = OwnedTable(arguments)
-    if _shares_rows(owned.table):
-        owned.table.set_state(TableState.from_tensors(state))
-    else:
-        _fill(owned.table, state)
+    _fill(owned.table, state)
     return owned
 
 
@@ -108,36 +105,27 @@ def table_state(table: Table) -> dict[str, Tensor]:
     return {"weight": whole.pop("weight"), "weight_id": ids, **whole, **table.state().tensors()}
 
 
-def load_table_state(table: Table, state: Mapping[str, Tensor]) -> None:
-    """Replaces all rows of a table with the rows of ``state``. After an error, the table is unchanged.
+def load_table_state(table: Table, state: Mapping[str, Tensor] | None) -> None:
+    """Replaces all rows of a table with the rows of ``state``. Its handle stays the same.
 
     While the new rows are written, the old rows and the new rows are both in memory. If ``state`` has more rows than
     ``max_rows``, the rest goes to the table's cold store. Without a cold store, the table keeps the rows that its
-    eviction policy would keep.
+    eviction policy would keep. After an error, the table is unchanged.
 
     Args:
-        table: The table. Its handle stays the same.
+        table: The table.
         state: A state as :func:`table_state` returns it. It must have ``weight``. Without ``weight_id``, row i becomes
-            the row of id i. Other missing entries start as in a new table.
+            the row of id i. Other missing entries start as in a new table. None: the table becomes as it was made.
 
     Raises:
         ValueError: A tensor has another shape or dtype, an id occurs twice, or the table cannot hold the rows.
-        MemoryError: There is not enough memory for the new rows.
-        ColdStoreError: An operation of the cold store fails.
+        MemoryError, ColdStoreError: See :meth:`Table.write_rows`.
     """
-    _replace_rows(table, _checked(table, state))
-
-
-def forget_rows(table: Table) -> None:
-    """Removes all rows and the counts of a table, as if it had just been made. Its handle stays the same."""
-    _replace_rows(table, None)
-
-
-def _replace_rows(table: Table, state: Mapping[str, Tensor] | None) -> None:
+    checked = None if state is None else _checked(table, state)
     fresh = table.empty_copy()
     try:
-        if state is not None:
-            _fill(fresh, state)
+        if checked is not None:
+            _fill(fresh, checked)
         table.exchange_rows(fresh)
     finally:
         fresh.close()
@@ -145,8 +133,9 @@ def _replace_rows(table: Table, state: Mapping[str, Tensor] | None) -> None:
 
 def _fill(table: Table, state: Mapping[str, Tensor]) -> None:
     table.set_state(TableState.from_tensors(state))
-    names = ["weight", *state_names(table.optimizer), *STAMPS]
-    table.write(Part(state["weight_id"], table.columns, {name: state[name] for name in names}))
+    if "weight" in state:  # not if other jobs share the rows
+        names = ["weight", *state_names(table.optimizer), *STAMPS]
+        table.write(Part(state["weight_id"], table.columns, {name: state[name] for name in names}))
 
 
 def _shares_rows(table: Table) -> bool:

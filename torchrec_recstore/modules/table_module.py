@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrec_recstore.modules.owned_table import OwnedTable, forget_rows, load_table_state, state_keys, table_state
+from torchrec_recstore.modules.owned_table import OwnedTable, load_table_state, state_keys, table_state
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad
 from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.row_types import value_dtype
@@ -26,8 +26,7 @@ def optimizer_of(optimizer: Optimizer | None, lr: float) -> Optimizer:
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer of ``torchrec_recstore.optim``.
-        ValueError: ``lr`` is neither the default nor the learning rate of ``optimizer``, or ``lr`` is not a valid
-            learning rate.
+        ValueError: ``lr`` is not valid, or is neither the default nor the learning rate of ``optimizer``.
     """
     if optimizer is None:
         return RowWiseAdagrad(lr=lr)
@@ -116,7 +115,7 @@ class TableModule(RefusesQuantization, nn.Module):
     def reset_parameters(self) -> None:
         """Removes all rows. Each id gets a new initial row when it is next trained."""
         if self._owned is not None:
-            forget_rows(self._owned.table)
+            load_table_state(self._owned.table, None)
 
     def collect(self, ids: Tensor, grads: Tensor) -> None:
         """Stores gradients, (N, dim) float32, of ids, (N,) int64, for the next step of a sparse optimizer."""
@@ -178,11 +177,7 @@ class TableModule(RefusesQuantization, nn.Module):
             )
 
     def share_memory(self) -> TableModule:
-        """Raises an error, because the rows cannot be moved to shared memory.
-
-        Raises:
-            RuntimeError: Always.
-        """
+        """Raises RuntimeError, because the rows cannot be moved to shared memory."""
         raise RuntimeError(
             f"table {self._arguments['name']!r} cannot be shared by processes: its rows are in this process's memory"
         )
@@ -261,11 +256,7 @@ class TableModule(RefusesQuantization, nn.Module):
 
 
 def rows_device(device: torch.device | str | int | None) -> torch.device:
-    """Returns the device for a ``device`` argument: ``meta`` if None and torch's default device is meta, else ``cpu``.
-
-    Raises:
-        ValueError: The device is neither ``cpu`` nor ``meta``.
-    """
+    """Returns the device of an argument, which must be ``cpu``, ``meta`` or None; see :class:`RecStoreEmbedding`."""
     if device is None:
         default = torch.get_default_device()
         return default if default.type == "meta" else torch.device("cpu")
