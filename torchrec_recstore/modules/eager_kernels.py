@@ -240,8 +240,8 @@ def _names(tables: Sequence[EagerTable]) -> str:
 def _check_training(tables: Sequence[EagerTable]) -> None:
     if not tables[0].fused and get_proxy_mode() is not None:
         raise NotImplementedError(
-            f"table(s) {_names(tables)}: modules with fused=False collect gradients in Python, which a traced graph does "
-            "not contain: make the modules with fused=True, or trace the model without them"
+            f"table(s) {_names(tables)}: modules with fused=False collect gradients in Python, which a traced graph "
+            "does not contain: make the modules with fused=True, or trace the model without them"
         )
     # Each rank would train different rows, and nothing would report it. The rows of a client are those of all ranks.
     # (_active_ddp_module is a private name of torch 2.13.)

@@ -53,7 +53,7 @@ def _opened(options: object, name: str = "conformance/0", row_bytes: int = ROW_B
         yield store
     finally:
         if is_shared(options):
-            store.delete(_shared(store).ids())
+            store.delete(_ids(store))
         store.close()
 
 
@@ -70,10 +70,8 @@ def _keeps_rows(options: object) -> None:
         rows[0], rows[1] = 0, 255
         store.put(ids, rows)
         _expect_rows(store, ids, rows, "get returns rows byte for byte, in the order of the ids")
-        back = ids.flip(0)
-        _expect_rows(store, back, rows.flip(0), "get returns rows in the order of the ids")
-        strided = torch.stack([ids, ids], dim=1)[:, 0]
-        _expect_rows(store, strided, rows, "ids may be strided")
+        _expect_rows(store, ids.flip(0), rows.flip(0), "get returns rows in the order of the ids")
+        _expect_rows(store, torch.stack([ids, ids], dim=1)[:, 0], rows, "ids may be strided")
         store.put(ids[:4] + 16, rows.repeat(1, 2)[:4, ::2])
         _expect_rows(store, ids[:4] + 16, rows.repeat(1, 2)[:4, ::2], "rows may be strided")
 
@@ -209,8 +207,8 @@ def _shares_rows_by_name(options: object) -> None:
         ids, rows = torch.cat([_EXTREME_IDS, torch.arange(1000, 2000)]), _rows(1008)
         one.put(ids, rows)
         _expect_rows(two, ids, rows, "stores of one name have the same rows")
-        _expect(torch.equal(_shared(two).ids().sort().values, ids.sort().values), "ids returns every id once")
-        _expect(not len(_shared(other).ids()), "stores of another name have other rows")
+        _expect(torch.equal(_ids(two).sort().values, ids.sort().values), "ids returns every id once")
+        _expect(not len(_ids(other)), "stores of another name have other rows")
         two.put(ids[:10], rows[:10].flip(0))
         two.delete(ids[500:])
         _expect_rows(one, ids[:10], rows[:10].flip(0), "a store has the rows that other stores of its name put")
@@ -232,29 +230,14 @@ def _outlives_its_users(options: object) -> None:
         _expect_closed("get", lambda: store.get(ids))
 
 
-def _shared(store: ColdStore) -> SharedColdStore:
-    return cast(SharedColdStore, store)
+_FIRST = (_starts_empty, _keeps_rows, _overwrites, _reports_missing_ids, _deletes, _takes_empty_batches)
+_LAST = (_takes_any_row_size, _snapshots_ascend, _serves_several_threads, _takes_big_batches)
+CHECKS = (*_FIRST, _keeps_stores_apart, _closes, *_LAST)
+SHARED_CHECKS = (*_FIRST, _shares_rows_by_name, _outlives_its_users, *_LAST)
 
 
-CHECKS = (
-    _starts_empty,
-    _keeps_rows,
-    _overwrites,
-    _reports_missing_ids,
-    _deletes,
-    _takes_empty_batches,
-    _takes_any_row_size,
-    _snapshots_ascend,
-    _keeps_stores_apart,
-    _serves_several_threads,
-    _closes,
-    _takes_big_batches,
-)
-SHARED_CHECKS = (
-    _shares_rows_by_name,
-    _outlives_its_users,
-    *(check for check in CHECKS if check not in (_keeps_stores_apart, _closes)),
-)
+def _ids(store: ColdStore) -> Tensor:
+    return cast(SharedColdStore, store).ids()
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -273,8 +256,8 @@ def _scanned(store: ColdStore) -> tuple[Tensor, Tensor]:
         _expect(rows.dtype == torch.uint8 and len(rows) == len(ids), "a scan's rows are (n, row bytes) uint8")
     if not batches:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, 0, dtype=torch.uint8)
-    ids, order = torch.cat([ids for ids, _ in batches]).sort()
-    return ids, torch.cat([rows for _, rows in batches])[order]
+    ids, rows = map(torch.cat, zip(*batches, strict=True))
+    return ids.sort().values, rows[ids.argsort()]
 
 
 def _expect_scan(store: ColdStore, ids: Tensor, rows: Tensor, promise: str) -> None:

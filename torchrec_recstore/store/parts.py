@@ -99,14 +99,10 @@ class Part:
 
     @staticmethod
     def joined(parts: Iterable[Part], columns: range) -> Part:
-        """Returns the rows of a shard, made of the parts of the column shards that cover the shard's columns.
+        """Returns the rows of a shard with ``columns``, made of parts of column shards with the same ids in one order.
 
         A row-wise state is the column-weighted mean of the states of the parts, or a copy if there is only one part.
         The weights of 8-bit rows are exact. Those of several parts, which have different scales, are float32.
-
-        Args:
-            parts: The parts, which have the same ids in the same order.
-            columns: The columns of the shard.
 
         Raises:
             ValueError: The parts have other ids than each other, or do not cover the columns.

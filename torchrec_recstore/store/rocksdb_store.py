@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -184,10 +185,8 @@ class RocksDBColdStore:
             scan.end()
         db, self._db = self._db, None
         if db is not None:
-            try:
+            with suppress(Exception):  # the flush may fail, but the database is closed, and its rows are in the log
                 db.close()
-            except Exception:  # the flush fails, but the database is closed, and its rows are in the log
-                return
 
     def _prepare_write(self, n_bytes: int) -> None:
         db = self._database()

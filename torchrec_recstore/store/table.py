@@ -215,10 +215,7 @@ class Table:
             ops.table_insert(self.handle, ids, plain_rows(weights))
 
     def read_rows(self, ids: Tensor) -> dict[str, Tensor]:
-        """Returns copies of whole rows: weights, optimizer states and bookkeeping.
-
-        Args:
-            ids: (N,) int64. The ids whose rows are read. Duplicates are allowed.
+        """Returns copies of the whole rows of ``ids``, (N,) int64: weights, optimizer states and bookkeeping.
 
         Returns:
             A dictionary: ``weight``, the stored weights (see ``row_types.py``); ``last_step`` and ``frequency``, (N,)
@@ -226,9 +223,8 @@ class Table:
             states have the shape (N, columns), row-wise states (N,).
 
         Raises:
-            TypeError: ``ids`` is not an int64 tensor.
+            TypeError, ColdStoreError: See :meth:`lookup`.
             ValueError: ``ids`` has another shape, an id has no row, or the table is closed.
-            ColdStoreError: The cold store fails.
         """
         check_ids(ids)
         with ops.native_errors(self._who), self.tier.resident(ids):
@@ -265,7 +261,7 @@ class Table:
         """Reads all rows, cold rows included, in parts of at most ``rows`` rows, in ascending order of their ids.
 
         A table without rows has one part. The table must not change until the last part has been read: use
-        :meth:`snapshot` for a table that is trained on.
+        :meth:`snapshot` otherwise.
         """
         ids = self.ids()
         return (self.part(ids[begin : begin + rows]) for begin in range(0, max(1, len(ids)), rows))
@@ -338,10 +334,7 @@ class Table:
         return self.options.admission is not None and self.options.admission.count > 1
 
     def set_time(self, unix_seconds: float) -> None:
-        """Sets the time by which rows expire, for ``Expiry(seconds=...)``, to that of the events.
-
-        See :func:`torchrec_recstore.set_time`, which does this for the tables of a model and raises the same errors.
-        """
+        """Sets the time by which rows expire to that of the events, as :func:`torchrec_recstore.set_time` does."""
         with ops.native_errors(self._who):
             set_event_time([self], [check_time(unix_seconds)])
 
@@ -367,14 +360,10 @@ class Table:
             return ops.table_mark(self.handle)
 
     def locate_rows(self) -> None:
-        """Records where the index has each row, in four bytes per row.
+        """Records where the index has each row, in four bytes per row, which may raise MemoryError.
 
-        Without this record, a snapshot of the rows that have changed since a mark searches the index for their ids.
-        With it, the snapshot takes time for the changed rows only. The first call walks over the index. The record is
-        lost when the table exchanges its rows.
-
-        Raises:
-            MemoryError: There is no memory for the record.
+        With this record, a snapshot of the rows that have changed since a mark takes time for the changed rows only.
+        The first call walks over the index. The record is lost when the table exchanges its rows.
         """
         with ops.native_errors(self._who):
             ops.table_locate_rows(self.handle)
@@ -382,8 +371,8 @@ class Table:
     def shrink(self) -> None:
         """Returns the memory of removed rows to the system. Without this call, that happens when half of them are gone.
 
-        The call moves rows within the table, in time for the removed rows and one walk over the index. It does nothing
-        while the table has a snapshot, or a backward pass is pending.
+        The call moves rows within the table. It does nothing while the table has a snapshot, or a backward pass is
+        pending.
         """
         with ops.native_errors(self._who):
             ops.table_shrink(self.handle)
@@ -417,11 +406,7 @@ class Table:
                 raise
 
     def empty_copy(self) -> Table:
-        """Returns a table with the same arguments as this one, without rows.
-
-        Raises:
-            ValueError: The cold store is shared.
-        """
+        """Returns a table with the same arguments and no rows. Raises ValueError if the cold store is shared."""
         self.check_unshared("other jobs use them, so that they cannot be replaced")
         return Table(
             self.dim,
@@ -516,9 +501,8 @@ class Table:
         The rows of a shared cold store stay there.
 
         Args:
-            flush: Whether a table with a shared cold store calls :meth:`flush` first. If :meth:`flush` raises an error,
-                the table stays open. A table that is garbage-collected without being closed does not flush. Default:
-                True.
+            flush: Whether a table with a shared cold store calls :meth:`flush` first. If it raises an error, the table
+                stays open. A table that is garbage-collected without being closed does not flush. Default: True.
         """
         ops.finish_updates()
         if flush and self._free_rows.alive and self.tier.shared:
@@ -561,14 +545,7 @@ class Table:
         raise ValueError(f"{self._who} has no shared cold store")
 
     def check_unshared(self, why: str) -> None:
-        """Raises an error if the rows of the table are in a shared cold store.
-
-        Args:
-            why: The reason why the caller cannot work with a shared cold store. The message ends with it.
-
-        Raises:
-            ValueError: The cold store is shared.
-        """
+        """Raises ValueError, which ends with the reason ``why``, if the rows are in a shared cold store."""
         if self.tier.shared:
             raise ValueError(f"{self._who}: its rows are in {self.options.cold_store!r}, which is shared: {why}")
 
