@@ -1,4 +1,7 @@
-"""Converts the input of ``torch.nn.EmbeddingBag`` to bags of ids on the CPU."""
+"""Converts the input of ``torch.nn.EmbeddingBag`` to bags of ids on the CPU.
+
+Tests: tests/modules/test_embedding_bag.py.
+"""
 
 from __future__ import annotations
 

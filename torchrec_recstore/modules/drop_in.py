@@ -1,4 +1,7 @@
-"""Drop-in replacements for ``torch.nn.Embedding`` and ``torch.nn.EmbeddingBag``."""
+"""Drop-in replacements for ``torch.nn.Embedding`` and ``torch.nn.EmbeddingBag``.
+
+Tests: tests/modules/test_embedding.py, tests/modules/test_embedding_bag.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The common base class of the eager collections: their tables, the groups that one call looks up, and the batch."""
+"""The common base class of the eager collections: their tables, the groups that one call looks up, and the batch.
+
+Tests: tests/modules/test_embedding_modules.py, tests/modules/test_against_sharded.py.
+"""
 
 from __future__ import annotations
 

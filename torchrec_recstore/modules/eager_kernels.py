@@ -1,4 +1,7 @@
-"""The kernels of eager modules, and the backward passes that collect gradients for sparse optimizers."""
+"""The kernels of eager modules, and the backward passes that collect gradients for sparse optimizers.
+
+Tests: tests/modules/test_embedding_bag.py, tests/modules/test_compile.py.
+"""
 
 from __future__ import annotations
 

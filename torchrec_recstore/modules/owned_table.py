@@ -1,4 +1,7 @@
-"""A table that a module owns, and the conversion between a table's rows and a state of tensors."""
+"""A table that a module owns, and the conversion between a table's rows and a state of tensors.
+
+Tests: tests/modules/test_state.py, tests/modules/test_shared_rows.py.
+"""
 
 from __future__ import annotations
 

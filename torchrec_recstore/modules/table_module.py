@@ -1,4 +1,7 @@
-"""A torch module with one RecStore table."""
+"""A torch module with one RecStore table.
+
+Tests: tests/modules/test_state.py.
+"""
 
 from __future__ import annotations
 

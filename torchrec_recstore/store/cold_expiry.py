@@ -1,4 +1,7 @@
-"""When the rows of a cold store expire, and how many rows it has."""
+"""When the rows of a cold store expire, and how many rows it has.
+
+Tests: tests/store/test_cold_tier.py, tests/store/test_wall_clock.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The protocol of cold stores, its error, and the byte encodings that the implementations share."""
+"""The protocol of cold stores, its error, and the byte encodings that the implementations share.
+
+Tests: tests/store/test_conformance.py.
+"""
 
 from __future__ import annotations
 

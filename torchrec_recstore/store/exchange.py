@@ -1,4 +1,7 @@
-"""Replaces the rows of several tables together."""
+"""Replaces the rows of several tables together.
+
+Tests: tests/sharders/test_reset.py, tests/checkpoint/test_checkpoint.py.
+"""
 
 from __future__ import annotations
 

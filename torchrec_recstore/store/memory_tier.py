@@ -1,4 +1,7 @@
-"""The strategy of a table whose rows are in memory alone, the interface of all tiers, and their lock."""
+"""The strategy of a table whose rows are in memory alone, the interface of all tiers, and their lock.
+
+Tests: tests/store/test_bounds.py, tests/store/test_fork.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a table knows besides its rows: its clocks, how often its admission has seen ids, and its statistics."""
+"""What a table knows besides its rows: its clocks, how often its admission has seen ids, and its statistics.
+
+Tests: tests/store/test_shared_counts.py, tests/store/test_refused_times.py.
+"""
 
 from __future__ import annotations
 
