@@ -81,10 +81,6 @@ class EagerKernels:
             pooling: The pooling of all features.
             bags: The bags of all features.
             train: Whether the lookup makes missing rows and backward trains them. It has no effect without gradients.
-
-        Raises:
-            RuntimeError: A table is on the meta device, or the module is in a ``DistributedDataParallel``.
-            TypeError, ValueError, MemoryError, ColdStoreError: See :class:`PooledKernel`.
         """
         if torch.compiler.is_dynamo_compiling():
             return _outside_the_graph(self.bags, tables, feature_tables, pooling, bags, train=train)  # type: ignore[no-any-return]
@@ -102,14 +98,7 @@ class EagerKernels:
     def rows(self, tables: Sequence[EagerTable], ids: Tensor, counts: Sequence[int], *, train: bool) -> list[Tensor]:
         """Returns the rows of ids in their order, (number of the table's ids, dim) float32 of each table, by one call.
 
-        Args:
-            tables: The tables. Either all of them are trained, or none.
-            ids: (N,) int64, on the CPU. The ids, table by table.
-            counts: The number of ids of each table.
-            train: See :meth:`bags`.
-
-        Raises:
-            RuntimeError, TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`bags`.
+        ``ids`` are (N,) int64, on the CPU, table by table, ``counts`` for each table. See :meth:`bags` for the others.
         """
         if torch.compiler.is_dynamo_compiling():
             return _outside_the_graph(self.rows, tables, ids, counts, train=train)  # type: ignore[no-any-return]

@@ -26,9 +26,6 @@ class OwnedTable:
 
     If the table has a shared cold store, the copy uses the same cold store: the rows that have changed in memory are
     written there, and no row is copied.
-
-    Args:
-        arguments: The arguments of the :class:`Table`, by name.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:

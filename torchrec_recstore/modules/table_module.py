@@ -94,8 +94,7 @@ class TableModule(RefusesQuantization, nn.Module):
         """The table that holds the rows.
 
         Raises:
-            RuntimeError: The module is on the meta device. Or a tensor that ``state_dict`` returned has been written
-                to; this would change no row.
+            RuntimeError: The module is on the meta device, or a tensor that ``state_dict`` returned has been changed.
         """
         if self._owned is None:
             raise RuntimeError(
@@ -132,11 +131,7 @@ class TableModule(RefusesQuantization, nn.Module):
 
     @property
     def collected(self) -> tuple[Tensor, Tensor] | None:
-        """The ids (N,) int64 and gradients (N, dim) float32 that have been collected, or None if there are none.
-
-        Raises:
-            ValueError: ``weight.grad`` has been changed in place.
-        """
+        """The ids (N,) int64 and gradients (N, dim) float32 that have been collected, or None if there are none."""
         if self.weight.grad is None or not self._collected:
             return None
         if self.weight.grad._version != self._grad_version:
@@ -154,13 +149,7 @@ class TableModule(RefusesQuantization, nn.Module):
         self.weight.grad = None
 
     def use_optimizer(self, optimizer: Optimizer) -> None:
-        """Replaces the table's optimizer.
-
-        If the optimizers differ in more than the learning rate, the rows are copied to a new table.
-
-        Raises:
-            ValueError: The rows have been updated by an optimizer of another type, so that their state does not fit.
-        """
+        """Replaces the table's optimizer. If more than the learning rate differs, a new table gets the rows."""
         present: Optimizer = self._arguments["optimizer"]
         if replace(optimizer, lr=present.lr) == present:
             return
@@ -171,7 +160,7 @@ class TableModule(RefusesQuantization, nn.Module):
         self._arguments = arguments
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises the errors of :meth:`use_optimizer` without a change of the table."""
+        """Raises ValueError if the rows have been updated by an optimizer of another type, whose state does not fit."""
         present = self._arguments["optimizer"]
         if type(optimizer) is not type(present) and self._owned is not None and self._owned.table.optimizer_steps:
             raise ValueError(

@@ -17,14 +17,9 @@ from torchrec_recstore.row_types import MOST_COLUMNS, ROW_DTYPES, STATE_TYPES, a
 
 
 def among(ids: Tensor, ascending: Tensor) -> Tensor:
-    """Returns which ids are members of a set. It is a few times faster than ``torch.isin``.
+    """Returns which of ``ids``, (N,) int64, are in the set ``ascending``, (M,) int64, ascending: (N,) bool.
 
-    Args:
-        ids: (N,) int64. The ids to look for.
-        ascending: (M,) int64, ascending. The set.
-
-    Returns:
-        (N,) bool.
+    It is a few times faster than ``torch.isin``.
     """
     if not len(ascending):
         return torch.zeros_like(ids, dtype=torch.bool)
@@ -67,12 +62,9 @@ def check_rows(
 
 
 def check_weights(weight: object, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Returns the stored weights of rows (:mod:`torchrec_recstore.row_types`), made of values or of stored weights.
+    """Returns the stored weights of rows (``row_types.py``) of a table of ``dtype``.
 
-    Args:
-        weight: The values, float32 or the table's dtype, or the stored weights.
-        shape: (N, columns). The shape of the values.
-        dtype: The dtype of the table.
+    ``weight`` are values, (N, columns) float32 or of the table's dtype, or stored weights.
     """
     if dtype is torch.int8 and isinstance(weight, Tensor) and weight.dtype is torch.uint8:
         check_rows(weight, "weight", (shape[0], stored_columns(dtype, shape[1])), [torch.uint8])
@@ -87,11 +79,7 @@ def check_whole_rows(
 ) -> RowTensors:
     """Returns the rows of :meth:`Table.write_rows` in the form of ``ops.table_import``, or raises its errors.
 
-    Args:
-        rows: The rows.
-        shape: (N, columns). The shape of the weights.
-        dtype: The dtype of the table.
-        states: The optimizer's states; see :func:`torchrec_recstore.optim.state_names`.
+    ``shape`` is that of the weights, (N, columns), and ``states`` are the optimizer's; see ``optim.state_names``.
     """
     if not isinstance(rows, Mapping):
         raise TypeError(f"rows must be a mapping as read_rows returns it, got {type(rows).__name__}")
