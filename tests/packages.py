@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -11,6 +12,9 @@ PROJECTS = {
     "torchrec_recstore_serving": ROOT / "serving",
 }
 """The folder with the ``setup.cfg`` of each package."""
+
+PYTHON_PATH = os.pathsep.join(map(str, PROJECTS.values()))
+"""The search path with which another Python imports this checkout, wherever the packages are installed from."""
 
 PACKAGES = {name: project / name for name, project in PROJECTS.items()}
 """The folder of each package."""

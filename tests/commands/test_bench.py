@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.packages import PYTHON_PATH
 from torchrec_recstore.cli import app
 from torchrec_recstore.commands import scripts as bench_module
 
@@ -24,7 +25,7 @@ def bench(*arguments: str) -> Result:
 def _path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restores the import path, which the command extends, and lets the processes of benchmarks find the package."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
 
 
 def test_list() -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torchrec.distributed import DistributedModelParallel
 from typer.testing import CliRunner, Result
 
+from tests.packages import PYTHON_PATH
 from torchrec_recstore import Table, TableOptions, UniformInit, save_checkpoint
 from torchrec_recstore.cli import app
 
@@ -105,7 +106,7 @@ def test_what_is_lost_is_said_in_one_line(one_rank: None, tmp_path: Path) -> Non
 
 @pytest.mark.slow  # tests/commands/test_progress.py has bars of the commands that start faster
 def test_progress(trained: DistributedModelParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
     # A new process has imported nothing before. fp16 rows need fbgemm's ops too.
     command = [sys.executable, "-m", "torchrec_recstore.cli", "export", "--dtype", "fp16"]
     command += [str(tmp_path / "full"), str(tmp_path / "out.pt")]

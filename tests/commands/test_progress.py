@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.progress import Task, TaskID
 
+from tests.packages import PYTHON_PATH
 from torchrec_recstore import save_checkpoint
 from torchrec_recstore.commands.progress import TimeLeftColumn, rate
 
@@ -41,7 +42,7 @@ def checkpoint(one_rank: None, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
 
 
 @pytest.mark.slow

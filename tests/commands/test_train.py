@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.packages import PYTHON_PATH
 from tests.processes import run_forked_command
 from torchrec_recstore.commands.scripts import how_to_install
 
@@ -18,7 +19,7 @@ RECSTORE = [sys.executable, "-m", "torchrec_recstore.cli"]
 
 
 def run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=240
     )

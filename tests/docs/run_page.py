@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
+from tests.packages import PYTHON_PATH
 from tests.redis_server import free_port
 
-from .pages import ROOT, Block
+from .pages import Block
 
 TIMEOUT_S = 120
 
@@ -54,7 +55,7 @@ def run(blocks: Sequence[Block], folder: Path, before: str = "", after: str = ""
     recstore.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m torchrec_recstore.cli "$@"\n')
     recstore.chmod(0o755)
     path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    os.environ.update(OMP_NUM_THREADS="1", PATH=path, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore")
+    os.environ.update(OMP_NUM_THREADS="1", PATH=path, PYTHONPATH=PYTHON_PATH, PYTHONWARNINGS="ignore")
     # The blocks run in __main__, as a script does, so that their classes can be pickled.
     sys.modules["__main__"] = module = ModuleType("__main__")
     names = module.__dict__

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.packages import PYTHON_PATH
+
 from ..processes import ForkedCommand
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +27,7 @@ def run_script(script: str, *flags: object, ranks: int = 1) -> subprocess.Comple
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += _script(script, flags)
     # One thread: tests share the machine, and spinning thread pools slow each other down.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .commands import ROOT
+from tests.packages import PYTHON_PATH
 
 NETWORK = "10.213.77"
 
@@ -37,7 +37,7 @@ class Host:
             started = subprocess.Popen(
                 ["ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run", *arguments],
                 # gloo would use the address of the machine's name, which does not exist in the namespace.
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": self.cable},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH, "GLOO_SOCKET_IFNAME": self.cable},
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 text=True,

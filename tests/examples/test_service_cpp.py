@@ -16,6 +16,7 @@ from torch import Tensor
 
 import torchrec_recstore
 from tests.certificates import make_certificates, needs_openssl
+from tests.packages import PYTHON_PATH
 from tests.recstore_server import Proxy, RecStoreServer
 from tests.secrets import write_secret
 from torchrec_recstore import Adagrad, ops
@@ -46,7 +47,7 @@ def test_the_slots_of_ids_are_those_of_the_header() -> None:
 
 
 def _build(output: Path, *arguments: str) -> None:
-    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": PYTHON_PATH}
     made = subprocess.run([EXAMPLE / "build.sh", output, *arguments], env=environment, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
 
