@@ -17,7 +17,6 @@ from torch import nn
 from torchrec_recstore.checkpoint.save import is_saving
 from torchrec_recstore.checkpoint.writer import lower_priority
 from torchrec_recstore.sharders.gather import all_gathered, picklable, refused_together, whole_environment
-from torchrec_recstore.sharders.pace import Pace
 from torchrec_recstore.store import Table
 from torchrec_recstore.utils import warn_user
 from torchrec_recstore_serving.changes import ChangedRows, remember

@@ -40,7 +40,7 @@ from torchrec_recstore.sharders import (
     RecStoreSharder,
     table_stats,
 )
-from torchrec_recstore.sharders.plan import RECSTORE_KERNEL
+from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL
 from torchrec_recstore.store import Table
 from torchrec_recstore.triples import release
 

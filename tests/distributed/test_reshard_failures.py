@@ -13,7 +13,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from tests.checkpoint import models
 from torchrec_recstore import export_dense_weights, reshard, save_checkpoint
-from torchrec_recstore.sharders import moving
+from torchrec_recstore.sharders import plan_change
 from torchrec_recstore.store import Part, Table
 
 from .workers import run_on_ranks
@@ -40,7 +40,7 @@ def assert_unusable(model: DistributedModelParallel, path: Path) -> None:
 def no_memory_on_one_rank(rank: int, world_size: int, *, path: str) -> None:
     model, other = models.recstore("table_wise"), models.recstore("row_wise")
     models.train(model)
-    moving._MESSAGE_BYTES = 1  # type: ignore[attr-defined]  # one row a round, so that rows have moved before the error
+    plan_change._MESSAGE_BYTES = 1  # type: ignore[attr-defined]  # one row a round, so that rows have moved before the error
     write, calls = Table.write, []
 
     def failing(table: Table, part: Part) -> None:
@@ -60,7 +60,7 @@ def no_memory_on_one_rank(rank: int, world_size: int, *, path: str) -> None:
 def a_rank_dies(rank: int, world_size: int, *, path: str) -> None:
     model, other = models.recstore("table_wise"), models.recstore("row_wise")
     models.train(model)
-    moving._MESSAGE_BYTES = 1  # type: ignore[attr-defined]
+    plan_change._MESSAGE_BYTES = 1  # type: ignore[attr-defined]
     write, calls = Table.write, []
 
     def dying(table: Table, part: Part) -> None:

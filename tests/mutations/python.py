@@ -108,14 +108,14 @@ SERVICE = [
         "The server forgets a write that may still be repeated, and applies the write twice.",
     ),
     Mutation(
-        f"{PACKAGE}/sharders/reset.py",
+        f"{PACKAGE}/sharders/model_functions.py",
         "pairs[-1][1].set_state(replace(table.state(), optimizer_steps=0, sightings=None))",
         "pairs[-1][1].set_state(replace(table.state(), steps=0, optimizer_steps=0, sightings=None))",
         ["tests/sharders/test_reset.py::test_tables_are_as_new_and_the_dense_part_stays"],
         "reset_rows sets the clock of the tables back.",
     ),
     Mutation(
-        f"{PACKAGE}/sharders/reset.py",
+        f"{PACKAGE}/sharders/model_functions.py",
         "check_replaceable(tables)",
         "check_replaceable(tables[:1])",
         ["tests/sharders/test_reset.py::test_a_checkpoint_has_the_rows_before_or_after"],

@@ -22,7 +22,7 @@ from torchrec_recstore.optim import Ftrl
 from torchrec_recstore.options import MAX_INIT_ROWS, TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStoreEnumerator
 from torchrec_recstore.sharders import RecStoreSharder
-from torchrec_recstore.sharders.plan import ResidentParameter
+from torchrec_recstore.sharders.plan_entries import ResidentParameter
 
 DIM, ROWS, WORLD = 64, 1000, 2
 OVERHEAD = 32

@@ -24,7 +24,7 @@ from torchrec_recstore.sharders.model_tables import (
     table_named,
     tables_named,
 )
-from torchrec_recstore.sharders.state import WEIGHTS, check_not_shared, replace_rows
+from torchrec_recstore.sharders.row_state import WEIGHTS, check_not_shared, replace_rows
 from torchrec_recstore.store import TableState
 
 _Key = TypeVar("_Key", bound=Hashable)

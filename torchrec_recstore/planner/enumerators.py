@@ -31,8 +31,8 @@ from torchrec_recstore.sharders import (
     RecStoreCollectionSharder,
     RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
 )
-from torchrec_recstore.sharders.perf import MeasuredSpeed
-from torchrec_recstore.sharders.plan import asks_for_recstore
+from torchrec_recstore.sharders.perf_config import MeasuredSpeed
+from torchrec_recstore.sharders.plan_entries import asks_for_recstore
 from torchrec_recstore.torchrec_seams.planning import compute_device, constraints_of
 
 _Sharder = RecStoreCollectionSharder | RecStoreFeatureProcessedEmbeddingBagCollectionSharder

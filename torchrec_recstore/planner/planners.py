@@ -30,7 +30,7 @@ from torchrec_recstore.planner.refining import SHARDING_TYPE_MS, check_sharding_
 from torchrec_recstore.planner.shard_estimators import bus_bytes_of
 from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.sharders import RECSTORE_KERNEL, RecStoreParameterSharding
-from torchrec_recstore.sharders.plan import RecStoreModulePlan
+from torchrec_recstore.sharders.plan_entries import RecStoreModulePlan
 from torchrec_recstore.torchrec_seams.planning import PlannerSeams, constraints_of
 
 # TorchRec logs its statistics of the plan here (torchrec 1.8.0), so that both are shown or neither is.

@@ -32,8 +32,8 @@ from torchrec_recstore.planner.traffic import PlacedTable, RankTraffic, millisec
 from torchrec_recstore.row_types import row_bytes
 from torchrec_recstore.sharders import RECSTORE_KERNEL
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params, output_dtype, state_dtype
-from torchrec_recstore.sharders.perf import BusBytes, MeasuredSpeed, RecStorePerfConfig, bus_bytes, evaluator_of
-from torchrec_recstore.sharders.plan import ResidentParameter, with_marks
+from torchrec_recstore.sharders.perf_config import BusBytes, MeasuredSpeed, RecStorePerfConfig, bus_bytes, evaluator_of
+from torchrec_recstore.sharders.plan_entries import ResidentParameter, with_marks
 from torchrec_recstore.table_configs import ROW_DTYPES
 from torchrec_recstore.torchrec_seams.models import collection_inside, configs_of
 from torchrec_recstore.torchrec_seams.planning import (

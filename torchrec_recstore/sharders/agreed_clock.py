@@ -1,4 +1,7 @@
-"""The time by which the rows of sharded tables expire: all ranks must read the same time."""
+"""The time by which the rows of sharded tables expire: all ranks must read the same time.
+
+Tests: tests/distributed/test_wall_clock.py.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,54 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec_recstore import ops
 from torchrec_recstore.fake_ops import register_python_op
 from torchrec_recstore.sharders.gather import all_gathered
-from torchrec_recstore.sharders.pace import Pace
 from torchrec_recstore.store import Table
 
 _PARTS = 32  # The ranks agree on the time about this often within Expiry.seconds.
+_MOST_STEPS = 1 << 20  # The largest number of steps between two exchanges.
 
 _handles = count(1)
 _clocks: weakref.WeakValueDictionary[int, AgreedClock] = weakref.WeakValueDictionary()
 
 
+class Pace:
+    """Chooses the steps in which all ranks exchange the time, so that most steps need no exchange.
+
+    All ranks count the same steps and are told the same times, so that they choose the same steps. The number of steps
+    until the next exchange follows from the time of the steps between the last two, and is at most twice their number.
+    The first step is chosen.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._next = 1
+        self._last: tuple[int, float] | None = None  # The last chosen step and its time.
+
+    def begin_step(self) -> bool:
+        """Counts a step. Returns whether the ranks exchange the time in this step, and then call :meth:`plan`."""
+        self._step += 1
+        return self._step >= self._next
+
+    def plan(self, now: float, seconds: float) -> None:
+        """Chooses the next step.
+
+        Args:
+            now: The present time in seconds, the same on every rank.
+            seconds: The time after which the ranks should exchange the time again. With 0, they do in the next step.
+        """
+        steps = 1
+        if self._last is not None:
+            made, passed = self._step - self._last[0], now - self._last[1]
+            most = min(2 * made, _MOST_STEPS)
+            steps = most if passed * most <= seconds * made else max(1, int(seconds * made / passed))
+        self._last = self._step, now
+        self._next = self._step + (steps if seconds > 0 else 1)
+
+
 class AgreedClock:
     """The wall clock of a sharded module's tables, which is the same on every rank: that of the first rank.
 
-    The ranks exchange the time now and then; see :class:`~torchrec_recstore.sharders.pace.Pace`. If the steps become
-    slower, the exchange comes later, and rows expire later.
+    The ranks exchange the time in the steps of a :class:`Pace`. If the steps become slower, the exchange comes later,
+    and rows expire later.
 
     Args:
         env: The environment of the sharded module.
@@ -71,8 +108,4 @@ def _agree(handle: int, anchor: Tensor) -> None:
     clock.agree()
 
 
-def _fake_agree(handle: int, anchor: Tensor) -> None:
-    return None
-
-
-register_python_op("agree_on_time(int clock, Tensor anchor) -> ()", _agree, _fake_agree)
+register_python_op("agree_on_time(int clock, Tensor anchor) -> ()", _agree, lambda handle, anchor: None)

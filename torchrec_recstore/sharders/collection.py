@@ -40,8 +40,8 @@ from torchrec_recstore.sharders.kernel import (
     whole_options,
 )
 from torchrec_recstore.sharders.layout import LocalShard
-from torchrec_recstore.sharders.lookup import RecStoreLookup
-from torchrec_recstore.sharders.plan import (
+from torchrec_recstore.sharders.plan_change import ReshardableCollection
+from torchrec_recstore.sharders.plan_entries import (
     RECSTORE_KERNEL,
     ResidentParameter,
     check_plan,
@@ -53,8 +53,8 @@ from torchrec_recstore.sharders.plan import (
     warn_of_stock_tables,
     with_own_arguments,
 )
-from torchrec_recstore.sharders.resharding import ReshardableCollection
-from torchrec_recstore.sharders.state import ModuleState, RowState
+from torchrec_recstore.sharders.row_state import ModuleState, RowState
+from torchrec_recstore.sharders.sharding_kernels import RecStoreLookup
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_parameter import GivenCopies
 from torchrec_recstore.torchrec_seams.models import grouped_configs, grouped_configs_of_all_ranks
@@ -355,10 +355,17 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         offer.offers_stock = True
         return offer
 
-    def _dealt_out(
-        self, module: nn.Module, params: dict[str, ParameterSharding], env: ShardingEnv
-    ) -> tuple[dict[str, Any] | None, dict[str, ParameterSharding]]:
-        """Returns the ``fused_params`` and the plan for the sharded module. See :func:`deal_out`."""
+    def make_sharded(
+        self, module: nn.Module, params: dict[str, ParameterSharding], env: ShardingEnv, **arguments: Any
+    ) -> Any:
+        """Returns the sharded module.
+
+        Args:
+            module: The collection to shard.
+            params: The collection's plan, by table name.
+            env: The environment of the collection.
+            arguments: The other arguments of the constructor of TorchRec's sharded module.
+        """
         refuse_replicas(params, env)
         warn_of_stock_tables(self, params)
         kernels = {sharding.compute_kernel for sharding in params.values()}
@@ -368,7 +375,18 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
                 "device: make it with device='meta'. Use TableOptions(initializer=...) for random initial rows, or "
                 "load_dense_weights for given rows"
             )
-        return deal_out(self.fused_params, params, super().shardable_parameters(module))
+        fused_params, params = deal_out(self.fused_params, params, super().shardable_parameters(module))
+        sharded: Any = self._sharded
+        made = sharded(
+            module,
+            params,
+            env,
+            fused_params=fused_params,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            **arguments,
+        )
+        made.source = (module, self)
+        return made
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Returns the parameters of the tables, by name.

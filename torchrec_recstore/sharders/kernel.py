@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torchrec_recstore.kernels import (
     RemoteTable,
     SequenceKernel,
 )
-from torchrec_recstore.kernels.device_copies import CopyTarget, to_device
+from torchrec_recstore.kernels.device_copies import CopyTarget, to_device, to_host, weights_to_host
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions, shard_options
 from torchrec_recstore.sharders.fused_optimizers import (
@@ -41,11 +42,12 @@ from torchrec_recstore.sharders.fused_params import (
     stochastic_rounding,
     table_options,
 )
-from torchrec_recstore.sharders.host_ids import HostIds
 from torchrec_recstore.sharders.remote_tables import check_remote, remote_table
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, check_config, initializer_of
 from torchrec_recstore.torchrec_seams.models import mark_as_optimized, process_group, split_in_node
+
+_AHEAD = 4  # The number of batches that are kept, as many as the kernels keep of prefetched batches.
 
 ROW_SPLIT = frozenset({ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value})
 """The sharding types that split rows."""
@@ -190,6 +192,82 @@ def _rank_major(pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence
         for block, from_ranks in zip(torch.split(pooled, list(columns), dim=1), bags, strict=True)
     ]
     return torch.cat([part.reshape(-1) for rank in zip(*by_feature, strict=True) for part in rank])
+
+
+class HostBatch(NamedTuple):
+    """A batch on the host.
+
+    Args:
+        ids: (N,) int64. The ids.
+        offsets: (F * B + 1,) int64. The position of the first id of each bag, and N. Empty if the kernel does not pool.
+        weights: (N,) float32. The weights of the ids, or None.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+
+
+class HostIds:
+    """Copies each batch to the host once, in one copy, also if the batch was prefetched before.
+
+    Batches that are on the host are returned as they are. The weights of a prefetched batch, and weights that require a
+    gradient, are copied in the forward, because the layers that make or change them run there.
+
+    Args:
+        with_offsets: Whether the offsets are copied, for pooled lookups. Sequences do not need them.
+        with_weights: Whether the weights are copied.
+    """
+
+    def __init__(self, with_offsets: bool, with_weights: bool) -> None:
+        self._with_offsets, self._with_weights = with_offsets, with_weights
+        self._ahead: deque[tuple[weakref.ref[Tensor], HostBatch]] = deque(maxlen=_AHEAD)
+
+    def prefetch(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> Tensor:
+        """Returns the ids of a batch, (N,) int64, and keeps the copy for :meth:`take`.
+
+        Args:
+            features: The features of one group of tables.
+            batch: The ids of the whole batch. Each lookup of the batch has the same tensor, while it splits the
+                features anew. Default: None, the ids of ``features``.
+        """
+        values: Tensor = features.values()
+        if values.is_cpu:
+            return values
+        found = self._copied(features, None)
+        self._ahead.append((weakref.ref(values if batch is None else batch), found))
+        return found.ids
+
+    def take(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> HostBatch:
+        """Returns a batch on the host. See :meth:`prefetch` for the arguments."""
+        values: Tensor = features.values()
+        weights = features.weights_or_none() if self._with_weights else None
+        if values.is_cpu:
+            offsets = features.offsets() if self._with_offsets else values[:0]
+            return HostBatch(values, offsets, None if weights is None else weights.float())
+        for kept in self._ahead:
+            if kept[0]() is (values if batch is None else batch):
+                self._ahead.remove(kept)
+                return kept[1] if weights is None else _weighted(kept[1], weights)
+        if weights is None or (weights.requires_grad and torch.is_grad_enabled()):
+            found = self._copied(features, None)
+            return found if weights is None else _weighted(found, weights)
+        return self._copied(features, weights)
+
+    def _copied(self, features: KeyedJaggedTensor, weights: Tensor | None) -> HostBatch:
+        values: Tensor = features.values()
+        tensors = [values]
+        if self._with_offsets:
+            tensors.append(features.offsets())
+        if weights is not None:
+            tensors.append(weights.float())
+        ids, *more = to_host(tensors)
+        offsets = more[0] if self._with_offsets else ids[:0]
+        return HostBatch(ids, offsets, None if weights is None else more[-1])
+
+
+def _weighted(found: HostBatch, weights: Tensor) -> HostBatch:
+    return HostBatch(found.ids, found.offsets, weights_to_host(weights.float()))
 
 
 class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]

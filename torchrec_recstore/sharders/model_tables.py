@@ -1,11 +1,14 @@
-"""Access to the RecStore tables of a model, with their names, statistics and cold stores, and to its dense tensors."""
+"""Access to the RecStore tables of a model by name, and to its dense tensors.
+
+Tests: tests/sharders/test_equal_names.py.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +17,11 @@ from torchrec.distributed import DistributedModelParallel
 
 from torchrec_recstore.modules.remote_table_module import RemoteTableModule
 from torchrec_recstore.modules.table_module import TableModule
-from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.collection import RecStoreCollection
-from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import LocalShard
-from torchrec_recstore.sharders.state import RowState
-from torchrec_recstore.store import Table, TableStats
-from torchrec_recstore.store.table_state import StatsByTable, combined
+from torchrec_recstore.sharders.row_state import RowState
+from torchrec_recstore.store import Table
 from torchrec_recstore.table_parameter import TableParameter
-
-_Shard = tuple[int, TableStats]
-"""The first column and the statistics of a shard."""
 
 
 @dataclass(frozen=True)
@@ -70,30 +67,39 @@ class ModelTable:
         return list(self.state.shards)
 
 
-def remote_table_names(model: nn.Module) -> list[str]:
-    """Returns the names of the tables of the model whose rows are on servers."""
-    names = []
+def collections_of(model: nn.Module) -> list[RecStoreCollection]:
+    """Returns the sharded collections of the model, each once."""
+    return [module for module in model.modules() if isinstance(module, RecStoreCollection)]
+
+
+def refuse_remote_tables(
+    model: nn.Module,
+    refusal: str = "{} is on servers, which own its rows: save the rows with client.save(name), and the other tensors "
+    "of the model with torch.save(model.state_dict(), path)",
+) -> None:
+    """Raises an error if the rows of a table of the model are on servers. All ranks raise the same error.
+
+    Args:
+        model: The model.
+        refusal: The message of the error. The name of the table replaces ``{}``. Default: how its rows are saved.
+
+    Raises:
+        ValueError: There is such a table.
+    """
     for module in model.modules():
-        if isinstance(module, RecStoreCollection):
-            names += module.remote_table_names()
-        elif isinstance(module, RemoteTableModule):
-            names.append(module.table.name)
-    return names
+        names = module.remote_table_names() if isinstance(module, RecStoreCollection) else []
+        if isinstance(module, RemoteTableModule):
+            names = [module.table.name]
+        if names:
+            raise ValueError(refusal.format(f"table {names[0]!r}"))
 
 
 def tables_of_rank(model: nn.Module, refusal: str) -> list[Table]:
     """Returns the tables of this rank, of sharded modules and of eager modules.
 
-    Args:
-        model: The model.
-        refusal: The message of the error if a table is on servers. Its name replaces ``{}``.
-
-    Raises:
-        ValueError: The rows of a table are on servers. All ranks raise the same error.
+    The arguments and errors are those of :func:`refuse_remote_tables`.
     """
-    remote = remote_table_names(model)
-    if remote:
-        raise ValueError(refusal.format(f"table {remote[0]!r}"))
+    refuse_remote_tables(model, refusal)
     found: list[Table] = []
     for module in model.modules():
         if isinstance(module, RecStoreCollection):
@@ -101,20 +107,6 @@ def tables_of_rank(model: nn.Module, refusal: str) -> list[Table]:
         elif isinstance(module, TableModule):
             found.append(module.table)
     return found
-
-
-def refuse_remote_tables(model: nn.Module) -> None:
-    """Raises an error if the rows of a table of the model are on servers. All ranks raise the same error.
-
-    Raises:
-        ValueError: There is such a table. The message names it, and says how its rows are saved.
-    """
-    names = remote_table_names(model)
-    if names:
-        raise ValueError(
-            f"table {names[0]!r} is on servers, which own its rows: save the rows with client.save(name), and the "
-            "other tensors of the model with torch.save(model.state_dict(), path)"
-        )
 
 
 def recstore_tables(model: nn.Module) -> list[ModelTable]:
@@ -125,13 +117,13 @@ def recstore_tables(model: nn.Module) -> list[ModelTable]:
         RuntimeError: A reshard has failed, and the tables have lost rows.
     """
     refuse_remote_tables(model)
-    tables = _all_tables(model)
+    tables = all_tables(model)
     for table in tables:
         table.state.copies.check_usable()
     return tables
 
 
-def _all_tables(model: nn.Module) -> list[ModelTable]:
+def all_tables(model: nn.Module) -> list[ModelTable]:
     """Returns all RecStore tables of the model, also those on servers, which have no ``state``."""
     found = [
         (prefix, module, name)
@@ -146,11 +138,7 @@ def _all_tables(model: nn.Module) -> list[ModelTable]:
 
 
 def table_named(model: nn.Module, name: str) -> ModelTable:
-    """Returns the RecStore table with the name or full name ``name``.
-
-    Raises:
-        ValueError: The model has no RecStore table with this name, or several collections have a table with this name.
-    """
+    """Returns the RecStore table with the name or full name ``name``. See :func:`tables_named`."""
     return tables_named(model, [name])[name]
 
 
@@ -224,91 +212,6 @@ def _sharded_modules(module: nn.Module, prefix: str) -> dict[str, RecStoreCollec
     return found
 
 
-def table_stats(model: nn.Module) -> dict[str, TableStats]:
-    """Returns the statistics of each RecStore table of the model over all ranks. Collective: every rank must call it.
-
-    Args:
-        model: A ``DistributedModelParallel``, a sharded module, or a module that contains them.
-
-    Returns:
-        The statistics by table name, which ``print`` and notebooks show as a table. They are the same on every rank.
-        Tables on TorchRec's kernels have no entry. If several collections have tables with the same name, the name is
-        the path of the collection in the model, a dot and the table's name. Counts are summed over the ranks. A row
-        that is split by columns counts once, with the bytes of all its columns. ``steps`` and ``refused_times`` are the
-        largest value of the shards.
-    """
-    stats = StatsByTable()
-    gathered: dict[RecStoreCollection, list[dict[str, list[_Shard]]]] = {}
-    for table in _all_tables(model):
-        if table.module not in gathered:
-            gathered[table.module] = _all_shards(table.module)
-        shards = [shard for of_rank in gathered[table.module] for shard in of_rank[table.config_name]]
-        stats[table.name] = _combined(shards)
-    return stats
-
-
-def _all_shards(module: RecStoreCollection) -> list[dict[str, list[_Shard]]]:
-    local = {
-        name: [(shard.table.columns.start, shard.table.stats()) for shard in shards]
-        for name, shards in module.recstore_state.shards.items()
-    }
-    # One rank has each table on servers; its statistics are those of all servers.
-    local |= {name: [] for name in module.remote_table_names()}
-    with refused_together(module.ranks_env):
-        module.wait_for_updates()
-        for kernel in module.remote_kernels():
-            for name, remote in zip(kernel.config.table_names(), kernel.remote_tables, strict=True):
-                local[name] = [(0, remote.client.stats(remote.name))]
-    return all_gathered(local, module.ranks_env)
-
-
-def _combined(shards: Iterable[_Shard]) -> TableStats:
-    shards = list(shards)
-    first = min(column for column, _ in shards)
-    whole = combined(stats for column, stats in shards if column == first)
-    return replace(whole, bytes=sum(stats.bytes for _, stats in shards), steps=max(stats.steps for _, stats in shards))
-
-
-def flush_tables(model: nn.Module) -> None:
-    """Writes the rows that have changed in memory to the shared cold stores of the model. Collective.
-
-    When the call returns, the cold stores have the rows of every rank. Parameter servers have applied the updates of
-    every rank to tables with ``TableOptions.servers``, so that ``RecStoreClient.save`` saves them. Other tables are
-    skipped. Unlike a :class:`Table`, a model is not closed: rows that change after the last call are not written to the
-    cold stores when the process ends.
-
-    Args:
-        model: A ``DistributedModelParallel``, a sharded module, or a module that contains them.
-
-    Raises:
-        ValueError: The model has no RecStore table with a shared cold store or on servers, or a table is being saved.
-            Or two tables with the same name share a cold store, so that they have the same rows; the plans of
-            ``RecStorePlanner`` keep these tables apart. The error is raised on every rank.
-        ServiceError: A server has not applied an update. The error is raised on every rank.
-        ColdStoreError: A cold store fails. It may have received some of the rows; the call can be repeated. The error
-            is raised on every rank.
-    """
-    modules = [module for module in model.modules() if isinstance(module, RecStoreCollection)]
-    with refused_together(whole_environment()):
-        states = [state for module in modules for state in module.recstore_state.tables.values()]
-        remote = [name for module in modules for name in module.remote_table_names()]
-        if not remote and not any(is_shared(state.options.cold_store) for state in states):
-            raise ValueError("the model has no RecStore table with a shared cold store or on servers")
-        for module in modules:
-            module.wait_for_updates()
-        tables = [table for module in modules for table in module.recstore_tables()]
-        shared = [table for table in tables if is_shared(table.options.cold_store)]
-        stores = Counter((table.options.cold_store, table.name, table.columns) for table in shared)
-        for (store, name, _), times in stores.items():
-            if times > 1:
-                raise ValueError(
-                    f"{times} collections have a RecStore table {name!r} whose rows are in {store!r}, so that they "
-                    "share rows: plan the model with RecStorePlanner, or use different names for the tables"
-                )
-        for table in shared:
-            table.flush()
-
-
 def dense_tensors(model: nn.Module, tables: Sequence[ModelTable]) -> dict[str, Tensor]:
     """Returns the tensors of ``model.state_dict()`` that are not of RecStore tables, without copying them.
 
@@ -317,8 +220,7 @@ def dense_tensors(model: nn.Module, tables: Sequence[ModelTable]) -> dict[str, T
             that is not a tensor.
     """
     placeholders = {table.weight_key for table in tables}
-    collections = [module for module in model.modules() if isinstance(module, RecStoreCollection)]
-    of_collections = {id(parameter) for collection in collections for parameter in collection.parameters()}
+    of_collections = {id(each) for collection in collections_of(model) for each in collection.parameters()}
     for key, parameter in model.named_parameters():
         if isinstance(parameter, TableParameter) and id(parameter) not in of_collections:
             refuse_remote_tables(model)

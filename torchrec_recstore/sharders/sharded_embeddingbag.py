@@ -1,7 +1,11 @@
-"""The sharder and sharded module of ``EmbeddingBagCollection``, with tables in RecStore or on TorchRec's kernels."""
+"""The sharders of ``EmbeddingBagCollection``, with feature processors or without, and its sharded module.
+
+Tests: tests/sharders/test_sharded_embeddingbag.py, tests/sharders/test_feature_processed.py.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,16 +17,26 @@ from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
 )
-from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.fp_embeddingbag import (
+    FeatureProcessedEmbeddingBagCollectionSharder,
+    ShardedFeatureProcessedEmbeddingBagCollection,
+)
+from torchrec.distributed.types import Awaitable, ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.sharders.collection import RecStoreCollection, RecStoreCollectionSharder
 from torchrec_recstore.sharders.kernel import ROW_SPLIT
-from torchrec_recstore.sharders.lookup import RecStorePooledLookup
-from torchrec_recstore.sharders.plan import RECSTORE_KERNEL
-from torchrec_recstore.torchrec_seams.models import BagCollectionSeams, is_weighted, module_order
+from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL, warn_of_planner
+from torchrec_recstore.sharders.sharding_kernels import RecStorePooledLookup
+from torchrec_recstore.torchrec_seams.models import (
+    BagCollectionSeams,
+    FeatureProcessedSharderSeams,
+    is_weighted,
+    module_order,
+)
 from torchrec_recstore.utils import warn_user
 
 
@@ -45,17 +59,7 @@ def _lost_weight_gradients(
 
     TorchRec's collections distribute features outside of autograd (torchrec 1.8.0). The weights keep their gradient
     only if the input distribution returns them unchanged. This is so on one rank, with one sharding that does not
-    split rows, and with the features in the order of that sharding.
-
-    Args:
-        features: The batch before its input distribution.
-        configs: The configs of the collection's tables.
-        plan: The collection's plan, by table name.
-        shardings: The collection's shardings, in their order.
-        ranks: The number of ranks in the collection's process group.
-
-    Returns:
-        An error message with the table, the features and the sharding type. Empty if no gradient would be lost.
+    split rows, and with the features in the order of that sharding. The result is empty if no gradient would be lost.
     """
     names = features.keys()
     order = [name for sharding in shardings for name in sharding.feature_names()]
@@ -117,13 +121,8 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
                 The error is raised on every rank. In evaluation, it is a warning.
         """
         if is_weighted(self) and _has_trained_weights(features):
-            lost = _lost_weight_gradients(
-                features,
-                self.table_configs,
-                self.module_sharding_plan,
-                self.shardings_in_order,
-                self.ranks_env.world_size,
-            )
+            plan, shardings = self.module_sharding_plan, self.shardings_in_order
+            lost = _lost_weight_gradients(features, self.table_configs, plan, shardings, self.ranks_env.world_size)
             if lost and self.training:
                 raise NotImplementedError(lost)
             if lost:
@@ -205,16 +204,72 @@ class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):
                 table, or they select different optimizers for it.
             NotImplementedError: The plan has RecStore tables, and the model is wrapped in ``DMPCollection``.
         """
-        fused_params, params = self._dealt_out(module, params, env)
-        sharded = RecStoreShardedEmbeddingBagCollection(
-            module,
-            params,
-            env,
-            fused_params=fused_params,
-            device=device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-            sharded_module_order_overwrite=module_order(self),
-        )
-        sharded.source = (module, self)
-        return sharded
+        more = {"device": device, "module_fqn": module_fqn, "sharded_module_order_overwrite": module_order(self)}
+        return self.make_sharded(module, params, env, **more)  # type: ignore[no-any-return]
+
+
+class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
+    FeatureProcessedSharderSeams,
+    FeatureProcessedEmbeddingBagCollectionSharder,  # type: ignore[misc]
+):
+    """The sharder of ``FeatureProcessedEmbeddingBagCollection`` that places tables in RecStore.
+
+    The feature processors are trained as with TorchRec's sharder. TorchRec's sharder itself cannot place tables in
+    RecStore, because it does not ask ``ebc_sharder`` for its compute kernels (torchrec 1.8.0).
+
+    Args:
+        ebc_sharder: The sharder of the inner ``EmbeddingBagCollection``. Default: ``RecStoreSharder()``.
+        qcomm_codecs_registry: The codecs of quantized communication, as for TorchRec's sharder. Default: None.
+
+    Raises:
+        TypeError: ``ebc_sharder`` is not a :class:`RecStoreSharder`.
+    """
+
+    def __init__(
+        self,
+        ebc_sharder: RecStoreSharder | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        if ebc_sharder is None:
+            ebc_sharder = RecStoreSharder(qcomm_codecs_registry=qcomm_codecs_registry)
+        if not isinstance(ebc_sharder, RecStoreSharder):
+            raise TypeError(f"ebc_sharder must be a RecStoreSharder, got {type(ebc_sharder).__name__}")
+        super().__init__(ebc_sharder, qcomm_codecs_registry)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(ebc_sharder={self.inner_sharder!r})"
+
+    @property
+    def module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
+        """The class of the modules that this sharder shards."""
+        kind: type[FeatureProcessedEmbeddingBagCollection] = super().module_type
+        warn_of_planner(self, kind, self.inner_sharder.offers_stock)
+        return kind
+
+    def with_stock_kernels(self) -> RecStoreFeatureProcessedEmbeddingBagCollectionSharder:
+        """Returns a copy that also offers TorchRec's kernels, for planners that choose the kernel by constraint."""
+        offer = copy.copy(self)
+        offer.inner_sharder = self.inner_sharder.with_stock_kernels()
+        return offer
+
+    def shard(
+        self,
+        module: FeatureProcessedEmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedFeatureProcessedEmbeddingBagCollection:
+        """Returns the sharded module. See ``RecStoreSharder.shard``; the arguments are the same.
+
+        If ``device`` is None, the module is on the CPU. (TorchRec's sharder uses CUDA by default.)
+        """
+        return super().shard(module, params, env, device or torch.device("cpu"), module_fqn)
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Returns the sharding types that ``ebc_sharder`` supports."""
+        return self.inner_sharder.sharding_types(compute_device_type)  # type: ignore[no-any-return]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Returns the compute kernels that ``ebc_sharder`` offers."""
+        return self.inner_sharder.compute_kernels(sharding_type, compute_device_type)  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.sharders.collection import RecStoreCollection, RecStoreCollectionSharder
-from torchrec_recstore.sharders.lookup import RecStoreSequenceLookup
+from torchrec_recstore.sharders.sharding_kernels import RecStoreSequenceLookup
 from torchrec_recstore.torchrec_seams.models import (
     SequenceCollectionSeams,
     need_indices,
@@ -45,7 +45,7 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionS
     _lookup_type = RecStoreSequenceLookup
 
     def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
-        # If the module is not on the meta device, the stock constructor loads the weights of all tables (torchrec
+        # The stock constructor loads the weights of all tables of a module that is not on the meta device (torchrec
         # 1.8.0), but RecStore tables do not take the weights of the unsharded module. So the constructor gets a module
         # on the meta device, and the weights of the tables on TorchRec's kernels are loaded below.
         super().__init__(on_meta_device(module), *args, **kwargs)
@@ -67,10 +67,10 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionS
         """Distributes a batch to the ranks. See :meth:`RecStoreCollection.input_dist`.
 
         Raises:
-            NotImplementedError: The module is in training, and the batch size varies by feature. TorchRec 1.8.0 expands
-                the rows of these batches with ``fbgemm::permute_1D_sparse_data``, which has no gradient on CPU, so that
-                the gradients would be wrong.
+            NotImplementedError: The module is in training, and the batch size varies by feature.
         """
+        # TorchRec 1.8.0 expands the rows of these batches with fbgemm::permute_1D_sparse_data, which has no gradient on
+        # CPU, so that the gradients would be wrong.
         trains = self.training and torch.is_grad_enabled() and self.recstore_table_names()
         if trains and isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key():
             raise NotImplementedError(
@@ -98,19 +98,8 @@ class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCol
         module_fqn: str | None = None,
     ) -> RecStoreShardedEmbeddingCollection:
         """Returns the sharded module. See ``RecStoreSharder.shard``; the arguments and errors are the same."""
-        fused_params, params = self._dealt_out(module, params, env)
-        sharded = RecStoreShardedEmbeddingCollection(
-            module,
-            params,
-            env,
-            fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            use_index_dedup=uses_index_dedup(self),
-            module_fqn=module_fqn,
-        )
-        sharded.source = (module, self)
-        return sharded
+        more = {"device": device, "module_fqn": module_fqn, "use_index_dedup": uses_index_dedup(self)}
+        return self.make_sharded(module, params, env, **more)  # type: ignore[no-any-return]
 
     def reshard(
         self,

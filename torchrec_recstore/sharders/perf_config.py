@@ -17,7 +17,7 @@ from torchrec.distributed.planner.estimator.types import ShardPerfContext
 from torchrec.distributed.types import ShardingType
 
 from torchrec_recstore.sharders.kernel import IN_NODE
-from torchrec_recstore.sharders.plan import RECSTORE_KERNEL
+from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL
 from torchrec_recstore.torchrec_seams.planning import default_backward_ms, default_forward_ms
 
 SPEED_OVER_FUSED = 1.5
