@@ -16,6 +16,7 @@ from torch import nn
 
 from torchrec_recstore.checkpoint.save import is_saving
 from torchrec_recstore.checkpoint.writer import lower_priority
+from torchrec_recstore.sharders.agreed_clock import Pace
 from torchrec_recstore.sharders.gather import all_gathered, picklable, refused_together, whole_environment
 from torchrec_recstore.store import Table
 from torchrec_recstore.utils import warn_user

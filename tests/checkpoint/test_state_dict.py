@@ -158,12 +158,12 @@ def test_sequences(one_rank: None, tmp_path: Path) -> None:
 def test_a_table_without_rows_in_grid_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     # The first of four ranks on two nodes. A node has half of the columns, and each of its ranks half of the rows.
     right = (0, range(8, 16), torch.float32)
-    monkeypatch.setattr(layout, "all_gathered", lambda local, env: [local, local, [right], [right]])
+    monkeypatch.setattr(layout, "all_gathered", lambda local, env: [local, local, ([right], []), ([right], [])])
     shards = [LocalShard(Table(16, columns=range(8)), None)]
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
         spread = layout.ShardLayout("t", shards, ShardingEnv.from_process_group(dist.group.WORLD))
-        weight = spread.sharded([torch.empty(0, 8)], lambda columns: columns, spread.dim)
+        weight = spread.by_column([torch.empty(0, 8)])
     finally:
         dist.destroy_process_group()
     assert [piece.shard_offsets for piece in weight.metadata().shards_metadata] == [[0, 0], [0, 8]]

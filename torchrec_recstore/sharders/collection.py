@@ -1,21 +1,21 @@
-"""The common base classes of sharded collections with RecStore tables, and of their sharders."""
+"""The common base classes of sharded collections with RecStore tables, and of their sharders.
+
+Tests: tests/distributed/test_sharded_equals_unsharded.py, tests/sharders/test_hash_routing.py.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Set
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import (
-    BaseEmbeddingSharder,
-    EmbeddingComputeKernel,
-    ShardedEmbeddingTable,
-)
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel, ShardedEmbeddingTable
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer
@@ -31,14 +31,7 @@ from torchrec_recstore.sharders.delta_tracker import Record
 from torchrec_recstore.sharders.fused_optimizers import placeholder_parameter
 from torchrec_recstore.sharders.fused_params import ACCUMULATION_KEY, OPTIMIZER_KEY, optimizer_from_fused_params
 from torchrec_recstore.sharders.gather import refused_together
-from torchrec_recstore.sharders.kernel import (
-    IN_NODE,
-    MOST_ROWS_IN_NODE,
-    RecStoreKernel,
-    check_table,
-    row_split,
-    whole_options,
-)
+from torchrec_recstore.sharders.kernel import RecStoreKernel, prepare_table, row_split, whole_options
 from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.plan_change import ReshardableCollection
 from torchrec_recstore.sharders.plan_entries import (
@@ -47,31 +40,23 @@ from torchrec_recstore.sharders.plan_entries import (
     check_plan,
     deal_out,
     hashed_features,
-    refuse_replicas,
     remote_options,
     warn_of_planner,
-    warn_of_stock_tables,
     with_own_arguments,
 )
 from torchrec_recstore.sharders.row_state import ModuleState, RowState
 from torchrec_recstore.sharders.sharding_kernels import RecStoreLookup
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_parameter import GivenCopies
-from torchrec_recstore.torchrec_seams.models import grouped_configs, grouped_configs_of_all_ranks
+from torchrec_recstore.torchrec_seams.models import Sharding, grouped_configs, grouped_configs_of_all_ranks
 from torchrec_recstore.utils import warn_user
 
 
 def _int64_ids(features: Any) -> KeyedJaggedTensor:
-    """Returns ``features`` with int64 ids.
+    """Returns ``features``, a ``KeyedJaggedTensor`` or ``TensorDict`` of any integer dtype, with int64 ids.
 
     TorchRec's row-wise split (``block_bucketize_sparse_features``, fbgemm-gpu 1.8.0) is correct for all int64 ids, but
     wrong for int32 ids that are not less than ``num_embeddings``.
-
-    Args:
-        features: A ``KeyedJaggedTensor`` or ``TensorDict`` of any integer dtype.
-
-    Raises:
-        TypeError: The ids are not integers.
     """
     if not isinstance(features, KeyedJaggedTensor):
         features = maybe_td_to_kjt(features)
@@ -84,25 +69,15 @@ def _int64_ids(features: Any) -> KeyedJaggedTensor:
 
 
 def _mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTensor:
-    """Returns ``features`` with the ids of the features ``names`` mixed by ``ops.mix_ids``, for hash routing.
-
-    Args:
-        features: The batch, with int64 ids.
-        names: The names of the features to mix. ``features`` need not have all of them.
-    """
-    if not names:
-        return features
+    """Returns ``features`` with the ids of the features ``names`` mixed by ``ops.mix_ids``, for hash routing."""
     keys: list[str] = features.keys()
-    mixes = [key in names for key in keys]
+    mixes = [key in names for key in keys] if names else []
     if not any(mixes):
         return features
     if all(mixes):
         return _with_ids(features, ops.mix_ids(features.values(), False))
-    by_feature = features.values().split(features.length_per_key())
-    return _with_ids(
-        features,
-        torch.cat([ops.mix_ids(ids, False) if mix else ids for ids, mix in zip(by_feature, mixes, strict=True)]),
-    )
+    by_feature = zip(features.values().split(features.length_per_key()), mixes, strict=True)
+    return _with_ids(features, torch.cat([ops.mix_ids(ids, False) if mix else ids for ids, mix in by_feature]))
 
 
 def _with_ids(features: KeyedJaggedTensor, ids: torch.Tensor) -> KeyedJaggedTensor:
@@ -136,20 +111,14 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         plan = self.module_sharding_plan
         return [name for name in self.recstore_table_names() if remote_options(plan[name]) is not None]
 
-    def remote_kernels(self) -> Iterator[RecStoreKernel]:
-        """Yields the kernels of tables on servers that this rank reads and updates."""
-        for kernel in self._recstore_kernels():
-            if kernel.remote_tables:
-                yield kernel
-
     def wait_for_updates(self) -> None:
         """Waits for the updates of the tables on servers that this rank has sent, or raises the error of one."""
-        for kernel in self.remote_kernels():
+        for kernel in self.recstore_kernels():
             kernel.wait_for_updates()
 
     def recstore_tables(self) -> Iterator[Table]:
         """Yields the shards of the RecStore tables on this rank."""
-        for kernel in self._recstore_kernels():
+        for kernel in self.recstore_kernels():
             yield from kernel.tables
 
     def recstore_dims(self) -> dict[str, int]:
@@ -157,7 +126,8 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         names = set(self.recstore_table_names())
         return {c.name: c.embedding_dim for c in self.table_configs if c.name in names}
 
-    def _recstore_kernels(self) -> Iterator[RecStoreKernel]:
+    def recstore_kernels(self) -> Iterator[RecStoreKernel]:
+        """Yields RecStore's kernels on this rank."""
         for lookup in self.lookups:
             if isinstance(lookup, RecStoreLookup):
                 yield from lookup.kernels()
@@ -179,20 +149,16 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
                 RecStore table. The error is raised on every rank, including ranks without a shard of the table.
         """
         configs: list[BaseEmbeddingConfig] = getattr(module, cls._configs_name)()
+        plan = table_name_to_parameter_sharding
         for config in configs:
-            check_plan(config, table_name_to_parameter_sharding[config.name], cls._supported, type(module).__name__)
-        hashed_features(configs, table_name_to_parameter_sharding)
-        by_type: dict[str, list[EmbeddingShardingInfo]] = super().create_grouped_sharding_infos(
-            module, table_name_to_parameter_sharding, *args, **kwargs
-        )
+            check_plan(config, plan[config.name], cls._supported, type(module).__name__)
+        hashed_features(configs, plan)
+        by_type: dict[str, list[EmbeddingShardingInfo]]
+        by_type = super().create_grouped_sharding_infos(module, plan, *args, **kwargs)
         for sharding_type, infos in by_type.items():
             for info in infos:
-                if info.param_sharding.compute_kernel != RECSTORE_KERNEL:
-                    continue
-                check_table(info.embedding_config, info.fused_params)
-                if sharding_type in IN_NODE:
-                    hint = info.embedding_config.num_embeddings
-                    info.embedding_config.num_embeddings = min(hint, MOST_ROWS_IN_NODE)
+                if info.param_sharding.compute_kernel == RECSTORE_KERNEL:
+                    prepare_table(info.embedding_config, info.fused_params, sharding_type)
         return by_type
 
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Any]:
@@ -203,7 +169,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             RuntimeError: A tensor that ``state_dict`` returned has been written to; this would change no row.
         """
         self._copies.check()
-        features = _mixed_ids(_int64_ids(features), self._hashed_features())
+        features = _mixed_ids(_int64_ids(features), self._hashed_features)
         if not self.awaits_first_batch:
             return super().input_dist(ctx, features)
         # TorchRec checks the ids of the first batch against num_embeddings (torchrec 1.8.0), which does not limit the
@@ -226,11 +192,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             self._wall_clock.begin_step()
 
     def register_post_lookup_tracker_fn(self, record_fn: Record) -> None:
-        """Registers a function that is called after each lookup. TorchRec's trackers of ids and embeddings call this.
-
-        Args:
-            record_fn: The function; see ``Record``.
-        """
+        """Registers a function that is called after each lookup. TorchRec's trackers call this method."""
         self.records = (*self.records, record_fn)
         # TorchRec's method would call the function with the ids of the whole module. These cannot be assigned to
         # kernels and to RecStore's shards, so each lookup calls the function itself.
@@ -244,10 +206,9 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         with self.hidden_configs(self.recstore_table_names()):
             super().reset_parameters()
 
+    @cached_property
     def _hashed_features(self) -> frozenset[str]:
-        if not hasattr(self, "_hashed"):
-            self._hashed = hashed_features(self.table_configs, self.module_sharding_plan)
-        return self._hashed
+        return hashed_features(self.table_configs, self.module_sharding_plan)
 
     def make_lookups(self) -> None:
         """Makes RecStore's lookup for each sharding with RecStore tables, and TorchRec's lookup for other shardings."""
@@ -284,21 +245,22 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         seconds = [each.seconds for each in expiries if each is not None and each.seconds is not None]
         if seconds and self.ranks_env.world_size > 1:
             self._wall_clock = AgreedClock(self.ranks_env, min(seconds), self.recstore_tables())
-        remote = {name: self.recstore_dims()[name] for name in self.remote_table_names()}
+        remote = {name: dim for name, dim in self.recstore_dims().items() if name not in states}
         self.recstore_state = ModuleState(self, self._tables_name, states, self.ranks_env, self._copies, remote)
         return self.recstore_state.optimizer_with_states(fused_optimizer)
 
     def _table_states(self) -> dict[str, RowState]:
-        remote = set(self.remote_table_names())
-        shards: dict[str, list[LocalShard]] = {n: [] for n in self.recstore_table_names() if n not in remote}
-        for kernel in self._recstore_kernels():
+        """Returns the states of the tables whose rows are on the ranks."""
+        shards: dict[str, list[LocalShard]] = {name: [] for name in self.recstore_table_names()}
+        for kernel in self.recstore_kernels():
             names = [] if kernel.remote_tables else kernel.config.table_names()
-            for name, table, routing in zip(names, kernel.tables, kernel.routings, strict=True):
-                shards[name].append(LocalShard(table, routing))
-        dims = self.recstore_dims()
+            for name, shard in zip(names, kernel.shards, strict=True):
+                shards[name].append(shard)
+        states, dims = {}, self.recstore_dims()
         # These are the configs of all tables, also of tables without a shard on this rank.
         configs = {table.name: table for sharding in self.shardings_in_order for table in _recstore_configs(sharding)}
-        states = {}
+        for name in self.remote_table_names():
+            del shards[name]
         for name, of_table in shards.items():
             params = configs[name].fused_params
             optimizer, options = optimizer_from_fused_params(params, [name]), whole_options(configs[name], params)
@@ -310,7 +272,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         self.recstore_state.load(state_dict, prefix)
 
 
-def _recstore_configs(sharding: EmbeddingSharding[Any, Any, Any, Any]) -> Iterator[ShardedEmbeddingTable]:
+def _recstore_configs(sharding: Sharding) -> Iterator[ShardedEmbeddingTable]:
     """Yields TorchRec's configs of the sharding's RecStore shards on all ranks."""
     for group in grouped_configs_of_all_ranks(sharding):
         for table in group.embedding_tables:
@@ -355,38 +317,44 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         offer.offers_stock = True
         return offer
 
-    def make_sharded(
-        self, module: nn.Module, params: dict[str, ParameterSharding], env: ShardingEnv, **arguments: Any
+    def shard(
+        self,
+        module: nn.Module,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
     ) -> Any:
         """Returns the sharded module.
 
         Args:
             module: The collection to shard.
             params: The collection's plan, by table name.
-            env: The environment of the collection.
-            arguments: The other arguments of the constructor of TorchRec's sharded module.
+            env: The process group and the ranks of the collection.
+            device: The device of the sharded module.
+            module_fqn: The path of the collection in the model.
+
+        Raises:
+            ValueError: The plan or ``fused_params`` have a setting that RecStore does not support for a RecStore
+                table, or they select different optimizers for it.
+            NotImplementedError: The plan has RecStore tables, and the model is wrapped in ``DMPCollection``.
         """
-        refuse_replicas(params, env)
-        warn_of_stock_tables(self, params)
         kernels = {sharding.compute_kernel for sharding in params.values()}
+        stock, plan = deal_out(self, params, env, super().shardable_parameters(module))
         if RECSTORE_KERNEL in kernels and module.device != torch.device("meta"):
             warn_user(
                 "RecStore tables do not take the weights of the module that is sharded, which is not on the meta "
                 "device: make it with device='meta'. Use TableOptions(initializer=...) for random initial rows, or "
                 "load_dense_weights for given rows"
             )
-        fused_params, params = deal_out(self.fused_params, params, super().shardable_parameters(module))
-        sharded: Any = self._sharded
-        made = sharded(
-            module,
-            params,
-            env,
-            fused_params=fused_params,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            **arguments,
-        )
+        more = {"fused_params": stock, "qcomm_codecs_registry": self.qcomm_codecs_registry, **self.own_arguments()}
+        made: Any = self._sharded(module, plan, env, device=device, module_fqn=module_fqn, **more)
         made.source = (module, self)
         return made
+
+    def own_arguments(self) -> dict[str, Any]:
+        """Returns the arguments that only the sharded module of this sharder has."""
+        raise NotImplementedError
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Returns the parameters of the tables, by name.
@@ -399,18 +367,12 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         return {name: ResidentParameter.of(parameter, name=name) for name, parameter in parameters.items()}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns the sharding types that RecStore supports, on any device.
-
-        A copy from ``with_stock_kernels`` also returns the sharding types of TorchRec's sharder.
-        """
+        """Returns the sharding types that RecStore supports, and those of TorchRec's sharder if it is offered."""
         stock = super().sharding_types(compute_device_type) if self.offers_stock else []
         return list(dict.fromkeys([*self._sharded._supported, *stock]))
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Returns RecStore's kernel if RecStore supports the sharding type.
-
-        A copy from ``with_stock_kernels`` also returns the kernels of TorchRec's sharder.
-        """
+        """Returns RecStore's kernel if it supports the sharding type, and TorchRec's kernels if they are offered."""
         kernels = [RECSTORE_KERNEL] if sharding_type in self._sharded._supported else []
         if self.offers_stock and sharding_type in super().sharding_types(compute_device_type):
             kernels += super().compute_kernels(sharding_type, compute_device_type)

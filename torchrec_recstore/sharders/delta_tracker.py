@@ -20,6 +20,9 @@ from torchrec_recstore.store import Table
 from torchrec_recstore.store.parts import column_weighted_mean
 from torchrec_recstore.torchrec_seams.models import kernels_of, optimizer_states, tracking_mode
 
+_OF_SQUARES = (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD)
+"""The tracking modes that compare states of squared gradients."""
+
 Record = Callable[..., None]
 """A function that is called with ``(features, embeddings, kernel)`` of one group of tables after its lookup."""
 
@@ -48,7 +51,7 @@ def tracking(record: Record, groups: Sequence[GroupedEmbeddingConfig], kernels: 
     for group in groups:
         if group.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
             _check(mode, optimizer_from_fused_params(group.fused_params, group.table_names()), group.table_names())
-    if mode in (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD):
+    if mode in _OF_SQUARES:
         tracker.get_latest = lambda: _latest(tracker)
 
     def record_group(
@@ -63,41 +66,26 @@ def tracking(record: Record, groups: Sequence[GroupedEmbeddingConfig], kernels: 
             states = rows
             if mode == TrackingMode.MOMENTUM_LAST:
                 states = _momentum(_shards(kernels, name), ids)
-            elif mode in (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD):
+            elif mode in _OF_SQUARES:
                 states = _squares(_shards(kernels, name), ids)
-            tracker.store.append(
-                batch_idx=tracker.curr_batch_idx, fqn=tracker.table_to_fqn[name], ids=ids, states=states
-            )
+            fqn = tracker.table_to_fqn[name]
+            tracker.store.append(batch_idx=tracker.curr_batch_idx, fqn=fqn, ids=ids, states=states)
 
     return record_group
 
 
 def _momentum(shards: Sequence[Table], ids: Tensor) -> Tensor:
-    """Returns the norm of each id's first optimizer state, which FBGEMM calls the momentum.
-
-    Args:
-        shards: The column shards of one table.
-        ids: (N,) int64. The raw ids. Duplicates are allowed.
-
-    Returns:
-        (N,) float32. The value is zero for an id without a row.
-    """
+    """Returns the norm of each id's first optimizer state, which FBGEMM calls the momentum. See :func:`_by_id`."""
     return _by_id(shards, ids, next(iter(state_names(shards[0].optimizer))), lambda state: state.norm(dim=1))
 
 
 def _squares(shards: Sequence[Table], ids: Tensor) -> Tensor:
-    """Returns each id's state of squared gradients. An element-wise state is averaged over the columns.
-
-    The arguments and the shape of the result are those of ``_momentum``.
-    """
+    """Returns each id's state of squared gradients. An element-wise state is averaged over the columns."""
     return _by_id(shards, ids, _squares_name(shards[0].optimizer), lambda state: state.mean(dim=1))
 
 
 class _SquaresById:
-    """The states of squared gradients of a table, indexed by id.
-
-    It replaces FBGEMM's tensor of a table's states, which the tracker indexes by the ids of the batches.
-    """
+    """The states of squared gradients of a table, indexed by id, as the tracker indexes FBGEMM's tensor of states."""
 
     def __init__(self, shards: Sequence[Table]) -> None:
         self._shards = shards
@@ -110,7 +98,7 @@ def _check(mode: TrackingMode, optimizer: Optimizer, names: Sequence[str]) -> No
     needs = None
     if mode == TrackingMode.MOMENTUM_LAST and not state_names(optimizer):
         needs = "a state"
-    elif mode in (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD) and not _squares_name(optimizer):
+    elif mode in _OF_SQUARES and not _squares_name(optimizer):
         needs = "a state of squared gradients"
     if needs is not None:
         raise ValueError(
@@ -124,6 +112,14 @@ def _squares_name(optimizer: Optimizer) -> str:
 
 
 def _by_id(shards: Sequence[Table], ids: Tensor, name: str, of_columns: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns one number of each id's state ``name``, (N,) float32: zero for an id without a row.
+
+    Args:
+        shards: The column shards of one table.
+        ids: (N,) int64. The raw ids. Duplicates are allowed.
+        name: The name of the state. A row-wise state is averaged over the shards.
+        of_columns: A function of an element-wise state, (n, columns), to (n,).
+    """
     distinct, places = torch.unique(ids.cpu(), return_inverse=True)
     found = shards[0].contains(distinct)
     parts = [shard.read_rows(distinct[found])[name] for shard in shards]
@@ -143,24 +139,21 @@ def _looked_up(
 
     The rows are None unless ``mode`` is ``TrackingMode.EMBEDDING``.
     """
+    configs = kernel.config.embedding_tables
     lengths = iter(features.length_per_key())
-    counts = [sum(next(lengths) for _ in config.feature_names) for config in kernel.config.embedding_tables]
+    counts = [sum(next(lengths) for _ in config.feature_names) for config in configs]
+    by_table = torch.split(features.values(), counts)
     ids: dict[str, Tensor] = {}
-    rows: dict[str, list[Tensor]] = {}
+    for config, shard, local in zip(configs, kernel.shards, by_table, strict=True):
+        ids[config.name] = local if shard.routing is None else shard.routing.raw(local.cpu()).to(local.device)
+    if mode != TrackingMode.EMBEDDING:
+        return {name: (of_table, None) for name, of_table in ids.items()}
+    rows: dict[str, list[Tensor]] = {name: [] for name in ids}
     sizes = [count * len(table.columns) for count, table in zip(counts, kernel.tables, strict=True)]
-    by_shard = torch.split(embeddings.detach(), sizes) if mode == TrackingMode.EMBEDDING else [None] * len(counts)
-    for config, table, routing, local, part in zip(
-        kernel.config.embedding_tables,
-        kernel.tables,
-        kernel.routings,
-        torch.split(features.values(), counts),
-        by_shard,
-        strict=True,
-    ):
-        ids[config.name] = local if routing is None else routing.raw(local.cpu()).to(local.device)
-        if part is not None:
-            rows.setdefault(config.name, []).append(part.view(-1, len(table.columns)))
-    return {name: (ids[name], torch.cat(rows[name], dim=1) if name in rows else None) for name in ids}
+    by_shard = torch.split(embeddings.detach(), sizes)
+    for config, table, part in zip(configs, kernel.tables, by_shard, strict=True):
+        rows[config.name].append(part.view(-1, len(table.columns)))
+    return {name: (of_table, torch.cat(rows[name], dim=1)) for name, of_table in ids.items()}
 
 
 def _shards(kernels: Sequence[RecStoreKernel], name: str) -> list[Table]:

@@ -1,4 +1,7 @@
-"""The fused optimizers of kernels and modules, as TorchRec and the user see them. Backward updates the rows itself."""
+"""The fused optimizers of kernels and modules, as TorchRec and the user see them. Backward updates the rows itself.
+
+Tests: tests/sharders/test_optimizers.py.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,12 @@ def placeholder_parameter(name: str, dim: int) -> nn.Parameter:
     return parameter
 
 
-class _UpdatesInBackward(FusedOptimizer):  # type: ignore[misc]
-    """A fused optimizer whose calls do nothing, because backward updates the rows."""
+class BackwardOptimizer(FusedOptimizer):  # type: ignore[misc]
+    """A fused optimizer whose calls do nothing, because backward has updated the rows.
+
+    A module has one that holds the states of its RecStore tables. It has one parameter group for each optimizer of the
+    tables, the same on every rank and with every plan. The kernels of these tables read the learning rate from it.
+    """
 
     def step(self, closure: Any = None) -> None:
         """Does nothing, because backward has updated the rows."""
@@ -34,15 +41,7 @@ class _UpdatesInBackward(FusedOptimizer):  # type: ignore[misc]
         """Does nothing, because there are no gradient tensors."""
 
 
-class ModuleOptimizer(_UpdatesInBackward):
-    """The fused optimizer that holds the states of a module's RecStore tables.
-
-    It has one parameter group for each optimizer of the tables, the same on every rank and with every plan. The kernels
-    of these tables read the learning rate from it.
-    """
-
-
-class RecStoreFusedOptimizer(_UpdatesInBackward):
+class KernelOptimizer(BackwardOptimizer):
     """The fused optimizer of a kernel, as TorchRec sees it. Backward updates the rows with its learning rate.
 
     Args:
@@ -59,15 +58,9 @@ class RecStoreFusedOptimizer(_UpdatesInBackward):
 
 
 class ParameterOptimizer(FusedOptimizer):  # type: ignore[misc]
-    """The optimizer of one table's parameter. Its ``step`` sets the learning rate of the table's group, as TorchRec's.
+    """The optimizer of one table's parameter. Its ``step`` sets the learning rate of the table's kernel, ``group``."""
 
-    Args:
-        name: The name of the table.
-        parameter: The parameter of the table.
-        group: The optimizer of the table's kernel.
-    """
-
-    def __init__(self, name: str, parameter: nn.Parameter, group: RecStoreFusedOptimizer) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, group: KernelOptimizer) -> None:
         super().__init__({f"{name}.weight": parameter}, {}, [{"params": [parameter], "lr": group.learning_rate()}])
         self._group = group
 

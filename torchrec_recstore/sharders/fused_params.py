@@ -6,7 +6,7 @@ The names and defaults are those of FBGEMM's ``SplitTableBatchedEmbeddingBagsCod
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -39,86 +39,40 @@ OPTIMIZER_KEY = "recstore_optimizer"
 ACCUMULATION_KEY = "recstore_accumulation_steps"
 """The key in ``fused_params`` of the number of ``RecStoreSharder(accumulation_steps=...)``."""
 
-_OPTIMIZERS: dict[Enum, type[Optimizer]] = {
-    EmbOptimType.SGD: SGD,  # FBGEMM's inexact form of the same update differs only in the order of sums.
-    EmbOptimType.EXACT_SGD: SGD,
-    OptimType.SGD: SGD,
-    EmbOptimType.EXACT_ADAGRAD: Adagrad,
-    OptimType.ADAGRAD: Adagrad,
-    EmbOptimType.ROWWISE_ADAGRAD: RowWiseAdagrad,
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: RowWiseAdagrad,
-    OptimType.ROWWISE_ADAGRAD: RowWiseAdagrad,
-    EmbOptimType.ADAM: Adam,
-    OptimType.ADAM: Adam,
-    OptimType.ADAMW: AdamW,
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: PartialRowWiseAdam,
-    OptimType.PARTIAL_ROWWISE_ADAM: PartialRowWiseAdam,
-    EmbOptimType.LAMB: LAMB,
-    OptimType.LAMB: LAMB,
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: PartialRowWiseLAMB,
-    OptimType.PARTIAL_ROWWISE_LAMB: PartialRowWiseLAMB,
-    EmbOptimType.LARS_SGD: LARSSGD,
-    OptimType.LARS_SGD: LARSSGD,
+_NAMES: dict[type[Optimizer], tuple[Enum, ...]] = {
+    # FBGEMM's inexact form of the same update differs only in the order of sums.
+    SGD: (EmbOptimType.SGD, EmbOptimType.EXACT_SGD, OptimType.SGD),
+    Adagrad: (EmbOptimType.EXACT_ADAGRAD, OptimType.ADAGRAD),
+    RowWiseAdagrad: (EmbOptimType.ROWWISE_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, OptimType.ROWWISE_ADAGRAD),
+    Adam: (EmbOptimType.ADAM, OptimType.ADAM),
+    AdamW: (OptimType.ADAMW,),
+    PartialRowWiseAdam: (EmbOptimType.PARTIAL_ROWWISE_ADAM, OptimType.PARTIAL_ROWWISE_ADAM),
+    LAMB: (EmbOptimType.LAMB, OptimType.LAMB),
+    PartialRowWiseLAMB: (EmbOptimType.PARTIAL_ROWWISE_LAMB, OptimType.PARTIAL_ROWWISE_LAMB),
+    LARSSGD: (EmbOptimType.LARS_SGD, OptimType.LARS_SGD),
 }
+_OPTIMIZERS = {name: kind for kind, names in _NAMES.items() for name in names}
 
 # The keys that this module reads. If the selected optimizer does not have an argument, it is ignored, as in FBGEMM.
-_READ = frozenset(
-    {
-        ACCUMULATION_KEY,
-        OPTIONS_KEY,
-        OPTIMIZER_KEY,
-        "optimizer",
-        "learning_rate",
-        "lr",
-        "eps",
-        "beta1",
-        "beta2",
-        "betas",
-        "eta",
-        "weight_decay_mode",
-        "gradient_clipping",
-        "max_gradient",
-        "max_gradient_norm",
-        "optimizer_state_dtypes",
-        "output_dtype",
-        "state_dtype",
-        "stochastic_rounding",
-    }
-)
+_READ = {
+    *(ACCUMULATION_KEY, OPTIONS_KEY, OPTIMIZER_KEY, "optimizer", "learning_rate", "lr", "eps", "eta"),
+    *("beta1", "beta2", "betas", "weight_decay_mode", "gradient_clipping", "max_gradient", "max_gradient_norm"),
+    *("optimizer_state_dtypes", "state_dtype", "output_dtype", "stochastic_rounding"),
+}
 
 # The keys that cannot change the results of a RecStore table, whatever their value.
-_IGNORED: frozenset[str] = frozenset(
-    {
-        # These keys control where FBGEMM keeps rows on an accelerator, and how it moves them. RecStore's rows are in
-        # host memory.
-        "cache_algorithm",
-        "cache_load_factor",
-        "cache_sets",
-        "cache_reserved_memory",
-        "cache_precision",
-        "enforce_hbm",
-        "gather_uvm_cache_stats",
-        "multipass_prefetch_config",
-        "prefetch_pipeline",
-        "record_cache_metrics",
-        "stats_reporter_config",
-        "uvm_host_mapped",
-        "uvm_non_rowwise_momentum",
-        # Every int64 is a valid id, and ids are never converted to a smaller type.
-        "bounds_check_mode",
-        "embedding_table_index_type",
-        "embedding_table_offset_type",
-        # These keys select one of several kernels that compute the same results.
-        "_batch_key",
-        "use_experimental_tbe",
-        "use_one_tbe_per_table",
-        # These keys select one of several ways in which torch.optim computes the same results.
-        "capturable",
-        "differentiable",
-        "foreach",
-        "fused",
-    }
-)
+_IGNORED = {
+    # Where FBGEMM keeps rows on an accelerator, and how it moves them. RecStore's rows are in host memory.
+    *("cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory", "cache_precision", "enforce_hbm"),
+    *("gather_uvm_cache_stats", "multipass_prefetch_config", "prefetch_pipeline", "record_cache_metrics"),
+    *("stats_reporter_config", "uvm_host_mapped", "uvm_non_rowwise_momentum"),
+    # Every int64 is a valid id, and ids are never converted to a smaller type.
+    *("bounds_check_mode", "embedding_table_index_type", "embedding_table_offset_type"),
+    # These keys select one of several kernels that compute the same results.
+    *("_batch_key", "use_experimental_tbe", "use_one_tbe_per_table"),
+    # These keys select one of several ways in which torch.optim computes the same results.
+    *("capturable", "differentiable", "foreach", "fused"),
+}
 
 # FBGEMM silently ignores these keys if the selected optimizer does not have them. RecStore raises an error for other
 # values, because the user expects that a key has an effect.
@@ -126,19 +80,10 @@ _NEUTRAL_UNLESS_READ: dict[str, object] = {"max_norm": 0.0, "momentum": 0.0, "we
 
 # The keys that would change the results. RecStore does not support them and accepts only values without effect.
 _NEUTRAL: dict[str, object] = {
-    "amsgrad": False,
-    "counter_based_regularization": None,
-    "cowclip_regularization": None,
-    "emainplace_mode": None,
-    "enable_raw_embedding_streaming": False,
-    "ensemble_mode": None,
-    "extra_optimizer_config": None,
-    "global_weight_decay": None,
-    "dampening": 0.0,
-    "initial_accumulator_value": 0.0,
-    "lr_decay": 0.0,
-    "maximize": False,
-    "nesterov": False,
+    **dict.fromkeys(("counter_based_regularization", "cowclip_regularization", "emainplace_mode", "ensemble_mode")),
+    **dict.fromkeys(("extra_optimizer_config", "global_weight_decay")),
+    **dict.fromkeys(("dampening", "initial_accumulator_value", "lr_decay"), 0.0),
+    **dict.fromkeys(("amsgrad", "enable_raw_embedding_streaming", "maximize", "nesterov"), False),
     "weights_precision": SparseType.FP32,
 }
 
@@ -146,7 +91,6 @@ STATE_KEYS = ("state_dtype", "optimizer_state_dtypes")
 """The keys in ``fused_params`` of the data type of optimizer state. TorchRec's kernels do not take the first, and
 TorchRec cannot group tables with the second, because its value is a dict (torchrec 1.8.0)."""
 
-# The data types in which optimizer state can be stored.
 _STATE_DTYPES = {
     torch.float32: torch.float32,
     SparseType.FP32: torch.float32,
@@ -154,16 +98,13 @@ _STATE_DTYPES = {
     SparseType.FP16: torch.float16,
 }
 
-_OUTPUT_DTYPES = {
-    SparseType.FP32: torch.float32,
-    SparseType.FP16: torch.float16,
-    SparseType.BF16: torch.bfloat16,
-}
+_OUTPUT_DTYPES = {SparseType.FP32: torch.float32, SparseType.FP16: torch.float16, SparseType.BF16: torch.bfloat16}
 
 _DISAGREES = "of the sharder disagrees with"
 _ELSEWHERE = "that fused_params or apply_optimizer_in_backward ask for"
 
 
+@dataclass(frozen=True, eq=False)
 class CarriedOptions:
     """A value in ``fused_params`` that holds a table's options and does not split groups of tables.
 
@@ -178,9 +119,8 @@ class CarriedOptions:
             the name in the table's config.
     """
 
-    def __init__(self, options: TableOptions, row_name: str | None = None) -> None:
-        self.options = options
-        self.row_name = row_name
+    options: TableOptions
+    row_name: str | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CarriedOptions) and self.options.servers == other.options.servers
@@ -188,24 +128,24 @@ class CarriedOptions:
     def __hash__(self) -> int:
         return hash((CarriedOptions, self.options.servers))
 
-    def __repr__(self) -> str:
-        return f"CarriedOptions({self.options!r}, {self.row_name!r})"
+
+def _carried(fused_params: Mapping[str, Any] | None) -> CarriedOptions:
+    carried = (fused_params or {}).get(OPTIONS_KEY)
+    return carried if isinstance(carried, CarriedOptions) else CarriedOptions(TableOptions())
 
 
 def table_options(fused_params: Mapping[str, Any] | None) -> TableOptions:
     """Returns the options in a table's ``fused_params``, or the default options if there are none."""
-    carried = (fused_params or {}).get(OPTIONS_KEY)
-    return carried.options if isinstance(carried, CarriedOptions) else TableOptions()
+    return _carried(fused_params).options
 
 
 def carried_row_name(fused_params: Mapping[str, Any] | None) -> str | None:
     """Returns the row name in a table's ``fused_params``, or None if there is none."""
-    carried = (fused_params or {}).get(OPTIONS_KEY)
-    return carried.row_name if isinstance(carried, CarriedOptions) else None
+    return _carried(fused_params).row_name
 
 
 def accumulation_steps(fused_params: Mapping[str, Any] | None) -> int:
-    """Returns the number of backward passes of one update. Default: 1."""
+    """Returns the number of backward passes of one update."""
     return int((fused_params or {}).get(ACCUMULATION_KEY, 1))
 
 
@@ -218,12 +158,12 @@ def stochastic_rounding(fused_params: Mapping[str, Any] | None, table_names: Seq
         ValueError: The value is not a bool, or it is False for 8-bit rows; the message names the tables.
     """
     asked = (fused_params or {}).get("stochastic_rounding", dtype is torch.int8)
+    where = f"{_where(table_names)}: fused_params['stochastic_rounding']"
     if not isinstance(asked, bool):
-        raise ValueError(f"{_where(table_names)}: fused_params['stochastic_rounding'] must be a bool, got {asked!r}")
+        raise ValueError(f"{where} must be a bool, got {asked!r}")
     if dtype is torch.int8 and not asked:
         raise ValueError(
-            f"{_where(table_names)}: fused_params['stochastic_rounding'] = False is not supported for data_type INT8, "
-            "because small updates would be lost: leave it out"
+            f"{where} = False is not supported for data_type INT8, because small updates would be lost: leave it out"
         )
     return asked
 
@@ -297,9 +237,8 @@ def _where(table_names: Sequence[str]) -> str:
 def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> Optimizer:
     """Returns the fused optimizer that ``fused_params`` select. Default: SGD with lr 0.01, as in FBGEMM.
 
-    The names, defaults and formulas of the arguments are those of FBGEMM, and ``betas`` is that of torch.optim. The
-    weight decay of Adam is therefore decoupled, also if ``apply_optimizer_in_backward`` got ``torch.optim.Adam``. The
-    same holds for tables on TorchRec's kernels.
+    The formulas of the arguments are those of FBGEMM, and ``betas`` is that of torch.optim. The weight decay of Adam is
+    therefore decoupled, also if ``apply_optimizer_in_backward`` got ``torch.optim.Adam``, as on TorchRec's kernels.
 
     Args:
         fused_params: The merged ``fused_params`` of a table.
@@ -313,24 +252,16 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_na
     where = _where(table_names)
     own: Optimizer | None = params.get(OPTIMIZER_KEY)
     selected = params.get("optimizer")
-    if selected is None:
-        return _read(params, SGD(), where) if own is None else _agreeing(params, own, where)
-    kind = _OPTIMIZERS.get(selected)
+    kind = _OPTIMIZERS.get(selected) if selected is not None else SGD if own is None else type(own)
     if kind is None:
         supported = ", ".join(str(name) for name in _OPTIMIZERS if isinstance(name, EmbOptimType))
         raise ValueError(f"{where}: optimizer {selected} is not supported; supported are {supported}")
-    if own is None:
-        return _read(params, kind(), where)
-    if kind is not type(own):
+    if own is not None and kind is not type(own):
         raise ValueError(f"{where}: optimizer={own!r} {_DISAGREES} optimizer {selected} {_ELSEWHERE}")
-    return _agreeing(params, own, where)
-
-
-def _agreeing(params: Mapping[str, Any], own: Optimizer, where: str) -> Optimizer:
-    other = _read(params, own, where)
-    if other != own:
-        raise ValueError(f"{where}: optimizer={own!r} {_DISAGREES} {other!r} {_ELSEWHERE}")
-    return own
+    read = _read(params, kind() if own is None else own, where)
+    if own is not None and read != own:
+        raise ValueError(f"{where}: optimizer={own!r} {_DISAGREES} {read!r} {_ELSEWHERE}")
+    return read
 
 
 def _read(params: Mapping[str, Any], default: Optimizer, where: str) -> Optimizer:
@@ -345,10 +276,10 @@ def _read(params: Mapping[str, Any], default: Optimizer, where: str) -> Optimize
         given[key] = _number(params, key, where)
     if params.get("max_norm"):
         given["max_norm"] = _number(params, "max_norm", where)
-    if params.get("gradient_clipping"):
-        given["max_gradient"] = _number({"max_gradient": 1.0, **params}, "max_gradient", where)
     if params.get("max_gradient_norm") is not None:
         given["max_gradient_norm"] = _number(params, "max_gradient_norm", where)
+    if params.get("gradient_clipping"):
+        given["max_gradient"] = _number({"max_gradient": 1.0, **params}, "max_gradient", where)
     if isinstance(default, Adam | AdamW | PartialRowWiseAdam | LAMB | PartialRowWiseLAMB):
         given["betas"] = _betas(params, default.betas, where)
     mode = _weight_decay_mode(params, default, where)
@@ -368,11 +299,10 @@ def _number(params: Mapping[str, Any], key: str, where: str) -> float:
 
 
 def _check_keys(params: Mapping[str, Any], known: Set[str], where: str) -> None:
-    neutrals = {**_NEUTRAL, **{key: value for key, value in _NEUTRAL_UNLESS_READ.items() if key not in known}}
+    accepted = _READ | _IGNORED | (known & _NEUTRAL_UNLESS_READ.keys())
+    neutrals = {**_NEUTRAL, **_NEUTRAL_UNLESS_READ}
     for key, value in params.items():
-        if key in _READ or key in _IGNORED or key in known & set(_NEUTRAL_UNLESS_READ):
-            continue
-        if key.startswith("__register_"):  # TorchRec adds these keys for inference.
+        if key in accepted or key.startswith("__register_"):  # TorchRec adds the latter keys for inference.
             continue
         if key not in neutrals:
             raise ValueError(f"{where}: unknown key {key!r} in fused_params")

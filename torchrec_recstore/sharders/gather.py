@@ -1,11 +1,13 @@
-"""The exchange of objects and errors between the ranks of a sharded module."""
+"""The exchange of objects and errors between the ranks of a sharded module.
+
+Tests: tests/distributed/test_reshard_failures.py, tests/checkpoint/test_crashes.py.
+"""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,23 +43,24 @@ def _through_first_rank(values: list[_T], value: _T, group: dist.ProcessGroup) -
     if group.rank() != 0:
         _send(value, group, 0)
         received = _received(group, 0)
-        if isinstance(received, _Died):
-            raise RuntimeError(received.why)
+        if isinstance(received, RuntimeError):  # It is sent instead of the list of values if a rank has died.
+            raise received
         return cast(list[_T], received)
-    living, died = [], None
+    living: list[int] = []
+    died: RuntimeError | None = None
     for rank in range(1, len(values)):
         try:
             values[rank] = _received(group, rank)
             living.append(rank)
         except RuntimeError as error:
-            died = _Died(f"rank {rank}: {error}")
+            died = RuntimeError(f"rank {rank}: {error}")
     for rank in living:
         try:
             _send(values if died is None else died, group, rank)
         except RuntimeError as error:  # The remaining ranks get the error now or in the next call.
-            died = _Died(f"rank {rank}: {error}")
+            died = RuntimeError(f"rank {rank}: {error}")
     if died is not None:
-        raise RuntimeError(died.why)
+        raise died
     return values
 
 
@@ -75,20 +78,9 @@ def _received(group: dist.ProcessGroup, rank: int) -> Any:
     return pickle.loads(data.numpy().tobytes())
 
 
-@dataclass(frozen=True)
-class _Died:
-    """The message that is sent instead of the values if a rank has died."""
-
-    why: str
-
-
 @contextmanager
 def refused_together(env: ShardingEnv) -> Iterator[None]:
-    """Raises an error of any rank in the block on every rank, so that no rank waits for a failed one. Collective.
-
-    Raises:
-        Exception: The error of the first rank that failed.
-    """
+    """Raises the error of the first rank that fails in the block on every rank, so that none waits. Collective."""
     error: Exception | None = None
     try:
         yield
@@ -98,10 +90,9 @@ def refused_together(env: ShardingEnv) -> Iterator[None]:
 
 
 def all_made(make: Callable[[], _T], env: ShardingEnv) -> list[_T]:
-    """Returns the results of ``make`` on every rank, in the order of the ranks. Collective.
+    """Returns the results of ``make`` on every rank, in the order of the ranks, or raises an error on every rank.
 
-    Raises:
-        Exception: The error of the first rank whose ``make`` failed, on every rank.
+    Collective. The error is that of the first rank whose ``make`` failed.
     """
     value: Any = None
     error: Exception | None = None

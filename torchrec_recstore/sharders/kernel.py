@@ -1,4 +1,7 @@
-"""The compute kernels that TorchRec's lookups call for RecStore tables."""
+"""The compute kernels that TorchRec's lookups call for RecStore tables.
+
+Tests: tests/sharders/test_sharded_embeddingbag.py, tests/cuda/test_sharded.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embedding_kernel import BaseEmbedding
-from torchrec.distributed.embedding_sharding import EmbeddingSharding
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingTableConfig, PoolingMode, pooling_type_to_pooling_mode
@@ -28,11 +30,7 @@ from torchrec_recstore.kernels import (
 from torchrec_recstore.kernels.device_copies import CopyTarget, to_device, to_host, weights_to_host
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions, shard_options
-from torchrec_recstore.sharders.fused_optimizers import (
-    ParameterOptimizer,
-    RecStoreFusedOptimizer,
-    placeholder_parameter,
-)
+from torchrec_recstore.sharders.fused_optimizers import KernelOptimizer, ParameterOptimizer, placeholder_parameter
 from torchrec_recstore.sharders.fused_params import (
     accumulation_steps,
     carried_row_name,
@@ -42,28 +40,28 @@ from torchrec_recstore.sharders.fused_params import (
     stochastic_rounding,
     table_options,
 )
+from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.remote_tables import check_remote, remote_table
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, check_config, initializer_of
-from torchrec_recstore.torchrec_seams.models import mark_as_optimized, process_group, split_in_node
+from torchrec_recstore.torchrec_seams.models import Sharding, mark_as_optimized, process_group, split_in_node
 
 _AHEAD = 4  # The number of batches that are kept, as many as the kernels keep of prefetched batches.
-
-ROW_SPLIT = frozenset({ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value})
-"""The sharding types that split rows."""
 
 IN_NODE = frozenset({ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value})
 """The sharding types that split rows over the ranks of one node."""
 
-MOST_ROWS_IN_NODE = 2**31 - 1
-"""The largest ``num_embeddings`` with a sharding of ``IN_NODE``. A larger value is lowered to this one.
+ROW_SPLIT = IN_NODE | {ShardingType.ROW_WISE.value}
+"""The sharding types that split rows."""
 
-``TwRwSparseFeaturesDist`` stores block sizes as int32 (torchrec 1.8.0). ``num_embeddings`` does not limit the ids of a
-RecStore table; it only determines the borders between the blocks of ids.
+_MOST_ROWS_IN_NODE = 2**31 - 1
+"""The largest ``num_embeddings`` with a sharding of ``IN_NODE``, whose block sizes are int32 (torchrec 1.8.0).
+
+``num_embeddings`` does not limit the ids of a RecStore table. It only determines the borders between blocks of ids.
 """
 
 
-def row_split(sharding: EmbeddingSharding[Any, Any, Any, Any], sharding_type: str) -> tuple[int, int] | None:
+def row_split(sharding: Sharding, sharding_type: str) -> tuple[int, int] | None:
     """Returns (number of ranks, this rank) of the ranks that share each table's rows; None if rows are not split."""
     if sharding_type == ShardingType.ROW_WISE.value:
         return dist.get_world_size(process_group(sharding)), dist.get_rank(process_group(sharding))
@@ -73,29 +71,19 @@ def row_split(sharding: EmbeddingSharding[Any, Any, Any, Any], sharding_type: st
 
 
 def _routing_of(table: ShardedEmbeddingTable, split: tuple[int, int] | None) -> BlockRouting | None:
-    """Returns the mapping by which the input distribution changed the shard's ids; None if the ids are unchanged.
-
-    Args:
-        table: TorchRec's config of the shard.
-        split: The result of :func:`row_split`.
-    """
+    """Returns the mapping by which the input distribution changed the shard's ids; None if the ids are unchanged."""
     if split is None:
         return None
     ranks, rank = split
     # The block of RwSparseFeaturesDist and TwRwSparseFeaturesDist, torchrec 1.8.0: ceil(num_embeddings / ranks).
-    return BlockRouting(
-        block_rows=-(-table.num_embeddings // ranks),
-        world_size=ranks,
-        rank=rank,
-        mixed=table_options(table.fused_params).routing == "hash",
-    )
+    block_rows = -(-table.num_embeddings // ranks)
+    return BlockRouting(block_rows, ranks, rank, mixed=table_options(table.fused_params).routing == "hash")
 
 
-def check_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None) -> None:
-    """Checks that RecStore supports a table.
+def prepare_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None, sharding_type: str) -> None:
+    """Checks that RecStore supports a table, and lowers ``num_embeddings`` to what TorchRec supports.
 
-    Every rank calls this function for every table, also for tables of which it has no shard. So all ranks raise the
-    same error, and no rank waits for a rank that has failed.
+    Every rank calls this function for every table, so that all ranks raise the same error.
 
     Raises:
         ValueError: RecStore does not support the data type, the optimizer, the initial range, ``output_dtype``,
@@ -110,6 +98,8 @@ def check_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | 
     if table_options(fused_params).servers is not None:
         check_remote(config, fused_params)
     initializer_of(config, table_options(fused_params))
+    if sharding_type in IN_NODE:
+        config.num_embeddings = min(config.num_embeddings, _MOST_ROWS_IN_NODE)
 
 
 def whole_options(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None) -> TableOptions:
@@ -118,34 +108,24 @@ def whole_options(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] 
     return replace(options, initializer=initializer_of(config, options))
 
 
-def _make_table(
-    config: ShardedEmbeddingTable,
-    optimizer: Optimizer,
-    split: tuple[int, int] | None,
-    shard: int,
-    routing: BlockRouting | None,
-) -> Table:
-    """Returns the :class:`Table` of one shard, with all columns of the table or the columns of a column-wise shard.
-
-    Args:
-        config: TorchRec's config of the shard. :func:`check_table` has checked it.
-        optimizer: The optimizer of the shard's group.
-        split: The result of :func:`row_split`.
-        shard: The rank. It keeps the rows of the table's shards apart in a cold store.
-        routing: The mapping that determines which ids belong to the shard. None: all ids.
-    """
-    return Table(
+def _make_shard(
+    config: ShardedEmbeddingTable, optimizer: Optimizer, split: tuple[int, int] | None, rank: int
+) -> LocalShard:
+    """Returns a new shard on this rank. See :class:`RecStoreKernel` for the arguments."""
+    dtype, routing = ROW_DTYPES[config.data_type], _routing_of(config, split)
+    table = Table(
         config.embedding_dim,
-        dtype=ROW_DTYPES[config.data_type],
+        dtype=dtype,
         optimizer=optimizer,
         options=shard_options(whole_options(config, config.fused_params), split, config.name),
         name=carried_row_name(config.fused_params) or config.name,
         columns=_columns(config),
-        shard=shard,
+        shard=rank,
         owned=None if routing is None else routing.owned,
-        stochastic_rounding=stochastic_rounding(config.fused_params, [config.name], ROW_DTYPES[config.data_type]),
+        stochastic_rounding=stochastic_rounding(config.fused_params, [config.name], dtype),
         state_dtype=state_dtype(config.fused_params, [config.name]),
     )
+    return LocalShard(table, routing)
 
 
 def _columns(config: ShardedEmbeddingTable) -> range | None:
@@ -158,14 +138,11 @@ def _columns(config: ShardedEmbeddingTable) -> range | None:
 
 
 def _padded_offsets(offsets: Tensor, bags: Sequence[int]) -> Tensor:
-    """Returns offsets in which all features have the same number of bags, by appending empty bags.
+    """Returns offsets, (features * max(bags) + 1,), in which empty bags give all features the same number of bags.
 
     Args:
         offsets: (sum of bags + 1,). The offsets of the bags, feature by feature.
         bags: The number of bags of each feature.
-
-    Returns:
-        (features * max(bags) + 1,), the dtype of ``offsets``.
     """
     counts = torch.tensor(bags)
     first = counts.cumsum(0) - counts
@@ -175,17 +152,14 @@ def _padded_offsets(offsets: Tensor, bags: Sequence[int]) -> Tensor:
 
 
 def _rank_major(pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence[int]) -> Tensor:
-    """Returns pooled rows in the order that TorchRec's output distribution expects for variable batch sizes.
+    """Returns pooled rows as TorchRec's output distribution expects them for variable batch sizes (torchrec 1.8.0).
 
-    This is the order of torchrec 1.8.0.
+    The result has one dimension: the bags, rank by rank and, for each rank, feature by feature.
 
     Args:
         pooled: (at least the largest number of bags of a feature, sum of columns). The pooled rows.
         bags: The number of bags of each feature from each rank.
         columns: The number of columns of each feature.
-
-    Returns:
-        One dimension: the bags, rank by rank and, for each rank, feature by feature.
     """
     by_feature = [
         torch.split(block[: sum(from_ranks)], list(from_ranks))
@@ -245,29 +219,27 @@ class HostIds:
         if values.is_cpu:
             offsets = features.offsets() if self._with_offsets else values[:0]
             return HostBatch(values, offsets, None if weights is None else weights.float())
-        for kept in self._ahead:
-            if kept[0]() is (values if batch is None else batch):
-                self._ahead.remove(kept)
-                return kept[1] if weights is None else _weighted(kept[1], weights)
-        if weights is None or (weights.requires_grad and torch.is_grad_enabled()):
+        whole = values if batch is None else batch
+        places = [place for place, (of, _) in enumerate(self._ahead) if of() is whole]
+        if places:
+            found = self._ahead[places[0]][1]
+            del self._ahead[places[0]]
+        elif weights is None or (weights.requires_grad and torch.is_grad_enabled()):
             found = self._copied(features, None)
-            return found if weights is None else _weighted(found, weights)
-        return self._copied(features, weights)
+        else:
+            return self._copied(features, weights)
+        if weights is None:
+            return found
+        return HostBatch(found.ids, found.offsets, weights_to_host(weights.float()))
 
     def _copied(self, features: KeyedJaggedTensor, weights: Tensor | None) -> HostBatch:
-        values: Tensor = features.values()
-        tensors = [values]
+        tensors = [features.values()]
         if self._with_offsets:
             tensors.append(features.offsets())
         if weights is not None:
             tensors.append(weights.float())
         ids, *more = to_host(tensors)
-        offsets = more[0] if self._with_offsets else ids[:0]
-        return HostBatch(ids, offsets, None if weights is None else more[-1])
-
-
-def _weighted(found: HostBatch, weights: Tensor) -> HostBatch:
-    return HostBatch(found.ids, found.offsets, weights_to_host(weights.float()))
+        return HostBatch(ids, more[0] if self._with_offsets else ids[:0], None if weights is None else more[-1])
 
 
 class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
@@ -286,6 +258,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
     """
 
     _kernel: PooledKernel | SequenceKernel
+    _host_ids: HostIds
 
     batch: Tensor | None = None
     """The ids of the whole batch that the features of the next forward are a part of, on an accelerator."""
@@ -295,26 +268,18 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         self._config = config
         optimizer = self._optimizer = optimizer_from_fused_params(config.fused_params, config.table_names())
         self._output_dtype = output_dtype(config.fused_params, config.table_names())
-        self._routings: list[BlockRouting | None] = []
-        self._tables: list[Table] = []
-        self._remote_tables: list[RemoteTable] = []
-        if table_options(config.fused_params).servers is not None:  # all tables of the group have the same servers
-            self._remote_tables = [
-                remote_table(table, optimizer, whole_options(table, table.fused_params))
-                for table in config.embedding_tables
-            ]
-        else:
-            self._routings = [_routing_of(table, split) for table in config.embedding_tables]
-            self._tables = [
-                _make_table(table, optimizer, split, shard, routing)
-                for table, routing in zip(config.embedding_tables, self._routings, strict=True)
-            ]
-        self._placeholders = {
-            table.name: placeholder_parameter(table.name, table.embedding_dim) for table in config.embedding_tables
-        }
-        self._optim = RecStoreFusedOptimizer(
-            {f"{name}.weight": parameter for name, parameter in self._placeholders.items()}, optimizer
-        )
+        self.shards: list[LocalShard] = []
+        """The group's shards on this rank, several of a table that is split by columns. Empty for remote tables."""
+        self.remote_tables: list[RemoteTable] = []
+        """The group's tables if their rows are on servers."""
+        for table in config.embedding_tables:  # All tables of the group have the same servers.
+            if table_options(table.fused_params).servers is not None:
+                self.remote_tables.append(remote_table(table, optimizer, whole_options(table, table.fused_params)))
+            else:
+                self.shards.append(_make_shard(table, optimizer, split, shard))
+        dims = {table.name: table.embedding_dim for table in config.embedding_tables}
+        self._placeholders = {name: placeholder_parameter(name, dim) for name, dim in dims.items()}
+        self._optim = KernelOptimizer(dict(self.named_parameters()), optimizer)
         for name, parameter in self._placeholders.items():
             mark_as_optimized(parameter, ParameterOptimizer(name, parameter, self._optim))
 
@@ -335,21 +300,8 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
 
     @property
     def tables(self) -> list[Table]:
-        """The group's shards on this rank. A table that is split by columns may have several shards.
-
-        The list is empty if the rows of the group's tables are on servers.
-        """
-        return self._tables
-
-    @property
-    def remote_tables(self) -> list[RemoteTable]:
-        """The group's tables if their rows are on servers, else an empty list."""
-        return self._remote_tables
-
-    @property
-    def routings(self) -> list[BlockRouting | None]:
-        """The mapping by which the ids of each of ``tables`` were split over ranks. See :class:`BlockRouting`."""
-        return self._routings
+        """The tables of :attr:`shards`."""
+        return [shard.table for shard in self.shards]
 
     def wait_for_updates(self) -> None:
         """Waits for the updates that were sent to servers, or raises the error of one."""
@@ -359,21 +311,23 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         """Prepares the rows of a batch before its training forward. Any thread may call this method.
 
         Makes missing rows, except those of tables with ``max_rows`` or ``admission``, resolves ids to slots, and reads
-        cold rows. See :meth:`torchrec_recstore.kernels.PooledKernel.prefetch`.
-
-        Args:
-            features: The int64 ids of ``config.feature_names()``, in that order.
-            batch: The ids of the whole batch that ``features`` are a part of. Default: None, the ids of ``features``.
+        cold rows. See :meth:`torchrec_recstore.kernels.PooledKernel.prefetch`, and :meth:`HostIds.prefetch` for the
+        arguments.
         """
-        raise NotImplementedError
+        self._kernel.prefetch(self._host_ids.prefetch(features, batch), self._counts(features))
+
+    def _counts(self, features: KeyedJaggedTensor) -> list[int]:
+        """Returns the numbers of ids that the kernel's ``prefetch`` takes."""
+        return features.length_per_key()  # type: ignore[no-any-return]
 
     def _target(self, features: KeyedJaggedTensor) -> CopyTarget | None:
         """Returns where the rows of a batch go, and None if they stay on the host."""
         values: Tensor = features.values()
         return None if values.is_cpu else CopyTarget(values.device, self._output_dtype)
 
-    def _on_host(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self._output_dtype is torch.float32 else rows.to(self._output_dtype)
+    def _as_output(self, rows: Tensor, to: CopyTarget | None) -> Tensor:
+        """Returns rows, which are at ``to`` already unless it is None, in the dtype of outputs."""
+        return rows if to is not None or self._output_dtype is torch.float32 else rows.to(self._output_dtype)
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the name and the empty parameter of each table, once."""
@@ -399,18 +353,11 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         return OrderedDict() if destination is None else destination
 
     def flush(self) -> None:
-        """Does nothing, because the rows are always up to date."""
+        """Does nothing: the rows are up to date, nothing is cached, and the forward has ended when it returns."""
 
-    def purge(self) -> None:
-        """Does nothing, because there is no cache."""
-
+    purge = flush
     # TorchRec's lookups look for the following two methods in each step. To find none takes longer than to call them.
-
-    def wait_for_forward(self) -> None:
-        """Does nothing, because the forward has ended when it returns."""
-
-    def get_rs_awaitable(self) -> None:
-        """Returns None, because no parameter is resized."""
+    wait_for_forward = get_rs_awaitable = flush
 
 
 class RecStorePooledKernel(RecStoreKernel):
@@ -421,9 +368,6 @@ class RecStorePooledKernel(RecStoreKernel):
         sharding_type: The sharding type, if it splits rows. The kernel then returns sums for mean pooling, and the
             collection divides them after the output distribution. Default: None.
         split, shard: See :class:`RecStoreKernel`.
-
-    Raises:
-        ValueError: RecStore does not support the optimizer; the message names the tables.
     """
 
     def __init__(
@@ -439,42 +383,30 @@ class RecStorePooledKernel(RecStoreKernel):
         feature_tables = [i for i, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
         mean = pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN
         pooling: Literal["sum", "mean"] = "mean" if mean else "sum"
-        if self._remote_tables:
-            self._kernel = self._remote_tables[0].client.pooled_kernel(self._remote_tables, feature_tables, pooling)
+        if self.remote_tables:
+            self._kernel = self.remote_tables[0].client.pooled_kernel(self.remote_tables, feature_tables, pooling)
         else:
+            routings, steps = [shard.routing for shard in self.shards], accumulation_steps(config.fused_params)
             self._kernel = PooledKernel(
-                self._tables,
-                feature_tables,
-                pooling,
-                routings=self._routings,
-                accumulation_steps=accumulation_steps(config.fused_params),
+                self.tables, feature_tables, pooling, routings=routings, accumulation_steps=steps
             )
         self._kernel.learning_rate = self._optim.learning_rate
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Returns the pooled rows of the features of this group.
+        """Returns the pooled rows of the int64 ids of ``config.feature_names()``, in that order.
 
-        Args:
-            features: The int64 ids of ``config.feature_names()``, in that order.
-
-        Returns:
-            (B, sum of columns over features), the ``output_dtype`` of the fused_params. If the batch size varies by
-            feature, one dimension: the bags, rank by rank and, for each rank, feature by feature.
+        The result is (B, sum of columns over features), the ``output_dtype`` of the fused_params. If the batch size
+        varies by feature, it has one dimension: the bags, rank by rank and, for each rank, feature by feature.
         """
         ids, offsets, weights = self._host_ids.take(features, self.batch)
         to = self._target(features)
         if not features.variable_stride_per_key():
-            rows = self._kernel.forward(ids, offsets, weights, train=self.training, to=to)
-            return rows if to is not None else self._on_host(rows)
+            return self._as_output(self._kernel.forward(ids, offsets, weights, train=self.training, to=to), to)
         bags = features.stride_per_key_per_rank()
         offsets = _padded_offsets(offsets, [sum(from_ranks) for from_ranks in bags])
         rows = self._kernel.forward(ids, offsets, weights, train=self.training)
         rows = _rank_major(rows, bags, self._config.embedding_dims())
-        return to_device(rows, to) if to is not None else self._on_host(rows)
-
-    def prefetch(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> None:
-        """Prepares the rows of a batch. See :meth:`RecStoreKernel.prefetch`."""
-        self._kernel.prefetch(self._host_ids.prefetch(features, batch), features.length_per_key())
+        return self._as_output(rows if to is None else to_device(rows, to), to)
 
 
 class RecStoreSequenceKernel(RecStoreKernel):
@@ -483,40 +415,28 @@ class RecStoreSequenceKernel(RecStoreKernel):
     Args:
         config: TorchRec's group of tables.
         split, shard: See :class:`RecStoreKernel`.
-
-    Raises:
-        ValueError: RecStore does not support the optimizer; the message names the tables.
     """
 
     def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None = None, shard: int = 0) -> None:
         super().__init__(config, split, shard)
         self._kernel: SequenceKernel
         self._host_ids = HostIds(with_offsets=False, with_weights=False)
-        if self._remote_tables:
-            self._kernel = self._remote_tables[0].client.sequence_kernel(self._remote_tables)
+        if self.remote_tables:
+            self._kernel = self.remote_tables[0].client.sequence_kernel(self.remote_tables)
         else:
-            self._kernel = SequenceKernel(
-                self._tables, routings=self._routings, accumulation_steps=accumulation_steps(config.fused_params)
-            )
+            routings, steps = [shard.routing for shard in self.shards], accumulation_steps(config.fused_params)
+            self._kernel = SequenceKernel(self.tables, routings=routings, accumulation_steps=steps)
         self._kernel.learning_rate = self._optim.learning_rate
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Returns the row of each id.
+        """Returns the row of each of the int64 ids of ``config.feature_names()``, in that order.
 
-        Args:
-            features: The int64 ids of ``config.feature_names()``, in that order.
-
-        Returns:
-            One dimension, the ``output_dtype`` of the fused_params: the columns of each id, feature by feature.
+        The result has one dimension, the ``output_dtype`` of the fused_params: the columns of each id, feature by
+        feature.
         """
         ids, _, _ = self._host_ids.take(features, self.batch)
         to = self._target(features)
-        rows = self._kernel.forward(ids, self._counts(features), train=self.training, to=to)
-        return rows if to is not None else self._on_host(rows)
-
-    def prefetch(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> None:
-        """Prepares the rows of a batch. See :meth:`RecStoreKernel.prefetch`."""
-        self._kernel.prefetch(self._host_ids.prefetch(features, batch), self._counts(features))
+        return self._as_output(self._kernel.forward(ids, self._counts(features), train=self.training, to=to), to)
 
     def _counts(self, features: KeyedJaggedTensor) -> list[int]:
         lengths = iter(features.length_per_key())

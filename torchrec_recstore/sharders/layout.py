@@ -1,12 +1,14 @@
-"""The layout of a table's rows over shards, and the conversion between tensors of shards and of whole tables."""
+"""The layout of a table's rows over shards, and the conversion between tensors of shards and of whole tables.
+
+Tests: tests/checkpoint/test_state_dict.py, tests/checkpoint/test_distributed_checkpoint.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -44,9 +46,12 @@ class LocalShard:
 
     def owned(self, ids: Tensor) -> Tensor:
         """Returns whether each of ``ids``, (N,) int64, belongs to this shard: (N,) bool."""
-        if self.routing is None:
-            return torch.ones_like(ids, dtype=torch.bool)
-        return self.routing.owned(ids)
+        return torch.ones_like(ids, dtype=torch.bool) if self.routing is None else self.routing.owned(ids)
+
+    def state(self) -> TableState:
+        """Returns the shard's part of the state of the table. All column shards have the same sightings."""
+        state = self.table.state()
+        return replace(state, sightings=None) if self.table.columns.start else state
 
 
 @dataclass(frozen=True)
@@ -70,86 +75,79 @@ class ShardLayout:
         name: The name of the table.
         shards: The table's shards on this rank.
         env: The environment of the sharded module.
+        with_state: Whether :attr:`state` is gathered. Default: False.
 
     Raises:
         RuntimeError: The table's column shards have different numbers of rows. The error is raised on every rank.
     """
 
-    def __init__(self, name: str, shards: Sequence[LocalShard], env: ShardingEnv) -> None:
+    def __init__(self, name: str, shards: Sequence[LocalShard], env: ShardingEnv, *, with_state: bool = False) -> None:
         local = [(len(t), t.columns, value_dtype(t.dtype)) for t in (shard.table for shard in shards)]
-        gathered = all_gathered(local, env)
-        self.env = env
-        self.dim = 1 + max(columns[-1] for pieces in gathered for _, columns, _ in pieces)
+        states = [shard.state() for shard in shards] if with_state else []
+        gathered = all_gathered((local, states), env)
+        self.state = TableState.merged(state for _, of_rank in gathered for state in of_rank)
+        """The state of the whole table, or of a new table if it was not gathered."""
+        self._env = env
         ends: dict[range, int] = {}
-        self.pieces: list[_Piece] = []
-        for rank, pieces in enumerate(gathered):
+        self._pieces: list[_Piece] = []
+        for rank, (pieces, _) in enumerate(gathered):
             for rows, columns, dtype in pieces:
                 self.dtype = dtype  # The dtype of lookups is the same in every shard.
                 begin = ends.get(columns, 0)
                 ends[columns] = begin + rows
-                self.pieces.append(_Piece(rank, range(begin, begin + rows), columns))
+                self._pieces.append(_Piece(rank, range(begin, begin + rows), columns))
         if len(set(ends.values())) > 1:
             raise RuntimeError(f"RecStore table {name!r}: its column shards hold different numbers of rows: {ends}")
         self.rows = next(iter(ends.values()))
         self.column_shards = sorted(ends, key=lambda columns: columns.start)
 
-    def rowed(self, tensors: Iterable[Tensor], dtype: torch.dtype = torch.int64) -> ShardedTensor:
-        """Returns the whole tensor, (R,), from this rank's parts. Only the first column shard holds the parts.
+    def by_row(self, tensors: Iterable[Tensor]) -> ShardedTensor:
+        """Returns the whole tensor, (R,) int64, of one part for each of this rank's shards, (rows,).
 
-        Args:
-            tensors: One part for each of this rank's shards, (rows,).
-            dtype: The dtype of the tensor. Default: int64.
+        Only the first column shard holds the parts.
         """
-        return self.sharded(tensors, None, None, dtype)
+        return self._whole(tensors, None, torch.int64)
 
-    def sharded(
-        self,
-        tensors: Iterable[Tensor],
-        width: Callable[[range], range] | None,
-        size: int | None,
-        dtype: torch.dtype = torch.float32,
+    def by_column(self, tensors: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> ShardedTensor:
+        """Returns the whole tensor, (R, D) of ``dtype``, of one (rows, columns) part for each of this rank's shards."""
+        return self._whole(tensors, {columns: columns for columns in self.column_shards}, dtype)
+
+    def by_column_shard(self, tensors: Iterable[Tensor]) -> ShardedTensor:
+        """Returns the whole tensor, (R, C) float32, of one part for each of this rank's shards, (rows,)."""
+        places = {columns: range(i, i + 1) for i, columns in enumerate(self.column_shards)}
+        return self._whole([tensor.unsqueeze(1) for tensor in tensors], places, torch.float32)
+
+    def _whole(
+        self, tensors: Iterable[Tensor], places: Mapping[range, range] | None, dtype: torch.dtype
     ) -> ShardedTensor:
-        """Returns the whole tensor, (R,) or (R, size), from this rank's parts.
-
-        Args:
-            tensors: One part for each of this rank's shards, (rows,) or (rows, width).
-            width: A function that maps the table's columns in a shard to the columns of the whole tensor in the shard's
-                part. None for one-dimensional tensors.
-            size: The number of columns of the whole tensor. None for one-dimensional tensors.
-            dtype: The dtype of the tensor. Default: float32.
-        """
+        """Returns the whole tensor. ``places`` are the columns of the tensor in each column shard of the table."""
 
         def metadata(piece: _Piece) -> ShardMetadata:
             offsets, sizes = [piece.rows.start], [len(piece.rows)]
-            if width is not None:
-                part = width(piece.columns)
-                offsets, sizes = [*offsets, part.start], [*sizes, len(part)]
+            if places is not None:
+                offsets, sizes = [*offsets, places[piece.columns].start], [*sizes, len(places[piece.columns])]
             return ShardMetadata(offsets, sizes, placement=f"rank:{piece.rank}/cpu")
 
-        holders = [p for p in self.pieces if width is not None or p.columns == self.column_shards[0]]
+        holders = [p for p in self._pieces if places is not None or p.columns == self.column_shards[0]]
         # torch 2.13 does not accept a ShardedTensor without shards, nor empty shards besides others.
         kept = [p for p in holders if len(p.rows)] or list({p.columns: p for p in reversed(holders)}.values())[::-1]
-        rank = self._rank()
-        mine = zip([piece for piece in self.pieces if piece.rank == rank], tensors, strict=True)
+        mine = zip([piece for piece in self._pieces if piece.rank == self._env.rank], tensors, strict=True)
         local = [
             TensorShard(tensor[part.rows.start - piece.rows.start : part.rows.stop - piece.rows.start], metadata(part))
             for piece, tensor in mine
             if piece in kept
             for part in piece.cut()
         ]
+        width = [] if places is None else [places[self.column_shards[-1]].stop]
         return ShardedTensor._init_from_local_shards_and_global_metadata(
             local,
             ShardedTensorMetadata(
                 shards_metadata=[metadata(part) for piece in kept for part in piece.cut()],
-                size=torch.Size([self.rows] if size is None else [self.rows, size]),
+                size=torch.Size([self.rows, *width]),
                 tensor_properties=TensorProperties(dtype=dtype),
             ),
-            process_group=self.env.process_group,
+            process_group=self._env.process_group,
         )
-
-    def _rank(self) -> int:
-        group = self.env.process_group
-        return 0 if group is None else dist.get_rank(group)
 
 
 class WholeRows:
@@ -216,15 +214,6 @@ class WholeRows:
             if (column, part.metadata.shard_sizes[1]) == (columns.start, len(columns)):
                 parts.append((first, part.tensor))
         return sorted(parts, key=lambda part: part[0])
-
-
-def whole_state(shards: Sequence[LocalShard], env: ShardingEnv) -> TableState:
-    """Returns the state of a whole table on every rank. Collective."""
-    states = [shard.table.state() for shard in shards]
-    for place, shard in enumerate(shards):
-        if shard.table.columns.start:  # All column shards have the same sightings.
-            states[place] = replace(states[place], sightings=None)
-    return TableState.merged(state for of_rank in all_gathered(states, env) for state in of_rank)
 
 
 def owned_positions(shard: LocalShard, ids: Tensor) -> Tensor:

@@ -67,8 +67,9 @@ def _all_shards(module: RecStoreCollection) -> list[dict[str, list[_Shard]]]:
     local |= {name: [] for name in module.remote_table_names()}
     with refused_together(module.ranks_env):
         module.wait_for_updates()
-        for kernel in module.remote_kernels():
-            for name, remote in zip(kernel.config.table_names(), kernel.remote_tables, strict=True):
+        for kernel in module.recstore_kernels():
+            names = kernel.config.table_names() if kernel.remote_tables else []
+            for name, remote in zip(names, kernel.remote_tables, strict=True):
                 local[name] = [(0, remote.client.stats(remote.name))]
     return all_gathered(local, module.ranks_env)
 

@@ -77,14 +77,9 @@ def refuse_remote_tables(
     refusal: str = "{} is on servers, which own its rows: save the rows with client.save(name), and the other tensors "
     "of the model with torch.save(model.state_dict(), path)",
 ) -> None:
-    """Raises an error if the rows of a table of the model are on servers. All ranks raise the same error.
+    """Raises ``ValueError`` if the rows of a table of the model are on servers, on every rank.
 
-    Args:
-        model: The model.
-        refusal: The message of the error. The name of the table replaces ``{}``. Default: how its rows are saved.
-
-    Raises:
-        ValueError: There is such a table.
+    The name of the table replaces ``{}`` in ``refusal``. Default: a message that says how such rows are saved.
     """
     for module in model.modules():
         names = module.remote_table_names() if isinstance(module, RecStoreCollection) else []
@@ -95,10 +90,7 @@ def refuse_remote_tables(
 
 
 def tables_of_rank(model: nn.Module, refusal: str) -> list[Table]:
-    """Returns the tables of this rank, of sharded modules and of eager modules.
-
-    The arguments and errors are those of :func:`refuse_remote_tables`.
-    """
+    """Returns the tables of this rank, of sharded and of eager modules. See :func:`refuse_remote_tables` for errors."""
     refuse_remote_tables(model, refusal)
     found: list[Table] = []
     for module in model.modules():
@@ -180,8 +172,7 @@ def _path_prefix(prefix: str) -> str:
 def rows_left_out(model: nn.Module) -> Iterator[None]:
     """Returns a context in which the states of the model and its fused optimizer have no rows of RecStore tables.
 
-    Outside of this context, ``state_dict`` copies all rows of the tables. Loading a state without rows does not change
-    the tables.
+    Loading a state without rows does not change the tables.
     """
     states = [table.state for table in recstore_tables(model)]
     before = [state.emits_rows for state in states]
@@ -195,10 +186,7 @@ def rows_left_out(model: nn.Module) -> Iterator[None]:
 
 
 def _sharded_modules(module: nn.Module, prefix: str) -> dict[str, RecStoreCollection]:
-    """Returns the collections by the prefix of their keys.
-
-    If a collection has several places in the model, the prefix is that of the first place.
-    """
+    """Returns the collections by the prefix of their keys, which is that of their first place in the model."""
     found: dict[str, RecStoreCollection] = {}
     # The keys of state_dict do not have the names of these wrappers.
     if isinstance(module, DistributedModelParallel | DistributedDataParallel):
@@ -241,12 +229,7 @@ def dense_tensors(model: nn.Module, tables: Sequence[ModelTable]) -> dict[str, T
 
 
 def check_dense(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Checks that the tensors of a checkpoint can be loaded into the tensors of the model.
-
-    Args:
-        saved: The tensors of the checkpoint.
-        own: The tensors of the model.
-        strict: Whether both must have the same names.
+    """Checks that the tensors of a checkpoint, ``saved``, can be loaded into those of the model, ``own``.
 
     Raises:
         ValueError: A shape differs. Or ``strict`` is True, and only one of them has a name. Or a tensor of the model

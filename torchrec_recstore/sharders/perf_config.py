@@ -1,9 +1,13 @@
-"""The speed of RecStore's kernel, and its copies between the host and an accelerator, for TorchRec's planner."""
+"""The speed of RecStore's kernel, and its copies between the host and an accelerator, for TorchRec's planner.
+
+Tests: tests/planner/test_accelerators.py, tests/planner/test_estimators.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torchrec.distributed.planner.constants import DEFAULT_PERF_ESTIMATOR
 from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorConfig, EmbeddingPerfEstimatorFactory
@@ -29,11 +33,7 @@ Measured for forward and backward with row-wise Adagrad, with malloc told to kee
 
 _TYPES = [each.value for each in ShardingType if each is not ShardingType.DATA_PARALLEL]
 
-_WITH_BLOCKS = {
-    ShardingType.TABLE_WISE.value,
-    ShardingType.COLUMN_WISE.value,
-    ShardingType.TABLE_COLUMN_WISE.value,
-}
+_WITH_BLOCKS = ("table_wise", "column_wise", "table_column_wise")
 """The sharding types that TorchRec estimates with ``TableWiseEvaluator`` and its subclasses (torchrec 1.8.0)."""
 
 _ID_BYTES = _OFFSET_BYTES = 8
@@ -68,11 +68,7 @@ class BusBytes:
 
 
 def bus_bytes(context: ShardPerfContext) -> BusBytes:
-    """Returns the estimated bytes of one shard of a RecStore table over the bus in a step.
-
-    Args:
-        context: TorchRec's description of the shard. Its ``output_data_type_size`` is that of the results of lookups.
-    """
+    """Returns the estimated bytes of one shard of a RecStore table over the bus in a step."""
     ids = context.batch_inputs * context.world_size / _split(context)
     bags = sum(n * b for n, b in zip(context.num_poolings, context.batch_sizes, strict=True)) * context.world_size
     of_weights = ids * _WEIGHT_BYTES if context.is_weighted and context.is_pooled else 0
@@ -146,55 +142,38 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
     for each table before the methods below (torchrec 1.7.0, 1.8.0 and 1.9.2)."""
 
     def get_device_bw(
-        self,
-        compute_device: str,
-        compute_kernel: str,
-        hbm_mem_bw: float,
-        ddr_mem_bw: float,
-        ssd_mem_bw: float,
-        hbm_to_ddr_mem_bw: float,
-        caching_ratio: float | None = None,
-        prefetch_pipeline: bool = False,
+        self, compute_device: str, compute_kernel: str, hbm_mem_bw: float, ddr_mem_bw: float, *args: Any, **kwargs: Any
     ) -> float | None:
-        """Returns the bandwidth of a kernel's rows in bytes per millisecond.
+        """Returns the bandwidth of a kernel's rows in bytes per millisecond. The arguments are those of TorchRec.
 
-        The rows of RecStore tables are in host memory, whatever the device of the dense part is. The arguments are
-        those of TorchRec's method.
+        The rows of RecStore tables are in host memory, whatever the device of the dense part is.
         """
         self._over_bus = compute_device != "cpu"
         if compute_kernel == RECSTORE_KERNEL:
             return SPEED_OVER_FUSED * ddr_mem_bw
-        bandwidth: float | None = super().get_device_bw(
-            compute_device,
-            compute_kernel,
-            hbm_mem_bw,
-            ddr_mem_bw,
-            ssd_mem_bw,
-            hbm_to_ddr_mem_bw,
-            caching_ratio,
-            prefetch_pipeline,
-        )
+        bandwidth: float | None
+        bandwidth = super().get_device_bw(compute_device, compute_kernel, hbm_mem_bw, ddr_mem_bw, *args, **kwargs)
         return bandwidth
 
     @forward_compute(_TYPES)  # type: ignore[untyped-decorator]
     def forward_ms(self, context: ShardPerfContext) -> float:
         """Returns the estimated milliseconds of a forward pass. The cost per row is that of row-wise sharding."""
         copied = self._copied(context)
-        bus_ms = (copied.ids + copied.rows) / context.hbm_to_ddr_mem_bw if copied else 0
-        measured_ms = self._measured_ms(context)
-        if measured_ms is not None:
-            return float(measured_ms / (1 + context.bwd_compute_multiplier) + bus_ms)
-        return default_forward_ms(evaluator_of(context), context, self) + bus_ms
+        share = 1 / (1 + context.bwd_compute_multiplier)
+        return self._pass_ms(context, default_forward_ms, share, copied.ids + copied.rows)
 
     @backward_compute(_TYPES)  # type: ignore[untyped-decorator]
     def backward_ms(self, context: ShardPerfContext) -> float:
         """Returns the estimated milliseconds of a backward pass. The cost per row is that of row-wise sharding."""
         copied = self._copied(context)
-        bus_ms = (copied.gradients + copied.weight_gradients) / context.hbm_to_ddr_mem_bw if copied else 0
+        share = 1 - 1 / (1 + context.bwd_compute_multiplier)
+        return self._pass_ms(context, default_backward_ms, share, copied.gradients + copied.weight_gradients)
+
+    def _pass_ms(self, context: ShardPerfContext, default: Callable[..., float], share: float, copied: float) -> float:
+        """Returns the milliseconds of a pass: a share of the measured ones, and the copies of bytes over the bus."""
         measured_ms = self._measured_ms(context)
-        if measured_ms is not None:
-            return float(measured_ms * (1 - 1 / (1 + context.bwd_compute_multiplier)) + bus_ms)
-        return default_backward_ms(evaluator_of(context), context, self) + bus_ms
+        ms = default(evaluator_of(context), context, self) if measured_ms is None else measured_ms * share
+        return float(ms + copied / context.hbm_to_ddr_mem_bw if copied else ms)
 
     def _measured_ms(self, context: ShardPerfContext) -> float | None:
         """Returns the milliseconds of a forward and a backward on the rank with most ids, or None without a measure.
@@ -211,8 +190,9 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         sums = context.batch_outputs * context.world_size * (1 - 1 / split) if context.is_pooled else 0
         return float(ids * measured.ns_per_id / 1e6 + 2 * sums * context.emb_dim * _FLOAT_BYTES / context.device_bw)
 
-    def _copied(self, context: ShardPerfContext) -> BusBytes | None:
-        return bus_bytes(context) if self._over_bus and context.compute_kernel == RECSTORE_KERNEL else None
+    def _copied(self, context: ShardPerfContext) -> BusBytes:
+        over_bus = self._over_bus and context.compute_kernel == RECSTORE_KERNEL
+        return bus_bytes(context) if over_bus else BusBytes(0, 0, 0, 0)
 
 
 def register_kernel() -> None:

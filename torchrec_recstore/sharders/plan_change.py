@@ -16,13 +16,12 @@ from torch import nn
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv
 
 from torchrec_recstore.kernels import BlockRouting
-from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.delta_tracker import Record
 from torchrec_recstore.sharders.gather import all_gathered, all_made, refused_together
-from torchrec_recstore.sharders.layout import LocalShard, whole_state
-from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL, RecStoreParameterSharding
-from torchrec_recstore.sharders.row_state import ModuleState
+from torchrec_recstore.sharders.layout import LocalShard
+from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL
+from torchrec_recstore.sharders.row_state import ModuleState, RowState
 from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.exchange import check_applied, check_replaceable, exchange_all
 from torchrec_recstore.store.parts import PART_BYTES, rows_in
@@ -32,8 +31,7 @@ _MESSAGE_BYTES = 1 << 22  # The rows of a shard that are read, sent and written 
 _SHRINKS = 16  # The memory of a shard is given back after each of this many parts of its rows has left.
 
 _Message = tuple[int, int, Part]
-"""Rows that one shard sends to another in one round: the number of the shard that receives them, on its rank; the
-number of the sender's group, see :func:`move_rows`; and the rows."""
+"""The number of the shard that receives rows, on its rank; the number of the sender's group; and the rows."""
 
 
 class ReshardableCollection(CollectionSeams):
@@ -56,11 +54,7 @@ class ReshardableCollection(CollectionSeams):
         raise NotImplementedError
 
     def change(self, plan: Mapping[str, ParameterSharding], path: str | None = None) -> Change | None:
-        """Returns the change to another plan, or None if the plan is the present one.
-
-        Args:
-            plan: The new plan of the whole collection, by table name.
-            path: The path of the collection in the model.
+        """Returns the change to another plan, or None if the plan is the present one. See :class:`Change`.
 
         Raises:
             ValueError: The plan cannot change so, or not now. See :func:`torchrec_recstore.reshard`.
@@ -123,29 +117,13 @@ class ReshardableCollection(CollectionSeams):
             )
 
     def rebuilt(self, change: Change) -> ReshardableCollection:
-        """Returns a new sharded module of the same tables with another plan, without rows. Collective.
-
-        The sharder that has sharded this module makes it, as for a new ``DistributedModelParallel``.
-        """
+        """Returns a new sharded module of the same tables with another plan, without rows. Collective."""
         assert self.source is not None
         module, sharder = self.source
         plan: Any = change.plan
         fresh: Any = sharder.shard(on_meta_device(module), plan, self.ranks_env, self.stock_device, change.path)
         fresh.source = self.source
-        assert isinstance(fresh, ReshardableCollection)
-        return fresh
-
-    def move_rows_to(self, fresh: ReshardableCollection) -> None:
-        """Moves the rows of all tables to a module that :meth:`rebuilt` has returned. Collective."""
-        for name, table in self.recstore_state.tables.items():
-            move_rows(name, table.shards, fresh.recstore_state.tables[name].shards, self.ranks_env)
-
-    def give_up(self, error: BaseException) -> None:
-        """Makes every later use of the tables raise an error, because ``error`` has interrupted the move of rows."""
-        self.recstore_state.copies.refuse_all(
-            f"RecStore tables {self.recstore_table_names()} have lost rows, because a reshard failed with "
-            f"{type(error).__name__}: {error}: start the job again from its last checkpoint"
-        )
+        return fresh  # type: ignore[no-any-return]
 
     def become_resharded(self, fresh: ReshardableCollection) -> None:
         """Becomes the module ``fresh``, to which the rows have moved, but stays the same object."""
@@ -179,11 +157,7 @@ class Change:
 
 
 def refuse_pipelined(module: nn.Module, tables: Iterable[str]) -> None:
-    """Raises an error if a train pipeline uses a sharded module.
-
-    Raises:
-        ValueError: A train pipeline has begun batches for the module's ``tables``.
-    """
+    """Raises ``ValueError`` if a train pipeline has begun batches for the ``tables`` of a sharded module."""
     if is_in_pipeline(module):
         raise ValueError(
             f"reshard: a train pipeline has begun batches for the tables {sorted(tables)} with the old plan: call "
@@ -194,11 +168,7 @@ def refuse_pipelined(module: nn.Module, tables: Iterable[str]) -> None:
 def reshard_collections(changes: Sequence[Change]) -> None:
     """Changes the plans of collections in place: of all of them, or of none. Collective.
 
-    Args:
-        changes: The changes, the same on every rank.
-
-    Raises:
-        Exception: See :func:`torchrec_recstore.reshard`.
+    The changes are the same on every rank. See :func:`torchrec_recstore.reshard` for the errors.
     """
     rebuilt: list[tuple[ReshardableCollection, ReshardableCollection]] = []
     try:
@@ -210,10 +180,14 @@ def reshard_collections(changes: Sequence[Change]) -> None:
         raise
     try:
         for collection, fresh in rebuilt:
-            collection.move_rows_to(fresh)
+            for name, table in collection.recstore_state.tables.items():
+                move_rows(table, fresh.recstore_state.tables[name])
     except BaseException as error:
         for collection, fresh in rebuilt:
-            collection.give_up(error)
+            collection.recstore_state.copies.refuse_all(
+                f"RecStore tables {collection.recstore_table_names()} have lost rows, because a reshard failed with "
+                f"{type(error).__name__}: {error}: start the job again from its last checkpoint"
+            )
             fresh.close_tables()
         raise
     for collection, fresh in rebuilt:
@@ -222,49 +196,33 @@ def reshard_collections(changes: Sequence[Change]) -> None:
 
 def _same(old: ParameterSharding, new: ParameterSharding) -> bool:
     """Returns whether two entries of plans give a table the same shards and options."""
-    names = [each.name for each in fields(ParameterSharding)]
-    if any(getattr(old, name) != getattr(new, name) for name in names):
-        return False
     # The sharder adds its own arguments to the entries, so the other fields of RecStore's entries are not compared.
-    return bool(_options(old) == _options(new))
-
-
-def _options(entry: ParameterSharding) -> Any:
-    return entry.options if isinstance(entry, RecStoreParameterSharding) else None
+    names = [*(each.name for each in fields(ParameterSharding)), "options"]
+    return all(getattr(old, name, None) == getattr(new, name, None) for name in names)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A shard of the whole table.
-
-    Args:
-        rank: The rank of the shard.
-        number: The number of the shard among the table's shards on that rank.
-        columns: The columns of the shard.
-        routing: The routing that determines which ids belong to the shard. None: all ids do.
-    """
+    """A shard of the whole table, as the other ranks know it."""
 
     rank: int
     number: int
+    """The number of the shard among the table's shards on its rank."""
     columns: range
     routing: BlockRouting | None
-
-
-@dataclass(frozen=True)
-class _Held:
-    """What the other ranks must know of a shard that sends rows."""
-
-    dim: int
+    """The routing that determines which ids belong to the shard. None: all ids do."""
     dtype: torch.dtype
-    optimizer: Optimizer
     rows: int
 
     @staticmethod
-    def of(table: Table) -> _Held:
-        return _Held(table.dim, table.dtype, table.optimizer, len(table))
+    def of_all_ranks(shards: Sequence[LocalShard], env: ShardingEnv) -> list[_Place]:
+        """Returns the places of a table's shards, in the order of the ranks. Collective."""
+        described = [(s.table.columns, s.routing, s.table.dtype, len(s.table)) for s in shards]
+        gathered = enumerate(all_gathered(described, env))
+        return [_Place(rank, number, *each) for rank, of_rank in gathered for number, each in enumerate(of_rank)]
 
 
-def move_rows(name: str, old: Sequence[LocalShard], new: Sequence[LocalShard], env: ShardingEnv) -> None:
+def move_rows(old: RowState, new: RowState) -> None:
     """Moves all rows of a table, with their states and the table's clocks and counts, to empty shards. Collective.
 
     The new shards then hold what they would hold if the old shards had been saved and the checkpoint had been loaded
@@ -274,53 +232,45 @@ def move_rows(name: str, old: Sequence[LocalShard], new: Sequence[LocalShard], e
     shards get the rows in the order of a load: their evictions depend on it. If the layout does not change, the shards
     exchange their rows without copying them.
 
-    Args:
-        name: The name of the table, for errors.
-        old: The shards of this rank that hold the rows.
-        new: The shards of this rank that receive the rows.
-        env: The environment of the sharded module.
-
     Raises:
         RuntimeError: A rank has died, or the column shards hold different rows.
         Exception: The error of a rank. All of these errors are raised on every rank. The rows are then in neither of
             the layouts.
     """
-    sources, places = _places(old, env), _places(new, env)
-    held = [each for of_rank in all_gathered([_Held.of(shard.table) for shard in old], env) for each in of_rank]
-    state = whole_state(old, env)
-    if all(all_gathered(_same_layout(old, new), env)):
+    env = old.env
+    states = all_gathered(([shard.state() for shard in old.shards], _same_layout(old.shards, new.shards)), env)
+    state = TableState.merged(each for of_rank, _ in states for each in of_rank)
+    if all(same for _, same in states):
         with refused_together(env):
-            for before, after in zip(old, new, strict=True):
+            for before, after in zip(old.shards, new.shards, strict=True):
                 after.table.exchange_rows(before.table)
                 after.table.set_state(state.owned(after.owned))
     else:
-        _stream(name, old, new, sources, places, held, state, env)
+        _stream(old, new, state)
 
 
-def _stream(
-    name: str,
-    old: Sequence[LocalShard],
-    new: Sequence[LocalShard],
-    sources: Sequence[_Place],
-    places: Sequence[_Place],
-    held: Sequence[_Held],
-    state: TableState,
-    env: ShardingEnv,
-) -> None:
-    """Moves the rows in rounds. ``held`` is of the shards ``sources``, which ``old`` has on this rank."""
-    rows = {place.routing: each.rows for place, each in zip(sources, held, strict=True) if place.columns.start == 0}
+def _same_layout(old: Sequence[LocalShard], new: Sequence[LocalShard]) -> bool:
+    """Returns whether the shards can exchange their rows."""
+    before, after = ([(s.table.columns, s.table.options, s.routing) for s in shards] for shards in (old, new))
+    return before == after
+
+
+def _stream(old: RowState, new: RowState, state: TableState) -> None:
+    """Moves the rows in rounds, and sets the state of the new shards."""
+    env = old.env
+    sources, places = _Place.of_all_ranks(old.shards, env), _Place.of_all_ranks(new.shards, env)
+    rows = {place.routing: place.rows for place in sources if place.columns.start == 0}
     groups = list(rows)
-    bounded = any(all_gathered(any(shard.table.options.max_rows is not None for shard in new), env))
     with refused_together(env):
-        if any(each.rows != rows.get(place.routing) for place, each in zip(sources, held, strict=True)):
-            raise RuntimeError(f"RecStore table {name!r}: its column shards hold different numbers of rows")
+        if any(place.rows != rows.get(place.routing) for place in sources):
+            raise RuntimeError(f"RecStore table {old.name!r}: its column shards hold different numbers of rows")
         # The statistics of the tables themselves do not count the moved rows as new ones, as after a load.
-        arriving = [shard.table.empty_copy() for shard in new]
-        for shard, table in zip(new, arriving, strict=True):
+        arriving = [shard.table.empty_copy() for shard in new.shards]
+        for shard, table in zip(new.shards, arriving, strict=True):
             table.set_state(state.owned(shard.owned))
-        senders = [_Sender(shard, groups.index(shard.routing)) for shard in old]
-    whole = held[0]
-    size = rows_in(PART_BYTES if bounded else _MESSAGE_BYTES, whole.dim, whole.dtype, whole.optimizer)
+        senders = [_Sender(shard, groups.index(shard.routing)) for shard in old.shards]
+    bounded = new.options.max_rows is not None
+    size = rows_in(PART_BYTES if bounded else _MESSAGE_BYTES, old.dim, sources[0].dtype, old.optimizer)
     parts = [-(-rows[routing] // size) for routing in groups]
     rounds = [({g}, i) for g, count in enumerate(parts) for i in range(count)]
     if not bounded:
@@ -330,7 +280,7 @@ def _stream(
     def write_and_take(active: set[int], part: range) -> list[list[_Message]]:
         # Ranks wait for each other once for both: the rows of the last round are written, and those of the next leave.
         nonlocal received
-        _write(name, arriving, received)
+        _write(old.name, arriving, received)
         received = []
         return _by_rank(senders, active, part, places, env)
 
@@ -338,36 +288,12 @@ def _stream(
         part = range(number * size, (number + 1) * size)
         received = _exchanged(partial(write_and_take, active, part), env)
     with refused_together(env):
-        _write(name, arriving, received)
-        exchange_all(zip([shard.table for shard in new], arriving, strict=True))
-
-
-def _same_layout(old: Sequence[LocalShard], new: Sequence[LocalShard]) -> bool:
-    """Returns whether the shards can exchange their rows."""
-    return len(old) == len(new) and all(
-        (before.table.columns, before.table.options, before.routing)
-        == (after.table.columns, after.table.options, after.routing)
-        for before, after in zip(old, new, strict=True)
-    )
-
-
-def _places(shards: Sequence[LocalShard], env: ShardingEnv) -> list[_Place]:
-    """Returns the table's shards on all ranks, in the order of the ranks. Collective."""
-    gathered = all_gathered([(shard.table.columns, shard.routing) for shard in shards], env)
-    return [
-        _Place(rank, number, columns, routing)
-        for rank, of_rank in enumerate(gathered)
-        for number, (columns, routing) in enumerate(of_rank)
-    ]
+        _write(old.name, arriving, received)
+        exchange_all(zip([shard.table for shard in new.shards], arriving, strict=True))
 
 
 class _Sender:
-    """A shard whose rows leave it in ascending order of their ids.
-
-    Args:
-        shard: The shard.
-        group: The number of the shard's group.
-    """
+    """A shard whose rows leave it in ascending order of their ids. ``group`` is the number of the shard's group."""
 
     def __init__(self, shard: LocalShard, group: int) -> None:
         self.table = shard.table
@@ -411,9 +337,9 @@ def _write(name: str, tables: Sequence[Table], received: Sequence[_Message]) -> 
     parts: dict[tuple[int, int], list[Part]] = {}
     for number, group, part in received:
         parts.setdefault((group, number), []).append(part)
-    for (_, number), of_shard in sorted(parts.items(), key=lambda item: item[0]):
+    for group, number in sorted(parts):
         try:
-            part = Part.joined(of_shard, tables[number].columns)
+            part = Part.joined(parts[group, number], tables[number].columns)
         except ValueError as error:
             raise RuntimeError(f"RecStore table {name!r}: its {error}") from error
         tables[number].write(part)
@@ -422,12 +348,7 @@ def _write(name: str, tables: Sequence[Table], received: Sequence[_Message]) -> 
 def _exchanged(take: Callable[[], list[list[_Message]]], env: ShardingEnv) -> list[_Message]:
     """Sends rows to every rank, and returns the rows that every rank has sent to this one. Collective.
 
-    Args:
-        take: Returns the rows that this rank sends, by the rank that gets them.
-        env: The environment of the sharded module.
-
-    Raises:
-        Exception: The error of a rank, or a rank has died.
+    ``take`` returns the rows that this rank sends, by the rank that gets them.
     """
     group = env.process_group
     if group is None or env.world_size == 1:

@@ -1,4 +1,7 @@
-"""The plan's entries for RecStore tables, their checks, and the way of a sharder's arguments to the tables."""
+"""The plan's entries for RecStore tables, their checks, and the way of a sharder's arguments to the tables.
+
+Tests: tests/sharders/test_stock_tables.py, tests/planner/test_planners.py.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +51,7 @@ _SHOWN = ("table in RecStore", "sharding type", "ranks", "options")
 """The columns of a printed plan."""
 
 _stock_by_default: set[str] = set()
-"""The tables that a warning has been given about, because their sharding names no kernel.
-
-A table is removed from the set when it is sharded.
-"""
+"""The tables that a warning was given about, because their sharding names no kernel, until they are sharded."""
 
 
 class RecStoreModulePlan(EmbeddingModuleShardingPlan):  # type: ignore[misc]
@@ -129,12 +129,9 @@ class ResidentParameter(nn.Parameter):
 
     @classmethod
     def of(cls, parameter: nn.Parameter, rows: int | None = None, name: str = "") -> ResidentParameter:
-        """Returns a view of ``parameter``, (num_embeddings, dim), with the same attributes.
+        """Returns a view of a table's parameter, (num_embeddings, dim), with the same attributes.
 
-        Args:
-            parameter: The parameter of the unsharded table, usually on the meta device. It is not copied.
-            rows: The resident rows over all ranks. Default: None, the rows of a table with default options.
-            name: The name of the table.
+        ``rows`` are the resident rows over all ranks. Default: None, those of a table with default options.
         """
         view = cls(parameter.data, requires_grad=parameter.requires_grad)
         view.__dict__.update(parameter.__dict__)  # This copies the attributes that apply_optimizer_in_backward sets.
@@ -154,34 +151,26 @@ class ResidentParameter(nn.Parameter):
         _stock_by_default.add(self._table_name)
         warn_user(
             f"table {self._table_name!r} is planned on TorchRec's own kernel, since its sharding names none: pass "
-            f"compute_kernel={EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value!r} to table_wise(...) or the other "
-            "sharding function for RecStore, or pass the name of TorchRec's kernel"
+            f"compute_kernel={RECSTORE_KERNEL!r} to table_wise(...) or the other sharding function for RecStore, or "
+            "pass the name of TorchRec's kernel"
         )
         if "_in_backward_optimizers" not in self.__dict__:
             raise AttributeError("_in_backward_optimizers")
-        optimizers: list[object] = self.__dict__["_in_backward_optimizers"]
-        return optimizers
+        return self.__dict__["_in_backward_optimizers"]  # type: ignore[no-any-return]
 
     def numel(self) -> int:
         """Returns the number of elements of the resident rows."""
         return self._resident_rows * self.shape[1]
 
-    def nelement(self) -> int:
-        """Returns the number of elements of the resident rows."""
-        return self.numel()
+    nelement = numel
 
 
 def with_own_arguments(
     fused_params: Mapping[str, Any] | None, optimizer: Optimizer | None, accumulation_steps: int
 ) -> dict[str, Any] | None:
-    """Returns a sharder's ``fused_params`` with its arguments ``optimizer`` and ``accumulation_steps`` added.
+    """Returns a sharder's ``fused_params`` with its own arguments, of which the planner estimates the states' size.
 
-    The planner reads them to estimate the size of the optimizer's states.
-
-    Raises:
-        TypeError: ``optimizer`` is not an optimizer of :mod:`torchrec_recstore.optim`, or ``accumulation_steps`` is not
-            an int.
-        ValueError: ``fused_params`` select another optimizer, or ``accumulation_steps`` is less than 1.
+    See :class:`RecStoreSharder` for the errors.
     """
     if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int):
         raise TypeError(f"accumulation_steps must be an int, got {type(accumulation_steps).__name__}")
@@ -211,24 +200,30 @@ def with_marks(fused_params: Mapping[str, Any], parameter: nn.Parameter | None) 
 
 
 def deal_out(
-    fused_params: dict[str, Any] | None, plan: dict[str, ParameterSharding], parameters: Mapping[str, nn.Parameter]
+    sharder: ModuleSharder[nn.Module],
+    plan: dict[str, ParameterSharding],
+    env: ShardingEnv,
+    parameters: Mapping[str, nn.Parameter],
 ) -> tuple[dict[str, Any] | None, dict[str, ParameterSharding]]:
-    """Moves the sharder's arguments and ``STATE_KEYS`` from ``fused_params`` to the RecStore entries of the plan.
+    """Checks a plan, and moves the sharder's own arguments and ``STATE_KEYS`` to its RecStore entries.
 
     Args:
-        fused_params: The result of :func:`with_own_arguments`.
+        sharder: The sharder. Its ``fused_params`` are the result of :func:`with_own_arguments`.
         plan: The module's plan, by table name.
-        parameters: The module's parameters by table name, with the attributes that ``apply_optimizer_in_backward``
-            sets.
+        env: The environment of the collection.
+        parameters: The module's parameters by table name, with the marks of ``apply_optimizer_in_backward``.
 
     Returns:
         ``fused_params`` without what has been moved, for TorchRec's kernels, and the plan with it.
 
     Raises:
-        ValueError: A table is on one of TorchRec's fused kernels, and only the sharder's ``optimizer`` selects an
-            optimizer for it, or ``fused_params`` select optimizer state in float16. Or
+        ValueError: A table is on one of TorchRec's fused kernels, which does not take the sharder's arguments. Or
             ``apply_optimizer_in_backward`` and ``fused_params`` select different optimizers for a RecStore table.
+        NotImplementedError: A RecStore table would have replicas with different rows.
     """
+    _refuse_replicas(plan, env)
+    _warn_of_stock_tables(sharder, plan)
+    fused_params = sharder.fused_params
     _check_marks(fused_params or {}, plan, parameters)
     moved = {OPTIMIZER_KEY, ACCUMULATION_KEY, *STATE_KEYS}
     own = {key: value for key, value in (fused_params or {}).items() if key in moved}
@@ -247,22 +242,17 @@ def deal_out(
                 accumulation_steps=own.get(ACCUMULATION_KEY, 1),
                 state_dtype=None if asked is torch.float32 else asked,
             )
-        elif asked is not torch.float32 and sharding.compute_kernel.startswith("fused"):
-            raise ValueError(
-                f"table {name!r} is on TorchRec's kernel {sharding.compute_kernel!r}, which does not take "
-                f"{' and '.join(key for key in STATE_KEYS if key in own)}: leave it out of fused_params, or place "
-                "the table in RecStore"
-            )
-        elif (
-            OPTIMIZER_KEY in own
-            and sharding.compute_kernel.startswith("fused")
-            and "optimizer" not in stock
-            and marked_optimizer(parameters.get(name))[0] is None
-        ):
-            raise ValueError(
-                f"table {name!r} is on TorchRec's kernel {sharding.compute_kernel!r}, which does not take "
-                f"optimizer={own[OPTIMIZER_KEY]!r}: select its optimizer by fused_params or apply_optimizer_in_backward"
-            )
+        elif sharding.compute_kernel.startswith("fused"):
+            refused = f"table {name!r} is on TorchRec's kernel {sharding.compute_kernel!r}, which does not take"
+            if asked is not torch.float32:
+                keys = " and ".join(key for key in STATE_KEYS if key in own)
+                raise ValueError(f"{refused} {keys}: leave it out of fused_params, or place the table in RecStore")
+            selected = "optimizer" in stock or marked_optimizer(parameters.get(name))[0] is not None
+            if OPTIMIZER_KEY in own and not selected:
+                raise ValueError(
+                    f"{refused} optimizer={own[OPTIMIZER_KEY]!r}: select its optimizer by fused_params or "
+                    "apply_optimizer_in_backward"
+                )
     return stock, dealt
 
 
@@ -289,13 +279,7 @@ def _check_marks(
 def check_plan(
     config: BaseEmbeddingConfig, sharding: ParameterSharding, supported: Collection[str], collection: str
 ) -> None:
-    """Checks the sharding type and the ``init_fn`` of a table if the plan places it in RecStore.
-
-    Args:
-        config: The config of one of the collection's tables.
-        sharding: The plan's entry for the table.
-        supported: The sharding types that RecStore supports for the collection.
-        collection: The class name of the collection, for error messages.
+    """Checks the sharding type and the ``init_fn`` of a table of a ``collection`` if the plan places it in RecStore.
 
     Raises:
         ValueError: RecStore does not support the sharding type or the ``init_fn``; the message names the table.
@@ -322,16 +306,8 @@ def remote_options(sharding: ParameterSharding | None) -> Servers | None:
     return None
 
 
-def refuse_replicas(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:
-    """Raises an error for RecStore tables in a ``DMPCollection``, which averages only tables on TorchRec's kernels.
-
-    Args:
-        plan: The plan of one collection, by table name.
-        env: The environment in which the collection is sharded.
-
-    Raises:
-        NotImplementedError: A RecStore table would have replicas with different rows; the message names the table.
-    """
+def _refuse_replicas(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:
+    # DMPCollection averages only tables on TorchRec's kernels.
     tables = [name for name, sharding in plan.items() if sharding.compute_kernel == RECSTORE_KERNEL]
     if tables and isinstance(env, ShardingEnv2D):
         raise NotImplementedError(
@@ -344,9 +320,7 @@ def refuse_replicas(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> 
 def hashed_features(
     configs: Sequence[BaseEmbeddingConfig], shardings: Mapping[str, ParameterSharding]
 ) -> frozenset[str]:
-    """Returns the features whose ids are mixed before the input distribution.
-
-    These are the features of RecStore tables with ``routing="hash"`` and a sharding type that splits rows.
+    """Returns the features whose ids are mixed before the input distribution, those of tables with hash routing.
 
     Raises:
         ValueError: A feature also belongs to a table whose ids must not be mixed; the message names both tables.
@@ -381,15 +355,11 @@ def asks_for_recstore(constraint: ParameterConstraints | None) -> bool:
     return bool(constraint.sharding_types != [DATA_PARALLEL])
 
 
-def warn_of_stock_tables(sharder: ModuleSharder[nn.Module], plan: Mapping[str, ParameterSharding]) -> None:
+def _warn_of_stock_tables(sharder: ModuleSharder[nn.Module], plan: Mapping[str, ParameterSharding]) -> None:
     """Warns if a module's plan has no RecStore table and ``RecStorePlanner`` did not make the plan.
 
     ``RecStorePlanner`` places tables on TorchRec's kernels only by constraint. Other plans have no RecStore tables if
     they were made with other sharders than those that shard the model.
-
-    Args:
-        sharder: The RecStore sharder that shards the module.
-        plan: The plan of the module, by table name.
     """
     kernels = {name: s.compute_kernel for name, s in plan.items() if s.sharding_type != DATA_PARALLEL}
     if isinstance(plan, RecStoreModulePlan) or RECSTORE_KERNEL in kernels.values():
@@ -408,12 +378,8 @@ def warn_of_planner(sharder: ModuleSharder[nn.Module], kind: type[nn.Module], of
     """Warns of what TorchRec's planner does not do for RecStore tables.
 
     It warns if a later sharder of TorchRec in the planner's list overrides ``sharder``, if the planner counts the rows
-    of RecStore tables as memory of an accelerator, and if it loses the options of its constraints.
-
-    A planner makes a map from ``module_type`` to sharders, which has the last sharder of each type. TorchRec reads
-    nothing else of the other sharders. This function therefore reads the list of sharders, the model and the
-    constraints from the frame of the caller of ``module_type``, ``EmbeddingEnumerator.enumerate`` (torchrec 1.8.0).
-    There is no warning if the caller is another function.
+    of RecStore tables as memory of an accelerator, and if it loses the options of its constraints. TorchRec reads only
+    ``module_type`` of a sharder that is overridden, so that this function finds the planner by its caller.
 
     Args:
         sharder: The sharder whose property ``module_type`` calls this function.
@@ -421,7 +387,7 @@ def warn_of_planner(sharder: ModuleSharder[nn.Module], kind: type[nn.Module], of
         offers_stock: Whether ``sharder`` is a copy from ``with_stock_kernels``, which only RecStore's enumerator makes.
     """
     caller = caller_that_enumerates(2)
-    if caller is None:
+    if caller is None:  # The property was read by another function than EmbeddingEnumerator.enumerate.
         return
     enumerator, module, sharders = caller
     if not offers_stock:
@@ -432,13 +398,8 @@ def warn_of_planner(sharder: ModuleSharder[nn.Module], kind: type[nn.Module], of
     if not stock:
         return
     constraints = constraints_of(enumerator)
-    tables = [
-        name
-        for each in module.modules()
-        if type(each) is kind
-        for name in sharder.shardable_parameters(each)
-        if asks_for_recstore(constraints.get(name))
-    ]
+    names = [name for each in module.modules() if type(each) is kind for name in sharder.shardable_parameters(each)]
+    tables = [name for name in names if asks_for_recstore(constraints.get(name))]
     if tables:
         ours, theirs = type(sharder).__name__, type(stock[-1]).__name__
         warn_user(
@@ -454,11 +415,8 @@ def _warn_of_stock_enumerator(enumerator: Enumerator) -> None:
             f"TorchRec's enumerator counts the rows of RecStore tables as memory of {device!r}, and they are in host "
             "memory: use RecStorePlanner, or pass enumerator=RecStoreEnumerator(topology, ...) to TorchRec's planner"
         )
-    lost = [
-        name
-        for name, constraint in constraints_of(enumerator).items()
-        if getattr(constraint, "options", TableOptions()) != TableOptions()
-    ]
+    asked = {name: getattr(each, "options", TableOptions()) for name, each in constraints_of(enumerator).items()}
+    lost = [name for name, options in asked.items() if options != TableOptions()]
     if lost:
         warn_user(
             f"TorchRec's planner does not carry the options of table(s) {', '.join(map(repr, lost))} to the ranks: use "

@@ -1,9 +1,13 @@
-"""The rows of RecStore tables in ``state_dict`` and in the state of the fused optimizer."""
+"""The rows of RecStore tables in ``state_dict`` and in the state of the fused optimizer.
+
+Tests: tests/checkpoint/test_state_dict.py, tests/sharders/test_state_writes.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,10 +18,11 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 
+from torchrec_recstore import ops
 from torchrec_recstore.modules.remote_table_module import rows_not_loaded, warn_of_rows_on_servers
-from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.optim import Optimizer, StateKind, state_names
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.sharders.fused_optimizers import ModuleOptimizer, placeholder_parameter
+from torchrec_recstore.sharders.fused_optimizers import BackwardOptimizer, placeholder_parameter
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.layout import (
     LocalShard,
@@ -26,7 +31,6 @@ from torchrec_recstore.sharders.layout import (
     WholeRows,
     gathered_rows,
     owned_positions,
-    whole_state,
 )
 from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.exchange import warn_of_pending_passes
@@ -52,14 +56,7 @@ class ShardedRows(ShardedTensor):
 
     @classmethod
     def of(cls, table: str, weights: ShardedTensor, ids: ShardedTensor, env: ShardingEnv) -> ShardedRows:
-        """Changes the class of ``weights`` to this class, and returns it.
-
-        Args:
-            table: The name of the table, for errors.
-            weights: (R, dim). The weights, sharded as the table.
-            ids: (R,) int64. The ids of the rows, sharded as the table.
-            env: The environment of the sharded module.
-        """
+        """Changes the class of ``weights``, (R, dim), to this class, and returns it. ``ids``, (R,), are of its rows."""
         # The functions of torch 2.13 that make a tensor from shards and their metadata only make a ShardedTensor.
         weights.__class__ = cls
         assert isinstance(weights, ShardedRows)
@@ -119,6 +116,7 @@ class ShardedRows(ShardedTensor):
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+@dataclass(eq=False, repr=False)
 class RowState:
     """A table's optimizer state and bookkeeping, which TorchRec's ``KeyedOptimizer`` saves and loads.
 
@@ -140,53 +138,38 @@ class RowState:
         optimizer: The optimizer of the table.
         options: The options of the whole table. (The options of a shard have only its part of ``max_rows``.)
         copies: The tensors that the states of the module's tables have returned.
+        emits_rows: Whether :meth:`state_dict` returns the state and :meth:`load_state_dict` loads it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        dim: int,
-        shards: Sequence[LocalShard],
-        env: ShardingEnv,
-        optimizer: Optimizer,
-        options: TableOptions,
-        copies: GivenCopies,
-    ) -> None:
-        self.name = name
-        self.copies = copies
-        self.dim = dim
-        self.shards = shards
-        self.env = env
-        self.optimizer = optimizer
-        self.options = options
-        self.emits_rows = True
-        """Whether :meth:`state_dict` returns the state and :meth:`load_state_dict` loads it."""
-        self._states = state_names(optimizer)
+    name: str
+    dim: int
+    shards: Sequence[LocalShard]
+    env: ShardingEnv
+    optimizer: Optimizer
+    options: TableOptions
+    copies: GivenCopies
+    emits_rows: bool = True
+
+    @property
+    def _states(self) -> dict[str, StateKind]:
+        return state_names(self.optimizer)
 
     def state_dict(self) -> dict[str, Value]:
         """Returns a copy of the optimizer state. Collective."""
         if not self.emits_rows:
             return {}
         self.copies.check_usable()
-        layout = ShardLayout(self.name, self.shards, self.env)
-        ids = [shard.table.ids() for shard in self.shards]
+        layout = ShardLayout(self.name, self.shards, self.env, with_state=True)
         rows = [self._read(shard.table) for shard in self.shards]
-        rows = [{key: self._given(value) for key, value in of_shard.items()} for of_shard in rows]
-        starts = [columns.start for columns in layout.column_shards]
-        state: dict[str, Value] = {
-            "id": layout.rowed(map(self._given, ids)),
-            "columns": self._given(torch.tensor(starts)),
-            "rows": self._given(torch.tensor([layout.rows])),
-            **{key: self._given(value) for key, value in whole_state(self.shards, self.env).tensors().items()},
-            **{key: layout.rowed([r[key] for r in rows]) for key in STAMPS},
+        by_kind = {"element": layout.by_column, "row": layout.by_column_shard}
+        starts = torch.tensor([columns.start for columns in layout.column_shards])
+        plain = {"columns": starts, "rows": torch.tensor([layout.rows]), **layout.state.tensors()}
+        return {
+            "id": layout.by_row(of_shard["id"] for of_shard in rows),
+            **{key: self._given(value) for key, value in plain.items()},
+            **{key: layout.by_row(of_shard[key] for of_shard in rows) for key in STAMPS},
+            **{key: by_kind[kind](of_shard[key] for of_shard in rows) for key, kind in self._states.items()},
         }
-        for key, kind in self._states.items():
-            if kind == "element":
-                state[key] = layout.sharded([r[key] for r in rows], lambda columns: columns, layout.dim)
-            else:
-                parts = [r[key].unsqueeze(1) for r in rows]
-                state[key] = layout.sharded(parts, lambda c: _position(starts.index(c.start)), len(starts))
-        return state
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         """Loads the state into the rows of the table. After an error, no row has changed. Collective.
@@ -203,9 +186,9 @@ class RowState:
         # The gathering is collective, so every rank takes part, also ranks without a shard.
         state = {k: gathered_rows(v, self.env) if k in ("id", *STAMPS) else v for k, v in state.items()}
         with refused_together(self.env):
-            check_row_count(self.name, state["rows"], len(torch.as_tensor(state["id"])))
+            _check_row_count(self.name, state["rows"], len(torch.as_tensor(state["id"])))
             whole = TableState.from_tensors(state)
-            parts = [self.part_of(shard, state) for shard in self.shards]
+            parts = [self._part(shard, state) for shard in self.shards]
         for shard, part in zip(self.shards, parts, strict=True):
             # The state must be set before rows are written, because eviction chooses rows by it.
             shard.table.set_state(whole.owned(shard.owned))
@@ -218,26 +201,16 @@ class RowState:
             self.copies.forget(self.name, what)
 
     def check_keys(self, state: Mapping[str, object]) -> None:
-        """Checks that an optimizer state has all keys.
-
-        Raises:
-            ValueError: A key is missing; the message names the table and the keys.
-        """
+        """Raises ``ValueError`` if an optimizer state lacks a key. The message names the table and the keys."""
         keys = ("id", "columns", "rows", "steps", "optimizer_steps", *STAMPS, *self._states)
         missing = [key for key in keys if key not in state]
         if missing:
             raise ValueError(f"RecStore table {self.name!r}: the optimizer state has no {', '.join(missing)}")
 
-    def part_of(self, shard: LocalShard, state: Mapping[str, Value]) -> Part:
+    def _part(self, shard: LocalShard, state: Mapping[str, Value]) -> Part:
         """Returns the rows in ``state`` that belong to a shard, with the shard's weights and the state's other values.
 
-        Args:
-            shard: A shard of this table.
-            state: A state as :meth:`state_dict` returns it, of all or some rows of the table. The (R,) entries must be
-                plain tensors.
-
-        Raises:
-            ValueError: A shape does not fit, or an id has no row.
+        The (R,) entries of ``state`` must be plain tensors.
         """
         whole_ids = torch.as_tensor(state["id"])
         positions = owned_positions(shard, whole_ids)
@@ -255,44 +228,40 @@ class RowState:
             width = self.dim if kind == "element" else len(starts)
             if source.shape[1] != width:
                 raise ValueError(f"RecStore table {self.name!r}: {key} is of shape {source.shape}, not {width} columns")
-            part.rows[key] = self._state_of(shard, source, kind, starts)
+            part.rows[key] = source.rows(shard, part.columns) if kind == "element" else _row_wise(shard, source, starts)
         return part
 
     def _given(self, copy: Tensor) -> Tensor:
         return self.copies.give(self.name, _STATES, copy)
 
     def _read(self, table: Table) -> dict[str, Tensor]:
-        """Returns the optimizer state and the stamps of all rows, without the weights."""
-        parts: dict[str, list[Tensor]] = {key: [] for key in (*self._states, *STAMPS)}
+        """Returns the ids, the optimizer state and the stamps of all rows, without the weights."""
+        parts: dict[str, list[Tensor]] = {key: [] for key in ("id", *self._states, *STAMPS)}
         for part in table.parts():
             for key, values in parts.items():
-                values.append(part.rows[key])
-        return {key: torch.cat(values) for key, values in parts.items()}
-
-    def _state_of(self, shard: LocalShard, source: WholeRows, kind: str, starts: Sequence[int]) -> Tensor:
-        columns = shard.table.columns
-        if kind == "element":
-            return source.rows(shard, columns)
-        if not source.is_sharded:
-            return _mean(source.rows(shard, range(len(starts))), starts, shard.table)
-        # If the state has another column split than the model, there is no such position, and rows() raises an error.
-        position = starts.index(columns.start) if columns.start in starts else len(starts)
-        return source.rows(shard, _position(position)).squeeze(1)
+                values.append(part.ids if key == "id" else part.rows[key])
+        return {key: self._given(torch.cat(values)) for key, values in parts.items()}
 
 
-def check_row_count(name: str, saved: Value, loaded: int) -> None:
-    """Refuses a state that has been loaded into tensors of another number of rows than were saved.
+def _row_wise(shard: LocalShard, source: WholeRows, starts: Sequence[int]) -> Tensor:
+    """Returns a row-wise state of a shard, (n,), from that of column shards, (R, C), which begin at ``starts``."""
+    columns = shard.table.columns
+    if source.is_sharded:
+        # If the state has another column split than the model, there is no such place, and rows() raises an error.
+        place = starts.index(columns.start) if columns.start in starts else len(starts)
+        return source.rows(shard, range(place, place + 1)).squeeze(1)
+    values = source.rows(shard, range(len(starts)))
+    edges = pairwise([*starts, shard.table.dim])
+    overlaps = [len(range(max(start, columns.start), min(end, columns.stop))) for start, end in edges]
+    covering = [i for i, overlap in enumerate(overlaps) if overlap]
+    return column_weighted_mean([values[:, i].contiguous() for i in covering], [overlaps[i] for i in covering])
+
+
+def _check_row_count(name: str, saved: Value, loaded: int) -> None:
+    """Refuses a state of ``loaded`` rows that had another number of rows, (1,) int64, when it was saved.
 
     ``torch.distributed.checkpoint`` refuses that itself, but a load planner of a user's own may read as many rows as
     the model has.
-
-    Args:
-        name: The name of the table.
-        saved: (1,) int64. The number of rows of the table when the state was made.
-        loaded: The number of rows of the state.
-
-    Raises:
-        ValueError: The numbers differ.
     """
     rows = int(torch.as_tensor(saved)[0])
     if rows != loaded:
@@ -303,39 +272,18 @@ def check_row_count(name: str, saved: Value, loaded: int) -> None:
         )
 
 
-def export_weights(
-    name: str, shards: Sequence[LocalShard], env: ShardingEnv, copies: GivenCopies
-) -> tuple[ShardedRows, ShardedTensor]:
-    """Returns copies of a table's ``weight``, (R, dim) of its dtype, and ``weight_id``, (R,) int64. Collective.
-
-    Args:
-        name: The name of the table.
-        shards: The table's shards on this rank.
-        env: The environment of the sharded module.
-        copies: The object that watches the returned tensors for writes.
-    """
-    layout = ShardLayout(name, shards, env)
-    ids = [shard.table.ids() for shard in shards]
-    weights = [shard.table.lookup(i) for shard, i in zip(shards, ids, strict=True)]
-    given_weights, given_ids = ([copies.give(name, WEIGHTS, part) for part in parts] for parts in (weights, ids))
-    whole_ids = layout.rowed(given_ids)
-    whole = layout.sharded(given_weights, lambda columns: columns, layout.dim, layout.dtype)
-    return ShardedRows.of(name, whole, whole_ids, env), whole_ids
+def _export_weights(table: RowState) -> tuple[ShardedRows, ShardedTensor]:
+    """Returns copies of a table's ``weight``, (R, dim) of its dtype, and ``weight_id``, (R,) int64. Collective."""
+    layout = ShardLayout(table.name, table.shards, table.env)
+    ids = [shard.table.ids() for shard in table.shards]
+    weights = [shard.table.lookup(i) for shard, i in zip(table.shards, ids, strict=True)]
+    given = [[table.copies.give(table.name, WEIGHTS, part) for part in parts] for parts in (weights, ids)]
+    whole_ids = layout.by_row(given[1])
+    return ShardedRows.of(table.name, layout.by_column(given[0], layout.dtype), whole_ids, table.env), whole_ids
 
 
-def checked_weights(name: str, shards: Sequence[LocalShard], weight: Value, ids: Tensor | None) -> WholeRows:
-    """Checks weights that replace a table's rows, and returns them for :func:`replace_rows`.
-
-    Args:
-        name: The name of the table.
-        shards: The table's shards on this rank.
-        weight: (R, dim), any floating-point dtype. The weights, which are rounded to the table's dtype.
-        ids: (R,) int64. The ids of the rows. None: row i is the row of id i, as in TorchRec's own tables.
-
-    Raises:
-        ValueError: A shape or dtype does not fit the table, or ``weight`` is sharded in another way. Or the rows are in
-            a shared cold store, so that this model must not replace them.
-    """
+def _checked_weights(name: str, shards: Sequence[LocalShard], weight: Value, ids: Tensor | None) -> WholeRows:
+    """Checks weights, (R, dim), that replace a table's rows. ``ids`` are those of :class:`WholeRows`."""
     check_not_shared(shards)
     source = WholeRows(f"RecStore table {name!r}: weight", weight, ids)
     for shard in shards:
@@ -348,37 +296,18 @@ def checked_weights(name: str, shards: Sequence[LocalShard], weight: Value, ids:
 
 
 def check_not_shared(shards: Sequence[LocalShard]) -> None:
-    """Checks that :func:`replace_rows` may replace the rows of a table.
-
-    Raises:
-        ValueError: The rows are in a shared cold store.
-    """
+    """Raises ``ValueError`` if the rows of a table are in a shared cold store, so that others use them."""
     for shard in shards:
         shard.table.check_unshared("others' rows would be replaced")
 
 
 def replace_rows(shards: Sequence[LocalShard], source: WholeRows) -> None:
-    """Replaces the rows of a table's shards with the result of :func:`checked_weights`, and resets optimizer states."""
+    """Replaces the rows of a table's shards by those of ``source``, and resets optimizer states."""
     for shard in shards:
         rows = source.rows(shard, shard.table.columns)
         shard.table.remove(shard.table.ids())
         shard.table.insert_all(source.ids[owned_positions(shard, source.ids)], rows)
-        shard.table.set_state(replace(shard.table.state(), optimizer_steps=0))
-
-
-def _position(index: int) -> range:
-    return range(index, index + 1)
-
-
-def _mean(values: Tensor, starts: Sequence[int], table: Table) -> Tensor:
-    """Returns the mean of a row-wise state (R, C) over the column shards that cover the table's columns: (R,)."""
-    ends = [*starts[1:], table.dim]
-    columns = table.columns
-    overlaps = [
-        max(0, min(end, columns.stop) - max(start, columns.start)) for start, end in zip(starts, ends, strict=True)
-    ]
-    covering = [i for i, overlap in enumerate(overlaps) if overlap]
-    return column_weighted_mean([values[:, i].contiguous() for i in covering], [overlaps[i] for i in covering])
+        ops.table_set_optimizer_steps(shard.table.handle, 0)
 
 
 class ModuleState:
@@ -405,8 +334,6 @@ class ModuleState:
         self.copies = copies
         self.remote = dict(remote)
         self.tables = tables
-        self.shards: dict[str, Sequence[LocalShard]] = {name: table.shards for name, table in tables.items()}
-        """The shards of each table on this rank."""
         self.container = container
         self.env = env
         self._groups: dict[Optimizer, dict[str, Any]] = {}
@@ -414,6 +341,14 @@ class ModuleState:
         self.marks: dict[str, dict[str, list[int]]] = {}
         """The marks of each table's shards, by table name, for each saved or loaded checkpoint, by its checksum."""
         module._register_state_dict_hook(self._add_rows)  # type: ignore[no-untyped-call]
+
+    def _key(self, prefix: str, name: str) -> str:
+        return f"{prefix}{self.container}.{name}.weight"
+
+    @property
+    def shards(self) -> dict[str, Sequence[LocalShard]]:
+        """The shards of each table on this rank, by the table's name."""
+        return {name: table.shards for name, table in self.tables.items()}
 
     @property
     def emits_rows(self) -> bool:
@@ -432,14 +367,16 @@ class ModuleState:
         table.
 
         Raises:
-            ValueError: See :func:`checked_weights`. No table of the module has changed.
+            ValueError: The shape or dtype of weights does not fit the table, or they are sharded in another way. Or the
+                rows are in a shared cold store or on servers, so that this model must not replace them. No table of the
+                module has changed.
         """
         for name, dim in self.remote.items():
-            key = f"{prefix}{self.container}.{name}.weight"
+            key = self._key(prefix, name)
             if self.emits_rows and key in state_dict:
                 raise ValueError(rows_not_loaded(key))
             state_dict[key] = placeholder_parameter(name, dim)
-        keys = {name: f"{prefix}{self.container}.{name}.weight" for name in self.shards}
+        keys = {name: self._key(prefix, name) for name in self.shards}
         if self.emits_rows:
             found = {name: key for name, key in keys.items() if key in state_dict}
             ids = {name: state_dict.pop(f"{key}_id", None) for name, key in found.items()}
@@ -448,9 +385,9 @@ class ModuleState:
             with refused_together(self.env):
                 for name, count in counts.items():
                     if count is not None:
-                        check_row_count(name, count, state_dict[found[name]].size(0))
+                        _check_row_count(name, count, state_dict[found[name]].size(0))
                 sources = {
-                    name: checked_weights(name, self.shards[name], state_dict[key], whole_ids[name])
+                    name: _checked_weights(name, self.shards[name], state_dict[key], whole_ids[name])
                     for name, key in found.items()
                 }
             for name, source in sources.items():
@@ -461,31 +398,24 @@ class ModuleState:
                 state_dict[key] = placeholder_parameter(name, self.tables[name].dim)
 
     def optimizer_with_states(self, optimizer: CombinedOptimizer) -> CombinedOptimizer:
-        """Returns the fused optimizer with the state of every table on every rank.
-
-        Args:
-            optimizer: The fused optimizer of the module, which has the tables of this rank.
-        """
+        """Returns the module's fused optimizer, which has the tables of this rank, with the states of all tables."""
         # Saving is collective for each table, so every rank must have all tables, in the same order.
-        parameters, states = {}, {}
-        keys = {f"{self.container}.{name}.weight": name for name in self.tables}
-        for key, name in keys.items():
+        parameters, states, others = {}, {}, []
+        tables = {self._key("", name): table for name, table in self.tables.items()}
+        for key, table in tables.items():
             found = [handle.params[key] for _, handle in optimizer.optimizers if key in handle.params]
-            parameters[key] = found[0] if found else placeholder_parameter(name, self.tables[name].dim)
-            states[parameters[key]] = {"rows": self.tables[name]}
-            group = self._groups.setdefault(
-                self.tables[name].optimizer, {"params": [], "lr": self.tables[name].optimizer.lr}
-            )
+            parameters[key] = found[0] if found else placeholder_parameter(table.name, table.dim)
+            states[parameters[key]] = {"rows": table}
+            group = self._groups.setdefault(table.optimizer, {"params": [], "lr": table.optimizer.lr})
             group["params"].append(parameters[key])
-        others = []
         for path, handle in optimizer.optimizers:
-            names = [keys[key] for key in handle.params if key in keys]
-            if names:
-                handle.param_groups = [self._groups[self.tables[names[0]].optimizer]]
+            own = [tables[key] for key in handle.params if key in tables]
+            if own:
+                handle.param_groups = [self._groups[own[0].optimizer]]
                 self._handles.append(handle)
             else:
                 others.append((path, handle))
-        of_module = ModuleOptimizer(parameters, states, list(self._groups.values()))
+        of_module = BackwardOptimizer(parameters, states, list(self._groups.values()))
         self._handles.append(of_module)
         return CombinedOptimizer([*others, ("", of_module)])
 
@@ -500,11 +430,11 @@ class ModuleState:
         for key, group in self._groups.items():
             group["params"][:] = fresh._groups[key]["params"]
         self._handles = fresh._handles
-        self.copies, self.tables, self.shards, self.marks = fresh.copies, fresh.tables, fresh.shards, {}
+        self.copies, self.tables, self.marks = fresh.copies, fresh.tables, {}
 
     def _add_rows(self, module: nn.Module, state_dict: dict[str, Value], prefix: str, metadata: object) -> None:
         for name in self.remote:
-            state_dict.pop(f"{prefix}{self.container}.{name}.weight", None)
+            state_dict.pop(self._key(prefix, name), None)
         if self.remote and self.emits_rows:
             warn_of_rows_on_servers()
         if not self.emits_rows:
@@ -512,8 +442,8 @@ class ModuleState:
         with refused_together(self.env):
             self.copies.check()
         warn_of_pending_passes(shard.table for shards in self.shards.values() for shard in shards)
-        for name, shards in self.shards.items():
-            key = f"{prefix}{self.container}.{name}.weight"
-            weights, ids = export_weights(name, shards, self.env, self.copies)
+        for name, table in self.tables.items():
+            key = self._key(prefix, name)
+            weights, ids = _export_weights(table)
             rows = self.copies.give(name, WEIGHTS, torch.tensor([weights.size(0)]))
             state_dict |= {key: weights, f"{key}_id": ids, f"{key}_rows": rows}

@@ -1,4 +1,4 @@
-"""The sharder and sharded module of ``EmbeddingCollection``, with tables in RecStore or on TorchRec's kernels."""
+"""The sharder and sharded module of ``EmbeddingCollection``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrec.distributed.embedding import (
     EmbeddingCollectionSharder,
     ShardedEmbeddingCollection,
 )
-from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -39,7 +39,7 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionS
         ImportError: The package of a cold store is not installed. The error is raised on every rank.
     """
 
-    _supported = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.ROW_WISE.value)
+    _supported = ("table_wise", "column_wise", "row_wise")
     _configs_name = "embedding_configs"
     _tables_name = "embeddings"
     _lookup_type = RecStoreSequenceLookup
@@ -49,7 +49,7 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionS
         # 1.8.0), but RecStore tables do not take the weights of the unsharded module. So the constructor gets a module
         # on the meta device, and the weights of the tables on TorchRec's kernels are loaded below.
         super().__init__(on_meta_device(module), *args, **kwargs)
-        hashed = sorted(self._hashed_features())
+        hashed = sorted(self._hashed_features)
         if hashed and need_indices(self):
             raise ValueError(f"need_indices is not supported with routing='hash': features {hashed}")
         if module.device != torch.device("meta"):
@@ -89,17 +89,9 @@ class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCol
 
     _sharded = RecStoreShardedEmbeddingCollection
 
-    def shard(
-        self,
-        module: EmbeddingCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> RecStoreShardedEmbeddingCollection:
-        """Returns the sharded module. See ``RecStoreSharder.shard``; the arguments and errors are the same."""
-        more = {"device": device, "module_fqn": module_fqn, "use_index_dedup": uses_index_dedup(self)}
-        return self.make_sharded(module, params, env, **more)  # type: ignore[no-any-return]
+    def own_arguments(self) -> dict[str, Any]:
+        """Returns the arguments that only the sharded module of this sharder has."""
+        return {"use_index_dedup": uses_index_dedup(self)}
 
     def reshard(
         self,

@@ -6,11 +6,9 @@ Tests: tests/sharders/test_sharded_embeddingbag.py, tests/sharders/test_feature_
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torchrec.distributed.embedding_sharding import EmbeddingSharding
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
@@ -22,8 +20,8 @@ from torchrec.distributed.fp_embeddingbag import (
     ShardedFeatureProcessedEmbeddingBagCollection,
 )
 from torchrec.distributed.types import Awaitable, ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -48,40 +46,6 @@ def _has_trained_weights(features: object) -> bool:
     return weights is not None and bool(weights.requires_grad)
 
 
-def _lost_weight_gradients(
-    features: KeyedJaggedTensor,
-    configs: Sequence[BaseEmbeddingConfig],
-    plan: Mapping[str, ParameterSharding],
-    shardings: Sequence[EmbeddingSharding[Any, Any, Any, Any]],
-    ranks: int,
-) -> str:
-    """Describes the gradients of per-sample weights that the input distribution of a RecStore table would lose.
-
-    TorchRec's collections distribute features outside of autograd (torchrec 1.8.0). The weights keep their gradient
-    only if the input distribution returns them unchanged. This is so on one rank, with one sharding that does not
-    split rows, and with the features in the order of that sharding. The result is empty if no gradient would be lost.
-    """
-    names = features.keys()
-    order = [name for sharding in shardings for name in sharding.feature_names()]
-    for config in configs:
-        of_table = [name for name in config.feature_names if name in names]
-        if plan[config.name].compute_kernel != RECSTORE_KERNEL or not of_table:
-            continue
-        sharding_type = plan[config.name].sharding_type
-        if ranks == 1 and len(shardings) == 1 and sharding_type not in ROW_SPLIT and names == order:
-            continue
-        fix = "use a FeatureProcessedEmbeddingBagCollection, which makes weights after it, or detach the weights"
-        if ranks == 1 and {sharding.sharding_type for sharding in plan.values()} == {ShardingType.TABLE_WISE.value}:
-            fix = f"give the features in the order {order}, {fix}"
-        elif ranks == 1:
-            fix = f"shard all tables of the collection table_wise, {fix}"
-        return (
-            f"RecStore table {config.name!r}: the weights of feature(s) {', '.join(map(repr, of_table))} require a "
-            f"gradient, which TorchRec's input distribution does not carry ({sharding_type} on {ranks} rank(s)): {fix}"
-        )
-    return ""
-
-
 class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSeams, ShardedEmbeddingBagCollection):  # type: ignore[misc]
     """A sharded ``EmbeddingBagCollection`` whose tables are in RecStore or on TorchRec's kernels, as the plan says.
 
@@ -97,14 +61,7 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
         ImportError: The package of a cold store is not installed. The error is raised on every rank.
     """
 
-    _supported = (
-        ShardingType.TABLE_WISE.value,
-        ShardingType.COLUMN_WISE.value,
-        ShardingType.TABLE_COLUMN_WISE.value,
-        ShardingType.ROW_WISE.value,
-        ShardingType.TABLE_ROW_WISE.value,
-        ShardingType.GRID_SHARD.value,
-    )
+    _supported = ("table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "grid_shard")
     _configs_name = "embedding_bag_configs"
     _tables_name = "embedding_bags"
     _lookup_type = RecStorePooledLookup
@@ -121,13 +78,41 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
                 The error is raised on every rank. In evaluation, it is a warning.
         """
         if is_weighted(self) and _has_trained_weights(features):
-            plan, shardings = self.module_sharding_plan, self.shardings_in_order
-            lost = _lost_weight_gradients(features, self.table_configs, plan, shardings, self.ranks_env.world_size)
+            lost = self._lost_weight_gradients(features)
             if lost and self.training:
                 raise NotImplementedError(lost)
             if lost:
                 warn_user(f"a backward of this lookup in evaluation mode loses a gradient: {lost}")
         return super().input_dist(ctx, features)
+
+    def _lost_weight_gradients(self, features: KeyedJaggedTensor) -> str:
+        """Describes the gradients of per-sample weights that the input distribution of a RecStore table would lose.
+
+        TorchRec's collections distribute features outside of autograd (torchrec 1.8.0). The weights keep their gradient
+        only if the input distribution returns them unchanged. This is so on one rank, with one sharding that does not
+        split rows, and with the features in the order of that sharding. The result is empty if no gradient would be
+        lost.
+        """
+        plan, shardings, ranks = self.module_sharding_plan, self.shardings_in_order, self.ranks_env.world_size
+        names, order = features.keys(), [name for sharding in shardings for name in sharding.feature_names()]
+        for config in self.table_configs:
+            of_table = [name for name in config.feature_names if name in names]
+            if plan[config.name].compute_kernel != RECSTORE_KERNEL or not of_table:
+                continue
+            sharding_type = plan[config.name].sharding_type
+            if ranks == 1 and len(shardings) == 1 and sharding_type not in ROW_SPLIT and names == order:
+                continue
+            fix = "use a FeatureProcessedEmbeddingBagCollection, which makes weights after it, or detach the weights"
+            if ranks == 1 and {sharding.sharding_type for sharding in plan.values()} == {ShardingType.TABLE_WISE.value}:
+                fix = f"give the features in the order {order}, {fix}"
+            elif ranks == 1:
+                fix = f"shard all tables of the collection table_wise, {fix}"
+            return (
+                f"RecStore table {config.name!r}: the weights of feature(s) {', '.join(map(repr, of_table))} require a "
+                f"gradient, which TorchRec's input distribution does not carry ({sharding_type} on {ranks} rank(s)): "
+                f"{fix}"
+            )
+        return ""
 
     def _divided_afterwards(self) -> set[str]:
         """Returns the output names whose bags are divided by their lengths only after the output distribution.
@@ -182,30 +167,9 @@ class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):
 
     _sharded = RecStoreShardedEmbeddingBagCollection
 
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> RecStoreShardedEmbeddingBagCollection:
-        """Returns the sharded module.
-
-        Args:
-            module: The collection to shard.
-            params: The collection's plan, by table name.
-            env: The process group and the ranks of the collection.
-            device: The device of the sharded module.
-            module_fqn: The path of the collection in the model.
-
-        Raises:
-            ValueError: The plan or ``fused_params`` have a setting that RecStore does not support for a RecStore
-                table, or they select different optimizers for it.
-            NotImplementedError: The plan has RecStore tables, and the model is wrapped in ``DMPCollection``.
-        """
-        more = {"device": device, "module_fqn": module_fqn, "sharded_module_order_overwrite": module_order(self)}
-        return self.make_sharded(module, params, env, **more)  # type: ignore[no-any-return]
+    def own_arguments(self) -> dict[str, Any]:
+        """Returns the arguments that only the sharded module of this sharder has."""
+        return {"sharded_module_order_overwrite": module_order(self)}
 
 
 class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(

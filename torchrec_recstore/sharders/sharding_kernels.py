@@ -1,4 +1,9 @@
-"""The lookups of one sharding, with RecStore's kernel for RecStore tables and TorchRec's kernels for other tables."""
+"""The kernels of one sharding: RecStore's for groups of RecStore tables, and TorchRec's for other groups.
+
+TorchRec calls the module that holds these kernels a lookup.
+
+Tests: tests/distributed/test_sharded_equals_unsharded.py, tests/distributed/test_several_modules.py.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,6 @@ from typing import Any
 
 import torch
 from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
-from torchrec.distributed.embedding_sharding import EmbeddingSharding
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -24,6 +28,7 @@ from torchrec_recstore.sharders.kernel import (
 from torchrec_recstore.torchrec_seams.models import (
     LookupSeams,
     PooledLookupSeams,
+    Sharding,
     grouped_configs,
     grouped_configs_of_all_ranks,
     kernels_of,
@@ -42,13 +47,7 @@ class RecStoreLookup(LookupSeams):
         more: The arguments that only one of TorchRec's lookups has.
     """
 
-    def __init__(
-        self,
-        sharding: EmbeddingSharding[Any, Any, Any, Any],
-        type_name: str,
-        device: torch.device | None,
-        **more: Any,
-    ) -> None:
+    def __init__(self, sharding: Sharding, type_name: str, device: torch.device | None, **more: Any) -> None:
         # TorchRec's constructor makes the kernels, which need these attributes.
         self._split, self._rank = row_split(sharding, type_name), sharding_env(sharding).rank
         self._groups_of_all_ranks = grouped_configs_of_all_ranks(sharding)
@@ -59,25 +58,18 @@ class RecStoreLookup(LookupSeams):
             env=sharding_env(sharding),
             **more,
         )
-        # The kernel that the whole batch is for. In a tuple, so that it does not become a submodule a second time.
-        self._only: tuple[RecStoreKernel, ...] = ()
-        kernels = kernels_of(self)
-        if len(kernels) == 1 and isinstance(kernels[0], RecStoreKernel):
-            config = kernels[0].config
-            if not (config.is_weighted or config.has_feature_processor):
-                self._only = (kernels[0],)
+        # The kernel that the whole batch is for. In a list, so that it does not become a submodule a second time.
+        self._only: list[RecStoreKernel] = []
+        if len(kernels_of(self)) == 1:
+            self._only = [k for k in self.kernels() if not (k.config.is_weighted or k.config.has_feature_processor)]
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """Looks up a batch, as TorchRec's method does.
-
-        Args:
-            sparse_features: The features of this lookup.
-        """
+        """Looks up a batch, as TorchRec's method does."""
         if self._only and self.optim_state_tracker_fn is None:
             # TorchRec's method would split the batch into one part, and then concatenate the one result.
             return self._only[0](sparse_features)  # type: ignore[no-any-return]
         values = sparse_features.values()
-        kernels = list(self.kernels()) if not values.is_cpu else []
+        kernels = [] if values.is_cpu else list(self.kernels())
         for kernel in kernels:
             kernel.batch = values
         try:
@@ -95,12 +87,7 @@ class RecStoreLookup(LookupSeams):
         raise NotImplementedError
 
     def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
-        """Prepares the rows of a batch before its forward. TorchRec's train pipelines call this method.
-
-        Args:
-            sparse_features: The features of this lookup.
-            forward_stream: The stream of the forward pass, for TorchRec's own kernels. Default: None.
-        """
+        """Prepares the rows of a batch before its forward. TorchRec's train pipelines call this method."""
         super().prefetch(sparse_features, forward_stream)
         for kernel, features in self.features_by_kernel(sparse_features):
             if isinstance(kernel, RecStoreKernel) and kernel.training:
@@ -109,20 +96,16 @@ class RecStoreLookup(LookupSeams):
     def register_optim_state_tracker_fn(self, record_fn: Record) -> None:
         """Registers a function that is called after the lookup of each group. TorchRec's trackers call this method.
 
-        Args:
-            record_fn: The function; see ``Record``.
-
         Raises:
             ValueError: The function belongs to a delta tracker in a mode that needs an optimizer state, and the
                 optimizer of a table does not have this state.
             NotImplementedError: The rows of a table are on servers.
         """
-        for group in self._groups_of_all_ranks:
-            for table in group.embedding_tables:
-                if table_options(table.fused_params).servers is not None:
-                    raise NotImplementedError(
-                        f"RecStore table {table.name!r} is on servers: trackers of ids and embeddings do not support it"
-                    )
+        for table in (table for group in self._groups_of_all_ranks for table in group.embedding_tables):
+            if table_options(table.fused_params).servers is not None:
+                raise NotImplementedError(
+                    f"RecStore table {table.name!r} is on servers: trackers of ids and embeddings do not support it"
+                )
         super().register_optim_state_tracker_fn(tracking(record_fn, self._groups_of_all_ranks, list(self.kernels())))
 
     def kernels(self) -> Iterator[RecStoreKernel]:
@@ -135,16 +118,11 @@ class RecStoreLookup(LookupSeams):
 class RecStorePooledLookup(RecStoreLookup, PooledLookupSeams, GroupedPooledEmbeddingsLookup):  # type: ignore[misc]
     """TorchRec's pooled lookup with RecStore's kernel."""
 
-    def __init__(
-        self, sharding: EmbeddingSharding[Any, Any, Any, Any], type_name: str, device: torch.device | None
-    ) -> None:
+    def __init__(self, sharding: Sharding, type_name: str, device: torch.device | None) -> None:
         # TorchRec's shardings pass these types to their lookups. If rows are split, the kernel returns sums for mean
         # pooling.
-        self._pools_as = None
-        if type_name == ShardingType.ROW_WISE.value:
-            self._pools_as = ShardingType.ROW_WISE
-        elif type_name in IN_NODE:
-            self._pools_as = ShardingType.TABLE_ROW_WISE
+        in_node = ShardingType.TABLE_ROW_WISE if type_name in IN_NODE else None
+        self._pools_as = ShardingType.ROW_WISE if type_name == ShardingType.ROW_WISE.value else in_node
         super().__init__(sharding, type_name, device, sharding_type=self._pools_as)
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
