@@ -1,10 +1,16 @@
-"""The private parts of TorchRec's shardings, sharded modules, lookups, kernels, optimizers and train pipelines."""
+"""The private parts of TorchRec's shardings, sharded modules, lookups, kernels, optimizers and train pipelines.
+
+A seam that gives no other reason exists because TorchRec has no public accessor.
+
+Tests: tests/test_torchrec_seams.py.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -23,7 +29,7 @@ from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTra
 from torchrec.distributed.model_tracker.types import TrackingMode
 from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
 from torchrec.distributed.train_pipeline.train_pipelines import PrefetchTrainPipelineSparseDist
-from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -34,39 +40,29 @@ Sharding: TypeAlias = EmbeddingSharding[Any, Any, Any, Any]
 # Shardings: the tables of one collection that have one sharding type.
 
 
-def process_group(sharding: Sharding) -> dist.ProcessGroup | None:
-    """Returns the process group of a sharding. There is no public accessor."""
-    return sharding._pg  # type: ignore[no-any-return]
+process_group: Callable[[Sharding], dist.ProcessGroup | None] = attrgetter("_pg")
+"""The process group of a sharding."""
 
-
-def sharding_env(owner: Sharding | nn.Module) -> ShardingEnv:
-    """Returns the environment of a sharding or of a sharded module. There is no public accessor."""
-    env: ShardingEnv = owner._env
-    return env
+sharding_env: Callable[[Any], ShardingEnv] = attrgetter("_env")
+"""The environment of a sharding or of a sharded module."""
 
 
 def split_in_node(sharding: Sharding) -> tuple[int, int]:
-    """Returns the ranks of a node and this rank among them, for table-row-wise and grid shardings.
-
-    There is no public accessor.
-    """
+    """Returns the ranks of a node and this rank among them, for table-row-wise and grid shardings."""
     return sharding._local_size, sharding._rank % sharding._local_size
 
 
 def grouped_configs(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
-    """Returns the groups of tables on this rank.
-
-    There is no public accessor. Table-row-wise and grid shardings keep the groups of every rank only.
-    """
-    per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
+    """Returns the groups of tables on this rank. Table-row-wise and grid shardings keep those of every rank only."""
     groups: list[GroupedEmbeddingConfig] | None = getattr(sharding, "_grouped_embedding_configs", None)
+    per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
     if groups is None:
         groups = [] if per_rank is None else per_rank[sharding._rank]
     return groups
 
 
 def grouped_configs_of_all_ranks(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
-    """Returns the groups of tables of every rank, none for data-parallel shardings. There is no public accessor."""
+    """Returns the groups of tables of every rank, none for data-parallel shardings."""
     per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", [])
     return [group for groups in per_rank for group in groups]
 
@@ -83,27 +79,27 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
 
     @property
     def ranks_env(self) -> ShardingEnv:
-        """The environment that the collection is sharded in. There is no public accessor."""
+        """The environment that the collection is sharded in."""
         return sharding_env(self)
 
     @property
     def stock_device(self) -> torch.device:
-        """The device of TorchRec's own kernels. There is no public accessor."""
+        """The device of TorchRec's own kernels."""
         return self._device  # type: ignore[no-any-return]
 
     @property
     def lookups(self) -> list[Any]:
-        """The lookup of each sharding, in their order. There is no public accessor."""
+        """The lookup of each sharding, in their order."""
         return self._lookups  # type: ignore[no-any-return]
 
     @property
     def names_of_tables(self) -> list[str]:
-        """The names of the tables, in the order of the configs. There is no public accessor."""
+        """The names of the tables, in the order of the configs."""
         return self._table_names  # type: ignore[no-any-return]
 
     @property
     def table_configs(self) -> list[BaseEmbeddingConfig]:
-        """The configs of the tables. There is no public accessor."""
+        """The configs of the tables."""
         return getattr(self, f"_{self._configs_name}")  # type: ignore[no-any-return]
 
     @property
@@ -112,12 +108,12 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
         raise NotImplementedError
 
     def shardings_by_type(self) -> Iterator[tuple[str, Sharding]]:
-        """Returns the sharding type and the sharding of each. There is no public accessor."""
+        """Yields the type of each sharding, and the sharding."""
         return zip(self._sharding_types, self.shardings_in_order, strict=True)
 
     @property
     def awaits_first_batch(self) -> bool:
-        """Whether the input distribution has not been made yet. There is no public accessor."""
+        """Whether the input distribution has not been made yet."""
         return bool(self._has_uninitialized_input_dist)
 
     @contextmanager
@@ -184,7 +180,7 @@ class BagCollectionSeams(CollectionSeams):
 
     @property
     def shardings_in_order(self) -> list[Sharding]:
-        """The shardings, in the order of their types. There is no public accessor."""
+        """The shardings, in the order of their types."""
         return list(self._embedding_shardings)
 
     def divide_afterwards(self, names: set[str]) -> None:
@@ -194,9 +190,8 @@ class BagCollectionSeams(CollectionSeams):
 
     def _init_mean_pooling_callback(self, *args: Any) -> None:
         super()._init_mean_pooling_callback(*args)
-        # TorchRec looks up the features to divide by name, at the first position of the name. It therefore also divides
-        # outputs that table-wise and column-wise kernels have divided already or that have sum pooling, if a feature
-        # belongs to several tables. CPU plans of stock tables have no row-wise tables and do not show this defect. The
+        # TorchRec looks up the features to divide by name, at the first position of the name. If a feature belongs to
+        # several tables, it therefore also divides outputs that have been divided already or that have sum pooling. The
         # code below identifies every output by its position instead.
         places = []
         for sharding in self.shardings_in_order:
@@ -216,7 +211,7 @@ class SequenceCollectionSeams(CollectionSeams):
 
     @property
     def shardings_in_order(self) -> list[Sharding]:
-        """The shardings, in the order of their types. There is no public accessor."""
+        """The shardings, in the order of their types."""
         return list(self._sharding_type_to_sharding.values())
 
     def _create_lookups(self) -> None:
@@ -235,10 +230,7 @@ def is_in_pipeline(module: nn.Module) -> bool:
 
 
 def on_meta_device(module: nn.Module) -> nn.Module:
-    """Returns a shallow copy of an unsharded collection, whose device is the meta device.
-
-    The constructors of sharded collections load the weights of a module that is on another device.
-    """
+    """Returns a shallow copy of an unsharded collection, on the meta device: sharding it loads no weights."""
     shallow = copy.copy(module)
     shallow._device = torch.device("meta")  # type: ignore[assignment]
     return shallow
@@ -257,44 +249,32 @@ def configs_of(collection: nn.Module) -> list[BaseEmbeddingConfig]:
     return []
 
 
-def is_weighted(collection: nn.Module) -> bool:
-    """Returns whether a sharded bag collection uses the weights of its features. There is no public accessor."""
-    return bool(collection._is_weighted)
+is_weighted: Callable[[nn.Module], bool] = attrgetter("_is_weighted")
+"""Whether a sharded bag collection uses the weights of its features."""
 
+need_indices: Callable[[nn.Module], bool] = attrgetter("_need_indices")
+"""Whether the output of a sharded sequence collection has the ids."""
 
-def need_indices(collection: nn.Module) -> bool:
-    """Returns whether the output of a sharded sequence collection has the ids. There is no public accessor."""
-    return bool(collection._need_indices)
+feature_processors: Callable[[nn.Module], nn.Module] = attrgetter("_feature_processors")
+"""The processors of a feature-processed collection."""
 
+weights_are_positions: Callable[[nn.Module], bool] = attrgetter("_pre_processed")
+"""Whether a ``PositionWeightedModule`` finds the positions in the weights."""
 
-def feature_processors(collection: nn.Module) -> nn.Module:
-    """Returns the processors of a feature-processed collection. There is no public accessor."""
-    return collection._feature_processors  # type: ignore[return-value]
-
-
-def weights_are_positions(processor: nn.Module) -> bool:
-    """Returns whether a ``PositionWeightedModule`` finds the positions in the weights. There is no public accessor."""
-    return bool(processor._pre_processed)
-
-
-def collection_inside(collection: nn.Module) -> nn.Module:
-    """Returns the bag collection inside a feature-processed collection. There is no public accessor."""
-    return collection._embedding_bag_collection  # type: ignore[return-value]
+collection_inside: Callable[[nn.Module], nn.Module] = attrgetter("_embedding_bag_collection")
+"""The bag collection inside a feature-processed collection."""
 
 
 def kernels_of(owner: nn.Module) -> list[Any]:
-    """Returns the kernels of a lookup or of a quantized collection. There is no public accessor."""
+    """Returns the kernels of a lookup or of a quantized collection."""
     return list(owner._emb_modules)  # type: ignore[arg-type]
 
 
-def module_order(sharder: BaseEmbeddingSharder) -> Any:
-    """Returns the argument ``sharded_module_order_overwrite`` of a bag sharder. There is no public accessor."""
-    return sharder._sharded_module_order_overwrite
+module_order: Callable[[BaseEmbeddingSharder], Any] = attrgetter("_sharded_module_order_overwrite")
+"""The argument ``sharded_module_order_overwrite`` of a bag sharder."""
 
-
-def uses_index_dedup(sharder: BaseEmbeddingSharder) -> bool:
-    """Returns the argument ``use_index_dedup`` of a sequence sharder. There is no public accessor."""
-    return bool(sharder._use_index_dedup)
+uses_index_dedup: Callable[[BaseEmbeddingSharder], bool] = attrgetter("_use_index_dedup")
+"""The argument ``use_index_dedup`` of a sequence sharder."""
 
 
 def set_plan(model: DistributedModelParallel, plan: ShardingPlan) -> None:
@@ -303,15 +283,12 @@ def set_plan(model: DistributedModelParallel, plan: ShardingPlan) -> None:
 
 
 def follow_collection_inside(collection: nn.Module) -> None:
-    """Tells a sharded feature-processed collection that the collection inside has another plan.
-
-    The constructor of ``ShardedFeatureProcessedEmbeddingBagCollection`` sets these attributes.
-    """
+    """Sets what the constructor of a feature-processed collection has read of the plan of the collection inside."""
     inside: Any = collection_inside(collection)
     collection._lookups = inside._lookups
-    rows_split = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
     types = {sharding.sharding_type for sharding in inside.module_sharding_plan.values()}
-    collection._row_wise_sharded = bool(types & rows_split)  # type: ignore[assignment]
+    rows_split = types & {"row_wise", "table_row_wise", "grid_shard"}
+    collection._row_wise_sharded = bool(rows_split)  # type: ignore[assignment]
 
 
 class FeatureProcessedSharderSeams:
@@ -321,7 +298,7 @@ class FeatureProcessedSharderSeams:
 
     @property
     def inner_sharder(self) -> Any:
-        """The sharder of the collection inside. There is no public accessor."""
+        """The sharder of the collection inside."""
         return self._ebc_sharder
 
     @inner_sharder.setter
@@ -345,7 +322,7 @@ class LookupSeams(BaseEmbeddingLookup):  # type: ignore[misc]
         return super()._create_embedding_kernel(config, *args, **kwargs) if kernel is None else kernel
 
     def features_by_kernel(self, features: KeyedJaggedTensor) -> Iterator[tuple[Any, KeyedJaggedTensor]]:
-        """Each kernel and its features. There is no public accessor."""
+        """Each kernel and its features."""
         return zip(kernels_of(self), features.split(self._feature_splits), strict=True)
 
 
@@ -365,14 +342,12 @@ class PooledLookupSeams(LookupSeams):
 
 
 def optimizer_states(kernel: nn.Module) -> Any:
-    """Returns the optimizer states of a kernel of TorchRec's, by table. There is no public accessor."""
+    """Returns the optimizer states of a kernel of TorchRec's, by table."""
     return kernel._emb_module.split_optimizer_states()  # type: ignore[union-attr, operator]
 
 
-def tracking_mode(tracker: ModelDeltaTrackerTrec) -> TrackingMode:
-    """Returns what a delta tracker compares. There is no public accessor."""
-    return tracker._mode
-
+tracking_mode: Callable[[ModelDeltaTrackerTrec], TrackingMode] = attrgetter("_mode")
+"""What a delta tracker compares."""
 
 # Marks of apply_optimizer_in_backward, which keeps them as private attributes of the parameter.
 
@@ -400,17 +375,17 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
 
     @property
     def pipelined_modules(self) -> list[Any]:
-        """The sharded modules of the pipeline. There is no public accessor."""
+        """The sharded modules of the pipeline."""
         return self._pipelined_modules  # type: ignore[no-any-return]
 
     @property
     def trains_on(self) -> torch.device:
-        """The device of the pipeline. There is no public accessor."""
+        """The device of the pipeline."""
         return self._device  # type: ignore[no-any-return]
 
     @property
     def trains(self) -> bool:
-        """Whether the model is in training mode. There is no public accessor of the model."""
+        """Whether the model is in training mode."""
         return bool(self._model.training)
 
     def _prefetch(self, context: PrefetchTrainPipelineContext) -> None:

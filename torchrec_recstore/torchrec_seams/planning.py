@@ -1,4 +1,7 @@
-"""The private parts of TorchRec's planner."""
+"""The private parts of TorchRec's planner.
+
+Tests: tests/planner/test_planners.py, tests/planner/test_estimators.py.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,12 @@ class ConstraintsSeams(ParameterConstraints):  # type: ignore[misc]
 
 
 def constraints_of(part: object) -> Mapping[str, ParameterConstraints]:
-    """Returns the constraints of a planner, an enumerator or an estimator, by table. There is no public accessor."""
+    """Returns the constraints of a planner, an enumerator or an estimator, by table."""
     return getattr(part, "_constraints", None) or {}
 
 
 def compute_device(enumerator: Enumerator) -> str:
-    """Returns the device that an enumerator plans for. There is no public accessor."""
+    """Returns the device that an enumerator plans for."""
     return str(enumerator._compute_device)
 
 
@@ -81,7 +84,7 @@ class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
 
     @property
     def searched(self) -> tuple[Enumerator, Topology]:
-        """The enumerator, and the topology without the memory reserved for the dense part. No public accessors."""
+        """The enumerator, and the topology without the memory reserved for the dense part."""
         return self._enumerator, self._storage_reservation.last_reserved_topology or self._topology
 
 
@@ -89,10 +92,8 @@ def caller_that_enumerates(depth: int) -> tuple[Enumerator, nn.Module, list[Modu
     """Returns the enumerator, the model and the sharders of ``EmbeddingEnumerator.enumerate``, if that is the caller.
 
     The enumerator makes a map of the sharders by the type of their modules and reads nothing but ``module_type`` of
-    those that others override. The local variables of its method are the only way to them.
-
-    Args:
-        depth: calls between this function and the one that the enumerator makes.
+    those that others override. The local variables of its method are the only way to them. ``depth`` is the number of
+    calls between this function and the one that the enumerator makes.
     """
     frame = sys._getframe(depth + 1)
     if frame.f_code.co_name == "<dictcomp>" and frame.f_back is not None:  # up to Python 3.11
@@ -103,21 +104,10 @@ def caller_that_enumerates(depth: int) -> tuple[Enumerator, nn.Module, list[Modu
     return enumerator, module, sharders
 
 
-def default_forward_ms(evaluator: Any, context: ShardPerfContext, config: object) -> float:
-    """Returns TorchRec's estimate of a forward for a config without annotated methods."""
-    return float(evaluator._default_fwd_comp(context, config))
+def _estimate(method: str) -> Callable[[Any, ShardPerfContext, object], float]:
+    return lambda evaluator, context, config: float(getattr(evaluator, method)(context, config))
 
 
-def default_backward_ms(evaluator: Any, context: ShardPerfContext, config: object) -> float:
-    """Returns TorchRec's estimate of a backward for a config without annotated methods."""
-    return float(evaluator._default_bwd_comp(context, config))
-
-
-def default_forward_comms_ms(evaluator: Any, context: ShardPerfContext, config: object) -> float:
-    """Returns TorchRec's estimate of a forward's collectives for a config without annotated methods."""
-    return float(evaluator._default_fwd_comms(context, config))
-
-
-def default_backward_comms_ms(evaluator: Any, context: ShardPerfContext, config: object) -> float:
-    """Returns TorchRec's estimate of a backward's collectives for a config without annotated methods."""
-    return float(evaluator._default_bwd_comms(context, config))
+# TorchRec's estimates of a forward, a backward and their collectives, for a config without annotated methods.
+default_forward_ms, default_backward_ms = _estimate("_default_fwd_comp"), _estimate("_default_bwd_comp")
+default_forward_comms_ms, default_backward_comms_ms = _estimate("_default_fwd_comms"), _estimate("_default_bwd_comms")
