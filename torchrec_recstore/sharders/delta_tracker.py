@@ -41,8 +41,7 @@ def tracking(record: Record, groups: Sequence[GroupedEmbeddingConfig], kernels: 
         kernels: The RecStore kernels of the lookup.
 
     Raises:
-        ValueError: The tracker's mode needs an optimizer state that a table's optimizer does not have. The error is
-            raised on every rank.
+        ValueError: The mode needs a state that a table's optimizer does not have. The error is raised on every rank.
     """
     tracker = getattr(record, "__self__", None)
     if not isinstance(tracker, ModelDeltaTrackerTrec):

@@ -71,12 +71,6 @@ class _Piece:
 class ShardLayout:
     """The current layout of a table's rows over the shards. The constructor is collective.
 
-    Args:
-        name: The name of the table.
-        shards: The table's shards on this rank.
-        env: The environment of the sharded module.
-        with_state: Whether :attr:`state` is gathered. Default: False.
-
     Raises:
         RuntimeError: The table's column shards have different numbers of rows. The error is raised on every rank.
     """
@@ -86,7 +80,7 @@ class ShardLayout:
         states = [shard.state() for shard in shards] if with_state else []
         gathered = all_gathered((local, states), env)
         self.state = TableState.merged(state for _, of_rank in gathered for state in of_rank)
-        """The state of the whole table, or of a new table if it was not gathered."""
+        """The state of the whole table ``with_state``, else that of a new table."""
         self._env = env
         ends: dict[range, int] = {}
         self._pieces: list[_Piece] = []
@@ -180,11 +174,7 @@ class WholeRows:
         return isinstance(self._value, ShardedTensor)
 
     def check(self, shard: LocalShard, columns: range) -> None:
-        """Checks that this rank has the shard's rows.
-
-        Raises:
-            ValueError: The tensor is sharded, and its rows or columns are split in another way than the model's.
-        """
+        """Raises ``ValueError`` if the rows or columns are sharded in another way than the model's."""
         if self.is_sharded:
             here = [torch.arange(first, first + len(rows)) for first, rows in self._local(columns)]
             # If the ids differ, other ranks have rows of this shard, or the columns are split in another way.
@@ -196,8 +186,7 @@ class WholeRows:
     def rows(self, shard: LocalShard, columns: range) -> Tensor:
         """Returns ``columns`` of the rows that belong to a shard, float32, in the order of :func:`owned_positions`.
 
-        Raises:
-            ValueError: See :meth:`check`.
+        The errors are those of :meth:`check`.
         """
         self.check(shard, columns)
         if self.is_sharded:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class ModelTable:
     @property
     def weight_key(self) -> str:
         """The key of the table's weights in the model's ``state_dict``."""
-        return f"{self.prefix}{self.module.recstore_state.container}.{self.config_name}.weight"
+        return self.module.recstore_state.weight_key(self.prefix, self.config_name)
 
     @property
     def dim(self) -> int:
@@ -117,16 +117,10 @@ def recstore_tables(model: nn.Module) -> list[ModelTable]:
 
 def all_tables(model: nn.Module) -> list[ModelTable]:
     """Returns all RecStore tables of the model, also those on servers, which have no ``state``."""
-    found = [
-        (prefix, module, name)
-        for prefix, module in _sharded_modules(model, "").items()
-        for name in module.recstore_table_names()
-    ]
-    times = Counter(name for *_, name in found)
-    return [
-        ModelTable(name if times[name] == 1 else _path_prefix(prefix) + name, name, module, prefix)
-        for prefix, module, name in found
-    ]
+    modules = _sharded_modules(model, "").items()
+    found = [ModelTable(name, name, module, at) for at, module in modules for name in module.recstore_table_names()]
+    times = Counter(table.name for table in found)
+    return [table if times[table.name] == 1 else replace(table, name=table.full_name) for table in found]
 
 
 def table_named(model: nn.Module, name: str) -> ModelTable:

@@ -24,14 +24,7 @@ from torchrec_recstore.optim import Optimizer, StateKind, state_names
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.sharders.fused_optimizers import BackwardOptimizer, placeholder_parameter
 from torchrec_recstore.sharders.gather import refused_together
-from torchrec_recstore.sharders.layout import (
-    LocalShard,
-    ShardLayout,
-    Value,
-    WholeRows,
-    gathered_rows,
-    owned_positions,
-)
+from torchrec_recstore.sharders.layout import LocalShard, ShardLayout, Value, WholeRows, gathered_rows, owned_positions
 from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.exchange import warn_of_pending_passes
 from torchrec_recstore.store.parts import STAMPS, column_weighted_mean
@@ -64,11 +57,7 @@ class ShardedRows(ShardedTensor):
         return weights
 
     def gather(  # type: ignore[override]
-        self,
-        dst: int = 0,
-        out: Tensor | None = None,
-        enforce_dtype: bool = False,
-        dtype: torch.dtype | None = None,
+        self, dst: int = 0, out: Tensor | None = None, enforce_dtype: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         """Writes the row of id i to row i of ``out``, and zeros to the rows of other ids. Collective.
 
@@ -334,7 +323,7 @@ class ModuleState:
         self.copies = copies
         self.remote = dict(remote)
         self.tables = tables
-        self.container = container
+        self._container = container
         self.env = env
         self._groups: dict[Optimizer, dict[str, Any]] = {}
         self._handles: list[FusedOptimizer] = []
@@ -342,8 +331,9 @@ class ModuleState:
         """The marks of each table's shards, by table name, for each saved or loaded checkpoint, by its checksum."""
         module._register_state_dict_hook(self._add_rows)  # type: ignore[no-untyped-call]
 
-    def _key(self, prefix: str, name: str) -> str:
-        return f"{prefix}{self.container}.{name}.weight"
+    def weight_key(self, prefix: str, name: str) -> str:
+        """Returns the key of a table's weights in ``state_dict``."""
+        return f"{prefix}{self._container}.{name}.weight"
 
     @property
     def shards(self) -> dict[str, Sequence[LocalShard]]:
@@ -372,11 +362,11 @@ class ModuleState:
                 module has changed.
         """
         for name, dim in self.remote.items():
-            key = self._key(prefix, name)
+            key = self.weight_key(prefix, name)
             if self.emits_rows and key in state_dict:
                 raise ValueError(rows_not_loaded(key))
             state_dict[key] = placeholder_parameter(name, dim)
-        keys = {name: self._key(prefix, name) for name in self.shards}
+        keys = {name: self.weight_key(prefix, name) for name in self.shards}
         if self.emits_rows:
             found = {name: key for name, key in keys.items() if key in state_dict}
             ids = {name: state_dict.pop(f"{key}_id", None) for name, key in found.items()}
@@ -401,7 +391,7 @@ class ModuleState:
         """Returns the module's fused optimizer, which has the tables of this rank, with the states of all tables."""
         # Saving is collective for each table, so every rank must have all tables, in the same order.
         parameters, states, others = {}, {}, []
-        tables = {self._key("", name): table for name, table in self.tables.items()}
+        tables = {self.weight_key("", name): table for name, table in self.tables.items()}
         for key, table in tables.items():
             found = [handle.params[key] for _, handle in optimizer.optimizers if key in handle.params]
             parameters[key] = found[0] if found else placeholder_parameter(table.name, table.dim)
@@ -434,7 +424,7 @@ class ModuleState:
 
     def _add_rows(self, module: nn.Module, state_dict: dict[str, Value], prefix: str, metadata: object) -> None:
         for name in self.remote:
-            state_dict.pop(self._key(prefix, name), None)
+            state_dict.pop(self.weight_key(prefix, name), None)
         if self.remote and self.emits_rows:
             warn_of_rows_on_servers()
         if not self.emits_rows:
@@ -443,7 +433,7 @@ class ModuleState:
             self.copies.check()
         warn_of_pending_passes(shard.table for shards in self.shards.values() for shard in shards)
         for name, table in self.tables.items():
-            key = self._key(prefix, name)
+            key = self.weight_key(prefix, name)
             weights, ids = _export_weights(table)
             rows = self.copies.give(name, WEIGHTS, torch.tensor([weights.size(0)]))
             state_dict |= {key: weights, f"{key}_id": ids, f"{key}_rows": rows}

@@ -29,14 +29,7 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionS
 
     The output has one row for each id. Rows are made and updated as in
     :class:`RecStoreShardedEmbeddingBagCollection`. TorchRec 1.8.0 has no table-column-wise, table-row-wise and grid
-    sharding for ``EmbeddingCollection``.
-
-    Raises:
-        ValueError: RecStore does not support the sharding type, data type, ``init_fn``, optimizer, routing or
-            ``max_rows`` of a RecStore table. The error is raised on every rank, including ranks without a shard of
-            the table.
-        ColdStoreError: A cold store cannot be opened. The error is raised on every rank.
-        ImportError: The package of a cold store is not installed. The error is raised on every rank.
+    sharding for ``EmbeddingCollection``. The errors are those of :class:`RecStoreShardedEmbeddingBagCollection`.
     """
 
     _supported = ("table_wise", "column_wise", "row_wise")
