@@ -21,12 +21,7 @@ from torchrec.modules.embedding_configs import EmbeddingTableConfig, PoolingMode
 from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_recstore.kernels import (
-    BlockRouting,
-    PooledKernel,
-    RemoteTable,
-    SequenceKernel,
-)
+from torchrec_recstore.kernels import BlockRouting, PooledKernel, RemoteTable, SequenceKernel
 from torchrec_recstore.kernels.device_copies import CopyTarget, to_device, to_host, weights_to_host
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions, shard_options
