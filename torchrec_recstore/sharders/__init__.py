@@ -7,13 +7,11 @@ from torchrec_recstore.sharders.collection import RecStoreCollection, RecStoreCo
 from torchrec_recstore.sharders.model_functions import flush_tables, reset_rows, reshard, set_time, table_stats
 from torchrec_recstore.sharders.perf_config import register_kernel
 from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL, RecStoreParameterSharding
-from torchrec_recstore.sharders.sharded_embedding import (
+from torchrec_recstore.sharders.sharded_collections import (
     RecStoreEmbeddingCollectionSharder,
-    RecStoreShardedEmbeddingCollection,
-)
-from torchrec_recstore.sharders.sharded_embeddingbag import (
     RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
     RecStoreShardedEmbeddingBagCollection,
+    RecStoreShardedEmbeddingCollection,
     RecStoreSharder,
 )
 from torchrec_recstore.sharders.train_pipeline import RecStorePrefetchPipeline

@@ -1,7 +1,4 @@
-"""The fused optimizers of kernels and modules, as TorchRec and the user see them. Backward updates the rows itself.
-
-Tests: tests/sharders/test_optimizers.py.
-"""
+"""The fused optimizers of kernels and modules, as TorchRec and the user see them. Backward updates the rows itself."""
 
 from __future__ import annotations
 

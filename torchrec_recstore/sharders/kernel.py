@@ -1,6 +1,6 @@
 """The compute kernels that TorchRec's lookups call for RecStore tables.
 
-Tests: tests/sharders/test_sharded_embeddingbag.py, tests/cuda/test_sharded.py.
+Tests: tests/sharders/test_embeddingbag.py, tests/cuda/test_sharded.py.
 """
 
 from __future__ import annotations
@@ -334,12 +334,6 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         """Yields ``<table>.weight`` and the empty parameter of each table."""
         for name, parameter in self._placeholders.items():
             yield f"{prefix}.{name}.weight" if prefix else f"{name}.weight", parameter
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields nothing, because the kernel has no buffers."""
-        yield from ()
 
     def state_dict(
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False

@@ -1,4 +1,7 @@
-"""A train pipeline that prepares the rows of the next batch during the current one, also on the CPU."""
+"""A train pipeline that prepares the rows of the next batch during the current one, also on the CPU.
+
+Tests: tests/distributed/test_train_pipeline.py.
+"""
 
 from __future__ import annotations
 
