@@ -64,12 +64,7 @@ class AgreedClock:
     """The wall clock of a sharded module's tables, which is the same on every rank: that of the first rank.
 
     The ranks exchange the time in the steps of a :class:`Pace`. If the steps become slower, the exchange comes later,
-    and rows expire later.
-
-    Args:
-        env: The environment of the sharded module.
-        seconds: The shortest ``Expiry.seconds`` of the module's tables.
-        tables: The module's tables on this rank.
+    and rows expire later. ``seconds`` is the shortest ``Expiry.seconds`` of the module's tables.
     """
 
     def __init__(self, env: ShardingEnv, seconds: float, tables: Iterable[Table]) -> None:

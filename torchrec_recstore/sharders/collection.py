@@ -142,11 +142,10 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     ) -> dict[str, list[EmbeddingShardingInfo]]:
         """Returns TorchRec's sharding infos by sharding type, after RecStore's checks of every table.
 
-        TorchRec's constructors call this method first (torchrec 1.8.0). The arguments are TorchRec's.
+        TorchRec's constructors call this method first (torchrec 1.8.0), on every rank, also without a shard of a table.
 
         Raises:
-            ValueError: RecStore does not support the sharding type, data type, ``init_fn``, optimizer or routing of a
-                RecStore table. The error is raised on every rank, including ranks without a shard of the table.
+            ValueError: RecStore does not support the plan, the config or the ``fused_params`` of a RecStore table.
         """
         configs: list[BaseEmbeddingConfig] = getattr(module, cls._configs_name)()
         plan = table_name_to_parameter_sharding
@@ -246,7 +245,8 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         if seconds and self.ranks_env.world_size > 1:
             self._wall_clock = AgreedClock(self.ranks_env, min(seconds), self.recstore_tables())
         remote = {name: dim for name, dim in self.recstore_dims().items() if name not in states}
-        self.recstore_state = ModuleState(self, self._tables_name, states, self.ranks_env, self._copies, remote)
+        self.recstore_state = ModuleState(self._tables_name, states, self.ranks_env, self._copies, remote)
+        self._register_state_dict_hook(self.recstore_state.add_rows)
         return self.recstore_state.optimizer_with_states(fused_optimizer)
 
     def _table_states(self) -> dict[str, RowState]:

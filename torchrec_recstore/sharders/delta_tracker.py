@@ -63,24 +63,12 @@ def tracking(record: Record, groups: Sequence[GroupedEmbeddingConfig], kernels: 
             if name not in tracker.table_to_fqn or not len(ids):  # The tracker skips the table, or the batch is empty.
                 continue
             states = rows
-            if mode == TrackingMode.MOMENTUM_LAST:
-                states = _momentum(_shards(kernels, name), ids)
-            elif mode in _OF_SQUARES:
-                states = _squares(_shards(kernels, name), ids)
+            if mode == TrackingMode.MOMENTUM_LAST or mode in _OF_SQUARES:
+                states = _states(_shards(kernels, name), ids, squares=mode in _OF_SQUARES)
             fqn = tracker.table_to_fqn[name]
             tracker.store.append(batch_idx=tracker.curr_batch_idx, fqn=fqn, ids=ids, states=states)
 
     return record_group
-
-
-def _momentum(shards: Sequence[Table], ids: Tensor) -> Tensor:
-    """Returns the norm of each id's first optimizer state, which FBGEMM calls the momentum. See :func:`_by_id`."""
-    return _by_id(shards, ids, next(iter(state_names(shards[0].optimizer))), lambda state: state.norm(dim=1))
-
-
-def _squares(shards: Sequence[Table], ids: Tensor) -> Tensor:
-    """Returns each id's state of squared gradients. An element-wise state is averaged over the columns."""
-    return _by_id(shards, ids, _squares_name(shards[0].optimizer), lambda state: state.mean(dim=1))
 
 
 class _SquaresById:
@@ -90,7 +78,7 @@ class _SquaresById:
         self._shards = shards
 
     def __getitem__(self, ids: Tensor) -> Tensor:
-        return _squares(self._shards, ids)
+        return _states(self._shards, ids, squares=True)
 
 
 def _check(mode: TrackingMode, optimizer: Optimizer, names: Sequence[str]) -> None:
@@ -110,22 +98,25 @@ def _squares_name(optimizer: Optimizer) -> str:
     return next((name for name in state_names(optimizer) if is_square(name)), "")
 
 
-def _by_id(shards: Sequence[Table], ids: Tensor, name: str, of_columns: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns one number of each id's state ``name``, (N,) float32: zero for an id without a row.
+def _states(shards: Sequence[Table], ids: Tensor, *, squares: bool) -> Tensor:
+    """Returns one number of each id's optimizer state, (N,) float32: zero for an id without a row.
 
     Args:
-        shards: The column shards of one table.
+        shards: The column shards of one table. A row-wise state is averaged over them.
         ids: (N,) int64. The raw ids. Duplicates are allowed.
-        name: The name of the state. A row-wise state is averaged over the shards.
-        of_columns: A function of an element-wise state, (n, columns), to (n,).
+        squares: Whether the state is that of squared gradients, whose mean over the columns is returned. Otherwise it
+            is the first state, which FBGEMM calls the momentum, and its norm is returned.
     """
+    kinds = state_names(shards[0].optimizer)
+    name = _squares_name(shards[0].optimizer) if squares else next(iter(kinds))
     distinct, places = torch.unique(ids.cpu(), return_inverse=True)
     found = shards[0].contains(distinct)
     parts = [shard.read_rows(distinct[found])[name] for shard in shards]
-    if state_names(shards[0].optimizer)[name] == "row":
+    if kinds[name] == "row":
         state = column_weighted_mean(parts, [len(shard.columns) for shard in shards])
     else:
-        state = of_columns(torch.cat(parts, dim=1))
+        whole = torch.cat(parts, dim=1)
+        state = whole.mean(dim=1) if squares else whole.norm(dim=1)
     states = torch.zeros(len(distinct), dtype=torch.float32)
     states[found] = state
     return states[places].to(ids.device)

@@ -112,11 +112,7 @@ class CarriedOptions:
     equal and have equal hashes. Tables that differ only in their options must share a kernel, because each kernel costs
     a pass over the batch. Therefore all objects of this class with the same ``servers`` are equal. Read the options
     from the ``fused_params`` of a table, never from those of a group, which hold the options of only one of its tables.
-
-    Args:
-        options: The table's options.
-        row_name: The name that determines the table's initial rows and keeps them apart in a cold store. Default: None,
-            the name in the table's config.
+    ``row_name`` is that of :class:`RecStoreParameterSharding`.
     """
 
     options: TableOptions
@@ -150,9 +146,7 @@ def accumulation_steps(fused_params: Mapping[str, Any] | None) -> int:
 
 
 def stochastic_rounding(fused_params: Mapping[str, Any] | None, table_names: Sequence[str], dtype: torch.dtype) -> bool:
-    """Returns whether updates of narrow rows are rounded stochastically.
-
-    Default: True for 8-bit rows, else False, as in FBGEMM on CPU. (FBGEMM's default on GPU is True.)
+    """Returns whether updates of narrow rows are rounded stochastically. Default: for 8-bit rows, as in FBGEMM on CPU.
 
     Raises:
         ValueError: The value is not a bool, or it is False for 8-bit rows; the message names the tables.

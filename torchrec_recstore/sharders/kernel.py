@@ -81,9 +81,7 @@ def prepare_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] 
     Every rank calls this function for every table, so that all ranks raise the same error.
 
     Raises:
-        ValueError: RecStore does not support the data type, the optimizer, the initial range, ``output_dtype``,
-            ``state_dtype`` or ``stochastic_rounding`` of the table, or the table is virtual; the message names the
-            table.
+        ValueError: RecStore does not support the table's config or ``fused_params``; the message names the table.
     """
     check_config(config)
     optimizer_from_fused_params(fused_params, [config.name])
@@ -133,12 +131,7 @@ def _columns(config: ShardedEmbeddingTable) -> range | None:
 
 
 def _padded_offsets(offsets: Tensor, bags: Sequence[int]) -> Tensor:
-    """Returns offsets, (features * max(bags) + 1,), in which empty bags give all features the same number of bags.
-
-    Args:
-        offsets: (sum of bags + 1,). The offsets of the bags, feature by feature.
-        bags: The number of bags of each feature.
-    """
+    """Returns offsets, (features * max(bags) + 1,), in which empty bags give all features the same number of bags."""
     counts = torch.tensor(bags)
     first = counts.cumsum(0) - counts
     within = torch.minimum(torch.arange(max(bags))[None], counts[:, None])
@@ -148,8 +141,6 @@ def _padded_offsets(offsets: Tensor, bags: Sequence[int]) -> Tensor:
 
 def _rank_major(pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence[int]) -> Tensor:
     """Returns pooled rows as TorchRec's output distribution expects them for variable batch sizes (torchrec 1.8.0).
-
-    The result has one dimension: the bags, rank by rank and, for each rank, feature by feature.
 
     Args:
         pooled: (at least the largest number of bags of a feature, sum of columns). The pooled rows.
@@ -181,11 +172,8 @@ class HostIds:
     """Copies each batch to the host once, in one copy, also if the batch was prefetched before.
 
     Batches that are on the host are returned as they are. The weights of a prefetched batch, and weights that require a
-    gradient, are copied in the forward, because the layers that make or change them run there.
-
-    Args:
-        with_offsets: Whether the offsets are copied, for pooled lookups. Sequences do not need them.
-        with_weights: Whether the weights are copied.
+    gradient, are copied in the forward, because the layers that make or change them run there. Sequences need neither
+    offsets nor weights.
     """
 
     def __init__(self, with_offsets: bool, with_weights: bool) -> None:
@@ -193,12 +181,9 @@ class HostIds:
         self._ahead: deque[tuple[weakref.ref[Tensor], HostBatch]] = deque(maxlen=_AHEAD)
 
     def prefetch(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> Tensor:
-        """Returns the ids of a batch, (N,) int64, and keeps the copy for :meth:`take`.
+        """Returns the ids of the features of a group of tables, (N,) int64, and keeps the copy for :meth:`take`.
 
-        Args:
-            features: The features of one group of tables.
-            batch: The ids of the whole batch. Each lookup of the batch has the same tensor, while it splits the
-                features anew. Default: None, the ids of ``features``.
+        The ids of the whole ``batch`` identify the copy, because TorchRec splits the features anew in each forward.
         """
         values: Tensor = features.values()
         if values.is_cpu:
@@ -208,7 +193,7 @@ class HostIds:
         return found.ids
 
     def take(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> HostBatch:
-        """Returns a batch on the host. See :meth:`prefetch` for the arguments."""
+        """Returns the features of a group of tables on the host. See :meth:`prefetch` for ``batch``."""
         values: Tensor = features.values()
         weights = features.weights_or_none() if self._with_weights else None
         if values.is_cpu:
@@ -247,9 +232,6 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         split: The result of :func:`row_split`: (number of ranks, this rank) of the ranks that share each table's rows,
             or None if rows are not split.
         shard: This rank. It keeps the rows of a table's shards apart in a cold store.
-
-    Raises:
-        ValueError: RecStore does not support the optimizer; the message names the tables.
     """
 
     _kernel: PooledKernel | SequenceKernel
@@ -305,9 +287,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
     def prefetch(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> None:
         """Prepares the rows of a batch before its training forward. Any thread may call this method.
 
-        Makes missing rows, except those of tables with ``max_rows`` or ``admission``, resolves ids to slots, and reads
-        cold rows. See :meth:`torchrec_recstore.kernels.PooledKernel.prefetch`, and :meth:`HostIds.prefetch` for the
-        arguments.
+        See :meth:`torchrec_recstore.kernels.PooledKernel.prefetch`, and :meth:`HostIds.prefetch` for ``batch``.
         """
         self._kernel.prefetch(self._host_ids.prefetch(features, batch), self._counts(features))
 
@@ -352,11 +332,8 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
 class RecStorePooledKernel(RecStoreKernel):
     """A kernel for pooled lookups in a group of tables. Backward updates the tables in place.
 
-    Args:
-        config: TorchRec's group of tables.
-        sharding_type: The sharding type, if it splits rows. The kernel then returns sums for mean pooling, and the
-            collection divides them after the output distribution. Default: None.
-        split, shard: See :class:`RecStoreKernel`.
+    If ``sharding_type`` splits rows, the kernel returns sums for mean pooling, and the collection divides them after
+    the output distribution.
     """
 
     def __init__(
@@ -399,12 +376,7 @@ class RecStorePooledKernel(RecStoreKernel):
 
 
 class RecStoreSequenceKernel(RecStoreKernel):
-    """A kernel for lookups of the row of each id in a group of tables. Backward updates the tables in place.
-
-    Args:
-        config: TorchRec's group of tables.
-        split, shard: See :class:`RecStoreKernel`.
-    """
+    """A kernel for lookups of the row of each id in a group of tables. Backward updates the tables in place."""
 
     def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None = None, shard: int = 0) -> None:
         super().__init__(config, split, shard)
@@ -418,10 +390,9 @@ class RecStoreSequenceKernel(RecStoreKernel):
         self._kernel.learning_rate = self._optim.learning_rate
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Returns the row of each of the int64 ids of ``config.feature_names()``, in that order.
+        """Returns the columns of each of the int64 ids of ``config.feature_names()``, in that order, in one dimension.
 
-        The result has one dimension, the ``output_dtype`` of the fused_params: the columns of each id, feature by
-        feature.
+        The dtype of the result is the ``output_dtype`` of the fused_params.
         """
         ids, _, _ = self._host_ids.take(features, self.batch)
         to = self._target(features)

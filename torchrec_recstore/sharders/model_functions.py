@@ -54,7 +54,11 @@ def table_stats(model: nn.Module) -> dict[str, TableStats]:
     for table in all_tables(model):
         if table.module not in gathered:
             gathered[table.module] = _all_shards(table.module)
-        stats[table.name] = _combined([shard for rank in gathered[table.module] for shard in rank[table.config_name]])
+        shards = [shard for of_rank in gathered[table.module] for shard in of_rank[table.config_name]]
+        first = min(column for column, _ in shards)
+        whole = combined(each for column, each in shards if column == first)
+        size, steps = sum(each.bytes for _, each in shards), max(each.steps for _, each in shards)
+        stats[table.name] = replace(whole, bytes=size, steps=steps)
     return stats
 
 
@@ -72,12 +76,6 @@ def _all_shards(module: RecStoreCollection) -> list[dict[str, list[_Shard]]]:
             for name, remote in zip(names, kernel.remote_tables, strict=True):
                 local[name] = [(0, remote.client.stats(remote.name))]
     return all_gathered(local, module.ranks_env)
-
-
-def _combined(shards: Sequence[_Shard]) -> TableStats:
-    first = min(column for column, _ in shards)
-    whole = combined(stats for column, stats in shards if column == first)
-    return replace(whole, bytes=sum(stats.bytes for _, stats in shards), steps=max(stats.steps for _, stats in shards))
 
 
 def flush_tables(model: nn.Module) -> None:

@@ -94,12 +94,8 @@ class ReshardableCollection(CollectionSeams):
     ) -> None:
         """Changes the plan in place. Collective. ``DistributedModelParallel.reshard`` calls this method.
 
-        See :func:`torchrec_recstore.reshard`, which changes the plan of a whole model and raises the same errors.
-
-        Args:
-            changed_sharding_params: The new entries of the plan, by table name. Other tables keep theirs.
-            env: The environment of the collection, which cannot change.
-            device: The device of the collection, which cannot change.
+        See :func:`torchrec_recstore.reshard`, which changes the plan of a whole model and raises the same errors. The
+        tables without an entry in ``changed_sharding_params`` keep theirs. ``env`` and ``device`` cannot change.
 
         Raises:
             NotImplementedError: TorchRec's tables of this kind cannot be resharded in place.
@@ -143,13 +139,7 @@ class ReshardableCollection(CollectionSeams):
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a collection's plan, which has been checked.
-
-    Args:
-        collection: The collection.
-        plan: The new plan of the whole collection, by table name.
-        path: The path of the collection in the model.
-    """
+    """A change of a collection's plan, which has been checked. ``path`` is that of the collection in the model."""
 
     collection: ReshardableCollection
     plan: dict[str, ParameterSharding]

@@ -176,17 +176,13 @@ def with_own_arguments(
         raise TypeError(f"accumulation_steps must be an int, got {type(accumulation_steps).__name__}")
     if accumulation_steps < 1:
         raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
-    if optimizer is None and accumulation_steps == 1:
-        return fused_params if fused_params is None else dict(fused_params)
-    carrying = dict(fused_params or {})
-    if accumulation_steps > 1:
-        carrying[ACCUMULATION_KEY] = accumulation_steps
+    own: dict[str, Any] = {} if accumulation_steps == 1 else {ACCUMULATION_KEY: accumulation_steps}
     if optimizer is not None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(optimizer).__name__}")
-        carrying[OPTIMIZER_KEY] = optimizer
-        optimizer_from_fused_params(carrying, [])
-    return carrying
+        own[OPTIMIZER_KEY] = optimizer
+        optimizer_from_fused_params({**(fused_params or {}), **own}, [])
+    return None if fused_params is None and not own else {**(fused_params or {}), **own}
 
 
 def with_marks(fused_params: Mapping[str, Any], parameter: nn.Parameter | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Tests: tests/checkpoint/test_state_dict.py, tests/sharders/test_state_writes.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -247,11 +247,8 @@ def _row_wise(shard: LocalShard, source: WholeRows, starts: Sequence[int]) -> Te
 
 
 def _check_row_count(name: str, saved: Value, loaded: int) -> None:
-    """Refuses a state of ``loaded`` rows that had another number of rows, (1,) int64, when it was saved.
-
-    ``torch.distributed.checkpoint`` refuses that itself, but a load planner of a user's own may read as many rows as
-    the model has.
-    """
+    """Refuses a state of ``loaded`` rows that had another number of rows, (1,) int64, when it was saved."""
+    # torch.distributed.checkpoint refuses it itself, but a user's load planner may read as many rows as the model has.
     rows = int(torch.as_tensor(saved)[0])
     if rows != loaded:
         raise ValueError(
@@ -299,41 +296,31 @@ def replace_rows(shards: Sequence[LocalShard], source: WholeRows) -> None:
         ops.table_set_optimizer_steps(shard.table.handle, 0)
 
 
+@dataclass(eq=False, repr=False)
 class ModuleState:
     """The rows of a sharded module's RecStore tables in its ``state_dict``, and their states in its fused optimizer.
 
     Args:
-        module: The sharded module.
         container: The name of the module's attribute with TorchRec's tables: ``embedding_bags`` or ``embeddings``.
         tables: All RecStore tables of the plan by name, in the same order on every rank.
         env: The environment of the module.
         copies: The tensors that the states of the tables have returned.
         remote: The dims of the tables whose rows are on servers, by name. ``state_dict`` does not contain them.
+        marks: The marks of each table's shards, by table name, for each saved or loaded checkpoint, by its checksum.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        container: str,
-        tables: Mapping[str, RowState],
-        env: ShardingEnv,
-        copies: GivenCopies,
-        remote: Mapping[str, int],
-    ) -> None:
-        self.copies = copies
-        self.remote = dict(remote)
-        self.tables = tables
-        self._container = container
-        self.env = env
-        self._groups: dict[Optimizer, dict[str, Any]] = {}
-        self._handles: list[FusedOptimizer] = []
-        self.marks: dict[str, dict[str, list[int]]] = {}
-        """The marks of each table's shards, by table name, for each saved or loaded checkpoint, by its checksum."""
-        module._register_state_dict_hook(self._add_rows)  # type: ignore[no-untyped-call]
+    container: str
+    tables: Mapping[str, RowState]
+    env: ShardingEnv
+    copies: GivenCopies
+    remote: dict[str, int]
+    marks: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    _groups: dict[Optimizer, dict[str, Any]] = field(default_factory=dict)
+    _handles: list[FusedOptimizer] = field(default_factory=list)
 
     def weight_key(self, prefix: str, name: str) -> str:
         """Returns the key of a table's weights in ``state_dict``."""
-        return f"{prefix}{self._container}.{name}.weight"
+        return f"{prefix}{self.container}.{name}.weight"
 
     @property
     def shards(self) -> dict[str, Sequence[LocalShard]]:
@@ -422,7 +409,8 @@ class ModuleState:
         self._handles = fresh._handles
         self.copies, self.tables, self.marks = fresh.copies, fresh.tables, {}
 
-    def _add_rows(self, module: nn.Module, state_dict: dict[str, Value], prefix: str, metadata: object) -> None:
+    def add_rows(self, module: nn.Module, state_dict: dict[str, Value], prefix: str, metadata: object) -> None:
+        """Adds the rows to the ``state_dict`` of the module, as a hook of it. Collective."""
         for name in self.remote:
             state_dict.pop(self.weight_key(prefix, name), None)
         if self.remote and self.emits_rows:

@@ -40,11 +40,7 @@ from torchrec_recstore.torchrec_seams.models import (
 class RecStoreLookup(LookupSeams):
     """A mixin for TorchRec's lookups that uses RecStore's kernel for the groups that the plan places in RecStore.
 
-    Args:
-        sharding: The sharding whose tables on this rank are looked up.
-        type_name: The sharding type.
-        device: The device of TorchRec's own kernels.
-        more: The arguments that only one of TorchRec's lookups has.
+    ``device`` is that of TorchRec's own kernels. ``more`` are the arguments that only one of TorchRec's lookups has.
     """
 
     def __init__(self, sharding: Sharding, type_name: str, device: torch.device | None, **more: Any) -> None:
@@ -97,8 +93,7 @@ class RecStoreLookup(LookupSeams):
         """Registers a function that is called after the lookup of each group. TorchRec's trackers call this method.
 
         Raises:
-            ValueError: The function belongs to a delta tracker in a mode that needs an optimizer state, and the
-                optimizer of a table does not have this state.
+            ValueError: See :func:`tracking`.
             NotImplementedError: The rows of a table are on servers.
         """
         for table in (table for group in self._groups_of_all_ranks for table in group.embedding_tables):
