@@ -200,10 +200,10 @@ class HostIds:
             offsets = features.offsets() if self._with_offsets else values[:0]
             return HostBatch(values, offsets, None if weights is None else weights.float())
         whole = values if batch is None else batch
-        places = [place for place, (of, _) in enumerate(self._ahead) if of() is whole]
-        if places:
-            found = self._ahead[places[0]][1]
-            del self._ahead[places[0]]
+        place = next((place for place, (of, _) in enumerate(self._ahead) if of() is whole), None)
+        if place is not None:
+            found = self._ahead[place][1]
+            del self._ahead[place]
         elif weights is None or (weights.requires_grad and torch.is_grad_enabled()):
             found = self._copied(features, None)
         else:

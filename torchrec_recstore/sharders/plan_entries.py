@@ -282,16 +282,11 @@ def check_plan(
     """
     if sharding.compute_kernel != RECSTORE_KERNEL:
         return
+    refused = f"RecStore table {config.name!r}: sharding type {sharding.sharding_type!r} is not supported"
     if sharding.sharding_type not in supported:
-        raise ValueError(
-            f"RecStore table {config.name!r}: sharding type {sharding.sharding_type!r} is not supported in "
-            f"{collection}; supported are {', '.join(supported)}"
-        )
+        raise ValueError(f"{refused} in {collection}; supported are {', '.join(supported)}")
     if remote_options(sharding) is not None and sharding.sharding_type != ShardingType.TABLE_WISE.value:
-        raise ValueError(
-            f"RecStore table {config.name!r}: sharding type {sharding.sharding_type!r} is not supported for a table on "
-            "servers, which distribute its rows: use table_wise"
-        )
+        raise ValueError(f"{refused} for a table on servers, which distribute its rows: use table_wise")
     check_init_fn(config, sharding.options if isinstance(sharding, RecStoreParameterSharding) else None)
 
 

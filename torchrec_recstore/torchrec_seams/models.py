@@ -104,8 +104,9 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
 
     @property
     def shardings_in_order(self) -> list[Sharding]:
-        """The shardings, in the order of their types."""
-        raise NotImplementedError
+        """The shardings, in the order of their types. Bag collections have a list, and sequence collections a map."""
+        shardings = getattr(self, "_embedding_shardings", None)
+        return list(self._sharding_type_to_sharding.values() if shardings is None else shardings)
 
     def shardings_by_type(self) -> Iterator[tuple[str, Sharding]]:
         """Yields the type of each sharding, and the sharding."""
@@ -178,11 +179,6 @@ class BagCollectionSeams(CollectionSeams):
     divided: set[str]
     """The outputs, by name, that the kernels have summed and that are divided by their lengths afterwards."""
 
-    @property
-    def shardings_in_order(self) -> list[Sharding]:
-        """The shardings, in the order of their types."""
-        return list(self._embedding_shardings)
-
     def divide_afterwards(self, names: set[str]) -> None:
         """Sets :attr:`divided`. TorchRec chooses by sharding type only."""
         self.divided = names
@@ -201,18 +197,12 @@ class BagCollectionSeams(CollectionSeams):
         self._kjt_key_indices = {str(place): place for place in range(len(places))}
         whole = [str(place) for place, name in enumerate(places) if name not in self.divided]
         self._pooling_type_to_rs_features = {PoolingType.SUM.value: whole}
-        self._kt_key_ordering = torch.tensor(
-            [places.index(name) for name in self._embedding_names], device=self._device
-        )
+        order = [places.index(name) for name in self._embedding_names]
+        self._kt_key_ordering = torch.tensor(order, device=self._device)
 
 
 class SequenceCollectionSeams(CollectionSeams):
     """A mixin for ``ShardedEmbeddingCollection``."""
-
-    @property
-    def shardings_in_order(self) -> list[Sharding]:
-        """The shardings, in the order of their types."""
-        return list(self._sharding_type_to_sharding.values())
 
     def _create_lookups(self) -> None:
         super()._create_lookups()
