@@ -28,10 +28,15 @@ from torchrec_recstore.options import shard_options
 from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.sharders.agreed_clock import AgreedClock
 from torchrec_recstore.sharders.delta_tracker import Record
-from torchrec_recstore.sharders.fused_optimizers import placeholder_parameter
 from torchrec_recstore.sharders.fused_params import ACCUMULATION_KEY, OPTIMIZER_KEY, optimizer_from_fused_params
 from torchrec_recstore.sharders.gather import refused_together
-from torchrec_recstore.sharders.kernel import RecStoreKernel, prepare_table, row_split, whole_options
+from torchrec_recstore.sharders.kernel import (
+    RecStoreKernel,
+    placeholder_parameter,
+    prepare_table,
+    row_split,
+    whole_options,
+)
 from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.plan_change import ReshardableCollection
 from torchrec_recstore.sharders.plan_entries import (

@@ -1,6 +1,6 @@
-"""The compute kernels that TorchRec's lookups call for RecStore tables.
+"""The compute kernels that TorchRec's lookups call for RecStore tables, and the fused optimizers that TorchRec sees.
 
-Tests: tests/sharders/test_embeddingbag.py, tests/cuda/test_sharded.py.
+Tests: tests/sharders/test_embeddingbag.py, tests/sharders/test_optimizers.py.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingTableConfig, PoolingMode, pooling_type_to_pooling_mode
-from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
+from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.kernels import BlockRouting, PooledKernel, RemoteTable, SequenceKernel
 from torchrec_recstore.kernels.device_copies import CopyTarget, to_device, to_host, weights_to_host
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions, shard_options
-from torchrec_recstore.sharders.fused_optimizers import KernelOptimizer, ParameterOptimizer, placeholder_parameter
 from torchrec_recstore.sharders.fused_params import (
     accumulation_steps,
     carried_row_name,
@@ -39,6 +38,7 @@ from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.remote_tables import check_remote, remote_table
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, check_config, initializer_of
+from torchrec_recstore.table_parameter import TableParameter
 from torchrec_recstore.torchrec_seams.models import Sharding, mark_as_optimized, process_group, split_in_node
 
 _AHEAD = 4  # The number of batches that are kept, as many as the kernels keep of prefetched batches.
@@ -154,6 +154,53 @@ def _rank_major(pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence
     return torch.cat([part.reshape(-1) for rank in zip(*by_feature, strict=True) for part in rank])
 
 
+def placeholder_parameter(name: str, dim: int) -> nn.Parameter:
+    """Returns the empty parameter, (0, dim), that represents a table in TorchRec's modules and optimizers.
+
+    Its attribute ``_in_backward_optimizers`` excludes it from dense optimizers that are built with
+    ``in_backward_optimizer_filter`` (torchrec 1.8.0).
+    """
+    parameter = TableParameter(torch.empty(0, dim), table=name)
+    mark_as_optimized(parameter, EmptyFusedOptimizer())
+    return parameter
+
+
+class BackwardOptimizer(FusedOptimizer):  # type: ignore[misc]
+    """A fused optimizer whose calls do nothing, because backward has updated the rows.
+
+    A kernel has one, whose parameter group has the learning rate of its next backward pass. A module has one that holds
+    the states of its RecStore tables. It has one parameter group for each optimizer of the tables, the same on every
+    rank and with every plan, which the kernels of these tables share.
+    """
+
+    def learning_rate(self) -> float:
+        """Returns the current learning rate of a kernel, which schedulers and warm-up may have changed."""
+        return float(self.param_groups[0]["lr"])
+
+    def step(self, closure: Any = None) -> None:
+        """Does nothing, because backward has updated the rows."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Does nothing, because there are no gradient tensors."""
+
+
+class ParameterOptimizer(FusedOptimizer):  # type: ignore[misc]
+    """The optimizer of one table's parameter. Its ``step`` sets the learning rate of the table's kernel."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, kernel: BackwardOptimizer) -> None:
+        group = {"params": [parameter], "lr": kernel.learning_rate()}
+        super().__init__({f"{name}.weight": parameter}, {}, [group])
+        self._kernel = kernel
+
+    def step(self, closure: Any = None) -> None:
+        """Sets the learning rate of the next backward pass. The last backward pass has updated the rows already."""
+        self._kernel.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Sets the learning rate of the next backward pass. There are no gradient tensors."""
+        self.step()
+
+
 class HostBatch(NamedTuple):
     """A batch on the host.
 
@@ -256,7 +303,8 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
                 self.shards.append(_make_shard(table, optimizer, split, shard))
         dims = {table.name: table.embedding_dim for table in config.embedding_tables}
         self._placeholders = {name: placeholder_parameter(name, dim) for name, dim in dims.items()}
-        self._optim = KernelOptimizer(dict(self.named_parameters()), optimizer)
+        group = {"params": list(self._placeholders.values()), "lr": optimizer.lr}
+        self._optim = BackwardOptimizer(dict(self.named_parameters()), {}, [group])
         for name, parameter in self._placeholders.items():
             mark_as_optimized(parameter, ParameterOptimizer(name, parameter, self._optim))
 
