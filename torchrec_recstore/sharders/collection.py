@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Set
 from contextlib import nullcontext
-from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -75,8 +74,10 @@ def _int64_ids(features: Any) -> KeyedJaggedTensor:
 
 def _mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTensor:
     """Returns ``features`` with the ids of the features ``names`` mixed by ``ops.mix_ids``, for hash routing."""
+    if not names:
+        return features
     keys: list[str] = features.keys()
-    mixes = [key in names for key in keys] if names else []
+    mixes = [key in names for key in keys]
     if not any(mixes):
         return features
     if all(mixes):
@@ -173,7 +174,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             RuntimeError: A tensor that ``state_dict`` returned has been written to; this would change no row.
         """
         self._copies.check()
-        features = _mixed_ids(_int64_ids(features), self._hashed_features)
+        features = _mixed_ids(_int64_ids(features), self._hashed_features())
         if not self.awaits_first_batch:
             return super().input_dist(ctx, features)
         # TorchRec checks the ids of the first batch against num_embeddings (torchrec 1.8.0), which does not limit the
@@ -210,9 +211,10 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         with self.hidden_configs(self.recstore_table_names()):
             super().reset_parameters()
 
-    @cached_property
     def _hashed_features(self) -> frozenset[str]:
-        return hashed_features(self.table_configs, self.module_sharding_plan)
+        if not hasattr(self, "_hashed"):
+            self._hashed = hashed_features(self.table_configs, self.module_sharding_plan)
+        return self._hashed
 
     def make_lookups(self) -> None:
         """Makes RecStore's lookup for each sharding with RecStore tables, and TorchRec's lookup for other shardings."""

@@ -47,6 +47,14 @@ from torchrec_recstore.torchrec_seams.models import (
 from torchrec_recstore.utils import warn_user
 
 
+def _has_trained_weights(features: object) -> bool:
+    """Returns whether ``features`` have per-sample weights that require a gradient, while gradients are enabled."""
+    if not isinstance(features, KeyedJaggedTensor) or not torch.is_grad_enabled():
+        return False
+    weights = features.weights_or_none()
+    return weights is not None and bool(weights.requires_grad)
+
+
 class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSeams, ShardedEmbeddingBagCollection):  # type: ignore[misc]
     """A sharded ``EmbeddingBagCollection`` whose tables are in RecStore or on TorchRec's kernels, as the plan says.
 
@@ -78,9 +86,8 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
             NotImplementedError: The per-sample weights require a gradient that TorchRec's input distribution loses.
                 The error is raised on every rank. In evaluation, it is a warning.
         """
-        if is_weighted(self) and torch.is_grad_enabled() and isinstance(features, KeyedJaggedTensor):
-            weights = features.weights_or_none()
-            lost = self._lost_weight_gradients(features) if weights is not None and weights.requires_grad else ""
+        if is_weighted(self) and _has_trained_weights(features):
+            lost = self._lost_weight_gradients(features)
             if lost and self.training:
                 raise NotImplementedError(lost)
             if lost:
@@ -259,7 +266,7 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionS
         # 1.8.0), but RecStore tables do not take the weights of the unsharded module. So the constructor gets a module
         # on the meta device, and the weights of the tables on TorchRec's kernels are loaded below.
         super().__init__(on_meta_device(module), *args, **kwargs)
-        hashed = sorted(self._hashed_features)
+        hashed = sorted(self._hashed_features())
         if hashed and need_indices(self):
             raise ValueError(f"need_indices is not supported with routing='hash': features {hashed}")
         if module.device != torch.device("meta"):

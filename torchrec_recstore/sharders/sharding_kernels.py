@@ -54,10 +54,11 @@ class RecStoreLookup(LookupSeams):
             env=sharding_env(sharding),
             **more,
         )
-        # The kernel that the whole batch is for. In a list, so that it does not become a submodule a second time.
-        self._only: list[RecStoreKernel] = []
+        # The kernel that the whole batch is for. In a tuple, so that it does not become a submodule a second time.
+        self._only: tuple[RecStoreKernel, ...] = ()
         if len(kernels_of(self)) == 1:
-            self._only = [k for k in self.kernels() if not (k.config.is_weighted or k.config.has_feature_processor)]
+            plain = (k for k in self.kernels() if not (k.config.is_weighted or k.config.has_feature_processor))
+            self._only = tuple(plain)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """Looks up a batch, as TorchRec's method does."""

@@ -239,8 +239,10 @@ def configs_of(collection: nn.Module) -> list[BaseEmbeddingConfig]:
     return []
 
 
-is_weighted: Callable[[nn.Module], bool] = attrgetter("_is_weighted")
-"""Whether a sharded bag collection uses the weights of its features."""
+def is_weighted(collection: nn.Module) -> bool:
+    """Returns whether a sharded bag collection uses the weights of its features."""
+    return bool(collection._is_weighted)
+
 
 need_indices: Callable[[nn.Module], bool] = attrgetter("_need_indices")
 """Whether the output of a sharded sequence collection has the ids."""
