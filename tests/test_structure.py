@@ -93,3 +93,8 @@ def test_a_distribution_imports_those_below_it(package: str) -> None:
 def test_no_two_classes_share_a_name() -> None:
     classes = Counter(node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef))
     assert [name for name, count in classes.items() if count > 1 and not name.startswith("_")] == []
+
+
+def test_no_two_files_share_a_name() -> None:
+    names = Counter(path.name for path in MODULES.values() if path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []

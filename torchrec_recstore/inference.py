@@ -1,4 +1,7 @@
-"""The names of ``torchrec-recstore-serving``, which exports trained models and serves them. See docs/serving.md."""
+"""The names of ``torchrec-recstore-serving``, which exports trained models and serves them. See docs/serving.md.
+
+Tests: tests/test_plugins.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """What the kernels of this package know of tables whose rows a client reads and updates elsewhere.
 
 ``torchrec-recstore-service`` has such a client, ``RecStoreClient``, and the kernels of its tables.
+
+Tests: tests/service/test_remote_kernels.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A torch module for one table whose rows a client reads and updates, usually on parameter servers."""
+"""A torch module for one table whose rows a client reads and updates, usually on parameter servers.
+
+Tests: tests/service/test_remote_modules.py.
+"""
 
 from __future__ import annotations
 

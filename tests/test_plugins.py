@@ -1,0 +1,75 @@
+"""The core works without the other distributions, finds them by their entry points, and names one that is missing."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import subprocess
+import sys
+
+import pytest
+
+import torchrec_recstore
+import torchrec_recstore.inference
+import torchrec_recstore_service
+import torchrec_recstore_serving
+from torchrec_recstore import plugins
+
+from .packages import PACKAGES, PROJECTS, PYTHON_PATH
+
+OTHERS = sorted(PACKAGES.keys() - {"torchrec_recstore"})
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no other distribution was installed."""
+    monkeypatch.setattr(plugins, "entry_points", lambda **wanted: ())
+    monkeypatch.setattr(plugins, "plugin", plugins.plugin.__wrapped__)
+
+
+def test_what_the_others_add_is_what_their_setup_lists() -> None:
+    for package in OTHERS:
+        config = configparser.ConfigParser()
+        config.read(PROJECTS[package] / "setup.cfg")
+        listed = config["options.entry_points"]
+        names = {line.partition(" = ")[0] for group in listed.values() for line in group.split("\n") if line}
+        assert names == plugins._NAMES[package.replace("_", "-")]
+        for line in listed["torchrec_recstore.plugins"].strip().split("\n"):
+            assert plugins.plugin(line.partition(" = ")[0]) is not None
+    assert all(entry is not None for entry in plugins.commands().values())
+
+
+def test_the_public_names_are_those_of_the_others() -> None:
+    assert set(torchrec_recstore_service.__all__) <= set(torchrec_recstore.__all__)
+    for name in torchrec_recstore_service.__all__:
+        assert getattr(torchrec_recstore, name) is getattr(torchrec_recstore_service, name)
+    for name in torchrec_recstore_serving.__all__:
+        assert getattr(torchrec_recstore.inference, name) is getattr(torchrec_recstore_serving, name)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_missing_distribution_is_named() -> None:
+    for name, needed in (("client", "torchrec-recstore-service"), ("serving", "torchrec-recstore-serving")):
+        with pytest.raises(ImportError, match=f"{needed}, which is not installed: pip install {needed}$"):
+            plugins.plugin(name)
+    assert set(plugins.commands().values()) == {None}
+
+
+def test_the_core_loads_none_of_the_others() -> None:
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(("torchrec_recstore_service", "torchrec_recstore_serving", "grpc")))
+import torchrec_recstore
+from torchrec_recstore import plugins
+plugins.entry_points = lambda **wanted: ()
+import torchrec_recstore.cli
+for package in ("store", "kernels", "modules", "sharders", "planner", "checkpoint", "doctor"):
+    __import__(f"torchrec_recstore.{package}")
+from torchrec_recstore import RecStoreSharder, Table
+Table(4).close()
+"""
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
