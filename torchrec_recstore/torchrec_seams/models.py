@@ -233,9 +233,11 @@ def set_device(collection: nn.Module, device: torch.device) -> None:
 
 def configs_of(collection: nn.Module) -> list[BaseEmbeddingConfig]:
     """Returns the table configs of a collection, sharded or not, and an empty list for other modules."""
-    for name in ("_embedding_bag_configs", "_embedding_configs"):
+    for name in ("embedding_bag_configs", "embedding_configs"):
+        if hasattr(collection, f"_{name}"):  # sharded ones have no public name
+            return list(getattr(collection, f"_{name}"))
         if hasattr(collection, name):
-            return list(getattr(collection, name))
+            return list(getattr(collection, name)())
     return []
 
 
