@@ -64,7 +64,10 @@ Moments = Adam | AdamW | PartialRowWiseAdam | LAMB | PartialRowWiseLAMB
 
 
 class Reference:
-    """The formulas in plain torch, in float64. A call of :meth:`update` is one update of the table."""
+    """The formulas in plain torch, in float64. A call of :meth:`update` is one update of the table.
+
+    The states have the names of the optimizer's.
+    """
 
     def __init__(self, optimizer: Optimizer, rows: dict[int, Tensor]) -> None:
         self.optimizer = optimizer
@@ -89,8 +92,8 @@ class Reference:
         o = self.optimizer
         zero = torch.zeros_like(w)
         if isinstance(o, SGD):
-            state["m"] = o.momentum * state.get("m", zero) + g + o.weight_decay * w
-            return w - o.lr * state["m"]
+            state["momentum_buffer"] = o.momentum * state.get("momentum_buffer", zero) + g + o.weight_decay * w
+            return w - o.lr * state["momentum_buffer"]
         if isinstance(o, Adagrad | RowWiseAdagrad):
             if o.weight_decay_mode == "l2":
                 g = g + o.weight_decay * w
@@ -106,28 +109,28 @@ class Reference:
             return self._moments(o, w, g, state)
         if isinstance(o, LARSSGD):
             rate = o.lr * o.eta * w.norm() / (g.norm() + o.weight_decay * w.norm())
-            state["m"] = o.momentum * state.get("m", zero) + rate * (g + o.weight_decay * w)
-            return w - state["m"]
+            state["momentum_buffer"] = o.momentum * state.get("momentum_buffer", zero) + rate * (g + o.weight_decay * w)
+            return w - state["momentum_buffer"]
         if isinstance(o, RMSprop):
             g = g + o.weight_decay * w
-            state["v"] = o.alpha * state.get("v", zero) + (1 - o.alpha) * g**2
-            return w - o.lr * g / (state["v"].sqrt() + o.eps)
+            state["square_avg"] = o.alpha * state.get("square_avg", zero) + (1 - o.alpha) * g**2
+            return w - o.lr * g / (state["square_avg"].sqrt() + o.eps)
         assert isinstance(o, Ftrl)
-        before = state.get("n", zero)
-        state["n"] = before + g**2
-        sigma = (state["n"] ** -o.lr_power - before**-o.lr_power) / o.lr
-        state["z"] = state.get("z", zero) + g - sigma * w
-        slope = (o.beta + state["n"] ** -o.lr_power) / o.lr + o.l2
-        solved = (state["z"].sign() * o.l1 - state["z"]) / slope
-        return torch.where(state["z"].abs() <= o.l1, zero, solved)
+        before = state.get("accumulator", zero)
+        state["accumulator"] = before + g**2
+        sigma = (state["accumulator"] ** -o.lr_power - before**-o.lr_power) / o.lr
+        state["linear"] = state.get("linear", zero) + g - sigma * w
+        slope = (o.beta + state["accumulator"] ** -o.lr_power) / o.lr + o.l2
+        solved = (state["linear"].sign() * o.l1 - state["linear"]) / slope
+        return torch.where(state["linear"].abs() <= o.l1, zero, solved)
 
     def _moments(self, o: Moments, w: Tensor, g: Tensor, state: dict[str, Tensor]) -> Tensor:
         square = (g**2).mean() if isinstance(o, PartialRowWiseAdam | PartialRowWiseLAMB) else g**2
         first, second = o.betas
-        state["m"] = first * state.get("m", torch.zeros_like(w)) + (1 - first) * g
-        state["v"] = second * state.get("v", torch.zeros_like(square)) + (1 - second) * square
-        corrected = state["v"] / (1 - second**self.updates)
-        direction = state["m"] / (1 - first**self.updates) / (corrected.sqrt() + o.eps) + o.weight_decay * w
+        state["exp_avg"] = first * state.get("exp_avg", torch.zeros_like(w)) + (1 - first) * g
+        state["exp_avg_sq"] = second * state.get("exp_avg_sq", torch.zeros_like(square)) + (1 - second) * square
+        corrected = state["exp_avg_sq"] / (1 - second**self.updates)
+        direction = state["exp_avg"] / (1 - first**self.updates) / (corrected.sqrt() + o.eps) + o.weight_decay * w
         if isinstance(o, LAMB | PartialRowWiseLAMB):
             direction = direction * (w.norm() / direction.norm())
         return w - o.lr * direction
