@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,14 @@ OPTIMIZERS: list[Optimizer] = [
     Ftrl(0.1, l1=0.3, l2=0.1, beta=1.0),
     Ftrl(0.1, l1=0.01, lr_power=-0.4, beta=0.5),
 ]
+AS_IN_TORCH: list[tuple[Optimizer, type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (SGD(0.1, weight_decay=0.1, momentum=0.9), torch.optim.SGD, {"weight_decay": 0.1, "momentum": 0.9}),
+    (Adagrad(0.1, weight_decay=0.1), torch.optim.Adagrad, {"weight_decay": 0.1, "eps": 1e-8}),
+    (Adam(0.1, betas=(0.8, 0.99)), torch.optim.Adam, {"betas": (0.8, 0.99)}),
+    (AdamW(0.1, weight_decay=0.1), torch.optim.AdamW, {"weight_decay": 0.1}),
+    (RMSprop(0.1, weight_decay=0.1), torch.optim.RMSprop, {"weight_decay": 0.1}),
+]
+"""Optimizers that equal one of torch.optim with these arguments where every row is in every batch."""
 
 
 def table(optimizer: Optimizer, dim: int = 4) -> Table:

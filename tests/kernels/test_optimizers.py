@@ -35,7 +35,7 @@ from torchrec_recstore.options import ConstantInit, TableOptions
 from torchrec_recstore.store import Table
 
 from ..instruction_sets import by_instruction_set
-from .optimizer_cases import OPTIMIZERS, ROWS, Reference, rows, table
+from .optimizer_cases import AS_IN_TORCH, OPTIMIZERS, ROWS, Reference, rows, table
 
 
 def test_every_optimizer_has_a_case_and_a_public_name() -> None:
@@ -58,17 +58,7 @@ def test_ten_steps_equal_the_published_formula(optimizer: Optimizer, dim: int) -
     torch.testing.assert_close(rows(made), expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "arguments"),
-    [
-        (SGD(0.1, weight_decay=0.1, momentum=0.9), torch.optim.SGD, {"weight_decay": 0.1, "momentum": 0.9}),
-        (Adagrad(0.1, weight_decay=0.1), torch.optim.Adagrad, {"weight_decay": 0.1, "eps": 1e-8}),
-        (Adam(0.1, betas=(0.8, 0.99)), torch.optim.Adam, {"betas": (0.8, 0.99)}),
-        (AdamW(0.1, weight_decay=0.1), torch.optim.AdamW, {"weight_decay": 0.1}),
-        (RMSprop(0.1, weight_decay=0.1), torch.optim.RMSprop, {"weight_decay": 0.1}),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("ours", "theirs", "arguments"), AS_IN_TORCH, ids=repr)
 def test_ten_steps_equal_torch_where_every_row_is_touched(
     ours: Optimizer, theirs: type[torch.optim.Optimizer], arguments: dict[str, Any]
 ) -> None:
