@@ -30,6 +30,7 @@ __all__ = [
     "LAMB",
     "LARSSGD",
     "SGD",
+    "Adadelta",
     "Adagrad",
     "Adam",
     "AdamW",
@@ -91,6 +92,8 @@ class Optimizer:
     def numbers(self) -> list[float]:
         """Returns the numbers of ``OptimizerConfig`` in csrc/optimizer.h; 0 for a number that is not used."""
         values = dict(vars(self))
+        if "rho" in values:  # torch's name of the same number
+            values["alpha"] = values.pop("rho")
         values["beta1"], values["beta2"] = values.pop("betas", (0.0, 0.0))
         values["decouple"] = values.pop("weight_decay_mode", "l2") == "decouple"
         assert values.keys() <= {"lr", *_NUMBERS}, f"{type(self).__name__} has an argument without a number in csrc"
@@ -109,7 +112,7 @@ def _check(name: str, field: str, value: object) -> None:
             raise ValueError(f"{name} must be a tuple of two numbers, got {value!r}")
         for beta in value:
             _check_below_one(name, beta)
-    elif field in ("momentum", "alpha"):
+    elif field in ("momentum", "alpha", "rho"):
         _check_below_one(name, value)
     elif field == "lr_power":
         if _is_finite(name, value) > 0:
@@ -282,6 +285,21 @@ class Ftrl(Optimizer, kind=9, states={"accumulator": "element", "linear": "eleme
     lr_power: float = -0.5
 
 
+@dataclass(frozen=True, repr=False)
+class Adadelta(Optimizer, kind=10, states={"square_avg": "element", "acc_delta": "element"}):
+    """Adadelta: ``w -= lr * d``, with ``d = sqrt(u + eps) / sqrt(v + eps) * g``.
+
+    Before it, ``g += weight_decay * w; v = rho * v + (1 - rho) * g**2``, and after it
+    ``u = rho * u + (1 - rho) * d**2``. The formula is that of ``torch.optim.Adadelta``. The states ``v``
+    (``square_avg``) and ``u`` (``acc_delta``) have the shape ``(D,)`` per row.
+    """
+
+    lr: float = 1.0
+    rho: float = 0.9
+    eps: float = 1.0e-6
+    weight_decay: float = 0.0
+
+
 OPTIMIZERS = {kind.__name__: kind for kind in Optimizer.__subclasses__()}
 """All optimizers by name, in the order of this module."""
 
@@ -298,7 +316,7 @@ def state_names(optimizer: Optimizer) -> dict[str, StateKind]:
 
 def is_square(state_name: str) -> bool:
     """Returns whether the state is a sum or an average of squared gradients. All row-wise states are."""
-    return state_name in ("sum", "exp_avg_sq", "square_avg", "accumulator")
+    return state_name in ("sum", "exp_avg_sq", "square_avg", "acc_delta", "accumulator")
 
 
 def state_bytes(optimizer: Optimizer, columns: int, itemsize: int = 4) -> int:

@@ -11,6 +11,7 @@ from torchrec_recstore.optim import (
     LAMB,
     LARSSGD,
     SGD,
+    Adadelta,
     Adagrad,
     Adam,
     AdamW,
@@ -45,6 +46,8 @@ OPTIMIZERS: list[Optimizer] = [
     LARSSGD(0.5, momentum=0.0, eta=0.02),
     RMSprop(0.1, weight_decay=0.1),
     RMSprop(0.1, alpha=0.5, eps=1e-2, max_gradient=0.5),
+    Adadelta(),
+    Adadelta(0.5, rho=0.5, eps=1e-2, weight_decay=0.1, max_gradient_norm=0.6),
     Ftrl(0.1),
     Ftrl(0.1, l1=0.3, l2=0.1, beta=1.0),
     Ftrl(0.1, l1=0.01, lr_power=-0.4, beta=0.5),
@@ -55,6 +58,7 @@ AS_IN_TORCH: list[tuple[Optimizer, type[torch.optim.Optimizer], dict[str, Any]]]
     (Adam(0.1, betas=(0.8, 0.99)), torch.optim.Adam, {"betas": (0.8, 0.99)}),
     (AdamW(0.1, weight_decay=0.1), torch.optim.AdamW, {"weight_decay": 0.1}),
     (RMSprop(0.1, weight_decay=0.1), torch.optim.RMSprop, {"weight_decay": 0.1}),
+    (Adadelta(0.1, rho=0.8, weight_decay=0.1), torch.optim.Adadelta, {"rho": 0.8, "weight_decay": 0.1}),
 ]
 """Optimizers that equal one of torch.optim with these arguments where every row is in every batch."""
 
@@ -125,6 +129,12 @@ class Reference:
             g = g + o.weight_decay * w
             state["square_avg"] = o.alpha * state.get("square_avg", zero) + (1 - o.alpha) * g**2
             return w - o.lr * g / (state["square_avg"].sqrt() + o.eps)
+        if isinstance(o, Adadelta):
+            g = g + o.weight_decay * w
+            state["square_avg"] = o.rho * state.get("square_avg", zero) + (1 - o.rho) * g**2
+            delta = (state.get("acc_delta", zero) + o.eps).sqrt() / (state["square_avg"] + o.eps).sqrt() * g
+            state["acc_delta"] = o.rho * state.get("acc_delta", zero) + (1 - o.rho) * delta**2
+            return w - o.lr * delta
         assert isinstance(o, Ftrl)
         before = state.get("accumulator", zero)
         state["accumulator"] = before + g**2

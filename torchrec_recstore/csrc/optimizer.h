@@ -25,7 +25,8 @@ struct OptimizerState {
   ENTRY(PartialRowWiseLamb, 6, {"exp_avg", false, false}, {"exp_avg_sq", true, true}) \
   ENTRY(LarsSgd, 7, {"momentum_buffer", false, false})                                \
   ENTRY(RmsProp, 8, {"square_avg", false, true})                                      \
-  ENTRY(Ftrl, 9, {"accumulator", false, true}, {"linear", false, false})
+  ENTRY(Ftrl, 9, {"accumulator", false, true}, {"linear", false, false})              \
+  ENTRY(Adadelta, 10, {"square_avg", false, true}, {"acc_delta", false, true})
 
 enum class OptimizerKind : int64_t {
 #define RECSTORE_ENTRY(name, value, ...) k##name = value,

@@ -252,6 +252,25 @@ struct RmsPropStep {
   }
 };
 
+struct AdadeltaStep {
+  static constexpr int64_t kElementStates = 2;
+  template <class State, class Columns>
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, State state, const float* g) {
+    const StepScalars& s = a.scalars;
+    const Vec lr = broadcast(s.learning_rate), decay = broadcast(s.weight_decay), eps = broadcast(s.eps);
+    const auto squares = state.square(0, columns), deltas = state.square(1, columns);
+    for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
+      gv += decay * wv;
+      const Vec v = average(squares, d, gv * gv, s.alpha, s.one_minus_alpha, n);
+      const Vec delta = square_root(deltas.load(d, n) + eps) / square_root(v + eps) * gv;
+      const Vec u = average(deltas, d, delta * delta, s.alpha, s.one_minus_alpha, n);
+      squares.store(d, v, n);
+      deltas.store(d, u, n);
+      return wv - lr * delta;
+    });
+  }
+};
+
 struct FtrlStep {
   static constexpr int64_t kElementStates = 2;
 
