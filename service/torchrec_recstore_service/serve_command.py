@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from torchrec_recstore.commands.output import errors_in_one_line
+from torchrec_recstore.commands.scripts import missing_in_one_line
 from torchrec_recstore_service.access_flags import (
     LIMITS,
     ClientCa,
@@ -142,7 +143,7 @@ def serve(
     # Each thread that serves calls has its own team of OpenMP threads, which would spin while they wait. OpenMP reads
     # the variable when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    with errors_in_one_line():
+    with errors_in_one_line(), missing_in_one_line():
         from torchrec_recstore.option_flags import options_of_flags
         from torchrec_recstore_service.client.limits import limits_of
         from torchrec_recstore_service.server.scheduled_saves import Schedule

@@ -14,6 +14,7 @@ import typer
 
 from torchrec_recstore.commands.explore import Timeout, TlsCa, TlsCert, TlsKey, TokenFile
 from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
+from torchrec_recstore.commands.scripts import missing_in_one_line
 
 if TYPE_CHECKING:
     from torchrec_recstore_service.client.server_set import ServerSet
@@ -144,7 +145,7 @@ def connected_to(
 
     The arguments are the flags of the same names. A server counts as gone after ``s`` seconds.
     """
-    with errors_in_one_line():
+    with errors_in_one_line(), missing_in_one_line():
         from torchrec_recstore_service.client.connection import Access
         from torchrec_recstore_service.client.server_set import ServerSet
 

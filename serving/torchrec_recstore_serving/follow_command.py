@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from torchrec_recstore.commands.output import errors_in_one_line
+from torchrec_recstore.commands.scripts import missing_in_one_line
 from torchrec_recstore_service.access_flags import (
     ClientCa,
     Listen,
@@ -80,7 +81,7 @@ def follow(
     Exit status: 0 after SIGTERM or Ctrl-C, or 2 with one line on stderr if the server cannot serve.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as for recstore serve
-    with errors_in_one_line():
+    with errors_in_one_line(), missing_in_one_line():
         listening = listen_options(
             *(listen, tls_cert, tls_key, client_ca, token_file, metrics),
             *(max_calls, max_connections, max_request_memory),
@@ -110,9 +111,6 @@ def follow(
             if as_json:
                 print(json.dumps({"event": "state", **state}), flush=True)
 
-        try:
-            serve_predictions(options, ready, report)
-        except ImportError as error:
-            raise ValueError(str(error)) from None
+        serve_predictions(options, ready, report)
         if as_json:
             print(json.dumps({"event": "stopped", "seconds": round(time.monotonic() - begin, 3)}), flush=True)
