@@ -151,13 +151,14 @@ def _inputs(
 def _saved_tables(sources: list[Path]) -> dict[str, ForecastTable]:
     """Returns the tables of the first checkpoint or run. Files of statistics have none."""
     from torchrec_recstore.checkpoint.info import METADATA, read_info
-    from torchrec_recstore.planner.forecast_inputs import tables_of
+    from torchrec_recstore.planner.forecast_inputs import ForecastTable
 
     for path in sources:
         if path.is_dir():
             inside = [path] if (path / METADATA).is_file() else [each.parent for each in path.glob(f"*/{METADATA}")]
             if inside:
-                return tables_of(max((read_info(each) for each in inside), key=lambda info: info.step))
+                tables = max((read_info(each) for each in inside), key=lambda info: info.step).tables
+                return {name: ForecastTable(t.dim, t.optimizer, t.dtype, t.options) for name, t in tables.items()}
     return {}
 
 

@@ -54,10 +54,9 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         topology: The device topology.
         batch_size: The batch size of one rank. Default: TorchRec's ``BATCH_SIZE``.
         constraints: The constraints, by table name. Default: None.
-        estimator: The estimators of performance and storage. Default: None, TorchRec's estimators for its own kernels
-            and RecStore's estimators for RecStore tables.
-        use_exact_enumerate_order: Whether tables are enumerated in the exact order of the module's children, as in
-            TorchRec's ``EmbeddingEnumerator``. Default: False.
+        estimator: The estimators of performance and storage. Default: TorchRec's for its own kernels, and RecStore's
+            for RecStore tables.
+        use_exact_enumerate_order: As in TorchRec's ``EmbeddingEnumerator``. Default: False.
         statistics: What was measured of tables, by table name. The measured rows and ids of a sample count in all
             estimates, and the measured times replace TorchRec's formulas for RecStore tables. Default: None.
 
@@ -130,8 +129,8 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Estimates the options. The estimates of RecStore tables depend on the ``output_dtype`` of their lookups.
 
-        TorchRec takes the dtype of the rows if the constraint of a table has no ``output_dtype``, and does not read the
-        one of the sharder's ``fused_params`` (torchrec 1.8.0).
+        If the constraint of a table has none, TorchRec takes the dtype of the rows, and not the one of ``fused_params``
+        (torchrec 1.8.0).
         """
         unset = [o for o in sharding_options if o.compute_kernel == RECSTORE_KERNEL and o.output_dtype is None]
         for option in unset:
@@ -160,8 +159,8 @@ def _check_names(what: str, known: set[str], named: set[str]) -> None:
 def _without_warnings_of_data_parallel() -> Iterator[None]:
     """Drops the stock enumerator's warning that RecStore's kernel has no data-parallel sharding.
 
-    A RecStore sharder offers data_parallel to tables on TorchRec's kernels only. torchrec 1.8.0 and 1.9.2 warn of every
-    sharding type that the kernels of a constraint leave out; 1.7.0 does too.
+    A RecStore sharder offers data_parallel to tables on TorchRec's kernels only, and TorchRec (1.7.0 to 1.9.2) warns of
+    every sharding type that the kernels of a constraint leave out.
     """
 
     def wanted(record: logging.LogRecord) -> bool:

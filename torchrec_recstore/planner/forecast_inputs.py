@@ -15,7 +15,6 @@ import xxhash
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.planner import Topology
 
-from torchrec_recstore.checkpoint.info import CheckpointInfo
 from torchrec_recstore.encoding import check_fields
 from torchrec_recstore.optim import OPTIMIZERS, Optimizer
 from torchrec_recstore.options import TableOptions
@@ -32,20 +31,11 @@ _DTYPES = {str(dtype).removeprefix("torch."): data_type for data_type, dtype in 
 
 @dataclass(frozen=True)
 class Machines:
-    """The hosts and the network of a job.
+    """The hosts and the network of a job, as a topology file has them.
 
-    Args:
-        ranks_per_host: The number of ranks of each host.
-        memory_per_rank_bytes: The bytes of memory that the tables of a rank may use.
-        within_host_bytes_per_s: The bytes a second that a rank sends to ranks of its host.
-        between_hosts_bytes_per_s: The bytes a second that a rank sends to ranks of other hosts.
-        table_wise_ms: The milliseconds of a step that table-wise sharding takes on every rank of several, whatever the
-            tables are. The default was measured: see ``SHARDING_TYPE_MS``.
-        row_wise_ms: The same of row-wise sharding.
-        latency_ms: The milliseconds that a collective takes besides the time of its bytes. Default: 0.
-
-    Raises:
-        ValueError: A number is not finite, or not above 0; milliseconds may be 0. The message names it.
+    Rates are bytes a second that a rank sends to ranks of its host, and to ranks of other hosts. ``table_wise_ms`` and
+    ``row_wise_ms`` are as in ``SHARDING_TYPE_MS``; ``latency_ms`` is what a collective takes besides the time of its
+    bytes. Raises ValueError, which names the field, if a number is not finite, or not above 0; milliseconds may be 0.
     """
 
     ranks_per_host: int
@@ -77,11 +67,7 @@ class Machines:
         return {"table_wise": self.table_wise_ms, "row_wise": self.row_wise_ms}
 
     def topology(self, ranks: int) -> Topology:
-        """Returns TorchRec's topology of a number of ranks.
-
-        Raises:
-            ValueError: The ranks do not fill their hosts.
-        """
+        """Returns TorchRec's topology of a number of ranks. Raises ValueError if the ranks do not fill their hosts."""
         on_host = min(self.ranks_per_host, ranks)
         if ranks % on_host:
             raise ValueError(
@@ -101,9 +87,7 @@ class Machines:
 def read_machines(path: str | os.PathLike[str]) -> Machines:
     """Reads a topology file, a JSON object with the fields of :class:`Machines`.
 
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: A field is missing, unknown or not valid. The message names the file and the field.
+    Raises ValueError, which names the file and the field, if a field is missing, unknown or not valid.
     """
     names = [each.name for each in fields(Machines)]
     optional = [each.name for each in fields(Machines) if each.default is not MISSING]
@@ -119,13 +103,9 @@ def read_machines(path: str | os.PathLike[str]) -> Machines:
 
 @dataclass(frozen=True)
 class ForecastTable:
-    """A pooled table that is to be planned.
+    """A pooled table that is to be planned. All tables have the same optimizer.
 
-    Args:
-        dim: The number of columns.
-        optimizer: The optimizer. All tables have the same.
-        dtype: The data type of the rows: ``"float32"``, ``"float16"``, ``"bfloat16"`` or ``"int8"``.
-        options: The options of the table. ``expected_rows`` has no effect, because the rows were measured.
+    ``dtype`` is a name of ``_DTYPES``. ``options.expected_rows`` has no effect, because the rows were measured.
     """
 
     dim: int
@@ -135,11 +115,7 @@ class ForecastTable:
 
 
 def table_config(name: str, table: ForecastTable, features: Sequence[str]) -> EmbeddingBagConfig:
-    """Returns TorchRec's config of a table.
-
-    Raises:
-        ValueError: The name has a point.
-    """
+    """Returns TorchRec's config of a table. Raises ValueError if the name has a point."""
     check_name(name)
     return EmbeddingBagConfig(
         name=name,
@@ -159,28 +135,13 @@ def check_name(name: str) -> None:
         )
 
 
-def tables_of(info: CheckpointInfo) -> dict[str, ForecastTable]:
-    """Returns the tables of a checkpoint by name."""
-    return {
-        name: ForecastTable(table.dim, table.optimizer, table.dtype, table.options)
-        for name, table in info.tables.items()
-    }
-
-
 @dataclass(frozen=True)
 class StatedTable:
     """What a file says about a table. A field is None, or empty, if the file does not say it.
 
-    Args:
-        features: The names of the columns of a Parquet sample that have the ids of the table.
-        dim: The number of columns of the table.
-        dtype: The data type of the rows: ``"float32"``, ``"float16"``, ``"bfloat16"`` or ``"int8"``.
-        rows: The number of rows that the table has now.
-        rows_per_day: The number of rows by which it grows in a day.
-        max_rows: The largest number of rows in memory, as in ``TableOptions``.
-
-    Raises:
-        ValueError: A value is not valid. The message names the field.
+    ``features`` are the columns of a Parquet sample with the table's ids, ``dtype`` is a name of ``_DTYPES``, ``rows``
+    are those of now, and ``max_rows`` is that of ``TableOptions``. Raises ValueError, which names the field, if a value
+    is not valid.
     """
 
     features: tuple[str, ...] = ()
@@ -213,10 +174,7 @@ class StatedTable:
 class TableFile:
     """What a user says about tables, besides what was measured of them.
 
-    Args:
-        path: The path of the file, for messages.
-        tables: What the file says about each table.
-        optimizer: The optimizer of all tables. None if the file does not say it.
+    ``path`` is for messages. ``optimizer``, that of all tables, is None if the file does not say it.
     """
 
     path: str
@@ -226,8 +184,7 @@ class TableFile:
     def with_saved(self, saved: Mapping[str, ForecastTable]) -> dict[str, ForecastTable]:
         """Returns the tables of this file and of a checkpoint, ``saved``. What this file says counts first.
 
-        Raises:
-            ValueError: The number of columns or the optimizer of a table is not known. The message names the table.
+        Raises ValueError, which names the table, if its number of columns or its optimizer is not known.
         """
         optimizer = self.optimizer or next((each.optimizer for each in saved.values()), None)
         found = {}
@@ -253,23 +210,17 @@ class TableFile:
         """Returns the rows of the tables, and their growth, which is left out if ``steps_per_day`` is None."""
         found = {}
         for name, table in self.tables.items():
-            per_step = None
-            if table.rows_per_day is not None and steps_per_day is not None:
-                per_step = table.rows_per_day / steps_per_day
-            found[name] = TableStatistics(rows=table.rows, rows_per_step=per_step)
+            growth = None if steps_per_day is None or table.rows_per_day is None else table.rows_per_day / steps_per_day
+            found[name] = TableStatistics(rows=table.rows, rows_per_step=growth)
         return found
 
 
 def read_table_file(path: str | os.PathLike[str]) -> TableFile:
-    """Reads a file of tables.
+    """Reads a file of tables, a JSON object.
 
-    The file is a JSON object with ``tables``, which has an object with the fields of :class:`StatedTable` for each
-    table, and ``optimizer``, an object with the ``name`` of a class of :mod:`torchrec_recstore.optim` and the arguments
-    of the class.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: A field is unknown or not valid. The message names the file, the table and the field.
+    ``tables`` has an object with the fields of :class:`StatedTable` for each table, and ``optimizer`` the ``name`` of a
+    class of :mod:`torchrec_recstore.optim` and its arguments. Raises ValueError, which names the file, the table and
+    the field, if a field is unknown or not valid.
     """
     try:
         document: Any = json.loads(Path(path).read_bytes())
@@ -320,22 +271,13 @@ def sample_statistics(
 ) -> dict[str, TableStatistics]:
     """Measures tables with the rows of a Parquet file, on this machine. See :func:`measure_statistics`.
 
-    The rows of a table and their growth are those of a training on the file that begins with empty tables: ``rows``
-    is the number of distinct ids of the file, and ``rows_per_step`` that of the ids which only the second half of the
-    batches has, for each step of this half. With one batch, ``rows_per_step`` is None.
+    ``columns`` are the columns of ids of each table that is measured: integers, strings, or lists of them; a missing
+    value is no id. Rows after the last whole batch do not count. The rows of a table and their growth are those of a
+    training on the file that begins with empty tables: ``rows`` is the number of distinct ids of the file, and
+    ``rows_per_step`` that of the ids which only the second half of the batches has, for each step of
+    ``samples_per_step`` samples in this half; None with one batch.
 
-    Args:
-        tables: The tables by name.
-        columns: The columns of ids of each table that is measured: integers, strings, or lists of them. A missing value
-            is no id.
-        parquet: The file. Its last rows that are less than a batch do not count.
-        batch_size: The rows of a batch.
-        samples_per_step: The samples of a step, in which the growth is counted.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The package pyarrow is missing, a column is missing or has no ids, or there is no whole
-            batch of rows.
+    Raises ValueError if pyarrow is missing, a column is missing or has no ids, or there is no whole batch of rows.
     """
     names = list(dict.fromkeys(name for each in columns.values() for name in each))
     batches = list(_batches(Path(parquet), names, batch_size))

@@ -43,19 +43,13 @@ class TableForecast:
 
 @dataclass(frozen=True)
 class RankForecast:
-    """The work of a rank in a training step, and its memory.
+    """The work of a rank in a training step, and its memory now and after the growth.
 
-    Args:
-        lookups_ms: The milliseconds of lookups and updates.
-        network_ms: The milliseconds of the exchange with other ranks: the larger of ``sent_bytes`` and
-            ``received_bytes`` within the host, and between hosts, at the speeds of the network, and the latency of each
-            collective. gloo sends partial sums twice.
-        torchrec_ms: The milliseconds of TorchRec's own work for the sharding types of the plan. It is the same on all
-            ranks, and 0 if there is one rank.
-        sent_bytes: The bytes to other ranks in a step, before what a library adds.
-        received_bytes: The bytes of other ranks in a step.
-        memory_bytes: The bytes of the rank's shards, and of their inputs and outputs, now.
-        memory_later_bytes: These bytes after the growth.
+    ``network_ms`` are those of the exchange with other ranks: of ``sent_bytes`` or ``received_bytes``, whichever takes
+    longer, at the speeds of the network, and the latency of each collective. gloo sends partial sums twice.
+    ``torchrec_ms`` are TorchRec's own work for the sharding types of the plan: the same on all ranks, and 0 if there is
+    one rank. ``sent_bytes`` are those before what a library adds. Memory is that of shards, and of their inputs and
+    outputs.
     """
 
     rank: int
@@ -81,12 +75,9 @@ class RankForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan and what it means for each rank.
+    """A plan, with its tables sorted by name, and what it means for each rank, in ascending order.
 
-    Args:
-        tables: The tables, sorted by name.
-        ranks: The ranks in ascending order.
-        boundless_step_ms: The step of the slowest rank in the plan for ranks with any amount of memory.
+    ``boundless_step_ms`` is the step of the slowest rank in the plan for ranks with any amount of memory.
     """
 
     tables: tuple[TableForecast, ...]
@@ -116,29 +107,23 @@ def forecast(
 ) -> Forecast:
     """Returns :class:`RecStorePlanner`'s plan of table-wise and row-wise tables, and its estimates for each rank.
 
-    The planner plans with the memory that is needed after ``steps`` steps, and no process group is started.
+    The planner plans with the memory that is needed after ``steps`` steps, and no process group is started. Of each
+    table ``rows``, ``ids_per_sample`` and ``ns_per_id`` must be known, and ``rows_per_step`` if ``steps`` is above 0. A
+    table of hot ids needs ``hottest_share``, which is 0 if None. ``batch_size`` is that of one rank.
 
-    Args:
-        tables: The tables by name.
-        statistics: The statistics of these tables. ``rows``, ``ids_per_sample`` and ``ns_per_id`` must be known, and
-            ``rows_per_step`` if ``steps`` is above 0. A table of hot ids needs ``hottest_share``, which is 0 if None.
-        machines: The hosts and the network.
-        ranks: The number of ranks.
-        batch_size: The number of samples of one rank in a step.
-        steps: The number of steps in which the tables grow as they were measured to. Default: 0.
-
-    Raises:
-        ValueError: Something is not known of a table; the tables have different optimizers; the ranks do not fill
-            their hosts; or the tables do not fit into the memory. The message names the table.
+    Raises ValueError, which names the table, if something is not known of it, if the tables have different optimizers
+    or do not fit into the memory, or if the ranks do not fill their hosts.
     """
     if not tables:
         raise ValueError("there is no table to plan")
     for name in tables:
         check_name(name)
-        _check_known(name, statistics.get(name), steps)
+        for each in ("rows", "ids_per_sample", "ns_per_id", *(["rows_per_step"] if steps else [])):
+            if getattr(statistics.get(name), each, None) is None:
+                raise ValueError(f"table {name!r}: {each} is not known: {_SOURCES[each]}")
     if len({table.optimizer for table in tables.values()}) > 1:
-        each = ", ".join(f"{name!r} has {table.optimizer}" for name, table in tables.items())
-        raise ValueError(f"all tables must have the same optimizer, but {each}")
+        theirs = ", ".join(f"{name!r} has {table.optimizer}" for name, table in tables.items())
+        raise ValueError(f"all tables must have the same optimizer, but {theirs}")
     now = {name: statistics[name] for name in tables}
     later = {name: each.after(steps) if steps else each for name, each in now.items()}
     job = _Job(tables, machines, ranks, batch_size)
@@ -152,12 +137,6 @@ def forecast(
         ranks=tuple(found),
         boundless_step_ms=max(rank.step_ms for rank in boundless.planned(now, later)[1]),
     )
-
-
-def _check_known(name: str, known: TableStatistics | None, steps: int) -> None:
-    for each in ("rows", "ids_per_sample", "ns_per_id", *(["rows_per_step"] if steps else [])):
-        if known is None or getattr(known, each) is None:
-            raise ValueError(f"table {name!r}: {each} is not known: {_SOURCES[each]}")
 
 
 _Options = dict[tuple[str, str], ShardingOption]  # by the name of the table and the sharding type
@@ -185,9 +164,7 @@ class _Job:
     ) -> tuple[dict[str, tuple[str, tuple[int, ...]]], list[RankForecast]]:
         """Returns the sharding type and the ranks of each table in the plan, and the forecast of each rank.
 
-        Args:
-            now: The statistics before the growth.
-            later: Those after the growth, for which the planner plans.
+        The planner plans for the statistics after the growth, ``later``.
         """
         latency_ms = STEP_COLLECTIVES * self._machines.latency_ms  # of a sharding type in a step
         planner = RecStorePlanner(
@@ -223,15 +200,12 @@ class _Job:
         after: _Options,
         latency_ms: float,
     ) -> list[RankForecast]:
-        lookups_ms: Counter[int] = Counter()
-        memory: Counter[int] = Counter()
-        memory_later: Counter[int] = Counter()
+        lookups_ms, memory, memory_later = (Counter[int]() for _ in range(3))
         placed = []
         for name, (kind, ranks) in plan.items():
             per_feature = now[name].ids_per_sample or ()
             placed.append(PlacedTable(kind, ranks, self._tables[name].dim, len(per_feature), sum(per_feature)))
-            shards = zip(ranks, before[name, kind].shards, after[name, kind].shards, strict=True)
-            for rank, shard, later in shards:
+            for rank, shard, later in zip(ranks, before[name, kind].shards, after[name, kind].shards, strict=True):
                 lookups_ms[rank] += later.perf.fwd_compute + later.perf.bwd_compute
                 memory[rank] += shard.storage.ddr
                 memory_later[rank] += later.storage.ddr

@@ -109,20 +109,15 @@ class RecStorePlanner(PlannerSeams):
         measured = {name for name, each in enumerator.statistics.items() if each.ns_per_id is not None}
         if not measured:
             return plan
-        types_ms = self._sharding_type_ms
-        if types_ms is None:
-            types_ms = SHARDING_TYPE_MS if topology.compute_device == "cpu" else {}
+        default = SHARDING_TYPE_MS if topology.compute_device == "cpu" else {}
+        types_ms = default if self._sharding_type_ms is None else self._sharding_type_ms
         return refined(plan, enumerator.found, topology, measured, types_ms)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(constraints={dict(constraints_of(self))})"
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """Returns the plan.
-
-        Args:
-            module: The model, before sharding.
-            sharders: The sharders whose modules are planned.
+        """Returns the plan of a model, before sharding, for the modules of ``sharders``.
 
         Raises:
             PlannerError: No plan satisfies the constraints and the memory limits, or a constraint names a table that
@@ -187,11 +182,10 @@ def assumed(
     constraints: dict[str, ParameterConstraints] | None,
     statistics: Mapping[str, TableStatistics] = MappingProxyType({}),
 ) -> list[str]:
-    """Returns one line of text for each RecStore table.
+    """Returns a line for each RecStore table with its resident rows, over all ranks, and its GiB on each rank.
 
-    A line has the resident rows of the table over all ranks, and the GiB that the table takes on each rank. The bytes
-    include the rows with their optimizer state, index and bookkeeping, the counter of sightings, and the table's inputs
-    and outputs.
+    The bytes include the rows with their optimizer state, index and bookkeeping, the counter of sightings, and the
+    table's inputs and outputs.
     """
     lines = []
     dynamic = [option for option in options if option.compute_kernel == RECSTORE_KERNEL]
@@ -225,7 +219,7 @@ def _copied(
     constraints: dict[str, ParameterConstraints] | None,
     sharders: Mapping[str, ModuleSharder[nn.Module]],
 ) -> list[str]:
-    """Returns one line of text for each rank with the bytes that its RecStore tables copy over the bus in a step."""
+    """Returns a line for each rank with the bytes that its RecStore tables copy over the bus in a step."""
     down: Counter[int] = Counter()
     up: Counter[int] = Counter()
     for option in options:
@@ -241,7 +235,7 @@ def _copied(
 
 
 def _shortages(options: list[ShardingOption], topology: Topology) -> list[str]:
-    """Returns lines of text that name the tables that do not fit, and the memory that is too small for them.
+    """Returns lines that name the tables that do not fit, and the memory that is too small for them.
 
     The host memory (DDR) and, under an accelerator, its memory (HBM) are compared apart.
     """

@@ -21,11 +21,9 @@ REFINED = ("table_wise", "row_wise")
 """The sharding types between which tables are moved."""
 
 SHARDING_TYPE_MS: Mapping[str, float] = {"table_wise": 2.3, "row_wise": 2.2}
-"""The milliseconds of a step that each sharding type of a collection takes on every rank, whatever its tables are.
-
-This is TorchRec's own work, with the calls of the collectives. ``benchmarks/plan.py`` measures it as processor time.
-These are its numbers for two ranks with gloo on an AMD EPYC (Zen 5) with torch 2.13 and TorchRec 1.8.
-"""
+"""The milliseconds of a step that each sharding type of a collection takes on every rank of several, whatever its
+tables are: TorchRec's own work, with the calls of the collectives, as ``benchmarks/plan.py`` measures it in processor
+time for two ranks with gloo on an AMD EPYC (Zen 5) with torch 2.13 and TorchRec 1.8."""
 
 _LEAST_GAIN = 1e-3  # A change for less is not worth another plan.
 
@@ -49,16 +47,10 @@ def refined(
     """Returns a plan whose slowest rank takes no longer.
 
     TorchRec's planner adds up the times of a rank's shards. This search also counts what a rank sends to and receives
-    from the shards of other ranks, and what each sharding type of a collection takes. It starts from the plan, and
-    from the plans in which the tables have only one sharding type. Only tables on the slowest rank are moved, or
-    swapped with a table of another rank.
-
-    Args:
-        plan: The options of the plan, with the ranks of their shards.
-        found: All options from which the plan was chosen.
-        topology: The memory of each rank, and the network.
-        measured: The names of the tables that may be moved.
-        sharding_type_ms: See ``SHARDING_TYPE_MS``.
+    from the shards of other ranks, and what each sharding type of a collection takes. It starts from the plan, and from
+    the plans in which the tables have only one sharding type. Only tables on the slowest rank are moved, or swapped
+    with a table of another rank. ``found`` are all options from which the plan was chosen, and ``measured`` the names
+    of the tables that may be moved.
     """
     choices = {
         (option.fqn, option.sharding_type): option
@@ -120,13 +112,13 @@ def _of_one_type(sharding_type: str, tables: list[str], cost: _Cost) -> dict[str
 
 
 def _best_from(places: dict[str, _Place], cost: _Cost) -> dict[str, _Place]:
-    while (better := _improved(places, cost)) is not None:
+    while better := _improved(places, cost):
         places = better
     return places
 
 
-def _improved(places: Mapping[str, _Place], cost: _Cost) -> dict[str, _Place] | None:
-    """Returns the best of the changed plans, or None if no change makes the slowest rank faster."""
+def _improved(places: Mapping[str, _Place], cost: _Cost) -> dict[str, _Place]:
+    """Returns the best of the changed plans, or no places if no change makes the slowest rank faster."""
     load = cost.load(places)
     now, rank = cost.slowest(places, load)
     best: tuple[float, dict[str, _Place]] = (now * (1 - _LEAST_GAIN), {})
@@ -137,7 +129,7 @@ def _improved(places: Mapping[str, _Place], cost: _Cost) -> dict[str, _Place] | 
         load_after = load + cost.load(changed) - cost.load({table: places[table] for table in changed})
         if cost.fits(load_after):
             best = min(best, (cost.slowest(after, load_after)[0], after), key=lambda each: each[0])
-    return best[1] or None
+    return best[1]
 
 
 def _changes(places: Mapping[str, _Place], slowest: int, cost: _Cost) -> Iterator[dict[str, _Place]]:
@@ -193,11 +185,10 @@ class _Cost:
         return bool((load[:, -2:] <= self._free).all())
 
     def load(self, places: Mapping[str, _Place]) -> Tensor:
-        """Returns what tables cost each rank together.
+        """Returns what tables cost each rank together, (R, 1 + 2C + 2) float64.
 
-        Returns:
-            (R, 1 + 2C + 2) float64: the milliseconds of lookups, those of sending and of receiving with each of C
-            collectives, and the bytes of host and device memory.
+        The columns are the milliseconds of lookups, those of sending and of receiving with each of C collectives, and
+        the bytes of host and device memory.
         """
         none = torch.zeros(self.ranks, 3 + 2 * len(COLLECTIVES), dtype=torch.float64)
         return sum((self._of(table, place) for table, place in places.items()), start=none)

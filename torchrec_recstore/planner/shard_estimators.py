@@ -131,14 +131,11 @@ def _dtype(option: ShardingOption) -> torch.dtype:
 
 
 class MeasuredPerfConfig(RecStorePerfConfig):
-    """The config of TorchRec's performance estimator with the measured numbers of tables.
+    """The config of TorchRec's performance estimator with the measured speeds of tables, by name.
 
     TorchRec's formulas count the pooled rows and their gradients, and not the ids, their lengths and their weights, and
     add the time of a copy on a GPU to the gradients of row-wise tables (torchrec 1.8.0). For RecStore tables that were
     measured, the bytes of :func:`rank_traffic` count instead, at the topology's bandwidths.
-
-    Args:
-        measured: The measured speeds by table name.
     """
 
     def __init__(self, measured: Mapping[str, MeasuredSpeed]) -> None:
@@ -194,12 +191,7 @@ def _traffic(context: ShardPerfContext) -> list[RankTraffic]:
 
 
 def lookup_type(option: ShardingOption, sharders: Mapping[str, ModuleSharder[nn.Module]]) -> DataType:
-    """Returns the data type of the results of a RecStore table's lookups.
-
-    Args:
-        option: An option with RecStore's kernel.
-        sharders: The sharders, by ``option.module_type_key``.
-    """
+    """Returns the data type of the results of a RecStore table's lookups. See :func:`bus_bytes_of` for sharders."""
     if option.output_dtype is not None:
         return option.output_dtype
     fused_params = convert_to_fbgemm_types(dict(build_sharder_data(sharders[option.module_type_key]).fused_params))
@@ -214,11 +206,7 @@ def bus_bytes_of(
 ) -> list[BusBytes]:
     """Returns the estimated bytes between host and accelerator in a training step, for each shard of a RecStore table.
 
-    Args:
-        option: An option with RecStore's kernel.
-        topology: The topology that the option was made for.
-        constraints: The constraints, by table name.
-        sharders: The sharders, by ``option.module_type_key``.
+    The sharders are by ``option.module_type_key``.
     """
     sharder = build_sharder_data(sharders[option.module_type_key])
     sizes = [shard.size for shard in option.shards]

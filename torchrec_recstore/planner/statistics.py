@@ -29,18 +29,17 @@ VERSION = 1
 class TableStatistics:
     """What was measured of one table. A field is None if it was not measured.
 
+    A checkpoint tells ``rows``, and the checkpoints of a run ``rows_per_step``, too. Only batches tell the rest.
+
     Args:
-        rows: The number of rows of the whole table, over all ranks. A checkpoint tells it.
-        rows_per_step: The number of rows by which the table grows in a training step. The checkpoints of a run tell it.
-        ids_per_sample: For each feature of the table, in their order, the mean number of ids of a sample. Only batches
-            tell it.
+        rows: The number of rows of the whole table, over all ranks.
+        rows_per_step: The number of rows by which the table grows in a training step.
+        ids_per_sample: For each feature of the table, in their order, the mean number of ids of a sample.
         unique_share: The number of distinct ids of a batch, divided by the number of its ids, over the features of the
-            table. Only batches tell it.
+            table.
         hottest_share: The share of the ids that are equal to the most frequent id. With row-wise sharding, one rank
-            gets all of them. Only batches tell it: a checkpoint counts in how many steps a row was looked up, not
-            how often.
-        ns_per_id: The nanoseconds of a forward and a backward on this machine, divided by the number of ids. Only
-            batches tell it.
+            gets all of them.
+        ns_per_id: The nanoseconds of a forward and a backward on this machine, divided by the number of ids.
 
     Raises:
         ValueError: A number is negative or not finite, or a share is above 1. The message names the field.
@@ -80,10 +79,9 @@ class TableStatistics:
 
 
 def combined_statistics(*sources: Mapping[str, TableStatistics]) -> dict[str, TableStatistics]:
-    """Returns the statistics of several sources. For each field of a table, the first source that measured it counts.
+    """Returns the statistics of several sources by table name, such as those of a checkpoint and those of batches.
 
-    Args:
-        sources: Statistics by table name, such as those of a checkpoint and those of a sample of batches.
+    For each field of a table, the first source that measured it counts.
     """
     found: dict[str, TableStatistics] = {}
     for source in sources:
@@ -98,7 +96,7 @@ def measure_statistics(
     batches: Iterable[KeyedJaggedTensor],
     optimizer: Optimizer | None = None,
 ) -> dict[str, TableStatistics]:
-    """Measures tables with a sample of batches. The number of rows and their growth are not measured.
+    """Returns, by table name, what a sample of batches tells: all but the number of rows and their growth.
 
     The ids of the sample are kept in memory.
 
@@ -109,9 +107,6 @@ def measure_statistics(
         optimizer: The optimizer with which the batches are also trained, on new tables in this process, to measure
             ``ns_per_id``. They are trained twice, and the second time, in which no row is made, counts. Default: None,
             ``ns_per_id`` is not measured.
-
-    Returns:
-        The statistics by table name.
 
     Raises:
         ValueError: There is no batch or no id, or a batch lacks a feature. The message names the feature.
@@ -147,11 +142,9 @@ def _ns_per_id(
     config: EmbeddingBagConfig | EmbeddingConfig, batches: Sequence[KeyedJaggedTensor], optimizer: Optimizer
 ) -> float:
     """Returns the median over the batches, which are trained twice on a new table. The second time counts."""
-    module = (
-        RecStoreEmbeddingBagCollection([config], optimizer=optimizer)
-        if isinstance(config, EmbeddingBagConfig)
-        else RecStoreEmbeddingCollection([config], optimizer=optimizer)
-    )
+    pools = isinstance(config, EmbeddingBagConfig)
+    collection: Any = RecStoreEmbeddingBagCollection if pools else RecStoreEmbeddingCollection
+    module = collection([config], optimizer=optimizer)
     times = []
     for features in [*batches, *batches]:
         start = time.perf_counter_ns()
@@ -212,11 +205,11 @@ def _read_file(path: Path) -> dict[str, TableStatistics]:
         found = {}
         for name, entry in document["tables"].items():
             check_fields(f"table {name!r}", entry, known, known)
-            per_feature = entry.get("ids_per_sample")
-            if per_feature is not None and not isinstance(per_feature, list):
-                raise ValueError(f"table {name!r}: ids_per_sample must be a list, got {per_feature!r}")
-            ids_per_sample = None if per_feature is None else tuple(per_feature)
-            found[name] = TableStatistics(**{**entry, "ids_per_sample": ids_per_sample})
+            if (per_feature := entry.get("ids_per_sample")) is not None:
+                if not isinstance(per_feature, list):
+                    raise ValueError(f"table {name!r}: ids_per_sample must be a list, got {per_feature!r}")
+                entry["ids_per_sample"] = tuple(per_feature)
+            found[name] = TableStatistics(**entry)
         return found
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error

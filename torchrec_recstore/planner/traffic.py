@@ -29,20 +29,12 @@ _WEIGHT_BYTES = _LENGTH_BYTES = 4
 class PlacedTable:
     """A table of an ``EmbeddingBagCollection`` and the ranks of its shards.
 
-    Args:
-        sharding_type: One of ``SHARDING_TYPES``.
-        ranks: The rank of each shard. All ranks in ascending order for ``row_wise``. A rank that has two shards of
-            columns is listed twice, and receives the ids twice.
-        dim: The number of columns of the table.
-        features: The number of features of the table.
-        ids_per_sample: The mean number of ids of a sample, over all features together.
-        weighted: Whether each id has a weight, a float32. Default: False.
-        element_bytes: The bytes of a number of the pooled rows and of their gradients. Default: 4, float32.
-        row_shares: With ``row_wise``, the share of the ids whose rows are on each rank. Default: None, equal shares.
+    A rank that has two shards of columns is listed twice in ``ranks``, and receives the ids twice; ``row_wise`` has all
+    ranks in ascending order. ``ids_per_sample`` is the mean over all features together. ``element_bytes`` are those of
+    a number of the pooled rows and of their gradients. ``row_shares``, the share of the ids whose rows are on each rank
+    with ``row_wise``, are equal if None.
 
-    Raises:
-        ValueError: The sharding type is not known, a table-wise table has several ranks, or the number of columns is
-            not a multiple of that of shards. The message names the argument.
+    Raises ValueError, which names the argument, if the arguments do not fit each other.
     """
 
     sharding_type: str
@@ -92,8 +84,7 @@ class PlacedTable:
 class RankTraffic:
     """The bytes that one rank gives to a collective for other ranks, and gets of them, in a training step.
 
-    The bytes of a rank for itself do not count. They are the payload: what a library sends for it depends on its
-    algorithm, see :func:`library_factor`. The bytes between hosts are parts of the other two numbers.
+    They are the payload, see :func:`library_factor`. The bytes between hosts are parts of the other two numbers.
     """
 
     collective: Collective
@@ -104,12 +95,10 @@ class RankTraffic:
 
 
 def library_factor(collective: Collective, compute_device: str) -> int:
-    """Returns the bytes that a library sends for each byte of a collective.
+    """Returns the bytes that a library sends for each byte of a collective on a type of device.
 
     A ring sends as much as :class:`RankTraffic` states. The library of CPUs, gloo, makes a reduce-scatter of an
     all-reduce, which sends twice as much (torch 2.13; ``benchmarks/scale.py`` compares it with a host's interface).
-
-    ``compute_device`` is the type of the device, as in TorchRec's ``Topology``, which tells the library.
     """
     return 2 if collective == "partial sums" and compute_device == "cpu" else 1
 
@@ -117,11 +106,7 @@ def library_factor(collective: Collective, compute_device: str) -> int:
 def milliseconds(traffic: RankTraffic, within_host: float, between_hosts: float, compute_device: str) -> float:
     """Returns the time of a collective: that of the bytes sent, or of those received if it is longer.
 
-    Args:
-        traffic: The bytes of a rank.
-        within_host: The bytes per millisecond between ranks of a host.
-        between_hosts: The bytes per millisecond between ranks of different hosts.
-        compute_device: See :func:`library_factor`.
+    ``within_host`` and ``between_hosts`` are bytes per millisecond.
     """
     return library_factor(traffic.collective, compute_device) * max(
         (whole - between) / within_host + between / between_hosts
@@ -135,25 +120,15 @@ def milliseconds(traffic: RankTraffic, within_host: float, between_hosts: float,
 def rank_traffic(
     tables: Sequence[PlacedTable], rank: int, ranks: int, batch_size: int, ranks_per_host: int | None = None
 ) -> list[RankTraffic]:
-    """Returns the bytes that a rank exchanges with other ranks in a training step, for each collective.
+    """Returns the bytes that a rank exchanges with other ranks in a training step, for each of ``COLLECTIVES``.
 
-    Table-wise and column-wise tables exchange pooled rows and their gradients with all-to-alls; row-wise tables
-    reduce-scatter partial sums and all-gather their gradients. Each rank has the same number of samples. Source:
-    ``torchrec/distributed/dist_data.py`` and ``sharding/`` of TorchRec 1.8.0; ``tests/planner/test_traffic.py``
-    compares the bytes with those of real collectives.
+    The tables are those of one ``EmbeddingBagCollection`` with int64 ids. Table-wise and column-wise tables exchange
+    pooled rows and their gradients with all-to-alls; row-wise tables reduce-scatter partial sums and all-gather their
+    gradients. Each rank has ``batch_size`` samples. Ranks are numbered host by host; None as ``ranks_per_host``: all
+    are on one host. Source: ``torchrec/distributed/dist_data.py`` and ``sharding/`` of TorchRec 1.8.0;
+    ``tests/planner/test_traffic.py`` compares the bytes with those of real collectives.
 
-    Args:
-        tables: The tables of one ``EmbeddingBagCollection`` with one id type, int64.
-        rank: The rank.
-        ranks: The number of ranks.
-        batch_size: The number of samples of one rank.
-        ranks_per_host: The number of ranks of each host, which are numbered host by host. Default: None, all ranks.
-
-    Returns:
-        One entry for each name of ``COLLECTIVES``, in this order.
-
-    Raises:
-        ValueError: ``rank`` or the rank of a shard is not below ``ranks``, or a row-wise table is not on all ranks.
+    Raises ValueError if a rank is not below ``ranks``, or a row-wise table is not on all ranks.
     """
     for table in tables:
         if not all(0 <= each < ranks for each in (rank, *table.ranks)):
