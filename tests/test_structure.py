@@ -15,7 +15,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 # A module imports from its own layer and from those before it: docs/inside.md. Serving is one folder without layers.
 LAYERS = {
     "torchrec_recstore": """display plugins utils run_directories network threads triples
-        | optim server_options option_flags row_types options | ops fake_ops encoding | store
+        | optim option_flags row_types options | ops fake_ops encoding | store
         | kernels table_parameter quantization table_configs torchrec_seams
         | modules sharders | planner checkpoint | doctor | commands cli inference""",
     "torchrec_recstore_service": "wire | client | server | access_flags servers_commands serve_command",

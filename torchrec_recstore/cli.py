@@ -69,8 +69,7 @@ def _print_version(asked: bool) -> None:
 )
 def recstore(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """The command of torchrec_recstore."""
@@ -95,13 +94,10 @@ for _name, _entry in commands().items():
         app.add_typer(_command, name=_name, rich_help_panel=JOBS)
     else:
         app.command(_name, rich_help_panel=JOBS)(_command)
-app.command(rich_help_panel=CHECKPOINTS)(inspect)
-app.command(rich_help_panel=CHECKPOINTS)(diff)
-app.command(rich_help_panel=CHECKPOINTS)(compact)
-app.command(rich_help_panel=CHECKPOINTS)(top)
-app.command(rich_help_panel=CHECKPOINTS)(neighbours)
-app.command(rich_help_panel=MACHINE)(doctor)
-app.command(rich_help_panel=MACHINE)(bench)
+for _own in (inspect, diff, compact, top, neighbours):
+    app.command(rich_help_panel=CHECKPOINTS)(_own)
+for _own in (doctor, bench):
+    app.command(rich_help_panel=MACHINE)(_own)
 
 
 def main() -> None:

@@ -37,8 +37,7 @@ def not_known(what: str) -> str:
 def check_fields(where: str, found: Collection[str], known: Collection[str], optional: Collection[str] = ()) -> None:
     """Checks the names of the fields of an entry of a file. ``where`` is the name of the entry, for the message.
 
-    Raises:
-        ValueError: The entry has a field that is not ``known``, or lacks a field that is not ``optional``.
+    Raises ValueError if the entry has a field that is not ``known``, or lacks one that is not ``optional``.
     """
     for name in found:
         if name not in known:
@@ -51,14 +50,10 @@ def check_fields(where: str, found: Collection[str], known: Collection[str], opt
 def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
     """Converts a value to a form that ``json`` can write. :func:`decode` converts it back.
 
-    Args:
-        value: The value: None, a bool, int, float or str, a tensor, a dataclass of :mod:`torchrec_recstore.optim` or
-            ``options``, or a list, tuple or dict of these. Keys of a dict are str or int.
-        tensors: The dictionary to which the tensors in ``value`` are added. Its keys are paths, such as "/a/0".
-        where: The path to ``value``. Default: "".
-
-    Raises:
-        TypeError: A part of the value has another type. The message names the path to it.
+    The value is None, a bool, int, float or str, a tensor, a dataclass of :mod:`torchrec_recstore.optim` or
+    ``options``, or a list, tuple or dict of these; keys of a dict are str or int. Its tensors are added to ``tensors``,
+    by paths such as "/a/0"; ``where`` is the path to the value. Raises TypeError, which names the path, if a part has
+    another type.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -104,14 +99,9 @@ def _check_tensor(tensor: Tensor, where: str) -> None:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns the value that :func:`encode` has converted.
+    """Returns the value that :func:`encode` has converted, from what ``json`` has read and the tensors.
 
-    Args:
-        value: The result of :func:`encode`, as ``json`` has read it.
-        tensors: The tensors that :func:`encode` has collected.
-
-    Raises:
-        ValueError: A type or a field is unknown, or a field without a default or a tensor is missing.
+    Raises ValueError if a type or a field is unknown, or if a field without a default or a tensor is missing.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]

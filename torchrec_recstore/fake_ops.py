@@ -1,7 +1,5 @@
 """The fake versions of the native ops, for torch.compile and opcheck, and the registration of ops in Python.
 
-:func:`register` registers the fake versions, after the native extension has registered the ops.
-
 The fake versions compute shapes only. A size that depends on a table is symbolic.
 
 Tests: tests/test_ops.py.
@@ -45,47 +43,31 @@ def _exported(table: int, ids: Tensor) -> tuple[Tensor, ...]:
 
 
 _FAKES: dict[str, Callable[..., object]] = {
+    **dict.fromkeys(("table_read", "table_update", "table_insert", "table_import", "table_set_sightings"), _nothing),
+    **dict.fromkeys(("table_bring_back", "table_note_cold", "table_begin_refilter", "table_keep_cold"), _nothing),
+    **dict.fromkeys(
+        ("table_end_refilter", "table_note_left", "group_prefetch", "group_accumulated_backward"), _nothing
+    ),
+    **dict.fromkeys(("rows_read", "rows_update", "rows_put", "rows_take"), _nothing),
+    **dict.fromkeys(
+        ("table_contains", "table_may_be_cold", "table_admits", "table_evict", "table_may_be_kept"), _flags
+    ),
+    **dict.fromkeys(("table_absent", "table_leaving", "rows_begin"), _some_ids),
     "table_lookup": lambda table, ids, train: ids.new_empty((ids.shape[0], _size()), dtype=torch.float32),
-    "table_read": _nothing,
-    "table_update": _nothing,
-    "table_insert": _nothing,
     "table_remove": lambda table, ids: ids.new_empty(()),
-    "table_contains": _flags,
     "table_export": _exported,
-    "table_import": _nothing,
-    "table_set_sightings": _nothing,
-    "table_absent": _some_ids,
-    "table_may_be_cold": _flags,
-    "table_admits": _flags,
-    "table_leaving": _some_ids,
     "table_images": lambda table, ids: ids.new_empty((ids.shape[0], _size()), dtype=torch.uint8),
-    "table_evict": _flags,
-    "table_bring_back": _nothing,
-    "table_note_cold": _nothing,
-    "table_begin_refilter": _nothing,
-    "table_keep_cold": _nothing,
-    "table_may_be_kept": _flags,
-    "table_end_refilter": _nothing,
-    "table_note_left": _nothing,
     "group_table_ids": lambda group, ids, offsets: [_some_ids(group, ids)],
     "group_read": _pooled,
     "group_forward": lambda group, ids, *more: (_pooled(group, ids), ids.new_empty(int(more[-1]))),
-    "group_prefetch": _nothing,
     "group_backward": lambda context, grad, rates, weights: grad.new_empty((_size() if weights else 0,)),
     "group_weight_gradients": lambda context, grad: grad.new_empty(_size()),
-    "group_accumulated_backward": _nothing,
     "rows_forward": lambda groups, ids, counts, train: (
         ids.new_empty(_size(), dtype=torch.float32),
         ids.new_empty(len(groups) if train else 0),
     ),
-    "rows_begin": _some_ids,
-    "rows_read": _nothing,
-    "rows_update": _nothing,
-    "rows_put": _nothing,
-    "rows_take": _nothing,
     "ids_split": lambda ids, tables, owners, n: (
-        ids.new_empty(ids.shape),
-        ids.new_empty(ids.shape),
+        *(ids.new_empty(ids.shape) for _ in range(2)),
         ids.new_empty(n, len(tables)),
     ),
     "ids_distinct": lambda ids, counts: (ids.new_empty(_size()), ids.new_empty(ids.shape), ids.new_empty(len(counts))),
@@ -110,14 +92,7 @@ def register() -> None:
 def register_python_op(
     schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], dispatch_key: str = "CPU"
 ) -> None:
-    """Registers an op that is implemented in Python, and its fake version, as an ordered effect.
-
-    Args:
-        schema: The op's schema, without a namespace.
-        implementation: The op.
-        fake: Its fake version.
-        dispatch_key: The dispatch key of the implementation. Default: ``"CPU"``.
-    """
+    """Registers a Python op, by its schema without a namespace, and its fake version, as an ordered effect."""
     name = schema.partition("(")[0]
     PYTHON_OPS.define(schema)  # type: ignore[no-untyped-call]
     PYTHON_OPS.impl(name, implementation, dispatch_key)  # type: ignore[no-untyped-call]

@@ -13,11 +13,7 @@ _LONGEST_PAUSE_S = 1.0
 
 
 def host_of(address: str, least_port: int = 1) -> str:
-    """Returns the host of ``host:port``.
-
-    Raises:
-        ValueError: ``address`` has another form, or its port is below ``least_port`` or above 65535.
-    """
+    """Returns the host of ``host:port``. Raises ValueError for another form, or a port out of range."""
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal() and least_port <= int(port) < 2**16):
         raise ValueError(f"must be HOST:PORT, got {address!r}")
@@ -33,15 +29,10 @@ def is_loopback(host: str) -> bool:
 
 
 def checked_addresses(addresses: Sequence[str], argument: str = "servers") -> tuple[str, ...]:
-    """Returns the addresses of servers after a check.
+    """Returns the addresses of servers, each ``host:port``. Error messages begin with ``argument``.
 
-    Args:
-        addresses: The address of each server, ``host:port``.
-        argument: The name that error messages begin with.
-
-    Raises:
-        TypeError: ``addresses`` is not a sequence of str.
-        ValueError: There is no address, an address has another form, or an address occurs twice.
+    Raises TypeError if they are not a sequence of str, and ValueError if there is none, or one has another form or
+    occurs twice.
     """
     if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
         raise TypeError(f"{argument} must be a list of 'host:port', got {addresses!r}")
@@ -58,27 +49,16 @@ def checked_addresses(addresses: Sequence[str], argument: str = "servers") -> tu
 
 
 def check_token(token: object, argument: str = "token") -> None:
-    """Raises an error if a token cannot be sent in a header.
-
-    Args:
-        token: The token. None if the servers require no token.
-        argument: The name that the error message begins with. Default: "token".
-
-    Raises:
-        ValueError: The token is empty, or has a character that is a blank or is not printable ASCII.
-    """
+    """Raises ValueError if a token cannot be sent in a header. None: the servers require no token."""
     if token is not None and not (isinstance(token, str) and re.fullmatch("[!-~]+", token)):
         raise ValueError(f"{argument} must be of printable ASCII characters without blanks")
 
 
 class Backoff:
-    """The pauses between the repetitions of a failing call.
+    """The pauses between the repetitions of a failing call, until ``timeout_s`` seconds are over.
 
-    A pause is up to twice as long as the pause before it, from 50 ms to 1 s. Each pause is shortened at random by up
-    to one half, so that many clients do not repeat their calls at the same moment.
-
-    Args:
-        timeout_s: The time in seconds after which a call is not repeated any more.
+    A pause is up to twice as long as the pause before it, from 50 ms to 1 s. Each is shortened at random by up to one
+    half, so that many clients do not repeat their calls at the same moment.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -41,19 +41,14 @@ _CLOSED = "no open table has the handle"
 waiting_updates: deque[Callable[[], None]] = deque()
 """The updates of rows that wait for gradients from an accelerator, in the order of their backward passes.
 
-Backward returns before they have been carried out. Every call that reads or changes a table, its statistics included,
-enters :class:`native_errors`, which finishes them first. So nothing sees rows without the updates of earlier passes.
-"""
+Every call that reads or changes a table, its statistics included, enters :class:`native_errors`, which finishes them
+first. So nothing sees rows without the updates of earlier passes."""
 _finishing = threading.RLock()
 _in_progress = False
 
 
 def finish_updates() -> None:
-    """Carries out all updates that wait.
-
-    Raises:
-        Exception: The error of an update. The updates after it are carried out by the next call.
-    """
+    """Carries out all updates that wait. If one raises an error, the next call carries out those after it."""
     global _in_progress
     with _finishing:
         if _in_progress:  # An update itself calls the functions that finish updates.
@@ -70,17 +65,11 @@ def finish_updates() -> None:
 
 
 class native_errors:
-    """A context manager that converts native errors to their Python types and adds the name of the caller.
+    """A context manager that converts native errors to ValueError and MemoryError, and adds the name of the caller.
 
-    It also finishes :data:`waiting_updates`, so that the native call sees them. It is a class, because a generator
-    takes three times as long to enter and to leave.
-
-    Args:
-        who: The caller's name at the beginning of the message, such as ``"table 't_user'"``.
-
-    Raises:
-        ValueError: An argument is invalid.
-        MemoryError: Memory cannot be allocated. Nothing has changed.
+    ``who``, such as ``"table 't_user'"``, is the beginning of the message. The context also finishes
+    :data:`waiting_updates`, so that the native call sees them. It is a class, because a generator takes three times as
+    long to enter and to leave.
     """
 
     __slots__ = ("_who",)
@@ -145,37 +134,18 @@ def table_create(
     state_dtype: torch.dtype = torch.float32,
     options: TableOptions = TableOptions(),  # noqa: B008  (frozen)
 ) -> int:
-    """Makes a table and returns its handle, which :func:`table_destroy` frees.
+    """Makes a table of one shard's columns and returns its handle, which :func:`table_destroy` frees.
 
-    Args:
-        name: Name of the table.
-        columns: Columns of each row that this shard holds.
-        seed: Seed of the initial weights.
-        missing: How an evaluation lookup reads an id without a row: ``"zeros"`` or ``"init"``.
-        initializer: Distribution of the initial weights.
-        optimizer: Optimizer of the updates.
-        dtype: Type in which weights are stored, one of ``row_types.ROW_DTYPES``. Lookups return float32 for each type.
-        stochastic_rounding: Whether updates round narrow weights stochastically.
-        state_dtype: Type in which optimizer state is stored, a key of ``row_types.STATE_TYPES``.
-        options: Only the bounds of the options are used.
+    ``missing``, ``"zeros"`` or ``"init"``, is how an evaluation lookup reads an id without a row. Lookups return
+    float32 for each ``dtype``, one of ``row_types.ROW_DTYPES``. ``stochastic_rounding`` is for updates of narrow
+    weights. ``state_dtype``, a key of ``row_types.STATE_TYPES``, is that of optimizer states. Only the bounds of
+    ``options`` are used.
     """
     numbers = _initializer_numbers(initializer)
     with native_errors(f"table '{name}'"):
-        handle: int = _ops.table_create(
-            name,
-            columns.start,
-            columns.stop,
-            seed,
-            missing == "init",
-            *numbers,
-            optimizer.kind,
-            optimizer.numbers(),
-            ROW_TYPES[dtype],
-            stochastic_rounding,
-            STATE_TYPES[state_dtype],
-            _bounds(options),
-        )
-    return handle
+        shard = (name, columns.start, columns.stop, seed, missing == "init", *numbers)
+        types = (ROW_TYPES[dtype], stochastic_rounding, STATE_TYPES[state_dtype])
+        return cast(int, _ops.table_create(*shard, optimizer.kind, optimizer.numbers(), *types, _bounds(options)))
 
 
 # A decorator for the ops of finalizers: Python may collect garbage in the middle of a trace, and the graph must not
@@ -343,11 +313,8 @@ def group_create(
 ) -> int:
     """Makes a group of tables that one call looks up, and returns its handle, which :func:`group_destroy` frees.
 
-    Args:
-        tables: Handles of the tables.
-        feature_tables: For each feature, the position of its table in ``tables``.
-        routings: For each table (block_rows, world_size, rank, mixed). A world_size of 0 leaves ids unchanged.
-        mean: Whether to pool by the mean; otherwise by the sum.
+    ``feature_tables`` has the position of each feature's table in ``tables``. A routing is (block_rows, world_size,
+    rank, mixed); a world_size of 0 leaves ids unchanged. ``mean`` pools by the mean, otherwise by the sum.
     """
     flat = [int(number) for routing in routings for number in routing]
     with native_errors("group"):

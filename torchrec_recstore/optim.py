@@ -320,13 +320,10 @@ def is_square(state_name: str) -> bool:
 
 
 def state_bytes(optimizer: Optimizer, columns: int, itemsize: int = 4) -> int:
-    """Returns the size in bytes of the optimizer state of one row.
+    """Returns the size in bytes of the optimizer state of one row of a shard with ``columns`` columns.
 
-    Args:
-        optimizer: The optimizer.
-        columns: The number of columns of the shard.
-        itemsize: The bytes of one number: 4 for a ``state_dtype`` of float32, 2 for float16. Element-wise states are
-            padded to a multiple of 4 bytes. Default: 4.
+    ``itemsize`` is the bytes of one number: 4 for a ``state_dtype`` of float32, 2 for float16. Element-wise states are
+    padded to a multiple of 4 bytes.
     """
     kinds = list(state_names(optimizer).values())
     elements = kinds.count("element") * columns * itemsize

@@ -24,8 +24,7 @@ def options_of_flags(
 ) -> TableOptions:
     """Returns the options of a table from the flags ``--max-rows``, ``--eviction`` and so on. None: the flag is absent.
 
-    Raises:
-        ValueError: A flag needs another flag that is absent, or has an invalid value.
+    Raises ValueError if a flag needs another flag that is absent, or has an invalid value.
     """
     for flag, number in (
         ("--max-rows", max_rows),

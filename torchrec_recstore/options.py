@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torchrec_recstore.display import set_fields
 from torchrec_recstore.network import check_token, checked_addresses
-from torchrec_recstore.server_options import Servers as Servers  # one of the options
 
 __all__ = [
     "LFU",
@@ -354,6 +353,58 @@ class ServerStore:
         return tuple(address.strip() for address in self.servers.split(","))
 
 
+@dataclass(frozen=True)
+class Servers:
+    """The parameter servers (``recstore serve``) that own the rows of a table, through the package ``grpcio``.
+
+    Args:
+        addresses: The address of each server, as ``"host:port"``. All models and clients name all servers of the set,
+            in any order.
+        staleness: The number of updates that may be in progress while rows are read. With 0, each backward waits for
+            its update. Default: 0.
+        token: The token that the servers require. Default: None, for servers without a token.
+        tls_ca: The path of a PEM file with the certificates of the authority that signed the servers' certificates.
+            Connections are then encrypted. Default: None, which means no encryption.
+        tls_cert: The path of a PEM file with the client's certificate, if the servers require one. Default: None.
+        tls_key: The path of a PEM file with the private key of ``tls_cert``. Default: None.
+        timeout_s: The longest time in seconds that a call may take, with all of its repetitions. Default: 30.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid. The message names the argument.
+    """
+
+    addresses: Sequence[str]
+    staleness: int = 0
+    token: str | None = field(default=None, repr=False)
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    timeout_s: float = 30.0
+
+    def __repr__(self) -> str:
+        return set_fields(self)
+
+    def __post_init__(self) -> None:
+        # A tuple, so that the options can be compared and hashed.
+        object.__setattr__(self, "addresses", checked_addresses(self.addresses, "Servers.addresses"))
+        if isinstance(self.staleness, bool) or not isinstance(self.staleness, int):
+            raise TypeError(f"Servers.staleness must be an int, got {type(self.staleness).__name__}")
+        if self.staleness < 0:
+            raise ValueError(f"Servers.staleness must not be negative, got {self.staleness}")
+        check_token(self.token, "Servers.token")
+        for name in _given(self, "tls_ca", "tls_cert", "tls_key"):
+            if not isinstance(value := getattr(self, name), str):
+                raise TypeError(f"Servers.{name} must be a str, got {type(value).__name__}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("Servers.tls_cert and Servers.tls_key must be set together")
+        if self.tls_cert is not None and self.tls_ca is None:
+            raise ValueError("Servers.tls_cert needs tls_ca")
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
+            raise TypeError(f"Servers.timeout_s must be a number, got {type(self.timeout_s).__name__}")
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise ValueError(f"Servers.timeout_s must be positive and finite, got {self.timeout_s}")
+
+
 def is_shared(cold_store: Hashable | None) -> bool:
     """Returns whether other tables use the rows of a cold store too: its options have a ``shared`` that is set."""
     return bool(getattr(cold_store, "shared", None))
@@ -417,10 +468,8 @@ class TableOptions:
 
     def __post_init__(self) -> None:
         if self.initializer is not None and not isinstance(self.initializer, UniformInit | NormalInit | ConstantInit):
-            raise TypeError(
-                "TableOptions.initializer must be UniformInit, NormalInit or ConstantInit, "
-                f"got {type(self.initializer).__name__}"
-            )
+            kind = type(self.initializer).__name__
+            raise TypeError(f"TableOptions.initializer must be UniformInit, NormalInit or ConstantInit, got {kind}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"TableOptions.seed must be an int, got {type(self.seed).__name__}")
         if not -(2**63) <= self.seed < 2**63:
@@ -455,19 +504,12 @@ class TableOptions:
 
 
 def shard_options(options: TableOptions, split: tuple[int, int] | None, table_name: str) -> TableOptions:
-    """Returns the options of one shard, with the shard's part of ``max_rows``.
+    """Returns the options of one shard, with its part of ``max_rows``.
 
-    All parts are equal. If ``max_rows`` cannot be divided evenly, each of the first shards gets one row more. Column
-    shards of one row shard hold the same rows, so each of them gets the row shard's whole part.
-
-    Args:
-        options: The options of the whole table.
-        split: The number of ranks among which the table's rows are split, and the index of this rank among them. None
-            if the rows are not split.
-        table_name: The name of the table, for the error message.
-
-    Raises:
-        ValueError: ``max_rows`` is less than the number of shards. The message names the table.
+    ``split`` is the number of ranks among which the table's rows are split, and the index of this rank among them; None
+    if they are not split. All parts are equal, but the first shards have one row more if ``max_rows`` cannot be divided
+    evenly. Column shards of one row shard hold the same rows, so each has the row shard's whole part. Raises
+    ValueError, which names the table, if ``max_rows`` is less than the number of shards.
     """
     if split is None or options.max_rows is None:
         return options
@@ -484,12 +526,8 @@ def shard_options(options: TableOptions, split: tuple[int, int] | None, table_na
 def resident_rows(options: TableOptions, num_embeddings: int | None) -> int:
     """Returns the number of rows that a table is expected to hold in memory, over all ranks.
 
-    The number is ``expected_rows`` if it is set, otherwise ``num_embeddings``. It is at most ``max_rows``. If
-    ``max_rows`` is not set, ``num_embeddings`` counts as 2**20 at most.
-
-    Args:
-        options: The options of the table.
-        num_embeddings: The config's number of embeddings. None if there is no config.
+    The number is ``expected_rows`` if it is set, otherwise ``num_embeddings``, which is None if there is no config. It
+    is at most ``max_rows``. If ``max_rows`` is not set, ``num_embeddings`` counts as 2**20 at most.
     """
     if options.max_rows is None:
         return _expected_ids(options, num_embeddings)
@@ -506,14 +544,9 @@ def _expected_ids(options: TableOptions, num_embeddings: int | None) -> int:
 def default_initializer(options: TableOptions, num_embeddings: int | None = None) -> Initializer:
     """Returns the table's initializer, or the default: uniform in ``+-sqrt(1/n)``.
 
-    ``n`` is ``expected_rows`` if it is set, otherwise ``num_embeddings``, and is never above 2**20. ``max_rows`` does
-    not change ``n``, because a limit on memory must not change the model.
-
-    Source: ``EmbeddingBagConfig.get_weight_init_max`` (torchrec 1.8.0), where ``n`` has no limit.
-
-    Args:
-        options: The options of the table.
-        num_embeddings: The config's number of embeddings. Default: None, which counts as 2**20.
+    ``n`` is ``expected_rows`` if it is set, otherwise the config's ``num_embeddings``, and is never above 2**20, which
+    None counts as. ``max_rows`` does not change ``n``, because a limit on memory must not change the model. Source:
+    ``EmbeddingBagConfig.get_weight_init_max`` (torchrec 1.8.0), where ``n`` has no limit.
     """
     if options.initializer is not None:
         return options.initializer

@@ -14,19 +14,15 @@ _WRAPPERS = {"_dmp_wrapped_module", "module"}
 class RefusesQuantization:
     """A mixin for modules with RecStore tables: a request to quantize the module raises an error.
 
-    ``torch.ao.quantization.quantize_dynamic`` replaces modules by their exact type, and leaves all other modules
-    unchanged. TorchRec's ``quantize_embeddings`` and ``quantize_inference_model`` call it. Before it replaces modules,
-    it sets the attribute ``qconfig`` of every module, which is the only place to detect the request (torch 2.13). Other
+    ``torch.ao.quantization.quantize_dynamic``, which TorchRec's ``quantize_embeddings`` and
+    ``quantize_inference_model`` call, replaces modules by their exact type, and leaves all others unchanged. Before, it
+    sets the attribute ``qconfig`` of every module, which is the only place to detect the request (torch 2.13). Other
     layers of the model may be quantized.
     """
 
     @property
     def qconfig(self) -> None:
-        """None, once the user has set it to None. Quantization then leaves the module out.
-
-        Raises:
-            NotImplementedError: The attribute is set because the module is to be quantized.
-        """
+        """None, once the user has set it to None. Quantization then leaves the module out."""
         if "_qconfig" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute 'qconfig'")
 

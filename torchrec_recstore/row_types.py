@@ -54,8 +54,7 @@ def row_bytes(dtype: torch.dtype, columns: int) -> int:
 def as_numbers(content: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a copy of bytes, (N, columns * ``dtype.itemsize``) uint8, as numbers, (N, columns) of ``dtype``.
 
-    The bytes may begin at any place in memory. ``Tensor.view`` refuses a place that is not a multiple of the item size,
-    and ``contiguous`` copies nothing if there is one row.
+    The bytes may begin at any place in memory, also at one that ``Tensor.view`` refuses.
     """
     rows, columns = content.shape[0], content.shape[1] // dtype.itemsize
     return content.clone(memory_format=torch.contiguous_format).view(-1).view(dtype).view(rows, columns)
@@ -72,9 +71,7 @@ def values(stored: Tensor) -> Tensor:
 def as_stored(weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns weights in the form in which a table of ``dtype`` stores them, rounded to nearest.
 
-    Args:
-        weights: (N, columns) floating-point values, or stored weights of any data type.
-        dtype: The data type of the table.
+    The weights are (N, columns) floating-point values, or stored weights of any data type.
     """
     if weights.dtype is stored_dtype(dtype):
         return weights
@@ -89,12 +86,9 @@ def columns_of(stored: Tensor, columns: slice) -> Tensor:
 
 
 def joined_columns(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the weights of rows whose columns are in several parts.
+    """Returns the stored weights of rows whose columns are in several parts, in their order.
 
-    Several parts of 8-bit rows have different scales. The result is then float32.
-
-    Args:
-        parts: Stored weights of the same rows, in the order of the columns.
+    Parts of 8-bit rows have different scales. The result is then float32.
     """
     if len(parts) == 1:
         return parts[0]

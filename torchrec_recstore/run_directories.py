@@ -30,15 +30,8 @@ class RunDirectory:
 
     The process that opens the store holds a lock on a file in the directory as long as the process lives. A new
     directory removes all directories under ``root`` whose process has died, whatever their names, because a later run
-    on fewer ranks would not use these names.
-
-    Args:
-        root: The path of ``RocksDBStore``.
-        shard: The name of the shard, as a file name.
-        number: 12 hexadecimal digits that no other directory has.
-
-    Raises:
-        OSError: The directory cannot be created or locked.
+    on fewer ranks would not use these names. ``number`` is 12 hexadecimal digits that no other directory has. Raises
+    OSError if the directory cannot be created or locked.
     """
 
     def __init__(self, root: str, shard: str, number: str) -> None:
@@ -84,13 +77,8 @@ os.register_at_fork(after_in_child=_leave_all)
 class Run:
     """A directory of a cold store, as :func:`run_directories` finds it.
 
-    Args:
-        path: The directory.
-        shard: The name of the shard.
-        bytes: The size of its files in bytes.
-        alive: Whether a process uses the directory. If not, the process has ended, and nothing needs the rows.
-        pid: The number of the process that uses the directory. None if none does, or if the process is not known.
-        host: The host of this process, on which the number is valid. None if it is not known.
+    ``bytes`` is the size of its files. If it is not ``alive``, its process has ended, and nothing needs the rows.
+    ``pid`` is the number of the process that uses it, on ``host``; both are None if none does, or if it is not known.
     """
 
     path: Path
@@ -111,11 +99,8 @@ class Run:
 def run_directories(folder: str | Path) -> list[Run]:
     """Returns the directories of all cold stores in RocksDB below a folder, at any depth, in the order of their paths.
 
-    Args:
-        folder: The path of a ``RocksDBStore``, or a directory above it. It need not exist.
-
-    Raises:
-        OSError: The locks of a store cannot be read, because they belong to another user.
+    The folder need not exist. Raises OSError if the locks of a store cannot be read, because they belong to another
+    user.
     """
     found = []
     for directory, names, files in os.walk(folder):

@@ -46,10 +46,8 @@ def check_init_fn(config: BaseEmbeddingConfig, options: TableOptions | None) -> 
 def initializer_of(config: BaseEmbeddingConfig, options: TableOptions) -> Initializer:
     """Returns the initializer of ``options``, or a uniform one from the config's ``weight_init_min`` to ``max``.
 
-    A bound that the config does not set is that of the default initializer.
-
-    Raises:
-        ValueError: The config's range is not valid. The message names the table.
+    A bound that the config does not set is that of the default initializer. Raises ValueError, which names the table,
+    if the range is not valid.
     """
     default = default_initializer(options, config.num_embeddings)
     low, high = config.weight_init_min, config.weight_init_max

@@ -37,10 +37,10 @@ class _Given:
 class GivenCopies:
     """The copies of rows that ``state_dict`` has returned and that are still in use.
 
-    TorchRec's own tables share memory with the tensors of ``state_dict``, so that a write to these tensors changes the
-    model. RecStore copies rows, so that a write to a copy would silently change nothing. A write cannot raise an error
-    at once, because ``torch.distributed.checkpoint.load`` writes the copies and then loads them. So the next use of the
-    table raises an error, unless the state has been loaded by then.
+    TorchRec's own tables share memory with the tensors of ``state_dict``, so that a write to these changes the model. A
+    write to RecStore's copies would silently change nothing. It cannot raise an error at once, because
+    ``torch.distributed.checkpoint.load`` writes the copies and then loads them. So the next use of the table raises an
+    error, unless the state has been loaded by then.
     """
 
     def __init__(self) -> None:
@@ -57,14 +57,10 @@ class GivenCopies:
             raise RuntimeError(self._refusal)
 
     def give(self, table: str, method: str, copy: Tensor) -> Tensor:
-        """Returns a tensor with the memory of ``copy``. :meth:`check` detects in-place writes to this tensor.
+        """Returns a tensor with the memory of ``copy``, which nothing else uses. :meth:`check` detects writes to it.
 
-        It does not detect writes through ``.data`` or numpy, which autograd does not detect either.
-
-        Args:
-            table: The name of the table.
-            method: The method that returns the copy: ``state_dict`` or ``fused_optimizer.state_dict``.
-            copy: A tensor that nothing else uses.
+        Writes through ``.data`` or numpy are not detected, as autograd does not detect them either. ``method``, which
+        returns the copy, is ``state_dict`` or ``fused_optimizer.state_dict``.
         """
         # Torch counts the writes to a tensor and its views together. The witness is a base tensor without memory, of
         # which the returned tensor is a view.
@@ -82,11 +78,9 @@ class GivenCopies:
         self._given = [each for each in self._given if each.of != (table, method)]
 
     def check(self) -> None:
-        """Raises an error, once, if a copy has been written to. Does nothing while torch traces a model.
+        """Raises RuntimeError, once, if a copy has been written to and the state has not been loaded afterwards.
 
-        Raises:
-            RuntimeError: A copy has been written to, and the state has not been loaded afterwards. Or
-                :meth:`refuse_all` has been called.
+        Calls :meth:`check_usable`, too. Does nothing else while torch traces a model.
         """
         self.check_usable()
         if not self._given or torch.compiler.is_compiling():
@@ -143,13 +137,8 @@ class _Unwritable(Tensor):
 class TableParameter(_Unwritable, nn.Parameter):
     """The parameter that represents a table in a module. It is always empty: (0, dim).
 
-    A write to it raises ``RuntimeError``, because functions that initialize parameters, as in
+    A write to it raises ``RuntimeError``, which names the table, because functions that initialize parameters, as in
     ``model.apply(init_weights)``, would silently change nothing.
-
-    Args:
-        data: (0, dim). The empty tensor.
-        requires_grad: Whether the parameter requires grad. Default: True.
-        table: The name of the table, for errors.
     """
 
     def __new__(cls, data: Tensor, requires_grad: bool = True, *, table: str) -> TableParameter:

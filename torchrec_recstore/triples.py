@@ -12,13 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Triple:
-    """One release of each of the three packages.
+    """One release of torch, of torchrec, and of fbgemm-gpu-cpu and fbgemm-gpu.
 
-    Args:
-        torch: version of torch.
-        torchrec: version of torchrec.
-        fbgemm: version of fbgemm-gpu-cpu and of fbgemm-gpu. FBGEMM 1.X is built for torch 2.(X+5), and its libraries
-            load with no other minor version of torch.
+    FBGEMM 1.X is built for torch 2.(X+5), and its libraries load with no other minor version of torch.
     """
 
     torch: str
@@ -49,11 +45,7 @@ def release(number: str) -> tuple[int, int]:
     return (int(major) if major.isdigit() else 0, int(minor) if minor.isdigit() else 0)
 
 
-TRIPLES = (
-    Triple("2.12.1", "1.7.0", "1.7.0"),
-    Triple("2.13.0", "1.8.0", "1.8.0"),
-    Triple("2.14.1", "1.9.2", "1.9.0"),
-)
+TRIPLES = (Triple("2.12.1", "1.7.0", "1.7.0"), Triple("2.13.0", "1.8.0", "1.8.0"), Triple("2.14.1", "1.9.2", "1.9.0"))
 """In ascending order."""
 
 DEFAULT = TRIPLES[1]

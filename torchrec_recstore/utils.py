@@ -26,10 +26,8 @@ def lazy_names(
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Returns ``__getattr__`` and ``__dir__`` for a package that imports its public names when they are first used.
 
-    Args:
-        package: The ``__name__`` of the package.
-        modules: The module in the package that defines each public name, by the name.
-        plugins: The plugin that defines each public name of another distribution, by the name. Default: none.
+    ``modules`` has the module in the package that defines each public name, and ``plugins`` the plugin that defines
+    each name of another distribution.
     """
     namespace = vars(sys.modules[package])
 
@@ -57,11 +55,8 @@ class RecStoreWarning(UserWarning):
 def warn_user(message: str) -> None:
     """Issues a warning at the user's line: the nearest caller outside this package, torch and TorchRec.
 
-    Python shows the same text once per line. A message without the name of a table, a step or an id is therefore shown
-    once for a whole model.
-
-    Args:
-        message: The cause of the warning, and the fix.
+    The message has the cause and the fix. Python shows the same text once per line, so that one without the name of a
+    table, a step or an id is shown once for a whole model.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and _module_of(frame).split(".")[0] in _NOT_THE_USERS:

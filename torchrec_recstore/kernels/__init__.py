@@ -8,10 +8,4 @@ from torchrec_recstore.kernels.routing import BlockRouting
 from torchrec_recstore.kernels.row_service import RemoteTable, RowService
 from torchrec_recstore.kernels.sequence import SequenceKernel
 
-__all__ = [
-    "BlockRouting",
-    "PooledKernel",
-    "RemoteTable",
-    "RowService",
-    "SequenceKernel",
-]
+__all__ = ["BlockRouting", "PooledKernel", "RemoteTable", "RowService", "SequenceKernel"]

@@ -60,12 +60,9 @@ def _streams_of(device: torch.device) -> DeviceStreams:
 
 
 class Arriving:
-    """A tensor that is being copied to the host.
+    """A tensor that is being copied to the host. The tensor on the device is kept until the copy has ended.
 
-    Args:
-        tensor: The tensor on the device. It is kept until the copy has ended.
-        aside: Whether the copy runs on a stream of its own, after what the current stream has been given so far.
-            Default: False, the current stream.
+    With ``aside`` the copy runs on a stream of its own, after what the current stream has been given so far.
     """
 
     def __init__(self, tensor: Tensor, *, aside: bool = False) -> None:
@@ -88,8 +85,7 @@ class Arriving:
     def wait(self) -> Tensor:
         """Waits for the copy, and returns the tensor on the host.
 
-        Raises:
-            RuntimeError: The tensor has been changed since, on a stream that does not wait for the copy.
+        Raises RuntimeError if the tensor has been changed since, on a stream that does not wait for the copy.
         """
         self._arrived.synchronize()
         if self._source is not None and self._version not in (None, self._source._version):
@@ -110,8 +106,8 @@ def up(rows: Tensor, to: CopyTarget) -> Tensor:
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns tensors of one device on the host. They are copied together, in one copy, for which the call waits.
 
-    Args:
-        tensors: One dimension, and a dtype of 4 or 8 bytes each. Tensors that are on the host are returned as they are.
+    The tensors have one dimension, and a dtype of 4 or 8 bytes each. Those that are on the host are returned as they
+    are.
     """
     if tensors[0].device.type == "cpu":
         return list(tensors)

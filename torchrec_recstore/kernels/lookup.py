@@ -34,11 +34,11 @@ _WEIGHTS = 6  # the place of the per-sample weights among the inputs of _Lookup 
 
 
 class LookupKernel(nn.Module):
-    """The base class of the pooled kernel and the sequence kernel.
+    """The base class of the kernels of tables. ``passes`` is the number of native passes of a training lookup.
 
-    Args:
-        tables: The tables of the kernel.
-        passes: The number of native passes of a training lookup.
+    In all methods, ``ids``, (N,) int64, are those of a batch, ``offsets``, (F * B + 1,) int32 or int64, those of the
+    bags, None if the kernel does not pool, ``counts`` the number of ids of each table, empty if it pools, and
+    ``weights``, (N,) float32 or None, the per-sample weights.
     """
 
     learning_rate: Callable[[], float] | None
@@ -64,32 +64,18 @@ class LookupKernel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Looks up a batch for training.
 
-        Args:
-            ids: (N,) int64. The ids of the batch.
-            offsets: (F * B + 1,) int32 or int64. The offsets of the bags. None if the kernel does not pool.
-            counts: The number of ids of each table. Empty if the kernel pools.
-            weights: (N,) float32. The per-sample weights, or None.
-
-        Returns:
-            The output, float32, and the context for ``update``, (passes,) int64. The slots of the rows are not reused
-            as long as the context lives.
+        Returns the output, float32, and the context for ``update``, (passes,) int64. The slots of the rows are not
+        reused as long as the context lives.
         """
         raise NotImplementedError
 
     def update(
         self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = (), rate: float | None = None
     ) -> Tensor | None:
-        """Applies the fused optimizer to the rows of one training lookup.
+        """Updates the rows of one training lookup, whose output has the gradient ``grad``, float32.
 
-        Args:
-            context: (passes,) int64. The context that ``look_up`` returned.
-            grad: float32. The gradient of the lookup's output, with the same shape.
-            weight_grads: Whether to compute the gradient of the per-sample weights.
-            counts: The same as in ``look_up``.
-            rate: The learning rate. Default: None, the current one.
-
-        Returns:
-            (N,) float32. The gradient of the per-sample weights. None if ``weight_grads`` is False.
+        ``rate`` is the learning rate, None the current one. Returns the gradient of the per-sample weights, (N,)
+        float32, or None without ``weight_grads``.
         """
         raise NotImplementedError
 
@@ -111,13 +97,13 @@ class LookupKernel(nn.Module):
         ops.waiting_updates.append(update)
 
     def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
-        """Looks up a batch for evaluation. See ``look_up``; the arguments and the output are the same."""
+        """Looks up a batch for evaluation, and returns the output, float32."""
         raise NotImplementedError
 
     def weight_gradients(self, ids: Tensor, offsets: Tensor | None, grad: Tensor) -> Tensor:
         """Returns the gradient of the per-sample weights of an evaluation lookup, (N,) float32, with the rows of now.
 
-        ``ids`` and ``offsets`` are those of the lookup, and ``grad``, float32, is the gradient of its output.
+        ``grad``, float32, is the gradient of the lookup's output.
         """
         raise NotImplementedError
 
@@ -126,8 +112,7 @@ class LookupKernel(nn.Module):
     ) -> Tensor | None:
         """The backward of an evaluation lookup, which updates no row. It may warn of that, once for each kernel.
 
-        Returns:
-            :meth:`weight_gradients`. None if ``weight_grads`` is False.
+        Returns :meth:`weight_gradients`, or None without ``weight_grads``.
         """
         if warns and not self._warned:
             self._warned = True

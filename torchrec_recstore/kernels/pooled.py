@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.kernels.lookup import LookupKernel
-from torchrec_recstore.kernels.routing import BlockRouting
+from torchrec_recstore.kernels.routing import BlockRouting, one_routing_each
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.cold_tier import ColdTier
 from torchrec_recstore.store.memory_tier import holding
@@ -51,10 +51,7 @@ class PooledKernel(LookupKernel):
         super().__init__(tables, 1)
         if pooling not in ("sum", "mean"):
             raise ValueError(f"pooling must be 'sum' or 'mean', got {pooling!r}")
-        if routings is None:
-            routings = [None] * len(tables)
-        if len(routings) != len(tables):
-            raise ValueError(f"routings must have one entry per table, got {len(routings)} for {len(tables)}")
+        routings = one_routing_each(tables, routings)
         if accumulation_steps < 1:
             raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
         self.tables = list(tables)
@@ -219,8 +216,7 @@ class ColdRows:
     def read(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
         """Looks up a batch for evaluation, with the per-sample weights. Cold rows stay in their cold store.
 
-        Returns:
-            (B, columns) float32, pooled. (N, columns) if ``offsets`` is None.
+        Returns the pooled rows, (B, columns) float32, or (N, columns) if ``offsets`` is None.
         """
         with holding(self.tiers):
             raw_ids = ops.group_table_ids(self._group, ids, offsets)
@@ -246,12 +242,9 @@ def weight_gradients(
 ) -> Tensor:
     """Returns the gradient of the per-sample weights of a pooled lookup, (N,) float32.
 
-    Args:
-        rows: For each table, (n, columns). The rows of its ids, feature by feature.
-        feature_tables: The index of each feature's table in ``rows``.
-        pooling: The way in which the rows of a bag were pooled.
-        offsets: (F * B + 1,). The position where each bag begins, and N at the end.
-        grad: (B, sum of the features' columns) float32. The gradient of the lookup's output.
+    ``rows`` are those of each table's ids, (n, columns), feature by feature. ``feature_tables`` is the index of each
+    feature's table in ``rows``. ``offsets``, (F * B + 1,), are where each bag begins, and N. ``grad``, (B, sum of the
+    features' columns) float32, is the gradient of the lookup's output.
     """
     bags = grad.shape[0]
     taken = [0] * len(rows)

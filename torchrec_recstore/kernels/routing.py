@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
+from torchrec_recstore.store import Table
 
 
 @dataclass(frozen=True)
@@ -51,3 +53,14 @@ class BlockRouting:
         # TorchRec's split takes the remainder of ids as uint64, in which a negative id is id + 2**64.
         wrapped = (ids % self.world_size + (ids < 0) * (2**64 % self.world_size)) % self.world_size
         return ((ids // max(self.block_rows, 1) == self.rank) & in_blocks) | ((wrapped == self.rank) & ~in_blocks)
+
+
+def one_routing_each(
+    tables: Sequence[Table], routings: Sequence[BlockRouting | None] | None
+) -> Sequence[BlockRouting | None]:
+    """Returns the routing of each table, None for raw ids. Raises ValueError if the lengths differ."""
+    if routings is None:
+        return [None] * len(tables)
+    if len(routings) != len(tables):
+        raise ValueError(f"routings must have one entry per table, got {len(routings)} for {len(tables)}")
+    return routings

@@ -10,7 +10,7 @@ from torchrec_recstore import ops
 from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.kernels.lookup import LookupKernel
 from torchrec_recstore.kernels.pooled import PooledKernel
-from torchrec_recstore.kernels.routing import BlockRouting
+from torchrec_recstore.kernels.routing import BlockRouting, one_routing_each
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.memory_tier import holding
 
@@ -22,9 +22,7 @@ class SequenceKernel(LookupKernel):
 
     Args:
         tables: The tables, in the order of their ids in the batch.
-        routings: For each table, the mapping that TorchRec's input distribution has applied to its ids. An entry is
-            None if its ids are raw ids. Default: None, which means that all ids are raw ids.
-        accumulation_steps: See :class:`PooledKernel`. Default: 1.
+        routings, accumulation_steps: See :class:`PooledKernel`.
 
     Raises:
         ValueError: An argument has an invalid value or does not fit the other arguments.
@@ -38,13 +36,9 @@ class SequenceKernel(LookupKernel):
         accumulation_steps: int = 1,
     ) -> None:
         super().__init__(tables, len(tables))
-        if routings is None:
-            routings = [None] * len(tables)
-        if len(routings) != len(tables):
-            raise ValueError(f"routings must have one entry per table, got {len(routings)} for {len(tables)}")
         self._kernels = [
             PooledKernel([table], [0], "sum", routings=[routing], accumulation_steps=accumulation_steps)
-            for table, routing in zip(tables, routings, strict=True)
+            for table, routing in zip(tables, one_routing_each(tables, routings), strict=True)
         ]
         self._groups = [kernel.group for kernel in self._kernels]
         self._columns = [len(table.columns) for table in tables]
@@ -66,20 +60,15 @@ class SequenceKernel(LookupKernel):
         Args:
             ids: (N,) int64, table by table. The ids of the batch.
             counts: The number of ids of each table. The sum is N.
-            train: Whether the lookup is a training step. If it is, and grad is enabled, each id without a row gets one,
-                and the backward updates the rows. Otherwise nothing changes, and a backward warns once, unless
-                ``frozen`` is set.
+            train: See :meth:`PooledKernel.forward`.
             to: See :meth:`PooledKernel.forward`.
 
         Returns:
             (sum over tables of counts * columns,) float32. The rows, table by table, in the order of the ids.
 
         Raises:
-            TypeError: ``ids`` has another dtype.
-            ValueError: ``counts`` does not fit ``ids``, a table is closed, or the batch needs more rows of a table at
-                once than its ``max_rows``.
-            ColdStoreError: A cold store fails. Every row is where it was before the call.
-            MemoryError: There is no memory for the new rows. Nothing has changed.
+            TypeError, ValueError, ColdStoreError, MemoryError: See :meth:`PooledKernel.forward`. ValueError also if
+                ``counts`` does not fit ``ids``.
         """
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
@@ -119,12 +108,7 @@ class SequenceKernel(LookupKernel):
         return None
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
-        """Prepares a batch for its training forward. See :meth:`PooledKernel.prefetch`.
-
-        Args:
-            ids: (N,) int64, table by table. The ids of the batch.
-            counts: The number of ids of each table.
-        """
+        """Prepares a batch, with the arguments of :meth:`forward`. See :meth:`PooledKernel.prefetch`."""
         for kernel, part in self._parts(ids, counts):
             kernel.prefetch(part, [len(part)])
 
