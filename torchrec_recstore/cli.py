@@ -1,20 +1,5 @@
 """The command ``recstore``.
 
-    recstore train --data train.txt
-    recstore plan [SOURCE...] --topology FILE --ranks N
-    recstore inspect CHECKPOINT
-    recstore diff A B
-    recstore compact CHECKPOINT OUTPUT
-    recstore top CHECKPOINT --table t_user
-    recstore neighbours CHECKPOINT ID --table t_user
-    recstore export CHECKPOINT OUT.pt
-    recstore follow SOURCE --listen 127.0.0.1:7800
-    recstore serve --listen 127.0.0.1:7700 --data DIR
-    recstore servers status 127.0.0.1:7700,127.0.0.1:7701
-    recstore servers restore SAVE 127.0.0.1:7700,127.0.0.1:7701
-    recstore doctor
-    recstore bench
-
 Exit status: 0; 1 if ``diff`` found a difference, ``doctor`` a problem, ``servers status`` servers that do not agree, or
 a benchmark failed; 2 for invalid input, with one line on stderr.
 
@@ -94,10 +79,13 @@ for _name, _entry in commands().items():
         app.add_typer(_command, name=_name, rich_help_panel=JOBS)
     else:
         app.command(_name, rich_help_panel=JOBS)(_command)
-for _own in (inspect, diff, compact, top, neighbours):
-    app.command(rich_help_panel=CHECKPOINTS)(_own)
-for _own in (doctor, bench):
-    app.command(rich_help_panel=MACHINE)(_own)
+app.command(rich_help_panel=CHECKPOINTS)(inspect)
+app.command(rich_help_panel=CHECKPOINTS)(diff)
+app.command(rich_help_panel=CHECKPOINTS)(compact)
+app.command(rich_help_panel=CHECKPOINTS)(top)
+app.command(rich_help_panel=CHECKPOINTS)(neighbours)
+app.command(rich_help_panel=MACHINE)(doctor)
+app.command(rich_help_panel=MACHINE)(bench)
 
 
 def main() -> None:

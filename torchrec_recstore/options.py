@@ -78,10 +78,6 @@ def _microseconds(seconds: float) -> int:
 class UniformInit:
     """Initializes the weights of new rows from the uniform distribution over [low, high).
 
-    Args:
-        low: The lower bound.
-        high: The upper bound.
-
     Raises:
         ValueError: A bound is not finite, or ``low > high``.
     """
@@ -100,10 +96,8 @@ class NormalInit:
     """Initializes the weights of new rows from a normal distribution.
 
     Args:
-        mean: The mean. Default: 0.
-        std: The standard deviation. Default: 1.
-        truncate_std: The distance from the mean, in standard deviations, to which weights are limited: every weight
-            lies within ``mean +- truncate_std * std``. Default: None, which means no limit.
+        mean, std: The mean and the standard deviation. Default: 0 and 1.
+        truncate_std: Every weight lies within ``mean +- truncate_std * std``. Default: None, which means no limit.
 
     Raises:
         ValueError: A value is not finite, ``std`` is negative, or ``truncate_std`` is not positive.
@@ -123,10 +117,7 @@ class NormalInit:
 
 @dataclass(frozen=True)
 class ConstantInit:
-    """Initializes all weights of new rows to one value.
-
-    Args:
-        value: The value. Default: 0.
+    """Initializes all weights of new rows to ``value``.
 
     Raises:
         ValueError: ``value`` is not finite.
@@ -157,8 +148,7 @@ class LFU:
             Default: None, which means that frequencies are never halved.
 
     Raises:
-        TypeError: ``half_life_steps`` is not an int.
-        ValueError: ``half_life_steps`` is less than 1.
+        TypeError, ValueError: ``half_life_steps`` is not an int, or is less than 1.
     """
 
     half_life_steps: int | None = None
@@ -232,8 +222,7 @@ class MinFrequency:
             MiB).
 
     Raises:
-        TypeError: An argument is not an int.
-        ValueError: An argument is out of range.
+        TypeError, ValueError: An argument is not an int, or is out of range.
     """
 
     count: int
@@ -259,8 +248,7 @@ class RocksDBStore:
             subdirectory there.
 
     Raises:
-        TypeError: ``path`` is not a str.
-        ValueError: ``path`` is empty.
+        TypeError, ValueError: ``path`` is not a str, or is empty.
     """
 
     path: str
@@ -325,14 +313,10 @@ class ServerStore:
             read and write these rows too, in this job or in others. The rows stay on the servers when the table is
             closed. See docs/cold_stores.md. Default: None, which means that the rows belong to this table alone and
             are deleted when it is closed.
-        token: The token that the servers require. Default: None, for servers without a token.
-        tls_ca: The path of a PEM file with the certificates of the authority that signed the servers' certificates.
-            Connections are then encrypted. Default: None, which means no encryption.
-        timeout_s: The longest time in seconds that a call may take, with all of its repetitions. Default: 30.
+        token, tls_ca, timeout_s: See :class:`Servers`.
 
     Raises:
-        TypeError: An argument has the wrong type. The message names the argument.
-        ValueError: An argument has an invalid value. The message names the argument.
+        TypeError, ValueError: An argument is invalid. The message names the argument.
     """
 
     servers: str
@@ -447,8 +431,7 @@ class TableOptions:
             on the ranks.
 
     Raises:
-        ValueError: A field has an invalid value. The message names the field.
-        TypeError: A field has the wrong type. The message names the field.
+        TypeError, ValueError: A field is invalid. The message names the field.
     """
 
     initializer: Initializer | None = None

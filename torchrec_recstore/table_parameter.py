@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -28,10 +29,6 @@ class _Given:
     version: int  # the number of in-place writes when the copy was returned
     witness: Tensor  # counts in-place writes together with the copy
     storage: StorageWeakRef  # the memory of the copy
-
-    @property
-    def gone(self) -> bool:
-        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
 
 
 class GivenCopies:
@@ -86,7 +83,8 @@ class GivenCopies:
         if not self._given or torch.compiler.is_compiling():
             return
         written = [each.of for each in self._given if each.witness._version != each.version]
-        self._given = [each for each in self._given if each.of not in written and not each.gone]
+        lasting = [each for each in self._given if not each.storage.expired()]  # type: ignore[no-untyped-call]
+        self._given = [each for each in lasting if each.of not in written]
         if written:
             table, method = written[0]
             raise RuntimeError(
@@ -148,16 +146,13 @@ class TableParameter(_Unwritable, nn.Parameter):
         return parameter
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (self.as_subclass(Tensor).detach(), self.requires_grad, self.table)
+        made = partial(TableParameter, table=self.table)
+        return made, (self.as_subclass(Tensor).detach(), self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
         copied = TableParameter(self.as_subclass(Tensor).detach().clone(), self.requires_grad, table=self.table)
         memo[id(self)] = copied
         return copied
-
-
-def _rebuilt(data: Tensor, requires_grad: bool, table: str) -> TableParameter:
-    return TableParameter(data, requires_grad, table=table)
 
 
 def _unwritable(tensor: Tensor, table: str) -> Tensor:

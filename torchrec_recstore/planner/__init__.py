@@ -1,8 +1,7 @@
 """Planning: constraints, enumeration and estimates for models with RecStore tables."""
 
 from torchrec_recstore.planner.constraints import RecStoreConstraints
-from torchrec_recstore.planner.enumerators import RecStoreEnumerator
-from torchrec_recstore.planner.planners import RecStorePlanner
+from torchrec_recstore.planner.planners import RecStoreEnumerator, RecStorePlanner
 from torchrec_recstore.planner.shard_estimators import RecStoreStorageEstimator
 from torchrec_recstore.planner.statistics import (
     TableStatistics,

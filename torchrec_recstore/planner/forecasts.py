@@ -13,9 +13,8 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from torchrec_recstore.planner.constraints import RecStoreConstraints, planned_rows
-from torchrec_recstore.planner.enumerators import RecStoreEnumerator
 from torchrec_recstore.planner.forecast_inputs import VIRTUAL_ROWS, ForecastTable, Machines, check_name, table_config
-from torchrec_recstore.planner.planners import RecStorePlanner
+from torchrec_recstore.planner.planners import RecStoreEnumerator, RecStorePlanner
 from torchrec_recstore.planner.refining import REFINED
 from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.planner.traffic import STEP_COLLECTIVES, PlacedTable, milliseconds, rank_traffic

@@ -208,11 +208,9 @@ def bus_bytes_of(
 
     The sharders are by ``option.module_type_key``.
     """
-    sharder = build_sharder_data(sharders[option.module_type_key])
-    sizes = [shard.size for shard in option.shards]
-    contexts = ShardPerfContext.build_shard_perf_contexts(
-        RecStorePerfConfig(), sizes, option, topology, constraints, sharder
-    )
+    data = build_sharder_data(sharders[option.module_type_key])
+    sizes, config = [shard.size for shard in option.shards], RecStorePerfConfig()
+    contexts = ShardPerfContext.build_shard_perf_contexts(config, sizes, option, topology, constraints, data)
     itemsize = DATA_TYPE_NUM_BITS[lookup_type(option, sharders)] / 8
     # TorchRec knows the processors of other modules only (ShardingOption.has_feature_processor, torchrec 1.8.0).
     processed = option.has_feature_processor or isinstance(option.module[1], FeatureProcessedEmbeddingBagCollection)
