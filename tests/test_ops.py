@@ -303,7 +303,7 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
             "init",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 10, [0.0] * 15, 0, False, 0, [0] * 9),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 11, [0.0] * 15, 0, False, 0, [0] * 9),
             "optimizer must",
         ),
         (
