@@ -14,165 +14,38 @@ from torchrec_recstore.options import *  # noqa: F403
 from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
-    from torchrec_recstore.checkpoint import (
-        AsyncSave,
-        CheckpointError,
-        CheckpointInfo,
-        TopRows,
-        async_save,
-        compact_checkpoint,
-        export_dense_weights,
-        load_checkpoint,
-        load_dense_weights,
-        load_distributed_checkpoint,
-        load_into_stock,
-        load_stock_state_dict,
-        neighbours,
-        read_info,
-        save_checkpoint,
-        stock_optimizer_state_dict,
-        stock_state_dict,
-        top_rows,
-    )
-    from torchrec_recstore.modules import (
-        RecStoreEmbedding,
-        RecStoreEmbeddingBag,
-        RecStoreEmbeddingBagCollection,
-        RecStoreEmbeddingCollection,
-        SparseAdamW,
-        SparseRowWiseAdagrad,
-        SparseSGD,
-    )
-    from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
-    from torchrec_recstore.sharders import (
-        RecStoreEmbeddingCollectionSharder,
-        RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
-        RecStorePrefetchPipeline,
-        RecStoreSharder,
-        flush_tables,
-        reset_rows,
-        reshard,
-        set_time,
-        table_stats,
-    )
-    from torchrec_recstore.store import ColdStoreError, Table, TableStats
-    from torchrec_recstore.threads import tune_threads
-    from torchrec_recstore.utils import RecStoreWarning
-    from torchrec_recstore_service import (
-        NoInitialRow,
-        RecStoreClient,
-        ServerRestartedError,
-        ServerSetError,
-        ServiceError,
-        get_include,
-    )
+    from torchrec_recstore.checkpoint import *  # noqa: F403
+    from torchrec_recstore.modules import *  # noqa: F403
+    from torchrec_recstore.planner import *  # noqa: F403
+    from torchrec_recstore.sharders import *  # noqa: F403
+    from torchrec_recstore.store import *  # noqa: F403
+    from torchrec_recstore.threads import tune_threads as tune_threads
+    from torchrec_recstore.utils import RecStoreWarning as RecStoreWarning
+    from torchrec_recstore_service import *  # noqa: F403
 
 __version__ = "0.2.0"
 
-_MODULES = {
-    "AsyncSave": "checkpoint",
-    "CheckpointError": "checkpoint",
-    "CheckpointInfo": "checkpoint",
-    "ColdStoreError": "store",
-    "RecStoreConstraints": "planner",
-    "RecStoreEmbedding": "modules",
-    "RecStoreEmbeddingBag": "modules",
-    "RecStoreEmbeddingBagCollection": "modules",
-    "RecStoreEmbeddingCollection": "modules",
-    "RecStoreEmbeddingCollectionSharder": "sharders",
-    "RecStoreFeatureProcessedEmbeddingBagCollectionSharder": "sharders",
-    "RecStorePlanner": "planner",
-    "RecStorePrefetchPipeline": "sharders",
-    "RecStoreSharder": "sharders",
-    "RecStoreWarning": "utils",
-    "SparseAdamW": "modules",
-    "SparseRowWiseAdagrad": "modules",
-    "SparseSGD": "modules",
-    "Table": "store",
-    "TableStats": "store",
-    "TopRows": "checkpoint",
-    "async_save": "checkpoint",
-    "compact_checkpoint": "checkpoint",
-    "export_dense_weights": "checkpoint",
-    "flush_tables": "sharders",
-    "load_checkpoint": "checkpoint",
-    "load_dense_weights": "checkpoint",
-    "load_distributed_checkpoint": "checkpoint",
-    "load_into_stock": "checkpoint",
-    "load_stock_state_dict": "checkpoint",
-    "neighbours": "checkpoint",
-    "read_info": "checkpoint",
-    "reset_rows": "sharders",
-    "reshard": "sharders",
-    "save_checkpoint": "checkpoint",
-    "set_time": "sharders",
-    "stock_optimizer_state_dict": "checkpoint",
-    "stock_state_dict": "checkpoint",
-    "table_stats": "sharders",
-    "top_rows": "checkpoint",
-    "tune_threads": "threads",
+# The public names by the module that defines them.
+_NAMES = {
+    "checkpoint": """AsyncSave CheckpointError CheckpointInfo TopRows async_save compact_checkpoint export_dense_weights
+        load_checkpoint load_dense_weights load_distributed_checkpoint load_into_stock load_stock_state_dict
+        neighbours read_info save_checkpoint stock_optimizer_state_dict stock_state_dict top_rows""",
+    "modules": """RecStoreEmbedding RecStoreEmbeddingBag RecStoreEmbeddingBagCollection RecStoreEmbeddingCollection
+        SparseAdamW SparseRowWiseAdagrad SparseSGD""",
+    "planner": "RecStoreConstraints RecStorePlanner",
+    "sharders": """RecStoreEmbeddingCollectionSharder RecStoreFeatureProcessedEmbeddingBagCollectionSharder
+        RecStorePrefetchPipeline RecStoreSharder flush_tables reset_rows reshard set_time table_stats""",
+    "store": "ColdStoreError Table TableStats",
+    "threads": "tune_threads",
+    "utils": "RecStoreWarning",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+# Those of other distributions by the plugin that has them.
+_PLUGINS = {"service": "NoInitialRow RecStoreClient ServerRestartedError ServerSetError ServiceError get_include"}
+_OF_PLUGINS = {name: plugin for plugin, names in _PLUGINS.items() for name in names.split()}
 
-__all__ = [
-    "AsyncSave",
-    "CheckpointError",
-    "CheckpointInfo",
-    "ColdStoreError",
-    "NoInitialRow",
-    "RecStoreClient",
-    "RecStoreConstraints",
-    "RecStoreEmbedding",
-    "RecStoreEmbeddingBag",
-    "RecStoreEmbeddingBagCollection",
-    "RecStoreEmbeddingCollection",
-    "RecStoreEmbeddingCollectionSharder",
-    "RecStoreFeatureProcessedEmbeddingBagCollectionSharder",
-    "RecStorePlanner",
-    "RecStorePrefetchPipeline",
-    "RecStoreSharder",
-    "RecStoreWarning",
-    "ServerRestartedError",
-    "ServerSetError",
-    "ServiceError",
-    "SparseAdamW",
-    "SparseRowWiseAdagrad",
-    "SparseSGD",
-    "Table",
-    "TableStats",
-    "TopRows",
-    "async_save",
-    "compact_checkpoint",
-    "export_dense_weights",
-    "flush_tables",
-    "get_include",
-    "load_checkpoint",
-    "load_dense_weights",
-    "load_distributed_checkpoint",
-    "load_into_stock",
-    "load_stock_state_dict",
-    "neighbours",
-    "read_info",
-    "reset_rows",
-    "reshard",
-    "save_checkpoint",
-    "set_time",
-    "stock_optimizer_state_dict",
-    "stock_state_dict",
-    "table_stats",
-    "top_rows",
-    "tune_threads",
-]
-
-_OF_THE_SERVICE = (
-    "NoInitialRow",
-    "RecStoreClient",
-    "ServerRestartedError",
-    "ServerSetError",
-    "ServiceError",
-    "get_include",
-)
-
+__all__ = [*_MODULES, *_OF_PLUGINS]
 __all__ += optim.__all__
 __all__ += options.__all__
 
-__getattr__, __dir__ = lazy_names(__name__, _MODULES, dict.fromkeys(_OF_THE_SERVICE, "service"))
+__getattr__, __dir__ = lazy_names(__name__, _MODULES, _OF_PLUGINS)
