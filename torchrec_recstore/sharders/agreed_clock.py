@@ -21,18 +21,12 @@ from torchrec_recstore.store import Table
 
 _PARTS = 32  # The ranks agree on the time about this often within Expiry.seconds.
 _MOST_STEPS = 1 << 20  # The largest number of steps between two exchanges.
-
 _handles = count(1)
 _clocks: weakref.WeakValueDictionary[int, AgreedClock] = weakref.WeakValueDictionary()
 
 
 class Pace:
-    """Chooses the steps in which all ranks exchange the time, so that most steps need no exchange.
-
-    All ranks count the same steps and are told the same times, so that they choose the same steps. The number of steps
-    until the next exchange follows from the time of the steps between the last two, and is at most twice their number.
-    The first step is chosen.
-    """
+    """Chooses the steps, the same on every rank, in which all ranks exchange the time. The first step is chosen."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -45,12 +39,8 @@ class Pace:
         return self._step >= self._next
 
     def plan(self, now: float, seconds: float) -> None:
-        """Chooses the next step.
-
-        Args:
-            now: The present time in seconds, the same on every rank.
-            seconds: The time after which the ranks should exchange the time again. With 0, they do in the next step.
-        """
+        """Chooses the next step, about ``seconds`` after ``now``, which is in seconds and the same on every rank."""
+        # It follows from the time of the steps since the last exchange, and is at most twice as many steps away.
         steps = 1
         if self._last is not None:
             made, passed = self._step - self._last[0], now - self._last[1]
@@ -61,11 +51,7 @@ class Pace:
 
 
 class AgreedClock:
-    """The wall clock of a sharded module's tables, which is the same on every rank: that of the first rank.
-
-    The ranks exchange the time in the steps of a :class:`Pace`. If the steps become slower, the exchange comes later,
-    and rows expire later. ``seconds`` is the shortest ``Expiry.seconds`` of the module's tables.
-    """
+    """The wall clock of a sharded module's tables, that of the first rank. Expiry takes at least ``seconds``."""
 
     def __init__(self, env: ShardingEnv, seconds: float, tables: Iterable[Table]) -> None:
         self._env = env
@@ -73,8 +59,7 @@ class AgreedClock:
         self._tables = list(tables)
         self._pace = Pace()
         self._anchor = torch.empty(0)
-        self.handle = next(_handles)
-        """The number of the clock in graphs."""
+        self.handle = next(_handles)  # The number of the clock in graphs.
         _clocks[self.handle] = self
 
     def begin_step(self) -> None:

@@ -57,11 +57,8 @@ from torchrec_recstore.utils import warn_user
 
 
 def _int64_ids(features: Any) -> KeyedJaggedTensor:
-    """Returns ``features``, a ``KeyedJaggedTensor`` or ``TensorDict`` of any integer dtype, with int64 ids.
-
-    TorchRec's row-wise split (``block_bucketize_sparse_features``, fbgemm-gpu 1.8.0) is correct for all int64 ids, but
-    wrong for int32 ids that are not less than ``num_embeddings``.
-    """
+    """Returns ``features``, a ``KeyedJaggedTensor`` or ``TensorDict`` of any integer dtype, with int64 ids."""
+    # block_bucketize_sparse_features (fbgemm-gpu 1.8.0) is wrong for int32 ids that are not less than num_embeddings.
     if not isinstance(features, KeyedJaggedTensor):
         features = maybe_td_to_kjt(features)
     dtype = features.values().dtype
@@ -103,12 +100,9 @@ def _with_ids(features: KeyedJaggedTensor, ids: torch.Tensor) -> KeyedJaggedTens
 class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     """A mixin for TorchRec's sharded collections that supports tables in RecStore."""
 
-    _supported: ClassVar[tuple[str, ...]]
-    """The sharding types that are supported for RecStore tables."""
-    _tables_name: ClassVar[str]
-    """The name of the attribute that holds one module for each table."""
+    _supported: ClassVar[tuple[str, ...]]  # The sharding types that are supported for RecStore tables.
+    _tables_name: ClassVar[str]  # The name of the attribute that holds one module for each table.
     _lookup_type: ClassVar[type[RecStoreLookup]]
-
     _copies: GivenCopies
     _wall_clock: AgreedClock | None = None
 
@@ -140,21 +134,11 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
 
     @classmethod
     def create_grouped_sharding_infos(
-        cls,
-        module: nn.Module,
-        table_name_to_parameter_sharding: dict[str, ParameterSharding],
-        *args: Any,
-        **kwargs: Any,
+        cls, module: nn.Module, plan: dict[str, ParameterSharding], *args: Any, **kwargs: Any
     ) -> dict[str, list[EmbeddingShardingInfo]]:
-        """Returns TorchRec's sharding infos by sharding type, after RecStore's checks of every table.
-
-        TorchRec's constructors call this method first (torchrec 1.8.0), on every rank, also without a shard of a table.
-
-        Raises:
-            ValueError: RecStore does not support the plan, the config or the ``fused_params`` of a RecStore table.
-        """
+        """Returns TorchRec's sharding infos by sharding type, after RecStore's checks of every table."""
+        # TorchRec's constructors call this method first (torchrec 1.8.0), on every rank, also without a shard.
         configs: list[BaseEmbeddingConfig] = getattr(module, cls._configs_name)()
-        plan = table_name_to_parameter_sharding
         for config in configs:
             check_plan(config, plan[config.name], cls._supported, type(module).__name__)
         hashed_features(configs, plan)
@@ -169,16 +153,13 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Any]:
         """Distributes a batch to the ranks, as TorchRec's method does, after converting the ids to int64.
 
-        Raises:
-            TypeError: The ids are not integers.
-            RuntimeError: A tensor that ``state_dict`` returned has been written to; this would change no row.
+        Raises TypeError if the ids are not integers, and RuntimeError if a tensor from ``state_dict`` was written to.
         """
         self._copies.check()
         features = _mixed_ids(_int64_ids(features), self._hashed_features())
         if not self.awaits_first_batch:
             return super().input_dist(ctx, features)
-        # TorchRec checks the ids of the first batch against num_embeddings (torchrec 1.8.0), which does not limit the
-        # ids of RecStore tables.
+        # TorchRec checks the ids of the first batch against num_embeddings (torchrec 1.8.0), which limits no ids here.
         with self.hidden_configs(self.recstore_table_names()):
             return super().input_dist(ctx, features)
 
@@ -199,8 +180,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     def register_post_lookup_tracker_fn(self, record_fn: Record) -> None:
         """Registers a function that is called after each lookup. TorchRec's trackers call this method."""
         self.records = (*self.records, record_fn)
-        # TorchRec's method would call the function with the ids of the whole module. These cannot be assigned to
-        # kernels and to RecStore's shards, so each lookup calls the function itself.
+        # TorchRec's method would call it with the ids of the whole module, which cannot be assigned to kernels.
         for lookup in self.lookups:
             lookup = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
             lookup.register_optim_state_tracker_fn(record_fn)
@@ -219,7 +199,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     def make_lookups(self) -> None:
         """Makes RecStore's lookup for each sharding with RecStore tables, and TorchRec's lookup for other shardings."""
         self._copies = GivenCopies()
-        # The options are checked on every rank, also on ranks without a shard. The number of shards is known only here.
+        # Every rank checks the options, also without a shard. The number of shards is known only here.
         opens_stores = False
         for sharding_type, sharding in self.shardings_by_type():
             for table in _recstore_configs(sharding):
@@ -237,8 +217,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
 
     def register_tables(self) -> None:
         """Registers a parameter for each RecStore table, also for tables without a shard on this rank."""
-        # All ranks must have the same parameter names, but for customized kernels TorchRec registers no parameter on
-        # ranks without a shard.
+        # All ranks must have the same names, but TorchRec registers no parameter on ranks without a shard.
         for name, dim in self.recstore_dims().items():
             table = getattr(self, self._tables_name)[name]
             if not hasattr(table, "weight"):
@@ -257,8 +236,8 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         return self.recstore_state.optimizer_with_states(fused_optimizer)
 
     def _table_states(self) -> dict[str, RowState]:
-        """Returns the states of the tables whose rows are on the ranks."""
-        shards: dict[str, list[LocalShard]] = {name: [] for name in self.recstore_table_names()}
+        remote = self.remote_table_names()
+        shards: dict[str, list[LocalShard]] = {name: [] for name in self.recstore_table_names() if name not in remote}
         for kernel in self.recstore_kernels():
             names = [] if kernel.remote_tables else kernel.config.table_names()
             for name, shard in zip(names, kernel.shards, strict=True):
@@ -266,8 +245,6 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         states, dims = {}, self.recstore_dims()
         # These are the configs of all tables, also of tables without a shard on this rank.
         configs = {table.name: table for sharding in self.shardings_in_order for table in _recstore_configs(sharding)}
-        for name in self.remote_table_names():
-            del shards[name]
         for name, of_table in shards.items():
             params = configs[name].fused_params
             optimizer, options = optimizer_from_fused_params(params, [name]), whole_options(configs[name], params)
@@ -291,10 +268,7 @@ _Self = TypeVar("_Self", bound="RecStoreCollectionSharder")
 
 
 class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
-    """A mixin for TorchRec's sharders that offers RecStore's kernel.
-
-    The copy that ``with_stock_kernels`` returns also offers TorchRec's kernels.
-    """
+    """A mixin for TorchRec's sharders that offers RecStore's kernel."""
 
     _sharded: ClassVar[type[RecStoreCollection]]
     offers_stock = False
@@ -332,14 +306,7 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
-        """Returns the sharded module.
-
-        Args:
-            module: The collection to shard.
-            params: The collection's plan, by table name.
-            env: The process group and the ranks of the collection.
-            device: The device of the sharded module.
-            module_fqn: The path of the collection in the model.
+        """Returns the sharded module. The arguments are those of TorchRec's sharders.
 
         Raises:
             ValueError: The plan or ``fused_params`` have a setting that RecStore does not support for a RecStore
@@ -364,10 +331,7 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         raise NotImplementedError
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Returns the parameters of the tables, by name.
-
-        ``numel`` of a parameter counts the resident rows only, so that TorchRec's planner estimates their memory.
-        """
+        """Returns the parameters of the tables, by name, whose ``numel`` counts the resident rows for the planner."""
         parameters: dict[str, nn.Parameter] = super().shardable_parameters(module)
         if self.offers_stock:
             return parameters  # The size depends on the kernel, and the planner's own estimator computes it.

@@ -20,29 +20,19 @@ from torchrec_recstore.store import Table
 from torchrec_recstore.store.parts import column_weighted_mean
 from torchrec_recstore.torchrec_seams.models import kernels_of, optimizer_states, tracking_mode
 
+# The tracking modes that compare states of squared gradients.
 _OF_SQUARES = (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD)
-"""The tracking modes that compare states of squared gradients."""
 
-Record = Callable[..., None]
-"""A function that is called with ``(features, embeddings, kernel)`` of one group of tables after its lookup."""
+Record = Callable[..., None]  # It is called with (features, embeddings, kernel) of one group after its lookup.
 
 
 def tracking(record: Record, groups: Sequence[GroupedEmbeddingConfig], kernels: Sequence[RecStoreKernel]) -> Record:
-    """Returns the function that a lookup calls after each of its kernels instead of ``record``.
+    """Returns the function that a lookup, with the ``groups`` of all ranks, calls after each kernel, not ``record``.
 
-    ``ModelDeltaTrackerTrec`` uses ids as positions in FBGEMM's state tensors, which RecStore tables do not have
-    (torchrec 1.8.0). For RecStore kernels, the returned function writes raw ids to the tracker's store itself. In the
-    modes that compare states, this function also replaces the tracker's ``get_latest``, which supports FBGEMM's kernels
-    only.
-
-    Args:
-        record: The function that a tracker registers, usually ``ModelDeltaTrackerTrec.record_lookup``.
-        groups: The groups of the lookup's sharding, on all ranks.
-        kernels: The RecStore kernels of the lookup.
-
-    Raises:
-        ValueError: The mode needs a state that a table's optimizer does not have. The error is raised on every rank.
+    Raises ValueError on every rank if the tracker's mode needs a state that a table's optimizer does not have.
     """
+    # ModelDeltaTrackerTrec uses ids as positions in FBGEMM's state tensors (torchrec 1.8.0). For RecStore kernels, raw
+    # ids are therefore written to the tracker's store, and get_latest, which supports only FBGEMM's, is replaced.
     tracker = getattr(record, "__self__", None)
     if not isinstance(tracker, ModelDeltaTrackerTrec):
         return record
@@ -99,13 +89,9 @@ def _squares_name(optimizer: Optimizer) -> str:
 
 
 def _states(shards: Sequence[Table], ids: Tensor, *, squares: bool) -> Tensor:
-    """Returns one number of each id's optimizer state, (N,) float32: zero for an id without a row.
+    """Returns a number for each of ``ids``, (N,) float32, from the column shards of a table: zero without a row.
 
-    Args:
-        shards: The column shards of one table. A row-wise state is averaged over them.
-        ids: (N,) int64. The raw ids. Duplicates are allowed.
-        squares: Whether the state is that of squared gradients, whose mean over the columns is returned. Otherwise it
-            is the first state, which FBGEMM calls the momentum, and its norm is returned.
+    It is the mean of the squared gradients over the columns, or the norm of the first state, FBGEMM's momentum.
     """
     kinds = state_names(shards[0].optimizer)
     name = _squares_name(shards[0].optimizer) if squares else next(iter(kinds))
@@ -125,10 +111,7 @@ def _states(shards: Sequence[Table], ids: Tensor, *, squares: bool) -> Tensor:
 def _looked_up(
     kernel: RecStoreKernel, features: KeyedJaggedTensor, embeddings: Tensor, mode: TrackingMode
 ) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Returns the raw ids (N,) of the lookup and their rows (N, columns of all shards), by table.
-
-    The rows are None unless ``mode`` is ``TrackingMode.EMBEDDING``.
-    """
+    """Returns the raw ids (N,) and, in the mode EMBEDDING, their rows (N, columns of all shards), by table."""
     configs = kernel.config.embedding_tables
     lengths = iter(features.length_per_key())
     counts = [sum(next(lengths) for _ in config.feature_names) for config in configs]

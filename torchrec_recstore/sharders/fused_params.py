@@ -30,14 +30,10 @@ from torchrec_recstore.optim import (
 )
 from torchrec_recstore.options import TableOptions
 
+# RecStore's own keys in fused_params: of a table's CarriedOptions, and of the arguments of RecStoreSharder.
 OPTIONS_KEY = "recstore_options"
-"""The key in ``fused_params`` of a table's :class:`TableOptions`, in a :class:`CarriedOptions`."""
-
 OPTIMIZER_KEY = "recstore_optimizer"
-"""The key in ``fused_params`` of the optimizer of ``RecStoreSharder(optimizer=...)``."""
-
 ACCUMULATION_KEY = "recstore_accumulation_steps"
-"""The key in ``fused_params`` of the number of ``RecStoreSharder(accumulation_steps=...)``."""
 
 _NAMES: dict[type[Optimizer], tuple[Enum, ...]] = {
     # FBGEMM's inexact form of the same update differs only in the order of sums.
@@ -87,17 +83,14 @@ _NEUTRAL: dict[str, object] = {
     "weights_precision": SparseType.FP32,
 }
 
+# The keys of the data type of optimizer state. TorchRec's kernels do not take the first, and TorchRec cannot group
+# tables with the second, because its value is a dict (torchrec 1.8.0).
 STATE_KEYS = ("state_dtype", "optimizer_state_dtypes")
-"""The keys in ``fused_params`` of the data type of optimizer state. TorchRec's kernels do not take the first, and
-TorchRec cannot group tables with the second, because its value is a dict (torchrec 1.8.0)."""
 
 _STATE_DTYPES = {
-    torch.float32: torch.float32,
-    SparseType.FP32: torch.float32,
-    torch.float16: torch.float16,
-    SparseType.FP16: torch.float16,
+    **dict.fromkeys((torch.float32, SparseType.FP32), torch.float32),
+    **dict.fromkeys((torch.float16, SparseType.FP16), torch.float16),
 }
-
 _OUTPUT_DTYPES = {SparseType.FP32: torch.float32, SparseType.FP16: torch.float16, SparseType.BF16: torch.bfloat16}
 
 _DISAGREES = "of the sharder disagrees with"
@@ -106,13 +99,10 @@ _ELSEWHERE = "that fused_params or apply_optimizer_in_backward ask for"
 
 @dataclass(frozen=True, eq=False)
 class CarriedOptions:
-    """A value in ``fused_params`` that holds a table's options and does not split groups of tables.
+    """A table's options in its ``fused_params``. All objects with the same ``servers`` are equal.
 
-    TorchRec's ``group_tables`` (torchrec 1.8.0) places tables in one kernel if the values of their ``fused_params`` are
-    equal and have equal hashes. Tables that differ only in their options must share a kernel, because each kernel costs
-    a pass over the batch. Therefore all objects of this class with the same ``servers`` are equal. Read the options
-    from the ``fused_params`` of a table, never from those of a group, which hold the options of only one of its tables.
-    ``row_name`` is that of :class:`RecStoreParameterSharding`.
+    TorchRec's ``group_tables`` (torchrec 1.8.0) places tables in one kernel, which saves a pass over the batch, if
+    their ``fused_params`` are equal. Never read the options of a group, which are those of only one of its tables.
     """
 
     options: TableOptions
@@ -148,8 +138,7 @@ def accumulation_steps(fused_params: Mapping[str, Any] | None) -> int:
 def stochastic_rounding(fused_params: Mapping[str, Any] | None, table_names: Sequence[str], dtype: torch.dtype) -> bool:
     """Returns whether updates of narrow rows are rounded stochastically. Default: for 8-bit rows, as in FBGEMM on CPU.
 
-    Raises:
-        ValueError: The value is not a bool, or it is False for 8-bit rows; the message names the tables.
+    Raises ValueError, which names the tables, for another value than a bool, or False for 8-bit rows.
     """
     asked = (fused_params or {}).get("stochastic_rounding", dtype is torch.int8)
     where = f"{_where(table_names)}: fused_params['stochastic_rounding']"
@@ -163,15 +152,10 @@ def stochastic_rounding(fused_params: Mapping[str, Any] | None, table_names: Seq
 
 
 def state_dtype(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> torch.dtype:
-    """Returns the data type in which the optimizer state is stored. Default: float32.
+    """Returns the data type of all optimizer states of a table, float32 (default) or float16.
 
-    ``state_dtype`` is a ``torch.dtype`` or a ``SparseType``. ``optimizer_state_dtypes`` is FBGEMM's form: a mapping
-    from ``momentum1`` and ``momentum2``, the states in the order of :func:`state_names`, to ``SparseType``. All states
-    of a table have one data type.
-
-    Raises:
-        ValueError: The data type is neither float32 nor float16, the states have different data types, or the two keys
-            disagree; the message names the tables.
+    ``optimizer_state_dtypes`` is FBGEMM's form: a mapping from ``momentum1`` and ``momentum2``, the states in the order
+    of :func:`state_names`, to ``SparseType``. Raises ValueError, which names the tables, if the keys disagree.
     """
     params = dict(fused_params or {})
     where = _where(table_names)
@@ -210,11 +194,7 @@ def _one_state_dtype(asked: object, key: str, where: str) -> torch.dtype | None:
 
 
 def output_dtype(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> torch.dtype:
-    """Returns the dtype of the results of lookups, which does not depend on the dtype of the rows. Default: float32.
-
-    Raises:
-        ValueError: ``output_dtype`` is not FP32, FP16 or BF16; the message names the tables.
-    """
+    """Returns the dtype of the results of lookups. Default: float32. Raises ValueError, which names the tables."""
     asked = (fused_params or {}).get("output_dtype", SparseType.FP32)
     if asked not in _OUTPUT_DTYPES:
         names = ", ".join(kind.name for kind in _OUTPUT_DTYPES)
@@ -231,16 +211,8 @@ def _where(table_names: Sequence[str]) -> str:
 def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> Optimizer:
     """Returns the fused optimizer that ``fused_params`` select. Default: SGD with lr 0.01, as in FBGEMM.
 
-    The formulas of the arguments are those of FBGEMM, and ``betas`` is that of torch.optim. The weight decay of Adam is
-    therefore decoupled, also if ``apply_optimizer_in_backward`` got ``torch.optim.Adam``, as on TorchRec's kernels.
-
-    Args:
-        fused_params: The merged ``fused_params`` of a table.
-        table_names: The names of the tables, for error messages. An empty list means all tables of the sharder.
-
-    Raises:
-        ValueError: RecStore does not support the optimizer, a key or a value, or two settings select different
-            optimizers; the message names the setting and the tables.
+    Raises ValueError, which names the setting and the tables (all of the sharder, if ``table_names`` is empty), if it
+    is not supported. The formulas are FBGEMM's: the weight decay of Adam is decoupled, also that of torch.optim.Adam.
     """
     params = dict(fused_params or {})
     where = _where(table_names)

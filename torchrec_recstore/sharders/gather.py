@@ -18,13 +18,9 @@ _T = TypeVar("_T")
 
 
 def all_gathered(value: _T, env: ShardingEnv) -> list[_T]:
-    """Returns ``value`` of every rank of the module's process group, in the order of the ranks. Collective.
-
-    Raises:
-        RuntimeError: A rank has died. The error is raised on every other rank, unless the group is an NCCL group.
-    """
-    # The methods of the group also work after dist.destroy_process_group, which may be called while a checkpoint is
-    # written. The functions of torch.distributed would look the group up and fail (torch 2.13).
+    """Returns ``value`` of every rank, in order. Collective. Raises RuntimeError if a rank has died (not with NCCL)."""
+    # The group's methods also work after dist.destroy_process_group, which may be called while a checkpoint is written;
+    # the functions of torch.distributed look the group up and fail (torch 2.13).
     group = env.process_group
     if group is None or group.size() == 1:
         return [value]
@@ -90,10 +86,7 @@ def refused_together(env: ShardingEnv) -> Iterator[None]:
 
 
 def all_made(make: Callable[[], _T], env: ShardingEnv) -> list[_T]:
-    """Returns the results of ``make`` on every rank, in the order of the ranks, or raises an error on every rank.
-
-    Collective. The error is that of the first rank whose ``make`` failed.
-    """
+    """Returns the results of ``make`` of every rank, or raises the first rank's error on every rank. Collective."""
     value: Any = None
     error: Exception | None = None
     try:

@@ -25,6 +25,7 @@ from torchrec_recstore.kernels import BlockRouting, PooledKernel, RemoteTable, S
 from torchrec_recstore.kernels.device_copies import CopyTarget, to_device, to_host, weights_to_host
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions, shard_options
+from torchrec_recstore.plugins import plugin
 from torchrec_recstore.sharders.fused_params import (
     accumulation_steps,
     carried_row_name,
@@ -35,7 +36,6 @@ from torchrec_recstore.sharders.fused_params import (
     table_options,
 )
 from torchrec_recstore.sharders.layout import LocalShard
-from torchrec_recstore.sharders.remote_tables import check_remote, remote_table
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, check_config, initializer_of
 from torchrec_recstore.table_parameter import TableParameter
@@ -43,17 +43,13 @@ from torchrec_recstore.torchrec_seams.models import Sharding, mark_as_optimized,
 
 _AHEAD = 4  # The number of batches that are kept, as many as the kernels keep of prefetched batches.
 
+# The sharding types that split rows over the ranks of one node, and all that split rows.
 IN_NODE = frozenset({ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value})
-"""The sharding types that split rows over the ranks of one node."""
-
 ROW_SPLIT = IN_NODE | {ShardingType.ROW_WISE.value}
-"""The sharding types that split rows."""
 
+# The largest num_embeddings with a sharding of IN_NODE, whose block sizes are int32 (torchrec 1.8.0). It does not limit
+# the ids of a RecStore table, but only determines the borders between blocks of ids.
 _MOST_ROWS_IN_NODE = 2**31 - 1
-"""The largest ``num_embeddings`` with a sharding of ``IN_NODE``, whose block sizes are int32 (torchrec 1.8.0).
-
-``num_embeddings`` does not limit the ids of a RecStore table. It only determines the borders between blocks of ids.
-"""
 
 
 def row_split(sharding: Sharding, sharding_type: str) -> tuple[int, int] | None:
@@ -76,23 +72,28 @@ def _routing_of(table: ShardedEmbeddingTable, split: tuple[int, int] | None) -> 
 
 
 def prepare_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None, sharding_type: str) -> None:
-    """Checks that RecStore supports a table, and lowers ``num_embeddings`` to what TorchRec supports.
-
-    Every rank calls this function for every table, so that all ranks raise the same error.
-
-    Raises:
-        ValueError: RecStore does not support the table's config or ``fused_params``; the message names the table.
-    """
+    """Lowers ``num_embeddings`` to what TorchRec supports. Raises ValueError if RecStore does not support the table."""
     check_config(config)
     optimizer_from_fused_params(fused_params, [config.name])
     stochastic_rounding(fused_params, [config.name], ROW_DTYPES[config.data_type])
     state_dtype(fused_params, [config.name])
     output_dtype(fused_params, [config.name])
     if table_options(fused_params).servers is not None:
-        check_remote(config, fused_params)
+        _check_remote(config, fused_params)
     initializer_of(config, table_options(fused_params))
     if sharding_type in IN_NODE:
         config.num_embeddings = min(config.num_embeddings, _MOST_ROWS_IN_NODE)
+
+
+def _check_remote(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None) -> None:
+    where = f"RecStore table {config.name!r} is on servers, which do not support"
+    dtype = ROW_DTYPES[config.data_type]
+    if state_dtype(fused_params, [config.name]) is not torch.float32:
+        raise ValueError(f"{where} optimizer state in float16: leave it out of fused_params")
+    if stochastic_rounding(fused_params, [config.name], dtype) and dtype is not torch.int8:
+        raise ValueError(f"{where} stochastic_rounding of {dtype} rows: leave it out of fused_params")
+    if accumulation_steps(fused_params) > 1:
+        raise ValueError(f"{where} accumulation_steps={accumulation_steps(fused_params)}: leave it out")
 
 
 def whole_options(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None) -> TableOptions:
@@ -101,10 +102,22 @@ def whole_options(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] 
     return replace(options, initializer=initializer_of(config, options))
 
 
+def _remote_table(config: ShardedEmbeddingTable, optimizer: Optimizer) -> RemoteTable:
+    """Returns a table on servers, and creates it if it does not exist. Raises the errors of the client."""
+    options = whole_options(config, config.fused_params)
+    servers = options.servers
+    assert servers is not None
+    values = {name: getattr(options, name) for name in TableOptions.__dataclass_fields__ if name != "servers"}
+    name, shape = carried_row_name(config.fused_params) or config.name, (config.num_embeddings, config.embedding_dim)
+    dtype = ROW_DTYPES[config.data_type]
+    table: RemoteTable
+    table = plugin("client")(servers).table(name, shape, dtype, optimizer, TableOptions(**values), servers.staleness)
+    return table
+
+
 def _make_shard(
     config: ShardedEmbeddingTable, optimizer: Optimizer, split: tuple[int, int] | None, rank: int
 ) -> LocalShard:
-    """Returns a new shard on this rank. See :class:`RecStoreKernel` for the arguments."""
     dtype, routing = ROW_DTYPES[config.data_type], _routing_of(config, split)
     table = Table(
         config.embedding_dim,
@@ -142,10 +155,7 @@ def _padded_offsets(offsets: Tensor, bags: Sequence[int]) -> Tensor:
 def _rank_major(pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence[int]) -> Tensor:
     """Returns pooled rows as TorchRec's output distribution expects them for variable batch sizes (torchrec 1.8.0).
 
-    Args:
-        pooled: (at least the largest number of bags of a feature, sum of columns). The pooled rows.
-        bags: The number of bags of each feature from each rank.
-        columns: The number of columns of each feature.
+    ``bags`` are those of each feature from each rank; ``columns`` are those of each feature.
     """
     by_feature = [
         torch.split(block[: sum(from_ranks)], list(from_ranks))
@@ -155,12 +165,9 @@ def _rank_major(pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence
 
 
 def placeholder_parameter(name: str, dim: int) -> nn.Parameter:
-    """Returns the empty parameter, (0, dim), that represents a table in TorchRec's modules and optimizers.
-
-    Its attribute ``_in_backward_optimizers`` excludes it from dense optimizers that are built with
-    ``in_backward_optimizer_filter`` (torchrec 1.8.0).
-    """
+    """Returns the empty parameter, (0, dim), that represents a table in TorchRec's modules and optimizers."""
     parameter = TableParameter(torch.empty(0, dim), table=name)
+    # Dense optimizers that are built with in_backward_optimizer_filter then leave it out (torchrec 1.8.0).
     mark_as_optimized(parameter, EmptyFusedOptimizer())
     return parameter
 
@@ -168,9 +175,8 @@ def placeholder_parameter(name: str, dim: int) -> nn.Parameter:
 class BackwardOptimizer(FusedOptimizer):  # type: ignore[misc]
     """A fused optimizer whose calls do nothing, because backward has updated the rows.
 
-    A kernel has one, whose parameter group has the learning rate of its next backward pass. A module has one that holds
-    the states of its RecStore tables. It has one parameter group for each optimizer of the tables, the same on every
-    rank and with every plan, which the kernels of these tables share.
+    A kernel has one, whose parameter group has the learning rate of its next backward pass. A module has one with the
+    states of its RecStore tables, and with one parameter group for each optimizer, which the kernels share.
     """
 
     def learning_rate(self) -> float:
@@ -202,25 +208,18 @@ class ParameterOptimizer(FusedOptimizer):  # type: ignore[misc]
 
 
 class HostBatch(NamedTuple):
-    """A batch on the host.
+    """A batch on the host."""
 
-    Args:
-        ids: (N,) int64. The ids.
-        offsets: (F * B + 1,) int64. The position of the first id of each bag, and N. Empty if the kernel does not pool.
-        weights: (N,) float32. The weights of the ids, or None.
-    """
-
-    ids: Tensor
-    offsets: Tensor
-    weights: Tensor | None
+    ids: Tensor  # (N,) int64
+    offsets: Tensor  # (F * B + 1,) int64: the position of the first id of each bag, and N. Empty without pooling.
+    weights: Tensor | None  # (N,) float32
 
 
 class HostIds:
     """Copies each batch to the host once, in one copy, also if the batch was prefetched before.
 
-    Batches that are on the host are returned as they are. The weights of a prefetched batch, and weights that require a
-    gradient, are copied in the forward, because the layers that make or change them run there. Sequences need neither
-    offsets nor weights.
+    The weights of a prefetched batch, and weights that require a gradient, are copied in the forward, because the
+    layers that make or change them run there. Sequences need neither offsets nor weights.
     """
 
     def __init__(self, with_offsets: bool, with_weights: bool) -> None:
@@ -228,10 +227,8 @@ class HostIds:
         self._ahead: deque[tuple[weakref.ref[Tensor], HostBatch]] = deque(maxlen=_AHEAD)
 
     def prefetch(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> Tensor:
-        """Returns the ids of the features of a group of tables, (N,) int64, and keeps the copy for :meth:`take`.
-
-        The ids of the whole ``batch`` identify the copy, because TorchRec splits the features anew in each forward.
-        """
+        """Returns the ids of the features of a group of tables, (N,) int64, and keeps the copy for :meth:`take`."""
+        # The ids of the whole batch identify the copy, because TorchRec splits the features anew in each forward.
         values: Tensor = features.values()
         if values.is_cpu:
             return values
@@ -270,15 +267,9 @@ class HostIds:
 
 
 class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
-    """The common base class of pooled and sequence kernels.
+    """The common base class of pooled and sequence kernels for a group of tables.
 
-    A kernel has one :class:`Table` for each shard, one fused optimizer, and one empty parameter for each table.
-
-    Args:
-        config: TorchRec's group of tables. The tables have the same pooling and optimizer; their options may differ.
-        split: The result of :func:`row_split`: (number of ranks, this rank) of the ranks that share each table's rows,
-            or None if rows are not split.
-        shard: This rank. It keeps the rows of a table's shards apart in a cold store.
+    ``split`` is the result of :func:`row_split`. ``shard`` is this rank; it keeps the shards apart in a cold store.
     """
 
     _kernel: PooledKernel | SequenceKernel
@@ -298,7 +289,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         """The group's tables if their rows are on servers."""
         for table in config.embedding_tables:  # All tables of the group have the same servers.
             if table_options(table.fused_params).servers is not None:
-                self.remote_tables.append(remote_table(table, optimizer, whole_options(table, table.fused_params)))
+                self.remote_tables.append(_remote_table(table, optimizer))
             else:
                 self.shards.append(_make_shard(table, optimizer, split, shard))
         dims = {table.name: table.embedding_dim for table in config.embedding_tables}
@@ -333,11 +324,12 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         self._kernel.wait_for_updates()
 
     def prefetch(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> None:
-        """Prepares the rows of a batch before its training forward. Any thread may call this method.
-
-        See :meth:`torchrec_recstore.kernels.PooledKernel.prefetch`, and :meth:`HostIds.prefetch` for ``batch``.
-        """
+        """Prepares the rows of a batch before its training forward. Any thread may call this method."""
         self._kernel.prefetch(self._host_ids.prefetch(features, batch), self._counts(features))
+
+    def _kernel_arguments(self) -> dict[str, Any]:
+        steps = accumulation_steps(self._config.fused_params)
+        return {"routings": [shard.routing for shard in self.shards], "accumulation_steps": steps}
 
     def _counts(self, features: KeyedJaggedTensor) -> list[int]:
         """Returns the numbers of ids that the kernel's ``prefetch`` takes."""
@@ -378,11 +370,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
 
 
 class RecStorePooledKernel(RecStoreKernel):
-    """A kernel for pooled lookups in a group of tables. Backward updates the tables in place.
-
-    If ``sharding_type`` splits rows, the kernel returns sums for mean pooling, and the collection divides them after
-    the output distribution.
-    """
+    """A kernel for pooled lookups. It returns sums for mean pooling if ``sharding_type`` splits rows."""
 
     def __init__(
         self,
@@ -400,17 +388,13 @@ class RecStorePooledKernel(RecStoreKernel):
         if self.remote_tables:
             self._kernel = self.remote_tables[0].client.pooled_kernel(self.remote_tables, feature_tables, pooling)
         else:
-            routings, steps = [shard.routing for shard in self.shards], accumulation_steps(config.fused_params)
-            self._kernel = PooledKernel(
-                self.tables, feature_tables, pooling, routings=routings, accumulation_steps=steps
-            )
+            self._kernel = PooledKernel(self.tables, feature_tables, pooling, **self._kernel_arguments())
         self._kernel.learning_rate = self._optim.learning_rate
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Returns the pooled rows of the int64 ids of ``config.feature_names()``, in that order.
+        """Returns the pooled rows of the ids of ``config.feature_names()``, (B, sum of columns over features).
 
-        The result is (B, sum of columns over features), the ``output_dtype`` of the fused_params. If the batch size
-        varies by feature, it has one dimension: the bags, rank by rank and, for each rank, feature by feature.
+        If the batch size varies by feature, the result has one dimension: the bags, by rank and then by feature.
         """
         ids, offsets, weights = self._host_ids.take(features, self.batch)
         to = self._target(features)
@@ -424,7 +408,7 @@ class RecStorePooledKernel(RecStoreKernel):
 
 
 class RecStoreSequenceKernel(RecStoreKernel):
-    """A kernel for lookups of the row of each id in a group of tables. Backward updates the tables in place."""
+    """A kernel for lookups of the row of each id."""
 
     def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None = None, shard: int = 0) -> None:
         super().__init__(config, split, shard)
@@ -433,15 +417,11 @@ class RecStoreSequenceKernel(RecStoreKernel):
         if self.remote_tables:
             self._kernel = self.remote_tables[0].client.sequence_kernel(self.remote_tables)
         else:
-            routings, steps = [shard.routing for shard in self.shards], accumulation_steps(config.fused_params)
-            self._kernel = SequenceKernel(self.tables, routings=routings, accumulation_steps=steps)
+            self._kernel = SequenceKernel(self.tables, **self._kernel_arguments())
         self._kernel.learning_rate = self._optim.learning_rate
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Returns the columns of each of the int64 ids of ``config.feature_names()``, in that order, in one dimension.
-
-        The dtype of the result is the ``output_dtype`` of the fused_params.
-        """
+        """Returns the columns of each of the ids of ``config.feature_names()``, in that order, in one dimension."""
         ids, _, _ = self._host_ids.take(features, self.batch)
         to = self._target(features)
         return self._as_output(self._kernel.forward(ids, self._counts(features), train=self.training, to=to), to)

@@ -24,22 +24,14 @@ from torchrec_recstore.store import Table, TableState
 Value = Tensor | ShardedTensor
 """A tensor of a whole table: a plain tensor that is equal on every rank, or a tensor that is sharded as the model."""
 
+# The largest number of rows in one piece of a sharded tensor. torch.distributed.checkpoint can only read whole pieces,
+# so this limits the memory that a load takes besides the tables.
 PIECE_ROWS = 1 << 18
-"""The largest number of rows in one piece of a sharded tensor.
-
-``torch.distributed.checkpoint`` can only read whole pieces, so this limits the memory that a load takes besides the
-tables.
-"""
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A shard of a table on this rank, and the routing that determines which ids belong to it.
-
-    Args:
-        table: The shard.
-        routing: The routing of ids to the shards. None: all ids belong to the shard.
-    """
+    """A shard of a table on this rank, and the routing of ids to it, or None if all ids belong to the shard."""
 
     table: Table
     routing: BlockRouting | None
@@ -69,18 +61,13 @@ class _Piece:
 
 
 class ShardLayout:
-    """The current layout of a table's rows over the shards. The constructor is collective.
-
-    Raises:
-        RuntimeError: The table's column shards have different numbers of rows. The error is raised on every rank.
-    """
+    """The current layout of a table's rows over the shards. The constructor is collective."""
 
     def __init__(self, name: str, shards: Sequence[LocalShard], env: ShardingEnv, *, with_state: bool = False) -> None:
         local = [(len(t), t.columns, value_dtype(t.dtype)) for t in (shard.table for shard in shards)]
         states = [shard.state() for shard in shards] if with_state else []
         gathered = all_gathered((local, states), env)
         self.state = TableState.merged(state for _, of_rank in gathered for state in of_rank)
-        """The state of the whole table ``with_state``, else that of a new table."""
         self._env = env
         ends: dict[range, int] = {}
         self._pieces: list[_Piece] = []
@@ -96,10 +83,8 @@ class ShardLayout:
         self.column_shards = sorted(ends, key=lambda columns: columns.start)
 
     def by_row(self, tensors: Iterable[Tensor]) -> ShardedTensor:
-        """Returns the whole tensor, (R,) int64, of one part for each of this rank's shards, (rows,).
-
-        Only the first column shard holds the parts.
-        """
+        """Returns the whole tensor, (R,) int64, of one part for each of this rank's shards, (rows,)."""
+        # Only the first column shard holds the parts.
         return self._whole(tensors, None, torch.int64)
 
     def by_column(self, tensors: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> ShardedTensor:
@@ -114,8 +99,7 @@ class ShardLayout:
     def _whole(
         self, tensors: Iterable[Tensor], places: Mapping[range, range] | None, dtype: torch.dtype
     ) -> ShardedTensor:
-        """Returns the whole tensor. ``places`` are the columns of the tensor in each column shard of the table."""
-
+        # places are the columns of the tensor in each column shard of the table.
         def metadata(piece: _Piece) -> ShardMetadata:
             offsets, sizes = [piece.rows.start], [len(piece.rows)]
             if places is not None:
@@ -133,27 +117,16 @@ class ShardLayout:
             for part in piece.cut()
         ]
         width = [] if places is None else [places[self.column_shards[-1]].stop]
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            local,
-            ShardedTensorMetadata(
-                shards_metadata=[metadata(part) for piece in kept for part in piece.cut()],
-                size=torch.Size([self.rows, *width]),
-                tensor_properties=TensorProperties(dtype=dtype),
-            ),
-            process_group=self._env.process_group,
-        )
+        shards, size = [metadata(part) for piece in kept for part in piece.cut()], torch.Size([self.rows, *width])
+        whole = ShardedTensorMetadata(shards, size, TensorProperties(dtype=dtype))
+        group = self._env.process_group
+        return ShardedTensor._init_from_local_shards_and_global_metadata(local, whole, process_group=group)
 
 
 class WholeRows:
-    """A tensor of a whole table with the ids of its rows, from which the rows of a shard can be taken.
+    """A tensor of a whole table, (R, W), with the ids of its rows, from which the rows of a shard can be taken.
 
-    Args:
-        what: The name of the tensor in errors.
-        value: (R, W). The tensor.
-        ids: (R,) int64. The ids of the rows. None: row i is the row of id i, as in TorchRec's own tables.
-
-    Raises:
-        ValueError: ``value`` does not have two dimensions, or ``ids`` does not have one int64 id for each row.
+    If ``ids`` is None, row i is the row of id i, as in TorchRec's own tables. ``what`` names the tensor in errors.
     """
 
     def __init__(self, what: str, value: Value, ids: Tensor | None) -> None:
@@ -184,10 +157,7 @@ class WholeRows:
                 )
 
     def rows(self, shard: LocalShard, columns: range) -> Tensor:
-        """Returns ``columns`` of the rows that belong to a shard, float32, in the order of :func:`owned_positions`.
-
-        The errors are those of :meth:`check`.
-        """
+        """Returns ``columns`` of the rows that belong to a shard, float32, in the order of :func:`owned_positions`."""
         self.check(shard, columns)
         if self.is_sharded:
             part = torch.cat([torch.empty(0, len(columns)), *(rows for _, rows in self._local(columns))])

@@ -26,20 +26,12 @@ from torchrec_recstore.table_parameter import TableParameter
 
 @dataclass(frozen=True)
 class ModelTable:
-    """A RecStore table of a model.
+    """A RecStore table of a model."""
 
-    Args:
-        name: The unique name of the table in the model: ``config_name`` if no other RecStore table of the model has the
-            same ``config_name``, else ``full_name``.
-        config_name: The name in the table's config. It is unique in the collection.
-        module: The sharded collection that has the table.
-        prefix: The prefix of the collection's keys in the model's ``state_dict``.
-    """
-
-    name: str
-    config_name: str
+    name: str  # Unique in the model: config_name, or full_name if several tables have the same config_name.
+    config_name: str  # The name in the table's config, unique in the collection.
     module: RecStoreCollection
-    prefix: str
+    prefix: str  # The prefix of the collection's keys in the model's state_dict.
 
     @property
     def full_name(self) -> str:
@@ -77,10 +69,7 @@ def refuse_remote_tables(
     refusal: str = "{} is on servers, which own its rows: save the rows with client.save(name), and the other tensors "
     "of the model with torch.save(model.state_dict(), path)",
 ) -> None:
-    """Raises ``ValueError`` if the rows of a table of the model are on servers, on every rank.
-
-    The name of the table replaces ``{}`` in ``refusal``. Default: a message that says how such rows are saved.
-    """
+    """Raises ValueError on every rank if a table of the model, whose name replaces ``{}``, is on servers."""
     for module in model.modules():
         names = module.remote_table_names() if isinstance(module, RecStoreCollection) else []
         if isinstance(module, RemoteTableModule):
@@ -102,11 +91,9 @@ def tables_of_rank(model: nn.Module, refusal: str) -> list[Table]:
 
 
 def recstore_tables(model: nn.Module) -> list[ModelTable]:
-    """Returns all RecStore tables of the model, in the same order on every rank. Their ``name`` is unique.
+    """Returns all RecStore tables of the model, in the same order on every rank.
 
-    Raises:
-        ValueError: The rows of a table are on servers.
-        RuntimeError: A reshard has failed, and the tables have lost rows.
+    Raises ValueError if a table is on servers, and RuntimeError if the tables have lost rows in a failed reshard.
     """
     refuse_remote_tables(model)
     tables = all_tables(model)
@@ -131,9 +118,7 @@ def table_named(model: nn.Module, name: str) -> ModelTable:
 def tables_named(model: nn.Module, names: Iterable[str]) -> dict[str, ModelTable]:
     """Returns the RecStore tables with the names or full names ``names``, by the given name.
 
-    Raises:
-        ValueError: The model has no RecStore table with one of the names, several collections have a table with one of
-            the names, or two names belong to the same table.
+    Raises ValueError if a name belongs to no table or to several, or if two names belong to the same table.
     """
     tables = recstore_tables(model)
     found: dict[str, ModelTable] = {}
@@ -164,10 +149,7 @@ def _path_prefix(prefix: str) -> str:
 
 @contextmanager
 def rows_left_out(model: nn.Module) -> Iterator[None]:
-    """Returns a context in which the states of the model and its fused optimizer have no rows of RecStore tables.
-
-    Loading a state without rows does not change the tables.
-    """
+    """A context in which the model's and fused optimizer's states have no RecStore rows, and loading changes none."""
     states = [table.state for table in recstore_tables(model)]
     before = [state.emits_rows for state in states]
     for state in states:
@@ -197,9 +179,7 @@ def _sharded_modules(module: nn.Module, prefix: str) -> dict[str, RecStoreCollec
 def dense_tensors(model: nn.Module, tables: Sequence[ModelTable]) -> dict[str, Tensor]:
     """Returns the tensors of ``model.state_dict()`` that are not of RecStore tables, without copying them.
 
-    Raises:
-        ValueError: The model has a table on one of TorchRec's own sharded kernels or in an eager module, or a value
-            that is not a tensor.
+    Raises ValueError for tables on TorchRec's own sharded kernels or in eager modules, and for other values.
     """
     placeholders = {table.weight_key for table in tables}
     of_collections = {id(each) for collection in collections_of(model) for each in collection.parameters()}
@@ -223,12 +203,7 @@ def dense_tensors(model: nn.Module, tables: Sequence[ModelTable]) -> dict[str, T
 
 
 def check_dense(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Checks that the tensors of a checkpoint, ``saved``, can be loaded into those of the model, ``own``.
-
-    Raises:
-        ValueError: A shape differs. Or ``strict`` is True, and only one of them has a name. Or a tensor of the model
-            cannot be written, because it was expanded or made in inference mode.
-    """
+    """Raises ValueError if the tensors of a checkpoint cannot be loaded into the model's, or names differ (strict)."""
     for what, names in (("no", own.keys() - saved.keys()), ("an unknown", saved.keys() - own.keys())):
         if strict and names:
             raise ValueError(f"the checkpoint has {what} tensor {min(names)!r}")

@@ -24,17 +24,14 @@ from torchrec_recstore.sharders.kernel import IN_NODE
 from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL
 from torchrec_recstore.torchrec_seams.planning import default_backward_ms, default_forward_ms
 
+# The speed of RecStore's kernel over that of TorchRec's fused kernel on a CPU, with malloc told to keep large blocks.
+# Measured with row-wise Adagrad: 1.57 and 1.76 (benchmarks/results.json, cases big and criteo, 2026-11-21).
 SPEED_OVER_FUSED = 1.5
-"""The speed of RecStore's kernel divided by the speed of TorchRec's fused kernel on a CPU.
-
-Measured for forward and backward with row-wise Adagrad, with malloc told to keep large blocks: 1.57 and 1.76
-(benchmarks/results.json, cases big and criteo, 2026-11-21). With malloc's default settings the ratio is larger.
-"""
 
 _TYPES = [each.value for each in ShardingType if each is not ShardingType.DATA_PARALLEL]
 
+# The sharding types that TorchRec estimates with TableWiseEvaluator and its subclasses (torchrec 1.8.0).
 _WITH_BLOCKS = ("table_wise", "column_wise", "table_column_wise")
-"""The sharding types that TorchRec estimates with ``TableWiseEvaluator`` and its subclasses (torchrec 1.8.0)."""
 
 _ID_BYTES = _OFFSET_BYTES = 8
 _WEIGHT_BYTES = _FLOAT_BYTES = 4
@@ -42,19 +39,12 @@ _WEIGHT_BYTES = _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class BusBytes:
-    """The bytes that a RecStore table on one rank copies between the host and an accelerator in a training step.
+    """The bytes that a RecStore table on one rank copies between the host and an accelerator in a training step."""
 
-    Args:
-        ids: The ids of the batch, with the offsets of its bags and the weights of its ids, to the host.
-        rows: The pooled rows, or the rows of a sequence, to the accelerator.
-        gradients: The gradients of these rows, to the host.
-        weight_gradients: The gradients of the weights that a feature processor has computed, to the accelerator.
-    """
-
-    ids: float
-    rows: float
-    gradients: float
-    weight_gradients: float
+    ids: float  # With the offsets of bags and the weights of ids, to the host.
+    rows: float  # To the accelerator.
+    gradients: float  # Of these rows, to the host.
+    weight_gradients: float  # Of the weights that a feature processor has computed, to the accelerator.
 
     @property
     def down(self) -> float:
@@ -82,10 +72,10 @@ def bus_bytes(context: ShardPerfContext) -> BusBytes:
 
 
 class _WithoutBlocks(TableWiseEvaluator):  # type: ignore[misc]
-    """TorchRec's table-wise estimate without the costs of FBGEMM's CUDA blocks, which RecStore's kernel does not use.
+    """TorchRec's table-wise estimate without the costs of FBGEMM's CUDA blocks.
 
-    TorchRec adds these costs for narrow rows, but not for row-wise sharding (torchrec 1.8.0). With these costs, the
-    planner would choose row-wise sharding for a narrow RecStore table even on one rank.
+    TorchRec adds them for narrow rows, but not for row-wise sharding (torchrec 1.8.0), which the planner would then
+    choose even on one rank.
     """
 
     def use_min_dim_for_lookup(self, config: EmbeddingPerfEstimatorConfig) -> bool:
@@ -111,26 +101,17 @@ def _split(context: ShardPerfContext) -> int:
 
 @dataclass(frozen=True)
 class MeasuredSpeed:
-    """The measured cost of a table's lookups and updates.
+    """The measured cost of a table's lookups and updates."""
 
-    Args:
-        ns_per_id: The nanoseconds of a forward and a backward for each id.
-        hottest_share: The share of the ids that are equal to the most frequent id.
-    """
-
-    ns_per_id: float
-    hottest_share: float
+    ns_per_id: float  # The nanoseconds of a forward and a backward for each id.
+    hottest_share: float  # The share of the ids that are equal to the most frequent id.
 
 
 class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
     """The config of TorchRec's performance estimator with RecStore's kernel added.
 
-    The host looks up and updates the rows of RecStore tables. If the topology's ``compute_device`` is an accelerator,
-    the bytes of :func:`bus_bytes` cross the bus in addition, at the topology's ``hbm_to_ddr_mem_bw``. The estimates of
-    TorchRec's own kernels do not change.
-
-    Args:
-        measured: The measured speeds by table name. TorchRec's formulas estimate the other tables. Default: None.
+    If the topology's ``compute_device`` is an accelerator, the bytes of :func:`bus_bytes` cross the bus at its
+    ``hbm_to_ddr_mem_bw``. TorchRec's formulas estimate the tables whose speed is not in ``measured``.
     """
 
     def __init__(self, measured: Mapping[str, MeasuredSpeed] | None = None) -> None:
@@ -144,10 +125,7 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
     def get_device_bw(
         self, compute_device: str, compute_kernel: str, hbm_mem_bw: float, ddr_mem_bw: float, *args: Any, **kwargs: Any
     ) -> float | None:
-        """Returns the bandwidth of a kernel's rows in bytes per millisecond. The arguments are those of TorchRec.
-
-        The rows of RecStore tables are in host memory, whatever the device of the dense part is.
-        """
+        """Returns the bandwidth of a kernel's rows in bytes per millisecond; RecStore's are in host memory."""
         self._over_bus = compute_device != "cpu"
         if compute_kernel == RECSTORE_KERNEL:
             return SPEED_OVER_FUSED * ddr_mem_bw
@@ -176,10 +154,8 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         return float(ms + copied / context.hbm_to_ddr_mem_bw if copied else ms)
 
     def _measured_ms(self, context: ShardPerfContext) -> float | None:
-        """Returns the milliseconds of a forward and a backward on the rank with most ids, or None without a measure.
-
-        A shard of columns is taken to cost as much for each id as the whole row, since it finds each id, too.
-        """
+        """Returns the milliseconds of a forward and a backward on the rank with most ids, or None without a measure."""
+        # A shard of columns is taken to cost as much for each id as the whole row, since it finds each id, too.
         measured = self._measured.get(context.table_name)
         if measured is None or context.compute_kernel != RECSTORE_KERNEL:
             return None
@@ -196,9 +172,6 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
 
 
 def register_kernel() -> None:
-    """Registers RecStore's kernel with TorchRec's stock planner, which ``DistributedModelParallel`` uses by default.
-
-    The stock planner raises an error for kernels that its default estimator does not know. Registering a config under
-    the estimator's name is TorchRec's way to extend it (torchrec 1.8.0).
-    """
+    """Registers RecStore's kernel with TorchRec's stock planner, which ``DistributedModelParallel`` uses by default."""
+    # The planner refuses kernels that its estimator does not know, and a config extends the estimator (torchrec 1.8.0).
     EmbeddingPerfEstimatorFactory.register(DEFAULT_PERF_ESTIMATOR)(RecStorePerfConfig)

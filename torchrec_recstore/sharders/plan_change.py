@@ -30,8 +30,8 @@ from torchrec_recstore.torchrec_seams.models import CollectionSeams, is_in_pipel
 _MESSAGE_BYTES = 1 << 22  # The rows of a shard that are read, sent and written at a time.
 _SHRINKS = 16  # The memory of a shard is given back after each of this many parts of its rows has left.
 
+# The number of the shard that receives rows, on its rank; the number of the sender's group; and the rows.
 _Message = tuple[int, int, Part]
-"""The number of the shard that receives rows, on its rank; the number of the sender's group; and the rows."""
 
 
 class ReshardableCollection(CollectionSeams):
@@ -54,11 +54,7 @@ class ReshardableCollection(CollectionSeams):
         raise NotImplementedError
 
     def change(self, plan: Mapping[str, ParameterSharding], path: str | None = None) -> Change | None:
-        """Returns the change to another plan, or None if the plan is the present one. See :class:`Change`.
-
-        Raises:
-            ValueError: The plan cannot change so, or not now. See :func:`torchrec_recstore.reshard`.
-        """
+        """Returns the change to another plan, or None for the present one. Raises ValueError if it cannot be made."""
         self.recstore_state.copies.check_usable()
         old = self.module_sharding_plan
         known = set(self.names_of_tables)
@@ -92,13 +88,9 @@ class ReshardableCollection(CollectionSeams):
     def update_shards(
         self, changed_sharding_params: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device | None
     ) -> None:
-        """Changes the plan in place. Collective. ``DistributedModelParallel.reshard`` calls this method.
+        """Changes the entries of some tables in place. Collective. ``DistributedModelParallel.reshard`` calls it.
 
-        See :func:`torchrec_recstore.reshard`, which changes the plan of a whole model and raises the same errors. The
-        tables without an entry in ``changed_sharding_params`` keep theirs. ``env`` and ``device`` cannot change.
-
-        Raises:
-            NotImplementedError: TorchRec's tables of this kind cannot be resharded in place.
+        See :func:`torchrec_recstore.reshard` for the errors. ``env`` and ``device`` cannot change.
         """
         if self.recstore_table_names():
             with refused_together(self.ranks_env):
@@ -156,10 +148,7 @@ def refuse_pipelined(module: nn.Module, tables: Iterable[str]) -> None:
 
 
 def reshard_collections(changes: Sequence[Change]) -> None:
-    """Changes the plans of collections in place: of all of them, or of none. Collective.
-
-    The changes are the same on every rank. See :func:`torchrec_recstore.reshard` for the errors.
-    """
+    """Changes the plans of collections in place: of all of them, or of none. Collective."""
     rebuilt: list[tuple[ReshardableCollection, ReshardableCollection]] = []
     try:
         for change in changes:
@@ -185,7 +174,6 @@ def reshard_collections(changes: Sequence[Change]) -> None:
 
 
 def _same(old: ParameterSharding, new: ParameterSharding) -> bool:
-    """Returns whether two entries of plans give a table the same shards and options."""
     # The sharder adds its own arguments to the entries, so the other fields of RecStore's entries are not compared.
     names = [*(each.name for each in fields(ParameterSharding)), "options"]
     return all(getattr(old, name, None) == getattr(new, name, None) for name in names)
@@ -196,11 +184,9 @@ class _Place:
     """A shard of the whole table, as the other ranks know it."""
 
     rank: int
-    number: int
-    """The number of the shard among the table's shards on its rank."""
+    number: int  # The number of the shard among the table's shards on its rank.
     columns: range
-    routing: BlockRouting | None
-    """The routing that determines which ids belong to the shard. None: all ids do."""
+    routing: BlockRouting | None  # None: all ids belong to the shard.
     dtype: torch.dtype
     rows: int
 
@@ -213,20 +199,14 @@ class _Place:
 
 
 def move_rows(old: RowState, new: RowState) -> None:
-    """Moves all rows of a table, with their states and the table's clocks and counts, to empty shards. Collective.
+    """Moves all rows of a table, with its clocks and counts, to empty shards, as a load would. Collective.
 
-    The new shards then hold what they would hold if the old shards had been saved and the checkpoint had been loaded
-    into the new ones. Rows leave the old shards while they arrive in the new ones, so that a row is in memory once,
-    apart from the rows of one round. Each rank sends one part of each of its shards in a round. If ``max_rows`` bounds
-    the table, only one group of shards with the same ids sends parts, of the size of a checkpoint's, so that the new
-    shards get the rows in the order of a load: their evictions depend on it. If the layout does not change, the shards
-    exchange their rows without copying them.
-
-    Raises:
-        RuntimeError: A rank has died, or the column shards hold different rows.
-        Exception: The error of a rank. All of these errors are raised on every rank. The rows are then in neither of
-            the layouts.
+    Raises the error of any rank on every rank; the rows are then in neither of the layouts.
     """
+    # Rows leave the old shards while they arrive in the new ones, so that only the rows of one round are in memory
+    # twice. Each rank sends one part of each of its shards in a round. If max_rows bounds the table, only one group of
+    # shards with the same ids sends parts, of the size of a checkpoint's, so that the new shards get the rows in the
+    # order of a load: their evictions depend on it. If the layout does not change, rows are exchanged without copies.
     env = old.env
     states = all_gathered(([shard.state() for shard in old.shards], _same_layout(old.shards, new.shards)), env)
     state = TableState.merged(each for of_rank, _ in states for each in of_rank)
@@ -240,13 +220,11 @@ def move_rows(old: RowState, new: RowState) -> None:
 
 
 def _same_layout(old: Sequence[LocalShard], new: Sequence[LocalShard]) -> bool:
-    """Returns whether the shards can exchange their rows."""
     before, after = ([(s.table.columns, s.table.options, s.routing) for s in shards] for shards in (old, new))
     return before == after
 
 
 def _stream(old: RowState, new: RowState, state: TableState) -> None:
-    """Moves the rows in rounds, and sets the state of the new shards."""
     env = old.env
     sources, places = _Place.of_all_ranks(old.shards, env), _Place.of_all_ranks(new.shards, env)
     rows = {place.routing: place.rows for place in sources if place.columns.start == 0}
@@ -323,7 +301,6 @@ def _by_rank(
 
 
 def _write(name: str, tables: Sequence[Table], received: Sequence[_Message]) -> None:
-    """Writes the rows of a round into this rank's tables."""
     parts: dict[tuple[int, int], list[Part]] = {}
     for number, group, part in received:
         parts.setdefault((group, number), []).append(part)
@@ -336,10 +313,7 @@ def _write(name: str, tables: Sequence[Table], received: Sequence[_Message]) -> 
 
 
 def _exchanged(take: Callable[[], list[list[_Message]]], env: ShardingEnv) -> list[_Message]:
-    """Sends rows to every rank, and returns the rows that every rank has sent to this one. Collective.
-
-    ``take`` returns the rows that this rank sends, by the rank that gets them.
-    """
+    """Sends the result of ``take``, rows by receiving rank, and returns the rows for this rank. Collective."""
     group = env.process_group
     if group is None or env.world_size == 1:
         return take()[0]

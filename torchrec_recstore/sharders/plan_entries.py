@@ -46,12 +46,10 @@ RECSTORE_KERNEL: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 """The name of RecStore's kernel in plans and constraints. (TorchRec uses this name for all kernels but its own.)"""
 
 DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+_SHOWN = ("table in RecStore", "sharding type", "ranks", "options")  # The columns of a printed plan.
 
-_SHOWN = ("table in RecStore", "sharding type", "ranks", "options")
-"""The columns of a printed plan."""
-
+# The tables that a warning was given about, because their sharding names no kernel, until they are sharded.
 _stock_by_default: set[str] = set()
-"""The tables that a warning was given about, because their sharding names no kernel, until they are sharded."""
 
 
 class RecStoreModulePlan(EmbeddingModuleShardingPlan):  # type: ignore[misc]
@@ -65,7 +63,6 @@ class RecStoreModulePlan(EmbeddingModuleShardingPlan):  # type: ignore[misc]
         return html_table(_SHOWN, self._cells())
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """Returns a row of :data:`_SHOWN` for each table in RecStore."""
         return [
             (name, str(each.sharding_type), ", ".join(map(str, each.ranks or ())), repr(each.options))
             for name, each in self.items()
@@ -77,17 +74,16 @@ class RecStoreModulePlan(EmbeddingModuleShardingPlan):  # type: ignore[misc]
 class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
     """A plan's entry for a RecStore table, with the table's options. It is pickled with the plan.
 
-    The other fields are those of TorchRec's ``ParameterSharding``.
+    The other fields are those of TorchRec's ``ParameterSharding``. The sharder sets the last three, from its arguments.
 
     Args:
         options: The table's options. Default: ``TableOptions()``.
         row_name: The name that determines the table's initial rows and keeps them apart in a cold store. A planner sets
             it if several collections of the model have tables with the same name. Default: None, the name in the
             table's config.
-        optimizer: The ``optimizer`` argument of the sharder. The sharder sets it; a planner does not. Default: None.
-        accumulation_steps: The ``accumulation_steps`` argument of the sharder, which sets it. Default: 1.
-        state_dtype: The data type of optimizer state that the sharder's ``fused_params`` select. The sharder sets it.
-            Default: None, float32.
+        optimizer: The ``optimizer`` argument of the sharder. Default: None.
+        accumulation_steps: The ``accumulation_steps`` argument of the sharder. Default: 1.
+        state_dtype: The data type of optimizer state. Default: None, float32.
     """
 
     options: TableOptions = field(default_factory=TableOptions)
@@ -105,10 +101,8 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
         return cls(**stock, options=options, row_name=row_name)
 
     def get_additional_fused_params(self) -> dict[str, Any]:
-        """Returns the entries that the table's ``fused_params`` get from the plan.
-
-        TorchRec calls this method for customized kernels (``add_params_from_parameter_sharding``, torchrec 1.8.0).
-        """
+        """Returns the entries that the table's ``fused_params`` get from the plan."""
+        # add_params_from_parameter_sharding calls this method for customized kernels (torchrec 1.8.0).
         params: dict[str, Any] = {OPTIONS_KEY: CarriedOptions(self.options, self.row_name)}
         if self.optimizer is not None:
             params[OPTIMIZER_KEY] = self.optimizer
@@ -122,17 +116,12 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
 class ResidentParameter(nn.Parameter):
     """A view of a table's parameter whose ``numel`` counts resident rows only.
 
-    TorchRec's storage estimator computes the bytes of a table from ``numel() * element_size()``
-    (``get_tensor_size_bytes``, torchrec 1.8.0), and shard sizes, offsets and row-wise blocks from ``shape``. With this
-    view, a table with ``num_embeddings=2**40`` is planned by the memory that it will take, and sharded by its shape.
+    TorchRec plans a table's memory by ``numel()`` (``get_tensor_size_bytes``, torchrec 1.8.0), and shards by ``shape``.
     """
 
     @classmethod
     def of(cls, parameter: nn.Parameter, rows: int | None = None, name: str = "") -> ResidentParameter:
-        """Returns a view of a table's parameter, (num_embeddings, dim), with the same attributes.
-
-        ``rows`` are the resident rows over all ranks. Default: None, those of a table with default options.
-        """
+        """Returns a view of a parameter with ``rows`` over all ranks. Default: those of the default options."""
         view = cls(parameter.data, requires_grad=parameter.requires_grad)
         view.__dict__.update(parameter.__dict__)  # This copies the attributes that apply_optimizer_in_backward sets.
         num_embeddings = parameter.shape[0]
@@ -145,9 +134,8 @@ class ResidentParameter(nn.Parameter):
 
     @property
     def _in_backward_optimizers(self) -> list[object]:
-        # table_wise() and the other functions of TorchRec's sharding_plan read this attribute if they get no
-        # compute_kernel. They then choose one of TorchRec's kernels, even if the sharder does not offer it
-        # (_get_compute_kernel, torchrec 1.8.0).
+        # table_wise() and the like read this attribute if they get no compute_kernel, and then choose TorchRec's, even
+        # if the sharder does not offer it (_get_compute_kernel, torchrec 1.8.0).
         _stock_by_default.add(self._table_name)
         warn_user(
             f"table {self._table_name!r} is planned on TorchRec's own kernel, since its sharding names none: pass "
@@ -168,10 +156,7 @@ class ResidentParameter(nn.Parameter):
 def with_own_arguments(
     fused_params: Mapping[str, Any] | None, optimizer: Optimizer | None, accumulation_steps: int
 ) -> dict[str, Any] | None:
-    """Returns a sharder's ``fused_params`` with its own arguments, of which the planner estimates the states' size.
-
-    See :class:`RecStoreSharder` for the errors.
-    """
+    """Returns a sharder's ``fused_params`` with its own arguments, of which the planner estimates the states' size."""
     if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int):
         raise TypeError(f"accumulation_steps must be an int, got {type(accumulation_steps).__name__}")
     if accumulation_steps < 1:
@@ -203,21 +188,16 @@ def deal_out(
 ) -> tuple[dict[str, Any] | None, dict[str, ParameterSharding]]:
     """Checks a plan, and moves the sharder's own arguments and ``STATE_KEYS`` to its RecStore entries.
 
-    Args:
-        sharder: The sharder. Its ``fused_params`` are the result of :func:`with_own_arguments`.
-        plan: The module's plan, by table name.
-        env: The environment of the collection.
-        parameters: The module's parameters by table name, with the marks of ``apply_optimizer_in_backward``.
-
-    Returns:
-        ``fused_params`` without what has been moved, for TorchRec's kernels, and the plan with it.
-
-    Raises:
-        ValueError: A table is on one of TorchRec's fused kernels, which does not take the sharder's arguments. Or
-            ``apply_optimizer_in_backward`` and ``fused_params`` select different optimizers for a RecStore table.
-        NotImplementedError: A RecStore table would have replicas with different rows.
+    Returns the sharder's ``fused_params`` without what has been moved, for TorchRec's kernels, and the plan with it.
+    Raises ValueError and NotImplementedError as ``RecStoreSharder.shard``.
     """
-    _refuse_replicas(plan, env)
+    tables = [name for name, sharding in plan.items() if sharding.compute_kernel == RECSTORE_KERNEL]
+    if tables and isinstance(env, ShardingEnv2D):  # DMPCollection averages only tables on TorchRec's kernels.
+        raise NotImplementedError(
+            f"RecStore table(s) {', '.join(map(repr, tables))}: DMPCollection would not average their replicas, which "
+            "would drift apart: use DistributedModelParallel, which shards tables over all ranks and replicates the "
+            "other layers, or TorchRec's own kernels"
+        )
     _warn_of_stock_tables(sharder, plan)
     fused_params = sharder.fused_params
     _check_marks(fused_params or {}, plan, parameters)
@@ -255,8 +235,7 @@ def deal_out(
 def _check_marks(
     fused_params: Mapping[str, Any], plan: Mapping[str, ParameterSharding], parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    # In TorchRec, apply_optimizer_in_backward silently takes precedence over fused_params (merge_fused_params, torchrec
-    # 1.8.0), which hides a mistake.
+    # In TorchRec, the marks silently take precedence (merge_fused_params, torchrec 1.8.0), which hides a mistake.
     if "optimizer" not in fused_params:
         return
     for name, sharding in plan.items():
@@ -275,11 +254,7 @@ def _check_marks(
 def check_plan(
     config: BaseEmbeddingConfig, sharding: ParameterSharding, supported: Collection[str], collection: str
 ) -> None:
-    """Checks the sharding type and the ``init_fn`` of a table of a ``collection`` if the plan places it in RecStore.
-
-    Raises:
-        ValueError: RecStore does not support the sharding type or the ``init_fn``; the message names the table.
-    """
+    """Raises ValueError if the sharding type or the ``init_fn`` of a RecStore table is not supported."""
     if sharding.compute_kernel != RECSTORE_KERNEL:
         return
     refused = f"RecStore table {config.name!r}: sharding type {sharding.sharding_type!r} is not supported"
@@ -297,24 +272,12 @@ def remote_options(sharding: ParameterSharding | None) -> Servers | None:
     return None
 
 
-def _refuse_replicas(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:
-    # DMPCollection averages only tables on TorchRec's kernels.
-    tables = [name for name, sharding in plan.items() if sharding.compute_kernel == RECSTORE_KERNEL]
-    if tables and isinstance(env, ShardingEnv2D):
-        raise NotImplementedError(
-            f"RecStore table(s) {', '.join(map(repr, tables))}: DMPCollection would not average their replicas, which "
-            "would drift apart: use DistributedModelParallel, which shards tables over all ranks and replicates the "
-            "other layers, or TorchRec's own kernels"
-        )
-
-
 def hashed_features(
     configs: Sequence[BaseEmbeddingConfig], shardings: Mapping[str, ParameterSharding]
 ) -> frozenset[str]:
-    """Returns the features whose ids are mixed before the input distribution, those of tables with hash routing.
+    """Returns the features of tables with hash routing, whose ids are mixed before the input distribution.
 
-    Raises:
-        ValueError: A feature also belongs to a table whose ids must not be mixed; the message names both tables.
+    Raises ValueError, which names both tables, if a feature also belongs to a table whose ids must not be mixed.
     """
     hashed = {feature: c.name for c in configs if _is_hashed(shardings[c.name]) for feature in c.feature_names}
     for config in configs:
@@ -347,11 +310,8 @@ def asks_for_recstore(constraint: ParameterConstraints | None) -> bool:
 
 
 def _warn_of_stock_tables(sharder: ModuleSharder[nn.Module], plan: Mapping[str, ParameterSharding]) -> None:
-    """Warns if a module's plan has no RecStore table and ``RecStorePlanner`` did not make the plan.
-
-    ``RecStorePlanner`` places tables on TorchRec's kernels only by constraint. Other plans have no RecStore tables if
-    they were made with other sharders than those that shard the model.
-    """
+    # RecStorePlanner places tables on TorchRec's kernels only by constraint. Other plans have no RecStore tables if
+    # they were made with other sharders than those that shard the model.
     kernels = {name: s.compute_kernel for name, s in plan.items() if s.sharding_type != DATA_PARALLEL}
     if isinstance(plan, RecStoreModulePlan) or RECSTORE_KERNEL in kernels.values():
         return
@@ -366,19 +326,13 @@ def _warn_of_stock_tables(sharder: ModuleSharder[nn.Module], plan: Mapping[str, 
 
 
 def warn_of_planner(sharder: ModuleSharder[nn.Module], kind: type[nn.Module], offers_stock: bool) -> None:
-    """Warns of what TorchRec's planner does not do for RecStore tables.
+    """Warns of what TorchRec's planner does not do for RecStore tables, if it reads ``module_type``, ``kind``.
 
-    It warns if a later sharder of TorchRec in the planner's list overrides ``sharder``, if the planner counts the rows
-    of RecStore tables as memory of an accelerator, and if it loses the options of its constraints. TorchRec reads only
-    ``module_type`` of a sharder that is overridden, so that this function finds the planner by its caller.
-
-    Args:
-        sharder: The sharder whose property ``module_type`` calls this function.
-        kind: The value of ``module_type``.
-        offers_stock: Whether ``sharder`` is a copy from ``with_stock_kernels``, which only RecStore's enumerator makes.
+    TorchRec reads nothing else of a sharder that a later sharder overrides, so the caller leads to the planner. Only
+    RecStore's enumerator makes sharders that ``offers_stock``.
     """
     caller = caller_that_enumerates(2)
-    if caller is None:  # The property was read by another function than EmbeddingEnumerator.enumerate.
+    if caller is None:
         return
     enumerator, module, sharders = caller
     if not offers_stock:

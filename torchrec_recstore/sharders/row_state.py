@@ -30,18 +30,12 @@ from torchrec_recstore.store.exchange import warn_of_pending_passes
 from torchrec_recstore.store.parts import STAMPS, column_weighted_mean
 from torchrec_recstore.table_parameter import GivenCopies
 
-WEIGHTS = "state_dict"
-"""The name of the method that returns copies of a table's weights and ids, for error messages."""
-
-_STATES = "fused_optimizer.state_dict"
+# The methods that return copies of a table's weights and ids, and of its optimizer state, for error messages.
+WEIGHTS, _STATES = "state_dict", "fused_optimizer.state_dict"
 
 
 class ShardedRows(ShardedTensor):
-    """A sharded (R, dim) tensor of the rows of a table.
-
-    ``gather`` returns a dense tensor, as for TorchRec's own tables. Pickling, copying and cloning make a
-    ``ShardedTensor``.
-    """
+    """A sharded (R, dim) tensor of the rows of a table. Pickling, copying and cloning make a ``ShardedTensor``."""
 
     _table: str
     _ids: ShardedTensor
@@ -59,19 +53,10 @@ class ShardedRows(ShardedTensor):
     def gather(  # type: ignore[override]
         self, dst: int = 0, out: Tensor | None = None, enforce_dtype: bool = False, dtype: torch.dtype | None = None
     ) -> None:
-        """Writes the row of id i to row i of ``out``, and zeros to the rows of other ids. Collective.
+        """Writes the row of id i to row i of ``out``, (N, dim) on the rank ``dst``, and zeros elsewhere. Collective.
 
-        TorchRec's ``state_dict_gather`` calls this method with the weight of an unsharded model.
-
-        Args:
-            dst: The rank that gets the rows. Default: 0.
-            out: (N, dim). A tensor on the rank ``dst``, None on other ranks.
-            enforce_dtype: Has no effect. Rows are converted to the dtype of ``out``.
-            dtype: Has no effect.
-
-        Raises:
-            ValueError: ``out`` is missing or has another dim, or the table has ids outside [0, N). The error is raised
-                on every rank, and ``out`` does not change.
+        TorchRec's ``state_dict_gather`` calls this method with the weight of an unsharded model. Raises ValueError on
+        every rank if ``out`` does not fit or an id is outside [0, N). The last two arguments have no effect.
         """
         mine = dist.get_rank(self._process_group) == dst
         what = f"RecStore table {self._table!r}"
@@ -107,10 +92,9 @@ class ShardedRows(ShardedTensor):
 
 @dataclass(eq=False, repr=False)
 class RowState:
-    """A table's optimizer state and bookkeeping, which TorchRec's ``KeyedOptimizer`` saves and loads.
+    """A table's optimizer state and bookkeeping, whose methods TorchRec's ``KeyedOptimizer`` calls (torchrec 1.8.0).
 
-    ``KeyedOptimizer`` calls ``state_dict`` and ``load_state_dict`` of objects in its state (torchrec 1.8.0). The state
-    of a table with ``R`` rows, ``D`` columns and ``C`` column shards has these entries:
+    The state of a table with ``R`` rows, ``D`` columns and ``C`` column shards has these entries:
 
     - ``id``: (R,) int64. The ids of the rows.
     - ``columns``: (C,) int64. The first column of each column shard.
@@ -118,26 +102,16 @@ class RowState:
     - ``last_step`` and ``frequency``: (R,) int64. The stamps that eviction and expiry use.
     - ``rows``: (1,) int64. R.
     - The tensors of :class:`torchrec_recstore.store.TableState`: the table's clocks, and the counts of its admission.
-
-    Args:
-        name: The name of the table.
-        dim: The number of columns of the whole table.
-        shards: The table's shards on this rank.
-        env: The environment of the sharded module.
-        optimizer: The optimizer of the table.
-        options: The options of the whole table. (The options of a shard have only its part of ``max_rows``.)
-        copies: The tensors that the states of the module's tables have returned.
-        emits_rows: Whether :meth:`state_dict` returns the state and :meth:`load_state_dict` loads it.
     """
 
     name: str
-    dim: int
-    shards: Sequence[LocalShard]
+    dim: int  # The number of columns of the whole table.
+    shards: Sequence[LocalShard]  # The table's shards on this rank.
     env: ShardingEnv
     optimizer: Optimizer
-    options: TableOptions
-    copies: GivenCopies
-    emits_rows: bool = True
+    options: TableOptions  # Of the whole table; the options of a shard have only its part of max_rows.
+    copies: GivenCopies  # The tensors that the states of the module's tables have returned.
+    emits_rows: bool = True  # Whether state_dict returns the state and load_state_dict loads it.
 
     @property
     def _states(self) -> dict[str, StateKind]:
@@ -161,13 +135,9 @@ class RowState:
         }
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
-        """Loads the state into the rows of the table. After an error, no row has changed. Collective.
+        """Loads the state into the rows of the table. Collective.
 
-        If the state has another column split, a row-wise state becomes the column-weighted mean of the states that
-        cover the shard's columns.
-
-        Raises:
-            ValueError: A key is missing, a shape does not fit, or an id has no row. Load the state of the model first.
+        Raises ValueError if the state does not fit or an id has no row; then no row has changed.
         """
         if not self.emits_rows:
             return
@@ -197,10 +167,7 @@ class RowState:
             raise ValueError(f"RecStore table {self.name!r}: the optimizer state has no {', '.join(missing)}")
 
     def _part(self, shard: LocalShard, state: Mapping[str, Value]) -> Part:
-        """Returns the rows in ``state`` that belong to a shard, with the shard's weights and the state's other values.
-
-        The (R,) entries of ``state`` must be plain tensors.
-        """
+        """Returns the rows in ``state``, whose (R,) entries are plain tensors, that belong to a shard."""
         whole_ids = torch.as_tensor(state["id"])
         positions = owned_positions(shard, whole_ids)
         part = shard.table.part(whole_ids[positions])
@@ -233,7 +200,10 @@ class RowState:
 
 
 def _row_wise(shard: LocalShard, source: WholeRows, starts: Sequence[int]) -> Tensor:
-    """Returns a row-wise state of a shard, (n,), from that of column shards, (R, C), which begin at ``starts``."""
+    """Returns a row-wise state of a shard, (n,), from that of column shards, (R, C), which begin at ``starts``.
+
+    It is the column-weighted mean of the states that cover the shard's columns.
+    """
     columns = shard.table.columns
     if source.is_sharded:
         # If the state has another column split than the model, there is no such place, and rows() raises an error.
@@ -247,7 +217,6 @@ def _row_wise(shard: LocalShard, source: WholeRows, starts: Sequence[int]) -> Te
 
 
 def _check_row_count(name: str, saved: Value, loaded: int) -> None:
-    """Refuses a state of ``loaded`` rows that had another number of rows, (1,) int64, when it was saved."""
     # torch.distributed.checkpoint refuses it itself, but a user's load planner may read as many rows as the model has.
     rows = int(torch.as_tensor(saved)[0])
     if rows != loaded:
@@ -298,22 +267,14 @@ def replace_rows(shards: Sequence[LocalShard], source: WholeRows) -> None:
 
 @dataclass(eq=False, repr=False)
 class ModuleState:
-    """The rows of a sharded module's RecStore tables in its ``state_dict``, and their states in its fused optimizer.
+    """The rows of a sharded module's RecStore tables in its ``state_dict``, and their states in its fused optimizer."""
 
-    Args:
-        container: The name of the module's attribute with TorchRec's tables: ``embedding_bags`` or ``embeddings``.
-        tables: All RecStore tables of the plan by name, in the same order on every rank.
-        env: The environment of the module.
-        copies: The tensors that the states of the tables have returned.
-        remote: The dims of the tables whose rows are on servers, by name. ``state_dict`` does not contain them.
-        marks: The marks of each table's shards, by table name, for each saved or loaded checkpoint, by its checksum.
-    """
-
-    container: str
-    tables: Mapping[str, RowState]
+    container: str  # The name of the module's attribute with TorchRec's tables: embedding_bags or embeddings.
+    tables: Mapping[str, RowState]  # All RecStore tables of the plan by name, in the same order on every rank.
     env: ShardingEnv
-    copies: GivenCopies
-    remote: dict[str, int]
+    copies: GivenCopies  # The tensors that the states of the tables have returned.
+    remote: dict[str, int]  # The dims of the tables on servers, by name. state_dict does not contain them.
+    # The marks of each table's shards, by table name, for each saved or loaded checkpoint, by its checksum.
     marks: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     _groups: dict[Optimizer, dict[str, Any]] = field(default_factory=dict)
     _handles: list[FusedOptimizer] = field(default_factory=list)
@@ -338,15 +299,10 @@ class ModuleState:
             table.emits_rows = emits
 
     def load(self, state_dict: dict[str, Value], prefix: str) -> None:
-        """Loads the rows in ``state_dict`` into the tables. Collective.
+        """Loads the rows in ``state_dict``, and replaces them there by empty parameters for TorchRec. Collective.
 
-        In ``state_dict``, empty parameters replace the rows, because TorchRec's loading expects one parameter for each
-        table.
-
-        Raises:
-            ValueError: The shape or dtype of weights does not fit the table, or they are sharded in another way. Or the
-                rows are in a shared cold store or on servers, so that this model must not replace them. No table of the
-                module has changed.
+        Raises ValueError if weights do not fit, or if the rows are in a shared cold store or on servers; then no table
+        has changed.
         """
         for name, dim in self.remote.items():
             key = self.weight_key(prefix, name)
@@ -397,10 +353,8 @@ class ModuleState:
         return CombinedOptimizer([*others, ("", of_module)])
 
     def take_over(self, fresh: ModuleState) -> None:
-        """Replaces the tables by those of a module of the same tables with another plan.
-
-        The parameter groups stay, with their learning rates: optimizers and schedulers of the user refer to them.
-        """
+        """Replaces the tables by those of a module of the same tables with another plan."""
+        # The parameter groups stay, with their learning rates: optimizers and schedulers of the user refer to them.
         kept = {id(fresh._groups[key]): group for key, group in self._groups.items()}
         for handle in fresh._handles:
             handle.param_groups = [kept[id(group)] for group in handle.param_groups]

@@ -82,9 +82,8 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
     def input_dist(self, ctx: EmbeddingBagCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
         """Distributes a batch to the ranks. See :meth:`RecStoreCollection.input_dist`.
 
-        Raises:
-            NotImplementedError: The per-sample weights require a gradient that TorchRec's input distribution loses.
-                The error is raised on every rank. In evaluation, it is a warning.
+        Raises NotImplementedError on every rank if the per-sample weights require a gradient that TorchRec's input
+        distribution loses. In evaluation, it is a warning.
         """
         if is_weighted(self) and _has_trained_weights(features):
             lost = self._lost_weight_gradients(features)
@@ -95,13 +94,10 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
         return super().input_dist(ctx, features)
 
     def _lost_weight_gradients(self, features: KeyedJaggedTensor) -> str:
-        """Describes the gradients of per-sample weights that the input distribution of a RecStore table would lose.
-
-        TorchRec's collections distribute features outside of autograd (torchrec 1.8.0). The weights keep their gradient
-        only if the input distribution returns them unchanged. This is so on one rank, with one sharding that does not
-        split rows, and with the features in the order of that sharding. The result is empty if no gradient would be
-        lost.
-        """
+        """Describes the gradients of weights that the input distribution of a RecStore table would lose, if any."""
+        # TorchRec distributes features outside of autograd (torchrec 1.8.0). Weights keep their gradient only if they
+        # are returned unchanged: on one rank, with one sharding that does not split rows, and with the features in the
+        # order of that sharding.
         plan, shardings, ranks = self.module_sharding_plan, self.shardings_in_order, self.ranks_env.world_size
         names, order = features.keys(), [name for sharding in shardings for name in sharding.feature_names()]
         for config in self.table_configs:
@@ -124,10 +120,7 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
         return ""
 
     def _divided_afterwards(self) -> set[str]:
-        """Returns the output names whose bags are divided by their lengths only after the output distribution.
-
-        These features have mean pooling, and the kernels return sums for them.
-        """
+        """Returns the outputs with mean pooling that are divided by their lengths after the output distribution."""
         names = get_embedding_names_by_table(self.table_configs)
         divided = set()
         for config, of_table in zip(self.table_configs, names, strict=True):
@@ -233,10 +226,7 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedFeatureProcessedEmbeddingBagCollection:
-        """Returns the sharded module. See ``RecStoreSharder.shard``; the arguments are the same.
-
-        If ``device`` is None, the module is on the CPU. (TorchRec's sharder uses CUDA by default.)
-        """
+        """Returns the sharded module, on the CPU by default. See ``RecStoreSharder.shard``."""
         return super().shard(module, params, env, device or torch.device("cpu"), module_fqn)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -281,11 +271,7 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionS
         return kind
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: Any) -> Awaitable[Any]:
-        """Distributes a batch to the ranks. See :meth:`RecStoreCollection.input_dist`.
-
-        Raises:
-            NotImplementedError: The module is in training, and the batch size varies by feature.
-        """
+        """Distributes a batch to the ranks. Raises NotImplementedError in training if batch sizes vary by feature."""
         # TorchRec 1.8.0 expands the rows of these batches with fbgemm::permute_1D_sparse_data, which has no gradient on
         # CPU, so that the gradients would be wrong.
         trains = self.training and torch.is_grad_enabled() and self.recstore_table_names()
@@ -298,11 +284,7 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionS
 
 
 class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCollectionSharder):  # type: ignore[misc]
-    """The sharder of ``EmbeddingCollection`` that places tables in RecStore.
-
-    See :class:`RecStoreSharder`, the sharder of ``EmbeddingBagCollection``; the arguments, the errors and the dtypes of
-    rows and results are the same.
-    """
+    """The sharder of ``EmbeddingCollection`` that places tables in RecStore, as :class:`RecStoreSharder` does."""
 
     _sharded = RecStoreShardedEmbeddingCollection
 
@@ -319,8 +301,7 @@ class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCol
     ) -> RecStoreShardedEmbeddingCollection:
         """Changes the plan of a sharded module in place. ``DistributedModelParallel.reshard`` calls this method.
 
-        TorchRec has the method for ``EmbeddingBagCollection`` only. See :func:`torchrec_recstore.reshard`, which
-        changes the plan of a whole model and raises the same errors.
+        See :func:`torchrec_recstore.reshard`. TorchRec has the method for ``EmbeddingBagCollection`` only.
         """
         sharded_module.update_shards(changed_shard_to_params, env, device)
         return sharded_module

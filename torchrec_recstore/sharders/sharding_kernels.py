@@ -38,27 +38,17 @@ from torchrec_recstore.torchrec_seams.models import (
 
 
 class RecStoreLookup(LookupSeams):
-    """A mixin for TorchRec's lookups that uses RecStore's kernel for the groups that the plan places in RecStore.
-
-    ``device`` is that of TorchRec's own kernels. ``more`` are the arguments that only one of TorchRec's lookups has.
-    """
+    """A mixin for TorchRec's lookups that uses RecStore's kernel for the groups that the plan places in RecStore."""
 
     def __init__(self, sharding: Sharding, type_name: str, device: torch.device | None, **more: Any) -> None:
         # TorchRec's constructor makes the kernels, which need these attributes.
         self._split, self._rank = row_split(sharding, type_name), sharding_env(sharding).rank
         self._groups_of_all_ranks = grouped_configs_of_all_ranks(sharding)
-        super().__init__(
-            grouped_configs=grouped_configs(sharding),
-            pg=process_group(sharding),
-            device=device,
-            env=sharding_env(sharding),
-            **more,
-        )
+        own = {"grouped_configs": grouped_configs(sharding), "pg": process_group(sharding)}
+        super().__init__(**own, device=device, env=sharding_env(sharding), **more)
         # The kernel that the whole batch is for. In a tuple, so that it does not become a submodule a second time.
-        self._only: tuple[RecStoreKernel, ...] = ()
-        if len(kernels_of(self)) == 1:
-            plain = (k for k in self.kernels() if not (k.config.is_weighted or k.config.has_feature_processor))
-            self._only = tuple(plain)
+        plain = (k for k in self.kernels() if not (k.config.is_weighted or k.config.has_feature_processor))
+        self._only = tuple(plain) if len(kernels_of(self)) == 1 else ()
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """Looks up a batch, as TorchRec's method does."""
@@ -91,12 +81,7 @@ class RecStoreLookup(LookupSeams):
                 kernel.prefetch(features, sparse_features.values())
 
     def register_optim_state_tracker_fn(self, record_fn: Record) -> None:
-        """Registers a function that is called after the lookup of each group. TorchRec's trackers call this method.
-
-        Raises:
-            ValueError: See :func:`tracking`.
-            NotImplementedError: The rows of a table are on servers.
-        """
+        """Registers a function that is called after the lookup of each group. TorchRec's trackers call this method."""
         for table in (table for group in self._groups_of_all_ranks for table in group.embedding_tables):
             if table_options(table.fused_params).servers is not None:
                 raise NotImplementedError(
@@ -115,8 +100,7 @@ class RecStorePooledLookup(RecStoreLookup, PooledLookupSeams, GroupedPooledEmbed
     """TorchRec's pooled lookup with RecStore's kernel."""
 
     def __init__(self, sharding: Sharding, type_name: str, device: torch.device | None) -> None:
-        # TorchRec's shardings pass these types to their lookups. If rows are split, the kernel returns sums for mean
-        # pooling.
+        # TorchRec's shardings pass these types to their lookups.
         in_node = ShardingType.TABLE_ROW_WISE if type_name in IN_NODE else None
         self._pools_as = ShardingType.ROW_WISE if type_name == ShardingType.ROW_WISE.value else in_node
         super().__init__(sharding, type_name, device, sharding_type=self._pools_as)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
+import torch
 
 from torchrec_recstore.torchrec_seams.models import PrefetchPipelineSeams
 
@@ -35,13 +35,7 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
         self._prefetching: list[Future[None]] = []
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Trains the model on one batch.
-
-        Args:
-            dataloader_iter: The iterator of the batches.
-
-        Returns:
-            The output of the model.
+        """Trains the model on one batch of the iterator, and returns the output of the model.
 
         Raises:
             StopIteration: There is no batch left.
@@ -56,17 +50,9 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
         while self._prefetching:
             self._prefetching.pop(0).result()
 
-    def prefetch_without_stream(self, context: PrefetchTrainPipelineContext) -> None:
+    def prefetch_without_stream(self, module: Any, features: Any, device: torch.device) -> None:
         """Prepares the rows of the next batch: on the CPU in a thread, on an accelerator before backward begins."""
-        for module in self.pipelined_modules:
-            name = module.forward.name
-            features = context.input_dist_tensors_requests.pop(name).wait()
-            context.module_input_post_prefetch[name] = features
-            context.module_contexts_post_prefetch[name] = context.module_contexts.pop(name)
-            if not self.trains:
-                continue
-            if self.trains_on.type == "cpu":
-                self._prefetching.append(self._thread.submit(module.prefetch, features))
-            else:
-                # The device is busy with the forward in the meantime, and the host would only wait for it.
-                module.prefetch(features)
+        if device.type == "cpu":
+            self._prefetching.append(self._thread.submit(module.prefetch, features))
+        else:
+            module.prefetch(features)  # The device is busy with the forward; the host would only wait for it.

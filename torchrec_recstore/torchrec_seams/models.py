@@ -35,16 +35,10 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 Sharding: TypeAlias = EmbeddingSharding[Any, Any, Any, Any]
-
-
-# Shardings: the tables of one collection that have one sharding type.
-
+"""The tables of one collection that have one sharding type."""
 
 process_group: Callable[[Sharding], dist.ProcessGroup | None] = attrgetter("_pg")
-"""The process group of a sharding."""
-
-sharding_env: Callable[[Any], ShardingEnv] = attrgetter("_env")
-"""The environment of a sharding or of a sharded module."""
+sharding_env: Callable[[Any], ShardingEnv] = attrgetter("_env")  # of a sharding or of a sharded module
 
 
 def split_in_node(sharding: Sharding) -> tuple[int, int]:
@@ -56,9 +50,7 @@ def grouped_configs(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
     """Returns the groups of tables on this rank. Table-row-wise and grid shardings keep those of every rank only."""
     groups: list[GroupedEmbeddingConfig] | None = getattr(sharding, "_grouped_embedding_configs", None)
     per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
-    if groups is None:
-        groups = [] if per_rank is None else per_rank[sharding._rank]
-    return groups
+    return groups if groups is not None else [] if per_rank is None else per_rank[sharding._rank]
 
 
 def grouped_configs_of_all_ranks(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
@@ -74,8 +66,8 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
     """A mixin for TorchRec's sharded collections: it gives their private hooks and attributes public names."""
 
     _optim: CombinedOptimizer
+    # The unsharded module's method, and with an underscore before it the sharded one's list, of table configs.
     _configs_name: ClassVar[str]
-    """The unsharded module's method, and with an underscore before it the sharded one's list, of table configs."""
 
     @property
     def ranks_env(self) -> ShardingEnv:
@@ -104,7 +96,7 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
 
     @property
     def shardings_in_order(self) -> list[Sharding]:
-        """The shardings, in the order of their types. Bag collections have a list, and sequence collections a map."""
+        """The shardings, in the order of their types."""
         shardings = getattr(self, "_embedding_shardings", None)
         return list(self._sharding_type_to_sharding.values() if shardings is None else shardings)
 
@@ -128,11 +120,8 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
             setattr(self, name, configs)
 
     def become(self, other: CollectionSeams) -> None:
-        """Takes over everything of another sharded collection of the same tables, but stays the same object.
-
-        The hooks stay those of this object: hooks of the user, and TorchRec's, which refer to this object or get it.
-        The fused optimizer also stays the same object, with the optimizers of the other collection.
-        """
+        """Takes over everything of another sharded collection of the same tables, but stays the same object."""
+        # The hooks of the user and TorchRec's refer to this object, and stay. So does the fused optimizer.
         hooks = {name: value for name, value in self.__dict__.items() if name.endswith("_hooks")}
         optimizer, training = self._optim, self.training
         optimizer.optimizers[:] = other._optim.optimizers
@@ -145,7 +134,7 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
         raise NotImplementedError
 
     def make_state(self, fused_optimizer: CombinedOptimizer) -> CombinedOptimizer:
-        """Is called once the stock tables are registered. Returns the collection's fused optimizer."""
+        """Returns the collection's fused optimizer, once the stock tables are registered."""
         raise NotImplementedError
 
     def register_tables(self) -> None:
@@ -156,8 +145,7 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
         """Takes the rows of the collection's own tables out of a state that is being loaded."""
         raise NotImplementedError
 
-    def _create_lookups(self) -> None:
-        # The only place between shardings and kernels.
+    def _create_lookups(self) -> None:  # the only place between shardings and kernels
         self.make_lookups()
 
     def _initialize_torch_state(self, skip_registering: bool = False) -> None:
@@ -176,26 +164,20 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
 class BagCollectionSeams(CollectionSeams):
     """A mixin for ``ShardedEmbeddingBagCollection``."""
 
-    divided: set[str]
-    """The outputs, by name, that the kernels have summed and that are divided by their lengths afterwards."""
-
     def divide_afterwards(self, names: set[str]) -> None:
-        """Sets :attr:`divided`. TorchRec chooses by sharding type only."""
-        self.divided = names
+        """Sets the outputs that kernels sum and that are divided afterwards. TorchRec chooses by sharding type only."""
+        self._divided = names
         self._has_mean_pooling_callback = bool(names)
 
     def _init_mean_pooling_callback(self, *args: Any) -> None:
         super()._init_mean_pooling_callback(*args)
-        # TorchRec looks up the features to divide by name, at the first position of the name. If a feature belongs to
-        # several tables, it therefore also divides outputs that have been divided already or that have sum pooling. The
-        # code below identifies every output by its position instead.
-        places = []
-        for sharding in self.shardings_in_order:
-            # Column-wise and grid shardings keep one name for each shard, in the order of the features. For a grid
-            # sharding, uncombined_embedding_names returns the combined names and cannot be used.
-            places += getattr(sharding, "_embedding_names", sharding.embedding_names())
+        # TorchRec finds the outputs to divide by name, so that it divides some of a feature of several tables wrongly.
+        # Every output is identified by its position instead. Column-wise and grid shardings keep one name for each
+        # shard; uncombined_embedding_names of a grid sharding has the combined names.
+        shardings = self.shardings_in_order
+        places = [name for each in shardings for name in getattr(each, "_embedding_names", each.embedding_names())]
         self._kjt_key_indices = {str(place): place for place in range(len(places))}
-        whole = [str(place) for place, name in enumerate(places) if name not in self.divided]
+        whole = [str(place) for place, name in enumerate(places) if name not in self._divided]
         self._pooling_type_to_rs_features = {PoolingType.SUM.value: whole}
         order = [places.index(name) for name in self._embedding_names]
         self._kt_key_ordering = torch.tensor(order, device=self._device)
@@ -241,22 +223,15 @@ def configs_of(collection: nn.Module) -> list[BaseEmbeddingConfig]:
     return []
 
 
-def is_weighted(collection: nn.Module) -> bool:
-    """Returns whether a sharded bag collection uses the weights of its features."""
-    return bool(collection._is_weighted)
-
-
+# Whether a sharded bag collection uses the weights of its features, whether the output of a sharded sequence collection
+# has the ids, and whether a PositionWeightedModule finds the positions in the weights.
+is_weighted: Callable[[nn.Module], bool] = attrgetter("_is_weighted")
 need_indices: Callable[[nn.Module], bool] = attrgetter("_need_indices")
-"""Whether the output of a sharded sequence collection has the ids."""
-
-feature_processors: Callable[[nn.Module], nn.Module] = attrgetter("_feature_processors")
-"""The processors of a feature-processed collection."""
-
 weights_are_positions: Callable[[nn.Module], bool] = attrgetter("_pre_processed")
-"""Whether a ``PositionWeightedModule`` finds the positions in the weights."""
 
+# The processors of a feature-processed collection, and the bag collection inside it.
+feature_processors: Callable[[nn.Module], nn.Module] = attrgetter("_feature_processors")
 collection_inside: Callable[[nn.Module], nn.Module] = attrgetter("_embedding_bag_collection")
-"""The bag collection inside a feature-processed collection."""
 
 
 def kernels_of(owner: nn.Module) -> list[Any]:
@@ -264,11 +239,9 @@ def kernels_of(owner: nn.Module) -> list[Any]:
     return list(owner._emb_modules)  # type: ignore[arg-type]
 
 
+# The arguments sharded_module_order_overwrite of a bag sharder, and use_index_dedup of a sequence sharder.
 module_order: Callable[[BaseEmbeddingSharder], Any] = attrgetter("_sharded_module_order_overwrite")
-"""The argument ``sharded_module_order_overwrite`` of a bag sharder."""
-
 uses_index_dedup: Callable[[BaseEmbeddingSharder], bool] = attrgetter("_use_index_dedup")
-"""The argument ``use_index_dedup`` of a sequence sharder."""
 
 
 def set_plan(model: DistributedModelParallel, plan: ShardingPlan) -> None:
@@ -280,9 +253,9 @@ def follow_collection_inside(collection: nn.Module) -> None:
     """Sets what the constructor of a feature-processed collection has read of the plan of the collection inside."""
     inside: Any = collection_inside(collection)
     collection._lookups = inside._lookups
+    rows_split = {"row_wise", "table_row_wise", "grid_shard"}
     types = {sharding.sharding_type for sharding in inside.module_sharding_plan.values()}
-    rows_split = types & {"row_wise", "table_row_wise", "grid_shard"}
-    collection._row_wise_sharded = bool(rows_split)  # type: ignore[assignment]
+    collection._row_wise_sharded = bool(types & rows_split)  # type: ignore[assignment]
 
 
 class FeatureProcessedSharderSeams:
@@ -312,8 +285,7 @@ class LookupSeams(BaseEmbeddingLookup):  # type: ignore[misc]
 
     def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *args: Any, **kwargs: Any) -> BaseEmbedding:
         # The only place where kernels are made; TorchRec's method refuses CUSTOMIZED_KERNEL.
-        kernel = self.make_kernel(config)
-        return super()._create_embedding_kernel(config, *args, **kwargs) if kernel is None else kernel
+        return self.make_kernel(config) or super()._create_embedding_kernel(config, *args, **kwargs)
 
     def features_by_kernel(self, features: KeyedJaggedTensor) -> Iterator[tuple[Any, KeyedJaggedTensor]]:
         """Each kernel and its features."""
@@ -327,9 +299,8 @@ class PooledLookupSeams(LookupSeams):
         # The stock method gives its kernels a preallocated output, which neither RecStore's nor FBGEMM's on a CPU take.
         by_rank = []
         pieces_of_groups = self._vbe_splits(features_by_group)  # elements by rank, then by feature
-        for pooled, pieces, features in zip(
-            self._forward(features_by_group), pieces_of_groups, self._feature_splits, strict=True
-        ):
+        groups = zip(self._forward(features_by_group), pieces_of_groups, self._feature_splits, strict=True)
+        for pooled, pieces, features in groups:
             sizes = [sum(pieces[first : first + features]) for first in range(0, len(pieces), features)]
             by_rank.append(pooled.split(sizes))
         return torch.cat([part for of_rank in zip(*by_rank, strict=True) for part in of_rank])
@@ -341,9 +312,6 @@ def optimizer_states(kernel: nn.Module) -> Any:
 
 
 tracking_mode: Callable[[ModelDeltaTrackerTrec], TrackingMode] = attrgetter("_mode")
-"""What a delta tracker compares."""
-
-# Marks of apply_optimizer_in_backward, which keeps them as private attributes of the parameter.
 
 
 def marked_optimizer(parameter: Tensor | None) -> tuple[type[torch.optim.Optimizer] | None, dict[str, Any]]:
@@ -363,28 +331,19 @@ def mark_as_optimized(parameter: Tensor, optimizer: object) -> None:
 class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[misc]
     """A prefetching pipeline that also prefetches where there are no CUDA streams."""
 
-    def prefetch_without_stream(self, context: PrefetchTrainPipelineContext) -> None:
-        """Is called between the input distribution and the forward of a batch if there is no stream."""
+    def prefetch_without_stream(self, module: Any, features: Any, device: torch.device) -> None:
+        """Prepares the rows of a sharded module's next training batch if there is no stream."""
         raise NotImplementedError
 
-    @property
-    def pipelined_modules(self) -> list[Any]:
-        """The sharded modules of the pipeline."""
-        return self._pipelined_modules  # type: ignore[no-any-return]
-
-    @property
-    def trains_on(self) -> torch.device:
-        """The device of the pipeline."""
-        return self._device  # type: ignore[no-any-return]
-
-    @property
-    def trains(self) -> bool:
-        """Whether the model is in training mode."""
-        return bool(self._model.training)
-
     def _prefetch(self, context: PrefetchTrainPipelineContext) -> None:
-        # The only place between these stages; without a stream, TorchRec's method returns at once.
-        if self._prefetch_stream is None:
-            self.prefetch_without_stream(context)
-        else:
+        # The only place between the input distribution and the forward of a batch.
+        if self._prefetch_stream is not None:
             super()._prefetch(context)
+            return
+        for module in self._pipelined_modules:
+            name = module.forward.name
+            features = context.input_dist_tensors_requests.pop(name).wait()
+            context.module_input_post_prefetch[name] = features
+            context.module_contexts_post_prefetch[name] = context.module_contexts.pop(name)
+            if self._model.training:
+                self.prefetch_without_stream(module, features, self._device)

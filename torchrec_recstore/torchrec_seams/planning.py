@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -44,9 +45,7 @@ def constraints_of(part: object) -> Mapping[str, ParameterConstraints]:
     return getattr(part, "_constraints", None) or {}
 
 
-def compute_device(enumerator: Enumerator) -> str:
-    """Returns the device that an enumerator plans for."""
-    return str(enumerator._compute_device)
+compute_device: Callable[[Enumerator], str] = attrgetter("_compute_device")
 
 
 class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
@@ -91,9 +90,7 @@ class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
 def caller_that_enumerates(depth: int) -> tuple[Enumerator, nn.Module, list[ModuleSharder[nn.Module]]] | None:
     """Returns the enumerator, the model and the sharders of ``EmbeddingEnumerator.enumerate``, if that is the caller.
 
-    The enumerator makes a map of the sharders by the type of their modules and reads nothing but ``module_type`` of
-    those that others override. The local variables of its method are the only way to them. ``depth`` is the number of
-    calls between this function and the one that the enumerator makes.
+    It is ``depth`` calls away. Its local variables are the only way to the sharders that others override.
     """
     frame = sys._getframe(depth + 1)
     if frame.f_code.co_name == "<dictcomp>" and frame.f_back is not None:  # up to Python 3.11
