@@ -131,12 +131,8 @@ def _looked_up(
 
 def _shards(kernels: Sequence[RecStoreKernel], name: str) -> list[Table]:
     """Returns a table's column shards on this rank. All of them belong to one lookup."""
-    return [
-        table
-        for kernel in kernels
-        for config, table in zip(kernel.config.embedding_tables, kernel.tables, strict=True)
-        if config.name == name
-    ]
+    shards = (each for kernel in kernels for each in zip(kernel.config.embedding_tables, kernel.tables, strict=True))
+    return [table for config, table in shards if config.name == name]
 
 
 def _latest(tracker: ModelDeltaTrackerTrec) -> dict[str, Any]:

@@ -293,7 +293,6 @@ def _betas(params: Mapping[str, Any], default: tuple[float, float], where: str) 
 
 
 def _weight_decay_mode(params: Mapping[str, Any], optimizer: Optimizer, where: str) -> str | None:
-    """Returns the weight decay mode, or None if it is not given or the optimizer has only one mode."""
     if "weight_decay_mode" not in params:
         return None
     mode = WeightDecayMode(params["weight_decay_mode"])

@@ -184,10 +184,10 @@ class BackwardOptimizer(FusedOptimizer):  # type: ignore[misc]
         return float(self.param_groups[0]["lr"])
 
     def step(self, closure: Any = None) -> None:
-        """Does nothing, because backward has updated the rows."""
+        """Does nothing."""
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Does nothing, because there are no gradient tensors."""
+        """Does nothing."""
 
 
 class ParameterOptimizer(FusedOptimizer):  # type: ignore[misc]

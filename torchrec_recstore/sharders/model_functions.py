@@ -31,8 +31,7 @@ from torchrec_recstore.store.exchange import check_replaceable, exchange_all
 from torchrec_recstore.store.table_state import StatsByTable, combined, set_event_time
 from torchrec_recstore.torchrec_seams.models import collection_inside, follow_collection_inside, set_plan
 
-_Shard = tuple[int, TableStats]
-"""The first column and the statistics of a shard."""
+_Shard = tuple[int, TableStats]  # The first column and the statistics of a shard.
 
 
 def table_stats(model: nn.Module) -> dict[str, TableStats]:
@@ -44,9 +43,8 @@ def table_stats(model: nn.Module) -> dict[str, TableStats]:
     Returns:
         The statistics by table name, which ``print`` and notebooks show as a table. They are the same on every rank.
         Tables on TorchRec's kernels have no entry. If several collections have tables with the same name, the name is
-        the path of the collection in the model, a dot and the table's name. Counts are summed over the ranks. A row
-        that is split by columns counts once, with the bytes of all its columns. ``steps`` and ``refused_times`` are the
-        largest value of the shards.
+        the path of the collection, a dot and the table's name. Counts are summed over the ranks. A row that is split by
+        columns counts once, with the bytes of all its columns. ``steps`` and ``refused_times`` are the largest values.
     """
     stats = StatsByTable()
     gathered: dict[RecStoreCollection, list[dict[str, list[_Shard]]]] = {}
@@ -82,8 +80,7 @@ def flush_tables(model: nn.Module) -> None:
 
     When the call returns, the cold stores have the rows of every rank. Parameter servers have applied the updates of
     every rank to tables with ``TableOptions.servers``, so that ``RecStoreClient.save`` saves them. Other tables are
-    skipped. Unlike a :class:`Table`, a model is not closed: rows that change after the last call are not written to the
-    cold stores when the process ends.
+    skipped. Rows that change after the last call are not written to the cold stores when the process ends.
 
     Args:
         model: A ``DistributedModelParallel``, a sharded module, or a module that contains them.
@@ -93,8 +90,7 @@ def flush_tables(model: nn.Module) -> None:
             Or two tables with the same name share a cold store, so that they have the same rows; the plans of
             ``RecStorePlanner`` keep these tables apart. The error is raised on every rank.
         ServiceError: A server has not applied an update. The error is raised on every rank.
-        ColdStoreError: A cold store fails. It may have received some of the rows; the call can be repeated. The error
-            is raised on every rank.
+        ColdStoreError: A cold store fails, on every rank. It may have some of the rows; the call can be repeated.
     """
     modules = collections_of(model)
     with refused_together(whole_environment()):
@@ -121,8 +117,7 @@ def reset_rows(model: nn.Module) -> None:
     """Removes all rows of the model's tables, so that each id begins with its initial row again. Collective.
 
     Training for several epochs overfits the rows of rare ids. A call at the beginning of each epoch but the first
-    prevents this: the dense layers are kept, and the rows are learnt anew. Call it between two training steps. All
-    tables are reset, or none. Other tensors of the model do not change.
+    prevents this: the dense layers are kept, and the rows are learnt anew. Call it between two training steps.
 
     The states of the fused optimizer begin anew, with its count of updates, and so do the frequencies of ``LFU`` and
     the counts of ``MinFrequency``: an id must be seen ``count`` times again before it gets a row. Rows in cold stores
@@ -134,11 +129,10 @@ def reset_rows(model: nn.Module) -> None:
         model: ``DistributedModelParallel``, or any module that contains sharded modules or eager modules.
 
     Raises:
-        ValueError: A checkpoint of the model is being written, the rows of a table are in a shared cold store or on
+        ValueError: A checkpoint of the model is being written, or the rows of a table are in a shared cold store or on
             servers, which other jobs may use.
         MemoryError: There is no memory for the new tables.
-        ColdStoreError: A new cold store cannot be opened. All of these errors are raised on every rank, and no table
-            has changed.
+        ColdStoreError: A new cold store cannot be opened. After any error, on every rank, no table has changed.
     """
     env = whole_environment()
     pairs: list[tuple[Table, Table]] = []
@@ -166,8 +160,8 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
 
     Without this call, tables read the system's clock; the tables of a sharded model all read that of the first rank.
     From the first call on, training steps are made at the time of the last call. Checkpoints save this, so that a run
-    that is repeated or resumed expires the same rows in the same steps. The ranks exchange the time in each call. About
-    ten calls within ``Expiry.seconds`` are enough.
+    that is repeated or resumed expires the same rows in the same steps. About ten calls within ``Expiry.seconds`` are
+    enough.
 
     The first call sets the time to the latest ``unix_seconds`` of all ranks. After it, a time that is more than
     ``Expiry.max_jump_s`` later or earlier than the present one is refused, and the latest of the others counts. If this
@@ -200,11 +194,10 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
 def reshard(model: nn.Module, plan: ShardingPlan) -> None:
     """Moves the rows of the model's RecStore tables to the shards of a new plan, without a file. Collective.
 
-    Afterwards the model is as if ``save_checkpoint`` had saved it and ``load_checkpoint`` had loaded it into a model
-    with the new plan: rows, optimizer states, counts of updates and steps, frequencies, last steps, times of expiry,
-    counts of admission and cold rows are the same, to the bit. The model, its sharded modules and its fused optimizer
-    stay the same objects, so that optimizers, schedulers and trackers which refer to them go on. Other tensors of the
-    model do not change. Call it between two training steps: the backward of an earlier forward must have run.
+    Afterwards the model is, to the bit, as if ``save_checkpoint`` had saved it and ``load_checkpoint`` had loaded it
+    into a model with the new plan. The model, its sharded modules and its fused optimizer stay the same objects, so
+    that optimizers, schedulers and trackers which refer to them go on. Other tensors of the model do not change. Call
+    it between two training steps: the backward of an earlier forward must have run.
 
     Rows move in parts, and leave the old tables as they arrive in the new tables. Statistics start anew. A delta of a
     checkpoint from before the call cannot be saved: save a full checkpoint first.
@@ -220,9 +213,8 @@ def reshard(model: nn.Module, plan: ShardingPlan) -> None:
             on one of TorchRec's own kernels and the plan of the collection changes, or the reasons of
             ``RecStoreSharder.shard``. Or a table is being saved, is in a shared cold store or on servers, or a train
             pipeline uses the model. The error is raised on every rank, and the model has not changed.
-        RuntimeError: A rank has died while the rows moved. Then, and after any other error while the rows moved, such
-            as a ``MemoryError``, every rank raises the error, and every later use of the tables raises RuntimeError:
-            start the job again.
+        RuntimeError: A rank has died while the rows moved. After this or any other error while the rows moved, such as
+            a ``MemoryError``, every later use of the tables raises RuntimeError: start the job again.
     """
     with refused_together(whole_environment()):
         recstore_tables(model)  # This refuses tables on servers, and tables that have lost rows.
@@ -236,7 +228,6 @@ def reshard(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _feature_processed(model: nn.Module, changes: Sequence[Change]) -> list[tuple[nn.Module, Change]]:
-    """Returns the feature-processed collections whose bags change."""
     modules = [each for each in model.modules() if isinstance(each, ShardedFeatureProcessedEmbeddingBagCollection)]
     return [(each, change) for each in modules for change in changes if collection_inside(each) is change.collection]
 

@@ -208,20 +208,16 @@ def move_rows(old: RowState, new: RowState) -> None:
     # shards with the same ids sends parts, of the size of a checkpoint's, so that the new shards get the rows in the
     # order of a load: their evictions depend on it. If the layout does not change, rows are exchanged without copies.
     env = old.env
-    states = all_gathered(([shard.state() for shard in old.shards], _same_layout(old.shards, new.shards)), env)
+    before, after = ([(s.table.columns, s.table.options, s.routing) for s in each.shards] for each in (old, new))
+    states = all_gathered(([shard.state() for shard in old.shards], before == after), env)
     state = TableState.merged(each for of_rank, _ in states for each in of_rank)
     if all(same for _, same in states):
         with refused_together(env):
-            for before, after in zip(old.shards, new.shards, strict=True):
-                after.table.exchange_rows(before.table)
-                after.table.set_state(state.owned(after.owned))
+            for source, target in zip(old.shards, new.shards, strict=True):
+                target.table.exchange_rows(source.table)
+                target.table.set_state(state.owned(target.owned))
     else:
         _stream(old, new, state)
-
-
-def _same_layout(old: Sequence[LocalShard], new: Sequence[LocalShard]) -> bool:
-    before, after = ([(s.table.columns, s.table.options, s.routing) for s in shards] for shards in (old, new))
-    return before == after
 
 
 def _stream(old: RowState, new: RowState, state: TableState) -> None:

@@ -9,17 +9,9 @@ import copy
 from typing import Any
 
 import torch
-from torchrec.distributed.embedding import (
-    EmbeddingCollectionContext,
-    EmbeddingCollectionSharder,
-    ShardedEmbeddingCollection,
-)
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.embeddingbag import (
-    EmbeddingBagCollectionContext,
-    EmbeddingBagCollectionSharder,
-    ShardedEmbeddingBagCollection,
-)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import (
     FeatureProcessedEmbeddingBagCollectionSharder,
     ShardedFeatureProcessedEmbeddingBagCollection,
@@ -64,10 +56,9 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
 
     Raises:
         ValueError: RecStore does not support the sharding type, data type, ``init_fn``, optimizer, routing or
-            ``max_rows`` of a RecStore table. The error is raised on every rank, including ranks without a shard of
-            the table.
-        ColdStoreError: A cold store cannot be opened. The error is raised on every rank.
-        ImportError: The package of a cold store is not installed. The error is raised on every rank.
+            ``max_rows`` of a RecStore table.
+        ColdStoreError: A cold store cannot be opened.
+        ImportError: The package of a cold store is not installed. All of these errors are raised on every rank.
     """
 
     _supported = ("table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "grid_shard")
@@ -79,7 +70,7 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
         super().__init__(*args, **kwargs)
         self.divide_afterwards(self._divided_afterwards())
 
-    def input_dist(self, ctx: EmbeddingBagCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
+    def input_dist(self, ctx: Any, features: Any) -> Awaitable[Awaitable[KJTList]]:
         """Distributes a batch to the ranks. See :meth:`RecStoreCollection.input_dist`.
 
         Raises NotImplementedError on every rank if the per-sample weights require a gradient that TorchRec's input
@@ -270,7 +261,7 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionS
         kind: type[EmbeddingCollection] = EmbeddingCollection
         return kind
 
-    def input_dist(self, ctx: EmbeddingCollectionContext, features: Any) -> Awaitable[Any]:
+    def input_dist(self, ctx: Any, features: Any) -> Awaitable[Any]:
         """Distributes a batch to the ranks. Raises NotImplementedError in training if batch sizes vary by feature."""
         # TorchRec 1.8.0 expands the rows of these batches with fbgemm::permute_1D_sparse_data, which has no gradient on
         # CPU, so that the gradients would be wrong.

@@ -18,13 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.sharders.delta_tracker import Record, tracking
 from torchrec_recstore.sharders.fused_params import table_options
-from torchrec_recstore.sharders.kernel import (
-    IN_NODE,
-    RecStoreKernel,
-    RecStorePooledKernel,
-    RecStoreSequenceKernel,
-    row_split,
-)
+from torchrec_recstore.sharders.kernel import RecStoreKernel, RecStorePooledKernel, RecStoreSequenceKernel, row_split
 from torchrec_recstore.torchrec_seams.models import (
     LookupSeams,
     PooledLookupSeams,
@@ -100,9 +94,9 @@ class RecStorePooledLookup(RecStoreLookup, PooledLookupSeams, GroupedPooledEmbed
     """TorchRec's pooled lookup with RecStore's kernel."""
 
     def __init__(self, sharding: Sharding, type_name: str, device: torch.device | None) -> None:
+        rows_in_node = dict.fromkeys(("table_row_wise", "grid_shard"), ShardingType.TABLE_ROW_WISE)
         # TorchRec's shardings pass these types to their lookups.
-        in_node = ShardingType.TABLE_ROW_WISE if type_name in IN_NODE else None
-        self._pools_as = ShardingType.ROW_WISE if type_name == ShardingType.ROW_WISE.value else in_node
+        self._pools_as = {"row_wise": ShardingType.ROW_WISE, **rows_in_node}.get(type_name)
         super().__init__(sharding, type_name, device, sharding_type=self._pools_as)
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:

@@ -2,9 +2,7 @@
 
 Nothing outside this folder uses a private name of TorchRec (``tests/test_torchrec_seams.py``). Each seam was checked on
 torchrec 1.7.0, 1.8.0 and 1.9.2, the releases of :mod:`torchrec_recstore.triples`, on which ``make matrix`` tests them.
-A seam that differs between these releases says so.
-
-The import of these modules warns once if another release of TorchRec is installed.
+A seam that differs between these releases says so. The import warns once if another release of TorchRec is installed.
 """
 
 from __future__ import annotations

@@ -19,12 +19,7 @@ from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_sharding import EmbeddingSharding
-from torchrec.distributed.embedding_types import (
-    BaseEmbeddingLookup,
-    BaseEmbeddingSharder,
-    GroupedEmbeddingConfig,
-    ShardedEmbeddingModule,
-)
+from torchrec.distributed.embedding_types import BaseEmbeddingLookup, GroupedEmbeddingConfig, ShardedEmbeddingModule
 from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
 from torchrec.distributed.model_tracker.types import TrackingMode
 from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
@@ -50,16 +45,15 @@ def grouped_configs(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
     """Returns the groups of tables on this rank. Table-row-wise and grid shardings keep those of every rank only."""
     groups: list[GroupedEmbeddingConfig] | None = getattr(sharding, "_grouped_embedding_configs", None)
     per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
-    return groups if groups is not None else [] if per_rank is None else per_rank[sharding._rank]
+    if groups is None:
+        groups = [] if per_rank is None else per_rank[sharding._rank]
+    return groups
 
 
 def grouped_configs_of_all_ranks(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
     """Returns the groups of tables of every rank, none for data-parallel shardings."""
     per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", [])
     return [group for groups in per_rank for group in groups]
-
-
-# Sharded collections.
 
 
 class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
@@ -179,8 +173,9 @@ class BagCollectionSeams(CollectionSeams):
         self._kjt_key_indices = {str(place): place for place in range(len(places))}
         whole = [str(place) for place, name in enumerate(places) if name not in self._divided]
         self._pooling_type_to_rs_features = {PoolingType.SUM.value: whole}
-        order = [places.index(name) for name in self._embedding_names]
-        self._kt_key_ordering = torch.tensor(order, device=self._device)
+        self._kt_key_ordering = torch.tensor(
+            [places.index(name) for name in self._embedding_names], device=self._device
+        )
 
 
 class SequenceCollectionSeams(CollectionSeams):
@@ -188,8 +183,7 @@ class SequenceCollectionSeams(CollectionSeams):
 
     def _create_lookups(self) -> None:
         super()._create_lookups()
-        # TorchRec's method, which is not called, also makes these.
-        if self.enable_embedding_update:
+        if self.enable_embedding_update:  # TorchRec's method, which is not called, also makes the updates.
             for sharding, lookup in zip(self.shardings_in_order, self.lookups, strict=True):
                 if sharding.enable_embedding_update:
                     self._updates.append(sharding.create_update(lookup))
@@ -223,12 +217,15 @@ def configs_of(collection: nn.Module) -> list[BaseEmbeddingConfig]:
     return []
 
 
-# Whether a sharded bag collection uses the weights of its features, whether the output of a sharded sequence collection
-# has the ids, and whether a PositionWeightedModule finds the positions in the weights.
-is_weighted: Callable[[nn.Module], bool] = attrgetter("_is_weighted")
+def is_weighted(collection: nn.Module) -> bool:
+    """Returns whether a sharded bag collection uses the weights of its features. ``torch.compile`` traces it."""
+    return bool(collection._is_weighted)
+
+
+# Whether the output of a sharded sequence collection has the ids, and whether a PositionWeightedModule finds the
+# positions in the weights.
 need_indices: Callable[[nn.Module], bool] = attrgetter("_need_indices")
 weights_are_positions: Callable[[nn.Module], bool] = attrgetter("_pre_processed")
-
 # The processors of a feature-processed collection, and the bag collection inside it.
 feature_processors: Callable[[nn.Module], nn.Module] = attrgetter("_feature_processors")
 collection_inside: Callable[[nn.Module], nn.Module] = attrgetter("_embedding_bag_collection")
@@ -240,8 +237,8 @@ def kernels_of(owner: nn.Module) -> list[Any]:
 
 
 # The arguments sharded_module_order_overwrite of a bag sharder, and use_index_dedup of a sequence sharder.
-module_order: Callable[[BaseEmbeddingSharder], Any] = attrgetter("_sharded_module_order_overwrite")
-uses_index_dedup: Callable[[BaseEmbeddingSharder], bool] = attrgetter("_use_index_dedup")
+module_order: Callable[[Any], Any] = attrgetter("_sharded_module_order_overwrite")
+uses_index_dedup: Callable[[Any], bool] = attrgetter("_use_index_dedup")
 
 
 def set_plan(model: DistributedModelParallel, plan: ShardingPlan) -> None:
@@ -271,9 +268,6 @@ class FeatureProcessedSharderSeams:
     @inner_sharder.setter
     def inner_sharder(self, sharder: Any) -> None:
         self._ebc_sharder = sharder
-
-
-# Lookups and kernels.
 
 
 class LookupSeams(BaseEmbeddingLookup):  # type: ignore[misc]
@@ -323,9 +317,6 @@ def marked_optimizer(parameter: Tensor | None) -> tuple[type[torch.optim.Optimiz
 def mark_as_optimized(parameter: Tensor, optimizer: object) -> None:
     """Marks a parameter as updated in backward, as ``in_backward_optimizer_filter`` reads it."""
     parameter._in_backward_optimizers = [optimizer]  # type: ignore[attr-defined]
-
-
-# Train pipelines.
 
 
 class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[misc]

@@ -23,6 +23,8 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder
 
+compute_device: Callable[[Enumerator], str] = attrgetter("_compute_device")
+
 
 class ConstraintsSeams(ParameterConstraints):  # type: ignore[misc]
     """A mixin for constraints with additional fields: the key of a stored plan depends on these fields, too."""
@@ -43,9 +45,6 @@ class ConstraintsSeams(ParameterConstraints):  # type: ignore[misc]
 def constraints_of(part: object) -> Mapping[str, ParameterConstraints]:
     """Returns the constraints of a planner, an enumerator or an estimator, by table."""
     return getattr(part, "_constraints", None) or {}
-
-
-compute_device: Callable[[Enumerator], str] = attrgetter("_compute_device")
 
 
 class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
