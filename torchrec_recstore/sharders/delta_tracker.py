@@ -22,7 +22,6 @@ from torchrec_recstore.torchrec_seams.models import kernels_of, optimizer_states
 
 # The tracking modes that compare states of squared gradients.
 _OF_SQUARES = (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD)
-
 Record = Callable[..., None]  # It is called with (features, embeddings, kernel) of one group after its lookup.
 
 

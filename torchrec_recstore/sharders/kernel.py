@@ -104,14 +104,12 @@ def whole_options(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] 
 
 def _remote_table(config: ShardedEmbeddingTable, optimizer: Optimizer) -> RemoteTable:
     """Returns a table on servers, and creates it if it does not exist. Raises the errors of the client."""
-    options = whole_options(config, config.fused_params)
+    options, dtype = whole_options(config, config.fused_params), ROW_DTYPES[config.data_type]
     servers = options.servers
     assert servers is not None
-    values = {name: getattr(options, name) for name in TableOptions.__dataclass_fields__ if name != "servers"}
     name, shape = carried_row_name(config.fused_params) or config.name, (config.num_embeddings, config.embedding_dim)
-    dtype = ROW_DTYPES[config.data_type]
-    table: RemoteTable
-    table = plugin("client")(servers).table(name, shape, dtype, optimizer, TableOptions(**values), servers.staleness)
+    client = plugin("client")(servers)
+    table: RemoteTable = client.table(name, shape, dtype, optimizer, replace(options, servers=None), servers.staleness)
     return table
 
 

@@ -63,12 +63,9 @@ def bus_bytes(context: ShardPerfContext) -> BusBytes:
     bags = sum(n * b for n, b in zip(context.num_poolings, context.batch_sizes, strict=True)) * context.world_size
     of_weights = ids * _WEIGHT_BYTES if context.is_weighted and context.is_pooled else 0
     rows = (bags if context.is_pooled else ids) * context.emb_dim * context.output_data_type_size
-    return BusBytes(
-        ids=ids * _ID_BYTES + (bags * _OFFSET_BYTES if context.is_pooled else 0) + of_weights,
-        rows=rows,
-        gradients=rows,
-        weight_gradients=of_weights if context.has_feature_processor else 0,
-    )
+    batch = ids * _ID_BYTES + (bags * _OFFSET_BYTES if context.is_pooled else 0) + of_weights
+    trained = of_weights if context.has_feature_processor else 0
+    return BusBytes(ids=batch, rows=rows, gradients=rows, weight_gradients=trained)
 
 
 class _WithoutBlocks(TableWiseEvaluator):  # type: ignore[misc]
@@ -129,9 +126,7 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         self._over_bus = compute_device != "cpu"
         if compute_kernel == RECSTORE_KERNEL:
             return SPEED_OVER_FUSED * ddr_mem_bw
-        bandwidth: float | None
-        bandwidth = super().get_device_bw(compute_device, compute_kernel, hbm_mem_bw, ddr_mem_bw, *args, **kwargs)
-        return bandwidth
+        return super().get_device_bw(compute_device, compute_kernel, hbm_mem_bw, ddr_mem_bw, *args, **kwargs)  # type: ignore[no-any-return]
 
     @forward_compute(_TYPES)  # type: ignore[untyped-decorator]
     def forward_ms(self, context: ShardPerfContext) -> float:

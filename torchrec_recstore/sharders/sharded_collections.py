@@ -258,8 +258,7 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionS
     @property
     def unsharded_module_type(self) -> type[EmbeddingCollection]:
         """The class of the unsharded module, by which ``DistributedModelParallel.reshard`` finds the sharder."""
-        kind: type[EmbeddingCollection] = EmbeddingCollection
-        return kind
+        return EmbeddingCollection  # type: ignore[no-any-return]
 
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Any]:
         """Distributes a batch to the ranks. Raises NotImplementedError in training if batch sizes vary by feature."""
