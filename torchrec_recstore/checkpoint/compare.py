@@ -28,24 +28,15 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Difference:
-    """The differences between two tables in numbers of rows, or between the dense parts in numbers of tensors.
-
-    Args:
-        both: The number of rows that are in both checkpoints.
-        added: The number of rows that are only in the second checkpoint.
-        gone: The number of rows that are only in the first checkpoint.
-        changed: The number of rows in both that differ in any bit of the weights, the optimizer state or the stamps.
-        largest: The largest absolute change by name of the tensor. For the dense part, one number for all tensors with
-            the name ``"weight"``.
-        facts: The other fields of :class:`TableInfo` that differ, by name: the value in the first and in the second
-            checkpoint.
-    """
+    """The differences between two tables in numbers of rows, or between the dense parts in numbers of tensors."""
 
     both: int = 0
-    added: int = 0
-    gone: int = 0
-    changed: int = 0
+    added: int = 0  # only in the second checkpoint
+    gone: int = 0  # only in the first checkpoint
+    changed: int = 0  # in any bit of the weights, the optimizer state or the stamps
+    # The largest absolute change by name of the tensor; for the dense part, that of all tensors under "weight".
     largest: dict[str, float] = field(default_factory=dict)
+    # The values of the other fields of TableInfo that differ, in the first and in the second checkpoint.
     facts: dict[str, tuple[object, object]] = field(default_factory=dict)
 
     @property
@@ -75,12 +66,8 @@ def compare_chains(
 ) -> CheckpointDifference:
     """Compares the states that two checkpoints load to. Their split over ranks and files makes no difference.
 
-    The comparison needs memory for one window of rows. All files of both chains must have passed
-    :func:`torchrec_recstore.checkpoint.fold.check_files`. ``first`` and ``second`` are chains of checkpoints.
-    ``on_rows`` is called with the number of rows read from both checkpoints since its last call.
-
-    Raises:
-        ValueError: A table has different dims in the two checkpoints.
+    All files of both chains must have passed ``fold.check_files``. ``on_rows`` is called with the number of rows read
+    from both since its last call. Raises ValueError if a table has different dims in the two checkpoints.
     """
     before, after = first[-1], second[-1]
     names = sorted({*before.tables, *after.tables})
@@ -134,7 +121,7 @@ def _compare_tables(
 
 def _sightings(before: CheckpointInfo, after: CheckpointInfo, name: str) -> dict[str, tuple[object, object]]:
     """Returns the sums of the counts of admission if any count differs."""
-    counted = [saved_state(info, name).sightings or no_sightings() for info in (before, after)]
+    counted = (saved_state(info, name).sightings or no_sightings() for info in (before, after))
     one, other = (sightings.take(sightings.ids.argsort(stable=True)) for sightings in counted)
     same = all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     return {} if same else {"sightings": (int(one.counts.sum()), int(other.counts.sum()))}

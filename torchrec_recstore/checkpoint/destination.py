@@ -33,19 +33,9 @@ class Destination:
     """A locked path to which this process writes a checkpoint; also a context manager.
 
     :meth:`stage` creates a hidden directory next to the path, the caller writes the files into it, and :meth:`publish`
-    renames it. The path is locked until :meth:`close`. The bases are locked too, so that they are not replaced.
-
-    Args:
-        path: The checkpoint's directory, with links resolved. Its parents are created if they do not exist.
-        overwrite: Whether an existing checkpoint at ``path`` may be replaced. Default: False.
-        bases: The checkpoints that the new checkpoint needs, or from which it is made.
-
-    Raises:
-        FileExistsError: ``path`` exists, and ``overwrite`` is False. With ``overwrite``: ``path`` is not a checkpoint,
-            contains files that do not belong to the checkpoint, or is needed by a delta in the same directory.
-        BlockingIOError: Another process is writing to ``path``, or is replacing one of ``bases``.
-        CheckpointError: One of ``bases`` has been replaced since it was read.
-        OSError: The parent directory cannot be created or written.
+    renames it. Until :meth:`close` the path is locked, and so are the ``bases``, the checkpoints that the new one needs
+    or is made from. The links in ``path`` are resolved. The errors are those of ``save_checkpoint`` for its path and
+    its base.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False, bases: Sequence[CheckpointInfo] = ()) -> None:
@@ -83,10 +73,7 @@ class Destination:
         return staging
 
     def publish(self) -> None:
-        """Renames the directory to the path in one atomic operation, and syncs it to the disk.
-
-        The errors are those of the class, if the path or a base has changed since. ``path`` is then as it was.
-        """
+        """Renames the directory to the path in one atomic operation. After an error the path is as it was."""
         staging = self.staging
         _check_unchanged(self._bases)
         self._check()

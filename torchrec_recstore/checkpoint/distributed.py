@@ -50,7 +50,7 @@ def load_distributed_checkpoint(
     rows of its shards in new tables. These replace the model's tables when every rank has succeeded.
 
     Args:
-        model: ``DistributedModelParallel``.
+        model: The model.
         checkpoint_id: The checkpoint's directory.
         strict: Whether the checkpoint must have all tables and other tensors of the model, and the optimizer state of
             every table whose optimizer has a state. If False, missing tables and tensors keep their values, and a
@@ -128,8 +128,7 @@ class _SavedTensors:
         self._reader = FileSystemReader(checkpoint_id)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
-        self.saved: Mapping[str, Any] = self._metadata.state_dict_metadata
-        """DCP's metadata of each entry by key."""
+        self.saved: Mapping[str, Any] = self._metadata.state_dict_metadata  # of each entry, by key
 
     def check_files(self) -> None:
         """Refuses a checkpoint with a file that is missing or too short."""
@@ -147,7 +146,7 @@ class _SavedTensors:
         """Refuses a tensor of which the checkpoint lacks a piece. DCP would leave that piece uninitialized."""
         entry = self.saved[key]
         if not isinstance(entry, TensorStorageMetadata):
-            return  # The entry is not a tensor: the check of its shape refuses it.
+            return  # The check of its shape refuses what is not a tensor.
         stored = {(index.offset, index.fqn) for index in self._metadata.storage_data}
         pieces = [chunk for chunk in entry.chunks if (chunk.offsets, key) in stored]
         if sum(chunk.sizes.numel() for chunk in pieces) != entry.size.numel():
@@ -240,8 +239,8 @@ class _SavedTable:
 
     def _parts(self) -> Iterator[list[Part]]:
         """Yields the rows piece by piece: for each column shard that was saved, a part with the same ids."""
-        kinds = state_names(self._state.optimizer)
-        states = {key: stored for key, stored in self._states.items() if key in ("id", *STAMPS, *kinds)}
+        names = ("id", *STAMPS, *state_names(self._state.optimizer))
+        states = {key: stored for key, stored in self._states.items() if key in names}
         starts = [0]
         if states:
             starts = self._tensors.read({"columns": self._states["columns"]})["columns"].tolist()
@@ -268,11 +267,7 @@ class _SavedTable:
 def _prefix(saved: Iterable[str], keys: set[str], argument: str, given: str | None) -> str | None:
     """Finds the prefix with which a checkpoint has most of the model's keys; None if it has none of them.
 
-    Args:
-        saved: The keys of the checkpoint, in which dots join the keys of nested dicts.
-        keys: The keys of the model.
-        argument: The name of the argument with which the user can set the prefix.
-        given: The value of that argument.
+    Dots join the keys of nested dicts. ``given`` is the prefix that the user has set with ``argument``, if any.
     """
     what, preferred = _SEARCHED[argument]
     times: Counter[str] = Counter()

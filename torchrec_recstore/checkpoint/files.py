@@ -34,23 +34,14 @@ class CheckpointError(ValueError):
 
 
 class FileLock:
-    """A lock of a file that one process holds or several processes share; also a context manager.
+    """A lock of a file that one process holds, or several share if all set ``shared``; also a context manager.
 
     The lock is an ``flock``. The operating system releases it when the process ends for any reason, and a forked
-    process does not inherit it. The file contains the names of the processes that hold the lock. On NFS the lock works
-    between hosts, unless the filesystem is mounted with ``nolock`` or ``local_lock``.
+    process does not inherit it. On NFS it works between hosts, unless the filesystem is mounted with ``nolock`` or
+    ``local_lock``. The file, which is deleted at the end without ``keep``, names the processes that hold the lock.
 
-    Args:
-        file: The file to lock. Its directory must exist. The file is created if it does not exist.
-        doing: A description of what this process does, for the error in other processes: "writing it".
-        refusal: A function that makes the error message out of a description of the holder: "process 12 on host h has
-            been writing it since 2026-01-31T12:00:00Z".
-        shared: Whether other processes can hold the lock too, if they also set ``shared``. Default: False.
-        keep: Whether the file remains after the lock is released. Default: False.
-
-    Raises:
-        BlockingIOError: Another process, or another object in this process, holds the lock.
-        OSError: The file cannot be written, or its filesystem has no locks.
+    Raises BlockingIOError if it is held, with the message that ``refusal`` makes of a description of the holder:
+    "process 12 on host h has been writing it since 2026-01-31T12:00:00Z", in which "writing it" is ``doing``.
     """
 
     def __init__(
@@ -123,12 +114,6 @@ class FileLock:
         except FileNotFoundError:
             return False
 
-    def forget(self) -> None:
-        """Closes the file in a forked process, which does not unlock it: the parent process still holds the lock."""
-        assert self._descriptor is not None
-        os.close(self._descriptor)
-        self._descriptor = None
-
 
 def lock_file(path: Path) -> Path:
     """Returns the path of the file that a process locks before it writes to ``path``."""
@@ -136,7 +121,7 @@ def lock_file(path: Path) -> Path:
 
 
 def path_lock(path: Path) -> FileLock:
-    """Takes the lock of a process that writes to ``path``. See :class:`FileLock`."""
+    """Takes the lock of a process that writes to ``path``."""
     return FileLock(
         lock_file(path),
         "writing it",
@@ -155,13 +140,13 @@ def _is_alone(descriptor: int) -> bool:
 
 @dataclass(frozen=True)
 class _Record:
-    """A line of a lock's file: a holder of the lock. ``token`` distinguishes the locks of one process."""
+    """A line of a lock's file: a holder of the lock."""
 
     pid: int
     host: str
     since: str
     doing: str
-    token: str
+    token: str  # distinguishes the locks of one process
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host} has been {self.doing} since {self.since}"
@@ -192,8 +177,11 @@ def _write_records(descriptor: int, records: Sequence[_Record]) -> None:
 
 
 def _forget_all() -> None:
+    """Closes the files in a forked process, which does not unlock them: the parent process still holds the locks."""
     for lock in list(_held):
-        lock.forget()
+        assert lock._descriptor is not None
+        os.close(lock._descriptor)
+        lock._descriptor = None
     _held.clear()
 
 
@@ -266,8 +254,7 @@ def check_file(path: Path, expected: FileInfo, on_bytes: Callable[[int], object]
 def read_tensors(path: Path, expected: FileInfo) -> dict[str, Tensor]:
     """Checks a safetensors file and returns its tensors. Their memory is mapped from the file."""
     check_file(path, expected)
-    tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
-    return tensors
+    return safetensors.torch.load_file(path)  # type: ignore[no-any-return]
 
 
 def sync(path: Path) -> None:
@@ -304,10 +291,7 @@ def check_path(path: Path) -> None:
 def whole_file(path: Path) -> Iterator[Path]:
     """Yields the path of an empty file for the body to write, and then renames that file to ``path``.
 
-    ``path`` is locked until the end of the body, and after an error it is as it was.
-
-    Raises:
-        BlockingIOError: Another process is writing to ``path``.
+    ``path`` is locked meanwhile, and after an error it is as it was. Raises BlockingIOError if it is locked already.
     """
     check_path(path)
     beside = path.with_name(staging_name(path))

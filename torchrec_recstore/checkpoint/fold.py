@@ -47,14 +47,9 @@ def common_columns(name: str, checkpoints: Iterable[CheckpointInfo]) -> list[ran
 class FoldedTable:
     """A reader of one table of a chain of checkpoints, in ascending order of the ids.
 
-    It needs memory for one window of rows, because the files are mapped. The files must have passed
-    :func:`check_files`. Weights have the data type of the last checkpoint.
-
-    Args:
-        chain: The metadata of the checkpoints, the full checkpoint first.
-        name: The name of a table of the last checkpoint.
-        columns: The ranges of columns that the rows are split into. If a range is a part of a saved column shard, it
-            gets a copy of the row-wise states. Default: None, the :func:`common_columns` of the chain.
+    It needs memory for one window of rows, because the files, which must have passed :func:`check_files`, are mapped.
+    Weights have the data type of the last checkpoint. The rows are split into ``columns``, by default the
+    :func:`common_columns` of the chain; a part of a saved column shard gets a copy of its row-wise states.
     """
 
     def __init__(self, chain: Sequence[CheckpointInfo], name: str, columns: Sequence[range] | None = None) -> None:
@@ -87,8 +82,7 @@ class FoldedTable:
     def take(self, bound: int) -> list[Part]:
         """Reads the remaining rows with ids up to ``bound``, which is not greater than :meth:`bound`.
 
-        Returns:
-            For each range of columns a part with the same ids, in ascending order. An empty list if no rows are left.
+        For each range of columns there is a part with the same ids, in ascending order; none if no rows are left.
         """
         if not self._runs:
             return []
@@ -113,7 +107,6 @@ class FoldedTable:
         ]
 
     def __iter__(self) -> Iterator[list[Part]]:
-        """Yields all windows; see :meth:`take`."""
         while (bound := self.bound()) is not None:
             yield self.take(bound)
 
@@ -186,11 +179,9 @@ class _Removal:
 
 
 def check_rows(chain: Sequence[CheckpointInfo], name: str, held: int | None) -> None:
-    """Compares the number of loaded rows with the number in the table's metadata.
+    """Compares the number of rows that the shards of the first column hold with the metadata; None: no room for some.
 
-    A part that is missing, or that holds ids of another part, changes the number of rows. In this case all ids are read
-    again to find the id that is in several parts. ``held`` is the number of rows in all shards that hold the table's
-    first column, None if a shard had no room for some of its rows.
+    A missing part, or one with ids of another part, changes the number. All ids are then read again to find that id.
     """
     wanted = chain[-1].tables[name].rows
     if held == wanted:
@@ -206,9 +197,8 @@ def check_rows(chain: Sequence[CheckpointInfo], name: str, held: int | None) -> 
 def compact_checkpoint(path: str | Path, output: str | Path) -> CheckpointInfo:
     """Folds a delta and its bases into one full checkpoint, which loads to the same bits.
 
-    The function needs no model, no process group and no memory for a table: rows are merged while they are read. The
-    checkpoints of the chain are not changed. A model that has saved or loaded the chain must load ``output`` before it
-    can save deltas of ``output``.
+    The function needs no model, no process group and no memory for a table. The checkpoints of the chain are not
+    changed. A model that has saved or loaded the chain must load ``output`` before it can save deltas of ``output``.
 
     Args:
         path: The delta's directory. A full checkpoint is copied.
@@ -242,10 +232,7 @@ def folding(path: str | Path, output: str | Path) -> Iterator[tuple[list[Checkpo
 def compact_chain(
     chain: Sequence[CheckpointInfo], destination: Destination, on_rows: Callable[[int], object] = lambda count: None
 ) -> CheckpointInfo:
-    """Folds what :func:`folding` yields, after :func:`check_files`. See :func:`compact_checkpoint`.
-
-    ``on_rows`` is called with the number of rows folded since the last call.
-    """
+    """Folds what :func:`folding` yields, after :func:`check_files`. ``on_rows`` gets each part's number of rows."""
     staging = destination.stage()
     writer = PartWriter(staging, rank=0)
     try:

@@ -73,10 +73,9 @@ class TableInfo:
     Args:
         dim: The number of columns of the whole table.
         dtype: The data type of the weights: ``"float32"``, ``"float16"``, ``"bfloat16"`` or ``"int8"``.
-        optimizer: The optimizer with the numbers that it was created with. The learning rate that a scheduler has set
-            is part of the scheduler's state.
+        optimizer: The optimizer as it was created, without the learning rate that a scheduler has set.
         options: The table's options without its cold store, because rows can be loaded into any cold store.
-        rows: The number of rows of the whole table when it was saved.
+        rows: The number of rows of the whole table.
         steps: The number of training lookups. A row's ``last_step`` refers to it.
         optimizer_steps: The number of updates. The bias correction of Adam and LAMB uses it.
         columns: For each column shard, its first column and the column after its last.
@@ -85,8 +84,7 @@ class TableInfo:
             all ids that the table has at the delta (``"stay"``).
         removed: The files with ids and no rows. Empty if no id left.
         sightings: The files with the counts of admission, one for each shard. A delta has all counts, too.
-        times: The times of the steps, by which rows expire: see ``ops.table_times``. None if they do not expire after a
-            time.
+        times: The times of the steps, see ``ops.table_times``. None if rows do not expire after a time.
     """
 
     dim: int
@@ -155,10 +153,7 @@ class CheckpointInfo:
 
 
 def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -> str:
-    """Writes ``metadata.json``, syncs it to the disk, and returns its checksum.
-
-    ``training_state`` is the result of :func:`torchrec_recstore.encoding.encode`; that of ``info`` is not used.
-    """
+    """Writes ``metadata.json`` with a state that :func:`encode` has returned, syncs it, and returns its checksum."""
     tables = {
         name: {**asdict(table), "optimizer": encode(table.optimizer, {}), "options": encode(table.options, {})}
         for name, table in sorted(info.tables.items())
@@ -187,9 +182,6 @@ def read_info(path: str | Path) -> CheckpointInfo:
 
     Args:
         path: The checkpoint's directory.
-
-    Returns:
-        The checkpoint's metadata.
 
     Raises:
         FileNotFoundError: There is no checkpoint at ``path``.
@@ -244,9 +236,7 @@ def _info(path: Path, document: dict[str, Any], checksum: str) -> CheckpointInfo
 def read_chain(path: str | Path) -> list[CheckpointInfo]:
     """Reads the metadata of a full checkpoint, of the deltas of it, and of the checkpoint at ``path``, in this order.
 
-    Raises:
-        FileNotFoundError: There is no checkpoint at ``path``, or the base of a delta is missing.
-        CheckpointError: The base of a delta has been replaced. See :func:`read_info` for other errors.
+    Raises FileNotFoundError if a base is missing, CheckpointError if it was replaced, and those of :func:`read_info`.
     """
     chain = [read_info(path)]
     while (delta_of := chain[-1].delta_of) is not None:
@@ -266,9 +256,8 @@ def _checksum(text: bytes) -> str | None:
     found = _CHECKSUM.search(text)
     if found is None:
         return None
-    without = text[: found.start(1)] + _NO_CHECKSUM + text[found.end(1) :]
-    checksum = found[1].decode()
-    return checksum if xxhash.xxh3_128_hexdigest(without) == checksum else None
+    checksum = xxhash.xxh3_128_hexdigest(text[: found.start(1)] + _NO_CHECKSUM + text[found.end(1) :])
+    return checksum if found[1].decode() == checksum else None
 
 
 def _table(name: str, entry: dict[str, Any]) -> TableInfo:

@@ -34,13 +34,12 @@ def load_checkpoint(
     Args:
         model: ``DistributedModelParallel``, or any module that contains sharded modules.
         path: The checkpoint's directory. The base of a delta must be at the same path relative to the delta as when
-            the delta was saved.
+            it was saved.
         strict: Whether the checkpoint and the model must have the same RecStore tables and the same other tensors. If
             False, tables and tensors that only one of them has are ignored, and a table with a shared cold store keeps
             its rows and loads only its clocks and the counts of its admission. Default: True.
-        progress: A callback that is called after each part of 32 MB with two arguments: the number of rows that are
-            read, and the number of all rows in the parts that this rank reads. Both include rows of other ranks'
-            shards.
+        progress: A callback that is called after each part of 32 MB with the number of rows that are read and the
+            number of all rows in the parts that this rank reads. Both include rows of other ranks' shards.
 
     Returns:
         The checkpoint's metadata, which includes ``training_state``.

@@ -41,13 +41,12 @@ class Block:
 
     def ids(self, columns: range) -> Tensor:
         """Returns the ids, (N,) int64, of the first file that holds some of the columns, without any check."""
-        ids: Tensor = _opened(self._info.path / self._covering(columns)[0].file).get_tensor("ids")
-        return ids
+        return _opened(self._info.path / self._covering(columns)[0].file).get_tensor("ids")  # type: ignore[no-any-return]
 
     def open(self, columns: range, *, verify: bool) -> Tensor:
         """Opens and checks the files that hold some of the columns, and returns the ids of their rows.
 
-        With ``verify``, the files are compared with their checksums. Otherwise that must have been done before.
+        Without ``verify``, the files must have been compared with their checksums before.
         """
         first: Tensor | None = None
         for part in self._covering(columns):
@@ -145,11 +144,7 @@ def _check_shapes(path: Path, part: PartInfo, table: TableInfo, file: Any) -> No
 
 
 def check_fits(name: str, saved: TableInfo, path: Path, dim: int, optimizer: Optimizer, owner: str) -> None:
-    """Refuses a saved table whose rows do not fit a table of this dim and optimizer, which ``owner`` has.
-
-    Raises:
-        ValueError: The dim or the tensors of the optimizer's state differ.
-    """
+    """Raises ValueError if a saved table has another dim or other optimizer states than the table of ``owner``."""
     if saved.dim != dim:
         raise ValueError(f"table {name!r} has dim {saved.dim} in the checkpoint {path}, {dim} in {owner}")
     if state_names(saved.optimizer) != state_names(optimizer):
@@ -172,16 +167,10 @@ def load_rows(
     owned: Owned | None = None,
     on_rows: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Reads a table's rows from a full checkpoint and its deltas into an empty shard, part by part.
+    """Reads the rows and columns of an empty shard from a full checkpoint and its deltas, part by part.
 
-    Rows of another data type are converted: exactly to float32, otherwise rounded to nearest.
-
-    Args:
-        table: The shard. It receives its own columns of the rows.
-        name: The table's name in the checkpoints.
-        chain: The result of :func:`torchrec_recstore.checkpoint.info.read_chain`.
-        owned: A function that selects the ids that belong to the shard. None: all ids do.
-        on_rows: A callback that is called after each part with its number of rows, those of other shards included.
+    Rows of another data type are converted: exactly to float32, otherwise rounded to nearest. ``on_rows`` gets the
+    number of rows of each part, those of other shards included.
     """
     # The state comes first: eviction computes the age of the rows from it.
     table.set_state(saved_state(chain[-1], name).owned(owned))
@@ -228,10 +217,9 @@ def _remove_rows(table: Table, contents: TableInfo, info: CheckpointInfo) -> Non
             table.remove(ids)
         return
     ids = table.ids()
-    stays = torch.zeros(len(ids), dtype=torch.bool)
     for some in listed:
-        stays |= among(ids, some)
-    table.remove(ids[~stays])
+        ids = ids[~among(ids, some)]
+    table.remove(ids)
 
 
 def held_rows(table: Table) -> int | None:

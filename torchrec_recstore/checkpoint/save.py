@@ -1,7 +1,4 @@
-"""Saves a model: writes a snapshot of one moment in parts, and renames the checkpoint when it is complete.
-
-The steps of a save are the methods of :class:`_Save`, from top to bottom. docs/inside.md lists the files that they use.
-"""
+"""Saves a model: writes a snapshot of one moment in parts, and renames the checkpoint when it is complete."""
 
 from __future__ import annotations
 
@@ -49,8 +46,8 @@ def save_checkpoint(
     """Saves every RecStore table and the rest of the model's state. Collective.
 
     A checkpoint is complete or does not exist: the files are written into a hidden directory next to ``path``, synced
-    to the disk, and then the directory is renamed. A save that fails changes nothing and can be repeated. Only one job
-    at a time can save to a path, because rank 0 holds a lock on the path.
+    to the disk, and then the directory is renamed. A save that fails changes nothing and can be repeated. Rank 0 locks
+    the path meanwhile.
 
     Args:
         model: ``DistributedModelParallel``, or any module that contains sharded modules.
@@ -58,16 +55,12 @@ def save_checkpoint(
         delta_of: The path of a checkpoint that this model has saved or loaded. If it is given, only the rows that have
             changed since that checkpoint and the ids that have left are written. Loading the delta needs that
             checkpoint, at the same path relative to the delta. Default: None, a full checkpoint.
-        overwrite: Whether an existing checkpoint at ``path`` may be replaced. It is replaced in one atomic operation.
-            Default: False.
+        overwrite: Whether an existing checkpoint at ``path`` may be replaced, in one atomic operation. Default: False.
         training_state: The state that the training loop needs to resume, in addition to the model: the
             ``state_dict`` of the dense optimizer and of the scheduler, the position in the data. It consists of
             tensors, None, bool, int, float, str, and lists, tuples and dicts of these, and is the same on every rank.
-        progress: A callback that is called after each part of 32 MB with two arguments: the number of rows that are
-            written, and the number of all rows of this rank's shards.
-
-    Returns:
-        The checkpoint's metadata.
+        progress: A callback that is called after each part of 32 MB with the number of rows that are written and the
+            number of all rows of this rank's shards.
 
     Raises:
         FileExistsError: ``path`` exists. With ``overwrite``: ``path`` is not a checkpoint, a delta in the same
@@ -82,8 +75,7 @@ def save_checkpoint(
         Exception: The error of an earlier :func:`async_save` that failed and was not waited for. Nothing has been
             saved, and the call can be repeated.
     """
-    save = _Save(model, path, delta_of, overwrite, training_state, whole_environment(), progress, polite=False)
-    return save.write()
+    return _Save(model, path, delta_of, overwrite, training_state, progress, polite=False).write()
 
 
 def async_save(
@@ -106,16 +98,10 @@ def async_save(
     raises the error, or the next ``save_checkpoint`` or ``async_save`` does. If none of them is called, the error is
     printed when the process ends, and its exit status is 1.
 
-    Returns:
-        The save. :meth:`AsyncSave.wait` waits until it is complete.
-
     Raises:
         FileExistsError, BlockingIOError, ValueError, TypeError, OSError, Exception: See :func:`save_checkpoint`.
     """
-    env = whole_environment()
-    background = _background_environment(env)
-    save = _Save(model, path, delta_of, overwrite, training_state, env, progress, polite=True)
-    save.env = background
+    save = _Save(model, path, delta_of, overwrite, training_state, progress, polite=True)
     try:
         return AsyncSave(save.path, save.write)
     except RuntimeError:  # The system cannot start a thread.
@@ -149,15 +135,11 @@ class AsyncSave:
         return not self._thread.is_alive()
 
     def wait(self) -> CheckpointInfo:
-        """Waits until the checkpoint is complete on every rank.
-
-        Returns:
-            The checkpoint's metadata.
+        """Waits until the checkpoint is complete on every rank, and returns its metadata.
 
         Raises:
             OSError, RuntimeError: The checkpoint could not be written. Its path is as it was before the save.
-            MemoryError: There was no memory for copies of the rows that training changed during the save. The path is
-                as it was.
+            MemoryError: There was no memory for copies of the rows that training changed. The path is as it was.
         """
         self._thread.join()
         _open.discard(self)
@@ -178,7 +160,10 @@ class AsyncSave:
 
 
 class _Save:
-    """A save that has taken its snapshot. Its construction and :meth:`write` are collective."""
+    """A save that has taken its snapshot. Its construction and :meth:`write` are collective.
+
+    A ``polite`` save is written by a thread of low priority, with a process group that training does not use.
+    """
 
     def __init__(
         self,
@@ -187,12 +172,12 @@ class _Save:
         delta_of: str | Path | None,
         overwrite: bool,
         training_state: Any,
-        env: ShardingEnv,
         progress: Progress | None,
         *,
         polite: bool,
     ) -> None:
-        self.env = env
+        env = whole_environment()
+        self.env = _background_environment(env) if polite else env
         self.path = Path(os.path.realpath(path))
         self._polite = polite
         self._progress = progress
@@ -224,7 +209,7 @@ class _Save:
                 if polite:  # Training changes the tensors while the copies are written.
                     self._dense = {key: value.clone() for key, value in self._dense.items()}
                     self._tensors = {key: value.detach().clone() for key, value in self._tensors.items()}
-            self._choose_removals()
+            self._choose_removals(env)
             self.snapshots = undo.pop_all()  # and the lock of the path
 
     def _marks_since(self, chain: Sequence[CheckpointInfo]) -> Mapping[str, Sequence[int]] | None:
@@ -244,7 +229,7 @@ class _Save:
         self._delta_of = DeltaOf(os.path.relpath(base.path, self.path.parent), base.checksum)
         return marks
 
-    def _choose_removals(self) -> None:
+    def _choose_removals(self, env: ShardingEnv) -> None:
         """Lets each table of a delta list the ids that left or the ids that stay, whichever are fewer."""
         if self._delta_of is None:
             return
@@ -252,8 +237,8 @@ class _Save:
             name: [(None if s.snapshot.left is None else len(s.snapshot.left), s.snapshot.table_rows) for s in shards]
             for name, shards in self._shards.items()
         }
-        gathered = all_gathered(local, self.env)
-        with refused_together(self.env):
+        gathered = all_gathered(local, env)
+        with refused_together(env):
             for name, shards in self._shards.items():
                 counts = [count for of_rank in gathered for count in of_rank[name]]
                 left = sum(left for left, _ in counts if left is not None)
@@ -347,10 +332,7 @@ def _merged(infos: Sequence[TableInfo]) -> TableInfo:
 
 
 def _background_environment(env: ShardingEnv) -> ShardingEnv:
-    """Returns an environment of the same ranks whose process group training does not use.
-
-    The first call is collective, because it creates the group.
-    """
+    """Returns an environment of the same ranks with a group that training does not use. The first call makes it."""
     if env.process_group is None:
         return env
     if env.process_group not in _background_groups:
@@ -386,8 +368,7 @@ def _finish() -> None:
 
 
 def _leave() -> None:
-    """Ends the process with status 1."""
-    # Only os._exit changes the exit status once the interpreter is shutting down. All other exit functions run first.
+    """Ends the process with status 1, after all other exit functions. Only os._exit changes the status so late."""
     atexit.unregister(_leave)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

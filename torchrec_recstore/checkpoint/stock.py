@@ -17,13 +17,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec_recstore import optim
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import ShardLayout, WholeRows
-from torchrec_recstore.sharders.model_tables import (
-    ModelTable,
-    recstore_tables,
-    rows_left_out,
-    table_named,
-    tables_named,
-)
+from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out, tables_named
 from torchrec_recstore.sharders.row_state import WEIGHTS, check_not_shared, replace_rows
 from torchrec_recstore.store import TableState
 
@@ -38,8 +32,7 @@ _CHUNK = 1 << 18  # rows with their states
 def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Writes dense weights into RecStore tables: row i becomes id i. Collective.
 
-    Rows of ids that are not in a tensor do not change. New rows start with zero optimizer state, and existing rows keep
-    their optimizer state.
+    Other rows do not change. New rows start with zero optimizer state, and existing rows keep their optimizer state.
 
     Args:
         model: ``DistributedModelParallel``, a sharded module, or any module that contains them.
@@ -47,19 +40,17 @@ def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             a table of the same name, the key is the collection's path in the model, a dot, and the table's name.
 
     Raises:
-        ValueError: A table is unknown, several tables have the name, or a tensor has another shape. The error is raised
-            on every rank, and no row has changed.
-        TypeError: A value is not a floating-point tensor.
+        ValueError: A table is unknown, several tables have the name, or a tensor has another shape. No row has changed.
+        TypeError: A value is not a floating-point tensor. Both errors are raised on every rank.
     """
     tables = tables_named(model, weights)
     for name, tensor in weights.items():
+        dim = tables[name].dim
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"weights of table {name!r} must be a floating-point tensor, got {kind}")
-        if tensor.dim() != 2 or tensor.shape[1] != tables[name].dim:
-            raise ValueError(
-                f"weights of table {name!r} must have the shape (rows, {tables[name].dim}), got {tuple(tensor.shape)}"
-            )
+        if tensor.dim() != 2 or tensor.shape[1] != dim:
+            raise ValueError(f"weights of table {name!r} must have the shape (rows, {dim}), got {tuple(tensor.shape)}")
     for name, tensor in weights.items():
         for shard in tables[name].shards:
             columns = shard.table.columns
@@ -67,8 +58,8 @@ def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 part = tensor[begin : begin + _DENSE_CHUNK].detach()
                 ids = torch.arange(begin, begin + part.shape[0])
                 owned = shard.owned(ids)
-                mine = part[owned, columns.start : columns.stop].to("cpu", torch.float32)
-                shard.table.insert_all(ids[owned], mine)
+                rows = part[owned, columns.start : columns.stop].to("cpu", torch.float32)
+                shard.table.insert_all(ids[owned], rows)
         tables[name].state.copies.forget(tables[name].config_name, WEIGHTS)
 
 
@@ -84,10 +75,9 @@ def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Te
         (num_rows, dim) float32. Ids without a row are zeros.
 
     Raises:
-        ValueError: The table is unknown, several tables have the name, or ``num_rows`` is negative. The error is raised
-            on every rank.
+        ValueError: The table is unknown, several tables have the name, or ``num_rows`` is negative, on every rank.
     """
-    table = table_named(model, table_name)
+    table = tables_named(model, [table_name])[table_name]
     if num_rows < 0:
         raise ValueError(f"num_rows must not be negative, got {num_rows}")
     with refused_together(table.state.env):
@@ -105,10 +95,9 @@ def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Te
 
 
 def stock_state_dict(model: nn.Module, num_rows: Mapping[str, int], *, leave_out: bool = False) -> dict[str, Any]:
-    """Returns the ``state_dict`` of the unsharded model with TorchRec's own tables. Collective.
+    """Returns the ``state_dict`` of the unsharded model with TorchRec's own tables, on every rank. Collective.
 
-    The result is the same on every rank. ``unsharded_model.load_state_dict(result)`` loads it into an unsharded model,
-    and :func:`load_into_stock` into a sharded model.
+    ``unsharded_model.load_state_dict(result)`` loads it, and :func:`load_into_stock` loads it into a sharded model.
 
     Args:
         model: ``DistributedModelParallel``, a sharded module, or any module that contains them.
@@ -122,7 +111,7 @@ def stock_state_dict(model: nn.Module, num_rows: Mapping[str, int], *, leave_out
 
     Raises:
         ValueError: A table is unknown or has no number of rows, a number is negative, or a table has ids outside
-            [0, num_rows). The error is raised on every rank.
+            [0, num_rows), on every rank.
     """
     counts = _counted_tables(model, num_rows, leave_out)
     tables = list(counts)
@@ -138,16 +127,16 @@ def stock_state_dict(model: nn.Module, num_rows: Mapping[str, int], *, leave_out
 def stock_optimizer_state_dict(
     model: DistributedModelParallel, num_rows: Mapping[str, int], *, leave_out: bool = False
 ) -> dict[str, Any]:
-    """Returns ``fused_optimizer.state_dict()`` of TorchRec's own tables in plain tensors. Collective.
+    """Returns ``fused_optimizer.state_dict()`` of TorchRec's own tables in plain tensors, on every rank. Collective.
 
-    The result is the same on every rank. Element-wise states are (num_rows, dim), and row-wise states are (num_rows,).
-    The row-wise state of a table with column shards is their column-weighted mean. An id without a row has zeros. The
-    number of updates, which Adam and LAMB use, is not part of the result.
+    Element-wise states are (num_rows, dim), and row-wise states are (num_rows,). The row-wise state of a table with
+    column shards is their column-weighted mean. An id without a row has zeros. The number of updates, which Adam and
+    LAMB use, is not part of the result.
 
     Args:
-        model: ``DistributedModelParallel``.
+        model: The model.
         num_rows: The number of rows of each RecStore table; see :func:`stock_state_dict`.
-        leave_out: Whether rows of ids outside [0, num_rows) are left out; see :func:`stock_state_dict`. Default: False.
+        leave_out: See :func:`stock_state_dict`. Default: False.
 
     Returns:
         ``{"state": states}``, where ``states[key][name]`` is the state of that name of the table whose weights have
@@ -243,8 +232,7 @@ def load_into_stock(
     Args:
         model: The model without RecStore tables, sharded in any way.
         state_dict: The result of :func:`stock_state_dict`, the same on every rank.
-        optimizer_state_dict: The result of :func:`stock_optimizer_state_dict`. Default: None, which leaves the
-            optimizer's state unchanged.
+        optimizer_state_dict: The result of :func:`stock_optimizer_state_dict`. Default: None, no change of it.
 
     Raises:
         ValueError: An entry is missing, unknown or of another shape.
@@ -272,11 +260,7 @@ def _local_parts(value: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
 
 
 def whole(what: str, value: Any) -> Tensor:
-    """Returns a plain tensor for a sharded one; a plain tensor is not copied. Errors name the tensor ``what``.
-
-    Raises:
-        ValueError: This process holds only a part of the tensor.
-    """
+    """Returns a plain tensor for a sharded one, or raises a ValueError that names ``what`` if a part is elsewhere."""
     if not _is_sharded(value):
         return value.detach()  # type: ignore[no-any-return]
     out, held = _filled(value)
@@ -286,10 +270,8 @@ def whole(what: str, value: Any) -> Tensor:
 
 
 def gathered(values: Mapping[_Key, Any], env: ShardingEnv) -> dict[_Key, Tensor]:
-    """Gathers plain tensors from the parts of all ranks. Collective; the result is the same on every rank.
-
-    A rank without a part of a tensor may lack its key, which is the case in TorchRec's optimizer states.
-    """
+    """Gathers plain tensors from the parts of all ranks, on every rank. Collective."""
+    # A rank without a part of a tensor may lack its key, which is the case in TorchRec's optimizer states.
     sizes = {key: (tuple(value.size()), value.dtype) for key, value in values.items()}
     everywhere = {key: size for of_rank in all_gathered(sizes, env) for key, size in of_rank.items()}
     out: dict[_Key, Tensor] = {}
@@ -308,8 +290,7 @@ def _summed(value: Tensor, env: ShardingEnv) -> None:
 def _fill(value: Any, plain: Tensor) -> None:
     """Copies a plain tensor into this rank's parts of ``value``. Each column shard gets a copy of a row-wise state."""
     for offsets, part in _local_parts(value):
-        if part.dim() == 1:
-            # TorchRec 1.8.0 concatenates the row-wise states of column shards.
+        if part.dim() == 1:  # TorchRec 1.8.0 concatenates the row-wise states of column shards.
             offsets = (offsets[0] % max(1, plain.shape[0]),)
         part.copy_(plain[_cut(offsets, part)])
 
@@ -372,14 +353,12 @@ def _checked_states(
 
 def _check_keys(what: str, given: Iterable[str], expected: Iterable[str]) -> None:
     missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected))
+    keys = missing or unknown
+    some = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
     if missing:
-        raise ValueError(f"{what} has no {_some(missing)}")
+        raise ValueError(f"{what} has no {some}")
     if unknown:
-        raise ValueError(f"{what} has {_some(unknown)}, which the model does not have")
-
-
-def _some(keys: list[str]) -> str:
-    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+        raise ValueError(f"{what} has {some}, which the model does not have")
 
 
 def _env(tables: Sequence[ModelTable]) -> ShardingEnv:
@@ -405,10 +384,7 @@ def _checked_weights(
 def _checked_pairs(
     given: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]], known: Iterable[str]
 ) -> list[tuple[Any, Tensor]]:
-    """Pairs this rank's states of TorchRec's fused tables with the plain tensors to copy into them.
-
-    ``given`` has the states of all tables by the keys of their weights, and ``own`` those of this rank's tables.
-    """
+    """Pairs this rank's states of TorchRec's fused tables, by the keys of their weights, with the tensors to copy."""
     _check_keys("the stock optimizer state", [key for key in given if key not in set(known)], [])
     pairs = []
     for key, states in own.items():
@@ -416,8 +392,7 @@ def _checked_pairs(
         for name, value in states.items():
             plain = whole(name, given[key][name])
             # The row-wise states of C column shards are C times as long.
-            copies = plain.dim() == value.dim() == 1 and len(plain) and value.size()[0] % len(plain) == 0
-            if not copies:
+            if not (plain.dim() == value.dim() == 1 and len(plain) and value.size()[0] % len(plain) == 0):
                 _check_shape(name, plain, value)
             pairs.append((value, plain))
     return pairs
@@ -451,16 +426,12 @@ def _counted_tables(model: nn.Module, num_rows: Mapping[str, int], leave_out: bo
 
 def _exported_states(table: ModelTable, num_rows: int) -> dict[str, Tensor]:
     kinds = optim.state_names(table.state.optimizer)
-    out = {
-        name: torch.zeros(num_rows, table.dim) if kind == "element" else torch.zeros(num_rows)
-        for name, kind in kinds.items()
-    }
+    sizes = {"element": (num_rows, table.dim), "row": (num_rows,)}
+    out = {name: torch.zeros(sizes[kind]) for name, kind in kinds.items()}
     for shard in table.state.shards:
         columns = shard.table.columns
         ids = shard.table.ids()
-        ids = ids[(ids >= 0) & (ids < num_rows)]
-        for begin in range(0, len(ids), _CHUNK):
-            part = ids[begin : begin + _CHUNK]
+        for part in ids[(ids >= 0) & (ids < num_rows)].split(_CHUNK):
             rows = shard.table.read_rows(part)
             for name, kind in kinds.items():
                 if kind == "element":

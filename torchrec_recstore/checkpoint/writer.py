@@ -31,7 +31,7 @@ _POLITE_NICENESS = 15  # docs/performance.md compares the time of a training ste
 
 
 def part_rows(dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:
-    """Returns the number of rows of a part. See :func:`torchrec_recstore.store.parts.rows_in`."""
+    """Returns the number of rows of a part."""
     return rows_in(PART_BYTES, dim, dtype, optimizer)
 
 
@@ -67,7 +67,7 @@ class PartWriter:
     def rows(
         self, name: str, table: Table, snapshot: Snapshot, on_rows: Callable[[int], object] = lambda count: None
     ) -> tuple[PartInfo, ...]:
-        """Writes all rows of a snapshot, and calls ``on_rows`` after each part with the part's number of rows."""
+        """Writes all rows of a snapshot, and calls ``on_rows`` with each part's number of rows."""
         size = part_rows(table.dim, table.dtype, table.optimizer)
         parts: list[PartInfo] = []
         while left := len(snapshot):
@@ -91,10 +91,7 @@ class PartWriter:
         return (file,)
 
     def part(self, name: str, number: int, part: Part) -> PartInfo:
-        """Writes the part with this number of a shard: rows, at least one, in ascending order of their ids.
-
-        The rows must not change before :meth:`close` returns.
-        """
+        """Writes the part with this number of a shard. Its ids ascend, and it must not change before :meth:`close`."""
         return self._ids_file(name, part.columns, f"{number:05d}", part.tensors())
 
     def _ids_file(self, name: str, columns: range, number: str, tensors: dict[str, Tensor]) -> PartInfo:
@@ -164,34 +161,21 @@ def _file_name(table: str) -> str:
 
 @dataclass
 class SavedShard:
-    """A shard that is being saved, in the state of one moment.
+    """A shard that is being saved, in the state of one moment."""
 
-    Args:
-        name: The table's name in the checkpoint.
-        table: The shard.
-        snapshot: A snapshot of the shard's rows. In a delta: of the rows that have changed.
-        options: The options of the whole table, without its cold store.
-        state: The state of the shard.
-        removal: Whether a delta lists the ids that left or the ids that stay.
-        listed: (N,) int64, ascending. These ids. None in a full checkpoint.
-    """
-
-    name: str
+    name: str  # of the table in the checkpoint
     table: Table
-    snapshot: Snapshot
-    options: TableOptions
+    snapshot: Snapshot  # In a delta, of the rows that have changed.
+    options: TableOptions  # without the cold store
     state: TableState
     removal: Literal["left", "stay"] = "left"
-    listed: Tensor | None = None
+    listed: Tensor | None = None  # (N,) int64, ascending: the ids of a delta that left or stay
 
 
 def write_shard(
     writer: PartWriter, shard: SavedShard, on_rows: Callable[[int], object] = lambda count: None
 ) -> TableInfo:
-    """Writes a shard's rows, the ids that a delta lists, and the counts of its admission.
-
-    ``on_rows`` is called after each part with the part's number of rows. The result is the metadata of this shard.
-    """
+    """Writes a shard's rows, the ids that a delta lists, and the counts of its admission. Returns its metadata."""
     table = shard.table
     first = table.columns.start == 0  # All column shards hold the same ids: the first one writes what belongs to ids.
     listed = shard.listed if first else None
@@ -213,11 +197,7 @@ def write_shard(
 
 
 def finish(destination: Destination, info: CheckpointInfo, training_state: Any) -> CheckpointInfo:
-    """Writes the metadata of a checkpoint, publishes the checkpoint, and returns the metadata with its checksum.
-
-    See :func:`torchrec_recstore.checkpoint.info.write_metadata` for the arguments. After an error the path is as it
-    was.
-    """
+    """Writes the metadata, publishes the checkpoint, and returns the metadata with its checksum."""
     checksum = write_metadata(destination.staging, info, training_state)
     destination.publish()
     return replace(info, checksum=checksum)

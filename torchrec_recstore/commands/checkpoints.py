@@ -276,9 +276,7 @@ def _difference_as_json(difference: CheckpointDifference) -> dict[str, Any]:
 
 
 def compact(
-    checkpoint: Checkpoint,
-    output: Annotated[Path, argument("OUTPUT", "Directory to create.")],
-    as_json: AsJson = False,
+    checkpoint: Checkpoint, output: Annotated[Path, argument("OUTPUT", "Directory to create.")], as_json: AsJson = False
 ) -> None:
     """Fold a delta and the checkpoints that it is based on into one full checkpoint with the same contents.
 

@@ -16,20 +16,15 @@ SECTIONS = ("packages", "processor", "memory", "threads", "files")
 
 
 def examine(data: Path, cold: Sequence[Path] = ()) -> Iterator[tuple[str, Finding]]:
-    """Checks this machine and the installed packages.
+    """Checks the packages and this machine. Yields the section and the finding of each check, in the order of SECTIONS.
 
-    Args:
-        data: A directory on the disk for checkpoints and cold rows.
-        cold: Paths of ``RocksDBStore``, or directories above them. Default: none.
-
-    Yields:
-        The section and the finding of each check, in the order of :data:`SECTIONS`.
+    ``data`` is a directory on the disk for checkpoints and cold rows, and ``cold`` are directories of ``RocksDBStore``.
     """
     machine = Machine.here()
     imported = probe(MODULES)
     facts = imported["torchrec_recstore.ops"].facts
-    yield from (("packages", finding) for finding in packages(imported))
-    yield from (("packages", finding) for finding in optional_packages())
+    for finding in (*packages(imported), *optional_packages()):
+        yield "packages", finding
     yield "processor", checks.instruction_set(machine, facts)
     for look in (checks.available, checks.control_group, checks.overcommit, checks.huge_pages, checks.address_space):
         yield "memory", look(machine)

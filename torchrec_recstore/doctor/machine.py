@@ -27,20 +27,12 @@ _ORDER = ("baseline", "avx2", "avx512")
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check, which is one line of the report.
-
-    Args:
-        name: The name of the check.
-        status: ``"problem"``: a part of the package does not work. ``"warning"``: it works, but slowly, or it may fail
-            later. ``"ok"``: there is nothing to do.
-        found: The state that was found.
-        fix: The command to type or the action to take. It is empty if nothing has to be done.
-    """
+    """The result of one check, which is one line of the report."""
 
     name: str
-    status: Status
+    status: Status  # "problem": a part of the package does not work. "warning": it is slow, or may fail later.
     found: str
-    fix: str = ""
+    fix: str = ""  # the command to type or the action to take
 
 
 def size(count: float) -> str:
@@ -53,21 +45,13 @@ def size(count: float) -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that the checks examine.
+    """The machine that the checks examine."""
 
-    Args:
-        root: The directory that contains ``proc`` and ``sys``.
-        environ: The environment variables.
-        cores: The number of cores that this process may run on.
-        open_files: The soft and the hard limit of open files.
-        address_space: The soft limit of the address space in bytes.
-    """
-
-    root: Path = Path("/")
+    root: Path = Path("/")  # contains proc and sys
     environ: Mapping[str, str] = field(default_factory=dict)
-    cores: int = 1
-    open_files: tuple[int, int] = (UNLIMITED, UNLIMITED)
-    address_space: int = UNLIMITED
+    cores: int = 1  # that this process may run on
+    open_files: tuple[int, int] = (UNLIMITED, UNLIMITED)  # the soft and the hard limit
+    address_space: int = UNLIMITED  # the soft limit in bytes
 
     @classmethod
     def here(cls) -> Machine:
@@ -97,21 +81,16 @@ class Machine:
         return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3}
 
     def groups(self, controller: str) -> list[Path]:
-        """Returns the directories of the control groups that limit this process, from its own group to the root.
-
-        Version 1 of control groups has a tree for each controller, ``"memory"`` or ``"cpu"``; version 2 has one tree.
-        """
+        """Returns the directories of the control groups that limit this process, from its own group to the root."""
+        mount = Path("sys/fs/cgroup")
         for line in (self.read("proc/self/cgroup") or "").splitlines():
             number, controllers, path = line.split(":", 2)
-            if controller in controllers.split(","):
-                return self._up(Path("sys/fs/cgroup", controller), path)
-            if number == "0" and (self.root / "sys/fs/cgroup/cgroup.controllers").exists():
-                return self._up(Path("sys/fs/cgroup"), path)
+            of_version_1 = controller in controllers.split(",")  # which has a tree for each controller
+            if of_version_1 or (number == "0" and (self.root / mount / "cgroup.controllers").exists()):
+                top = mount / controller if of_version_1 else mount
+                own = top / path.lstrip("/")
+                return [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
         return []
-
-    def _up(self, mount: Path, path: str) -> list[Path]:
-        own = mount / path.lstrip("/")
-        return [folder for folder in (own, *own.parents) if folder.is_relative_to(mount)]
 
 
 def open_files(machine: Machine) -> Finding:
@@ -122,8 +101,8 @@ def open_files(machine: Machine) -> Finding:
     found = f"ulimit -n: {soft}; a large cold store in RocksDB and a server with many clients need more"
     if hard == UNLIMITED or hard >= _GOOD:
         return Finding("open files", "warning", found, f"ulimit -n {_GOOD}")
-    found += f"; the hard limit is {hard}"
-    return Finding("open files", "warning", found, f"sudo prlimit --pid $$ --nofile={_GOOD}")
+    fix = f"sudo prlimit --pid $$ --nofile={_GOOD}"
+    return Finding("open files", "warning", f"{found}; the hard limit is {hard}", fix)
 
 
 def disk(folder: Path) -> Finding:
@@ -169,30 +148,25 @@ def available(machine: Machine) -> Finding:
         return Finding("memory", "problem", "no MemAvailable in /proc/meminfo: the free memory is unknown")
     found = f"{size(memory['MemAvailable'])} available of {size(memory['MemTotal'])}"
     if memory["MemAvailable"] < _LITTLE_MEMORY:
-        fix = "end other programs, or limit the tables: TableOptions(max_rows=...)"
-        return Finding("memory", "warning", found, fix)
+        return Finding(
+            "memory", "warning", found, "end other programs, or limit the tables: TableOptions(max_rows=...)"
+        )
     return Finding("memory", "ok", found)
 
 
 def buffers(facts: Mapping[str, str]) -> Finding:
-    """Reports the memory of outputs and gradients that a process keeps for its next steps.
-
-    ``facts`` is what :func:`torchrec_recstore.doctor.packages.probe` has found about the native extension.
-    """
+    """Reports the memory that a process keeps for its next steps. ``facts`` are those of the native extension."""
     if "kept_bytes" not in facts:
         return Finding("buffers", "ok", "not known without the native extension")
     found = (
         f"each process keeps up to {size(int(facts['kept_bytes']))} of outputs and gradients for its next steps, and "
-        "more if recent steps used more; torchrec_recstore.ops.buffer_pool_bytes() returns the current size"
     )
+    found += "more if recent steps used more; torchrec_recstore.ops.buffer_pool_bytes() returns the current size"
     return Finding("buffers", "ok", found)
 
 
 def control_group(machine: Machine) -> Finding:
-    """Checks the memory limit of a container, a batch job or a systemd unit, past which the kernel kills a process.
-
-    The native store reads the same limits before a table grows.
-    """
+    """Checks the memory limits of control groups, which the native store also reads before a table grows."""
     total = machine.memory().get("MemTotal", 0)
     files = (folder / name for folder in machine.groups("memory") for name in ("memory.max", "memory.limit_in_bytes"))
     limits = [(limit, file) for file in files if (limit := machine.number(str(file))) is not None and limit < total]
@@ -201,8 +175,9 @@ def control_group(machine: Machine) -> Finding:
     limit, tightest = min(limits, key=lambda each: each[0])
     found = f"{size(limit)} in /{tightest}: tables refuse to grow past it"
     if limit < _LITTLE_MEMORY:
-        fix = "raise the limit, or limit the tables: TableOptions(max_rows=...)"
-        return Finding("memory limit", "warning", found, fix)
+        return Finding(
+            "memory limit", "warning", found, "raise the limit, or limit the tables: TableOptions(max_rows=...)"
+        )
     return Finding("memory limit", "ok", found)
 
 
@@ -234,10 +209,8 @@ def huge_pages(machine: Machine) -> Finding:
     if chosen in ("always", "madvise"):
         return Finding("huge pages", "ok", f"transparent_hugepage/enabled: {chosen}")
     found = f"transparent_hugepage/enabled: {chosen}: rows use small pages, and lookups are slower"
-    fix = (
-        "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled  # until the next boot; "
-        "to keep it: add transparent_hugepage=madvise to the kernel's command line"
-    )
+    fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled  # until the next boot; "
+    fix += "to keep it: add transparent_hugepage=madvise to the kernel's command line"
     return Finding("huge pages", "warning", found, fix)
 
 
@@ -250,7 +223,7 @@ def address_space(machine: Machine) -> Finding:
 
 
 def instruction_set(machine: Machine, facts: Mapping[str, str]) -> Finding:
-    """Checks whether the native extension uses the best instruction set that the processor has. See :func:`buffers`."""
+    """Checks whether the native extension uses the best instruction set that the processor has."""
     text = machine.read("proc/cpuinfo") or ""
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
     model = fields.get("model name", "a processor without a name")
@@ -266,9 +239,8 @@ def instruction_set(machine: Machine, facts: Mapping[str, str]) -> Finding:
         fix = "reinstall torchrec-recstore" if forced is None else "unset RECSTORE_ISA"
         return Finding("processor", "warning", f"{found}, and the processor has {best}{why}", fix)
     if chosen == "baseline":
-        found += "; without AVX2 they take several times as long"
         fix = "use a processor with AVX2; in a virtual machine, enable AVX2 for the guest"
-        return Finding("processor", "warning", found, fix)
+        return Finding("processor", "warning", f"{found}; without AVX2 they take several times as long", fix)
     return Finding("processor", "ok", found)
 
 
@@ -281,10 +253,8 @@ def threads(machine: Machine) -> Finding:
     if not set_to and cores < machine.cores:
         return Finding("threads", "warning", f"{where}, and torch starts {machine.cores} threads", fix)
     if not set_to:
-        ranks = (
-            f"for several ranks, set the threads of each rank (torchrun's default: 1): OMP_NUM_THREADS={cores // 2} "
-            "torchrun --nproc-per-node 2 ..."
-        )
+        ranks = "for several ranks, set the threads of each rank (torchrun's default: 1): "
+        ranks += f"OMP_NUM_THREADS={cores // 2} torchrun --nproc-per-node 2 ..."
         return Finding("threads", "ok", where, ranks if cores > 2 else "")
     if not set_to.isdigit() or int(set_to) < 1:
         return Finding("threads", "warning", f"OMP_NUM_THREADS={set_to} is not a number of threads", fix)
@@ -315,8 +285,7 @@ def spinning(machine: Machine) -> Finding:
     count, policy = (machine.environ.get(variable, "") for variable in VARIABLES)
     short = f"export GOMP_SPINCOUNT={SPIN_COUNT}"
     if count:
-        digits = count.strip()
-        if digits.isdigit() and int(digits) <= MOST_SPINS:
+        if count.strip().isdigit() and int(count) <= MOST_SPINS:
             return Finding(name, "ok", f"GOMP_SPINCOUNT={count}")
         return Finding(name, "warning", f"GOMP_SPINCOUNT={count}: waiting threads keep their cores for long", short)
     if policy:
@@ -327,6 +296,5 @@ def spinning(machine: Machine) -> Finding:
     if usable_cores(machine) == 1 or machine.environ.get("OMP_NUM_THREADS", "").strip() == "1":
         return Finding(name, "ok", "one thread waits for no other")
     found = "waiting threads spin for milliseconds; if other programs use the cores, training takes ten times as long"
-    return Finding(
-        name, "warning", found, f"call torchrec_recstore.tune_threads() at the top of each script, or {short}"
-    )
+    fix = f"call torchrec_recstore.tune_threads() at the top of each script, or {short}"
+    return Finding(name, "warning", found, fix)

@@ -15,9 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from torchrec_recstore.doctor.machine import Finding
 from torchrec_recstore.triples import DEFAULT, Triple, for_torch, nearest_to_torch, release, torch_of_fbgemm
 
-MODULES = ("torch", "torchrec_recstore.ops", "fbgemm_gpu", "torchrec")
-"""The modules to import. Each module follows the modules that it needs."""
-
+MODULES = ("torch", "torchrec_recstore.ops", "fbgemm_gpu", "torchrec")  # Each follows those that it needs.
 _TIMEOUT_S = 180
 
 _CHILD = """
@@ -40,19 +38,17 @@ for name in sys.argv[1:]:
     print("\\n" + json.dumps(told), flush=True)
 """
 
+# The tested versions of the packages that are not in triples.py, as in requirements/.
 TESTED = {"torchmetrics": "1.0.3", "tensordict": "0.15.3", "safetensors": "0.8.0", "xxhash": "4.1.0"}
-"""The tested versions of the packages that are not in :mod:`torchrec_recstore.triples`, as in requirements/."""
-
 _LEAST_TORCH = (2, 11)  # the stable ABI that the native extension is built for
 
-EXTRAS = {
+EXTRAS = {  # the use of each
     "cli": "progress and tables of this command",
     "examples": "recstore train",
     "service": "recstore serve, RecStoreClient",
     "rocksdb": "cold rows on a disk",
     "redis": "cold rows on a Redis or Valkey server",
 }
-"""The use of each extra."""
 
 _WITHOUT_TORCHREC = "not installed: Table and RecStoreClient work, TorchRec does not"
 
@@ -71,10 +67,7 @@ class Imported:
 def probe(modules: Sequence[str], python: str = sys.executable, timeout_s: float = _TIMEOUT_S) -> dict[str, Imported]:
     """Imports modules in separate processes, so that imports that crash or never return are reported too.
 
-    Args:
-        modules: The names of the modules. Each module follows the modules that it needs.
-        python: The path of the Python interpreter.
-        timeout_s: The longest time in seconds that a process may take for all its imports. Default: 180.
+    Each module follows the modules that it needs. A process has ``timeout_s`` seconds for all its imports.
     """
     found: dict[str, Imported] = {}
     while left := [name for name in modules if name not in found]:
@@ -107,12 +100,7 @@ def installed(name: str) -> str | None:
 
 
 def packages(imported: Mapping[str, Imported], versions: Versions = installed) -> Iterator[Finding]:
-    """Checks each package.
-
-    Args:
-        imported: The result of importing each of :data:`MODULES`.
-        versions: A function that returns the version of a distribution, or None.
-    """
+    """Checks each package, from the result of importing each of :data:`MODULES`."""
     yield python(sys.version_info[:3], sys.executable)
     yield torch(imported["torch"], versions)
     yield extension(imported["torchrec_recstore.ops"], imported["torch"], versions)
@@ -183,10 +171,8 @@ def fbgemm(found: Imported, of_torch: Imported, versions: Versions) -> Finding:
     if misfit := _misfit(there[name], release(torch_number or "")):
         return Finding("fbgemm", "problem", f"{said} {misfit}; {triple} fit each other", fix)
     if found.error is not None:
-        if name == "fbgemm-gpu-cpu":
-            fix += " --force-reinstall --no-deps"
-        else:
-            fix = f"pip uninstall -y fbgemm-gpu && pip install fbgemm-gpu-cpu=={triple.fbgemm}"
+        on_cpu = f"pip uninstall -y fbgemm-gpu && pip install fbgemm-gpu-cpu=={triple.fbgemm}"
+        fix = f"{fix} --force-reinstall --no-deps" if name == "fbgemm-gpu-cpu" else on_cpu
         return Finding("fbgemm", "problem", f"{said} cannot be imported: {found.error}", fix)
     return Finding("fbgemm", "ok", said)
 
@@ -194,9 +180,8 @@ def fbgemm(found: Imported, of_torch: Imported, versions: Versions) -> Finding:
 def _misfit(fbgemm_number: str, torch_release: tuple[int, int]) -> str:
     """Why this FBGEMM does not load with this torch; empty if it does."""
     major, minor = torch_of_fbgemm(fbgemm_number)
-    if (major, minor) == torch_release:
-        return ""
-    return f"loads with torch {major}.{minor} only, and torch is {torch_release[0]}.{torch_release[1]}"
+    said = f"loads with torch {major}.{minor} only, and torch is {torch_release[0]}.{torch_release[1]}"
+    return "" if (major, minor) == torch_release else said
 
 
 def _no_fbgemm(there: Mapping[str, str], torch_release: tuple[int, int], nearest: Triple) -> Finding:
@@ -234,7 +219,7 @@ def torchrec(found: Imported, of_fbgemm: Imported, of_torch: Imported, versions:
 
 
 def other(name: str, need: str, versions: Versions) -> Finding:
-    """A distribution that ``need`` requires, torchrec_recstore if it is empty, is installed in the tested version."""
+    """A distribution that ``need`` (by default torchrec_recstore) requires is installed in the tested version."""
     number, tested = versions(name), TESTED[name]
     fix = f"pip install {name}=={tested}"
     if number is None:
@@ -257,10 +242,7 @@ def optional_packages(versions: Versions = installed) -> Iterator[Finding]:
 
 
 def requirements_of(extra: str, lines: list[str]) -> dict[str, str]:
-    """Returns the distributions of an extra, each with its version specifier.
-
-    ``lines`` are the requirements in the distribution's metadata, for example ``redis>=8; extra == "redis"``.
-    """
+    """Returns the distributions of an extra with their version specifiers, from ``redis>=8; extra == "redis"``."""
     found = {}
     for line in lines:
         requirement, _, marker = line.partition(";")
