@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
-from rich.text import Text
 
 from torchrec_recstore.commands.output import (
     AsJson,
@@ -20,8 +19,7 @@ from torchrec_recstore.commands.output import (
     in_order,
     print_json,
     print_line,
-    stdout,
-    table_of,
+    print_table,
 )
 from torchrec_recstore.commands.progress import progress
 from torchrec_recstore.commands.scripts import missing_in_one_line
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
 # The import of torch takes seconds. Commands import the modules that use torch themselves, so that --help is fast.
 
 Checkpoint = Annotated[Path, argument("DIR", "Directory of a checkpoint.")]
+_INSPECTED = "Directory of a checkpoint, of the checkpoints of a run or of cold stores, or an exported file."
 
 
 def _verify(checkpoints: Sequence[CheckpointInfo]) -> None:
@@ -50,12 +49,7 @@ def _rows_of(checkpoints: Sequence[CheckpointInfo]) -> int:
 
 
 def inspect(
-    path: Annotated[
-        Path,
-        argument(
-            "PATH", "Directory of a checkpoint, of the checkpoints of a run or of cold stores, or an exported file."
-        ),
-    ],
+    path: Annotated[Path, argument("PATH", _INSPECTED)],
     verify: Annotated[bool, typer.Option(help="Read every file and verify its checksum.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -109,18 +103,14 @@ def _print_run(path: Path, checkpoints: Sequence[CheckpointInfo], cold: Sequence
         print_json({"path": str(path), "checkpoints": told, "cold_stores": stores})
         return
     if checkpoints:
-        table = table_of(["checkpoint", "step", "rows", "ranks", "bytes", "delta of"])
+        rows = []
         for info in checkpoints:
             numbers = [f"{number:,}" for number in (info.step, _rows_of([info]), info.world_size)]
-            base = "" if info.base is None else info.base.name
-            table.add_row(Text(info.path.name), *numbers, decimal(info.bytes), Text(base))
-        stdout().print(table)
+            rows.append([info.path.name, *numbers, decimal(info.bytes), "" if info.base is None else info.base.name])
+        print_table(["checkpoint", "step", "rows", "ranks", "bytes", "delta of"], rows)
     if cold:
-        table = table_of(["cold store", "shard", "process", "bytes"])
-        for run in cold:
-            shown = str(run.path.relative_to(path)), run.shard, run.owner or "ended"
-            table.add_row(*map(Text, shown), decimal(run.bytes))
-        stdout().print(table)
+        of = [(str(run.path.relative_to(path)), run.shard, run.owner or "ended", decimal(run.bytes)) for run in cold]
+        print_table(["cold store", "shard", "process", "bytes"], of)
     if command := removal(cold):
         print_line(f"remove those of processes that have ended: {command}")
 
@@ -140,10 +130,10 @@ def _inspect_served_file(path: Path, verify: bool, as_json: bool) -> None:
     print_line(f"dense tensors   {len(told['dense'])}")
     print_line(f"size            {decimal(told['bytes'])}")
     tables: dict[str, dict[str, int]] = told["tables"]
-    shown = table_of(["table", *(next(iter(tables.values()), {}))])
+    rows = []
     for name, table in in_order(tables):
-        shown.add_row(Text(name), *(decimal(n) if key == "bytes" else f"{n:,}" for key, n in table.items()))
-    stdout().print(shown)
+        rows.append([name, *(decimal(n) if key == "bytes" else f"{n:,}" for key, n in table.items())])
+    print_table(["table", *(next(iter(tables.values()), {}))], rows)
     print_line(f"checksum        {'good' if verify else 'not verified'}")
 
 
@@ -158,13 +148,13 @@ def _print_checkpoint(chain: Sequence[CheckpointInfo]) -> None:
     print_line(f"size            {decimal(info.bytes)} in {len(info.files) + 1} files")
     # A delta holds only a part of the rows of each table.
     here = ["here"] if info.delta_of else []
-    table = table_of(["table", "rows", *here, "dim", "dtype", "optimizer", "bytes", "parts"])
+    rows = []
     for name, each in in_order(info.tables):
         values = _table_as_json(info, each)
         counts = [f"{each.rows:,}", *(f"{values['rows_here']:,}" for _ in here), str(each.dim)]
         optimizer, size = type(each.optimizer).__name__, decimal(values["bytes"])
-        table.add_row(Text(name), *counts, each.dtype, optimizer, size, str(len(each.parts)))
-    stdout().print(table)
+        rows.append([name, *counts, each.dtype, optimizer, size, str(len(each.parts))])
+    print_table(["table", "rows", *here, "dim", "dtype", "optimizer", "bytes", "parts"], rows)
 
 
 def _as_json(chain: Sequence[CheckpointInfo]) -> dict[str, Any]:
@@ -234,15 +224,15 @@ def diff(
 
 
 def _print_difference(difference: CheckpointDifference) -> None:
-    table = table_of(["", "in both", "added", "gone", "changed", "weights by", "state by"])
     differences = [*in_order(difference.tables), ("dense tensors", difference.dense)]
+    rows = []
     for name, each in differences:
         counts = [f"{count:,}" for count in (each.both, each.added, each.gone, each.changed)]
         states = [change for key, change in each.largest.items() if key != "weight"]
         state = max(states, key=lambda change: math.inf if math.isnan(change) else change, default=None)
         largest = ["" if change is None else f"{change:.3g}" for change in (each.largest.get("weight"), state)]
-        table.add_row(Text(name), *counts, *largest)
-    stdout().print(table)
+        rows.append([name, *counts, *largest])
+    print_table(["", "in both", "added", "gone", "changed", "weights by", "state by"], rows)
     of_tables: dict[str, list[str]] = defaultdict(list)
     for name, each in differences:
         for fact, (before, after) in each.facts.items():

@@ -42,18 +42,16 @@ def doctor(
 
     Exit status: 0, or 1 if there is a problem. Warnings do not change the exit status.
     """
-    findings = []
-    section = ""
-    for section_of, finding in examine(data, cold_store or ()):
-        findings.append((section_of, finding))
+    findings: list[tuple[str, Finding]] = []
+    for section, finding in examine(data, cold_store or ()):
         if not as_json:
-            if section_of != section:
-                stdout().print(Text(section_of, style="bold"))
-                section = section_of
+            if not findings or findings[-1][0] != section:
+                stdout().print(Text(section, style="bold"))
             _print(finding)
+        findings.append((section, finding))
     counts = {status: sum(finding.status == status for _, finding in findings) for status in _STYLES}
     if as_json:
-        rows = [{"section": section_of, **asdict(finding)} for section_of, finding in findings]
+        rows = [{"section": section, **asdict(finding)} for section, finding in findings]
         print_json({"problems": counts["problem"], "warnings": counts["warning"], "findings": rows})
     else:
         said = (f"{counts[status]} {status}{'' if counts[status] == 1 else 's'}" for status in ("problem", "warning"))

@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchrec_recstore.commands.output import (
-    AsJson,
-    argument,
-    errors_in_one_line,
-    print_json,
-    print_line,
-    stdout,
-    table_of,
-)
+from torchrec_recstore.commands.output import AsJson, argument, errors_in_one_line, print_json, print_line, print_table
 from torchrec_recstore.commands.progress import progress
 from torchrec_recstore.commands.scripts import missing_in_one_line
 from torchrec_recstore.plugins import plugin
@@ -42,12 +34,8 @@ TlsCa = Annotated[Path | None, _access_file("PEM", "File with the CA certificate
 TlsCert = Annotated[Path | None, _access_file("PEM", "File with the certificate of this client.")]
 TlsKey = Annotated[Path | None, _access_file("PEM", "File with the private key of --tls-cert.")]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time after which a server counts as gone.")]
-Source = Annotated[
-    str,
-    argument(
-        "CHECKPOINT|HOST:PORT,...", "Directory of a checkpoint, or the addresses of all parameter servers of a set."
-    ),
-]
+_ROWS_ARE_IN = "Directory of a checkpoint, or the addresses of all parameter servers of a set."
+Source = Annotated[str, argument("CHECKPOINT|HOST:PORT,...", _ROWS_ARE_IN)]
 OneTable = Annotated[
     str | None, typer.Option("--table", metavar="NAME", help="The table. Default: the only one.", show_default=False)
 ]
@@ -100,10 +88,9 @@ def top(
     for name, quantiles in found.quantiles.items():
         shown = ", ".join(f"{_name_of(q)} {_number(value)}" for q, value in quantiles.items())
         print_line(f"{name:<11} {shown}")
-    rows_table = table_of(["id", *(name.replace("_", " ") for name in found.columns)])
-    for at, id in enumerate(found.ids.tolist()):
-        rows_table.add_row(str(id), *(_number(values[at].item()) for values in found.columns.values()))
-    stdout().print(rows_table)
+    columns = [map(_number, values.tolist()) for values in found.columns.values()]
+    headings = ["id", *(name.replace("_", " ") for name in found.columns)]
+    print_table(headings, zip(map(str, found.ids.tolist()), *columns, strict=True))
 
 
 def neighbours(
@@ -138,10 +125,9 @@ def neighbours(
     if as_json:
         print_json({"ids": ids.tolist(), metric: near.tolist()})
         return
-    shown = table_of(["id", metric])
-    for each, value in zip(ids.tolist(), near.tolist(), strict=True):
-        shown.add_row(str(each), _number(value))
-    stdout().print(shown)
+    print_table(
+        ["id", metric], ((str(i), _number(value)) for i, value in zip(ids.tolist(), near.tolist(), strict=True))
+    )
 
 
 def _is_servers(source: str) -> bool:
@@ -188,10 +174,7 @@ def _name_of(quantile: float) -> str:
 
 def _as_json(found: TopRows) -> dict[str, Any]:
     # JSON has no NaN.
-    columns = {
-        name: [None if math.isnan(value) else value for value in values.tolist()]
-        for name, values in found.columns.items()
-    }
+    columns = {name: [None if math.isnan(v) else v for v in values.tolist()] for name, values in found.columns.items()}
     quantiles = {name: {_name_of(q): value for q, value in each.items()} for name, each in found.quantiles.items()}
     counts = {"rows": found.rows, "steps": found.steps, "added": found.added, "gone": found.gone}
     return {**counts, "quantiles": quantiles, "ids": found.ids.tolist(), "columns": columns}

@@ -6,13 +6,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from torchrec_recstore.utils import StorageError
 
@@ -25,7 +26,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def argument(metavar: str, help: str) -> Any:
-    """Describes a positional argument of a command that must be given."""
+    """Describes a positional argument that must be given."""
     return typer.Argument(metavar=metavar, help=help, show_default=False)
 
 
@@ -51,10 +52,7 @@ def errors_in_one_line() -> Iterator[None]:
 
 
 def status_of(app: Callable[[], object]) -> int:
-    """Calls a typer app that does not handle errors itself, and returns its exit status.
-
-    Invalid flags give status 2 and one line on stderr, which only the first rank prints.
-    """
+    """Calls a typer app, and returns its exit status: 2 for invalid flags, with one line on the first rank's stderr."""
     try:
         status = app()
     except _UsageError as error:
@@ -90,6 +88,14 @@ def table_of(columns: Sequence[str]) -> Table:
     for column in columns:
         table.add_column(column, justify="left" if _TEXTS.fullmatch(column) else "right", overflow="fold")
     return table
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
+    """Prints a table on stdout, with the cells as they are."""
+    table = table_of(columns)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    stdout().print(table)
 
 
 def print_line(text: str) -> None:

@@ -8,45 +8,35 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
 
+from rich import progress as bars
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
 
 Unit = Literal["rows", "bytes"]
 
 
-class _RateColumn(ProgressColumn):
+class _RateColumn(bars.ProgressColumn):
     """A column with the recent rate: ``1.2M rows/s`` or ``310.4 MB/s``."""
 
     def __init__(self, unit: Unit) -> None:
         super().__init__()
         self._unit = unit
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: bars.Task) -> Text:
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else rate(speed, self._unit), style="progress.data.speed")
 
 
-class TimeLeftColumn(ProgressColumn):
+class TimeLeftColumn(bars.ProgressColumn):
     """A column with the elapsed time and the remaining time, which is estimated from the completed steps."""
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: bars.Task) -> Text:
         """Returns the elapsed time, and the remaining time if it is known."""
         elapsed = task.elapsed or 0.0
         said = str(timedelta(seconds=int(elapsed)))
         if task.completed and task.total is not None:
-            # The rate is that at the end of the last step. The current rate would fall until the next step ends, and
-            # the remaining time would grow.
+            # The rate is that at the end of the last step: the current rate falls until the next one ends.
             left = max(0.0, task.fields["done_after"] / task.completed * task.total - elapsed)
             said += f", about {timedelta(seconds=int(left))} left"
         return Text(said, style="progress.remaining")
@@ -66,11 +56,10 @@ def rate(per_second: float, unit: Unit) -> str:
 def progress(what: str, total: int, unit: Unit = "rows") -> Iterator[Callable[[int], object]]:
     """Shows a bar with the rate and the remaining time of ``what`` while the body runs.
 
-    Yields:
-        A function to be called with the number of rows or bytes that were completed since its last call.
+    Yields a function to be called with the number of rows or bytes that were completed since its last call.
     """
-    count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
-    with _bar(count, _RateColumn(unit), TimeRemainingColumn()) as bar:
+    count = bars.DownloadColumn() if unit == "bytes" else bars.MofNCompleteColumn()
+    with _bar(count, _RateColumn(unit), bars.TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
 
@@ -79,10 +68,9 @@ def progress(what: str, total: int, unit: Unit = "rows") -> Iterator[Callable[[i
 def steps(total: int) -> Iterator[Callable[[str], object]]:
     """Shows a bar over a few long steps, with the elapsed and the remaining time.
 
-    Yields:
-        A function to be called with the name of each step when the step begins.
+    Yields a function to be called with the name of each step when the step begins.
     """
-    with _bar(MofNCompleteColumn(), TimeLeftColumn()) as bar:
+    with _bar(bars.MofNCompleteColumn(), TimeLeftColumn()) as bar:
         task = bar.add_task("", total=total)
         begun = False
 
@@ -94,10 +82,8 @@ def steps(total: int) -> Iterator[Callable[[str], object]]:
         yield begin
 
 
-def _bar(*columns: ProgressColumn) -> Progress:
+def _bar(*columns: bars.ProgressColumn) -> bars.Progress:
     # rich must not decide whether stderr is a terminal: with FORCE_COLOR it would write bars to files.
     quiet = not sys.stderr.isatty()
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True, disable=quiet
-    )
+    every = (bars.TextColumn("{task.description}"), bars.BarColumn(), *columns)
+    return bars.Progress(*every, console=Console(stderr=True), transient=True, disable=quiet)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
-from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, print_line, stdout, table_of
+from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, print_line, print_table
 from torchrec_recstore.commands.progress import steps
 from torchrec_recstore.triples import DEFAULT
 
@@ -54,10 +53,8 @@ def how_to_install(module: str) -> str:
     """Returns the command that installs a module whose import failed."""
     package = module.partition(".")[0]
     if package in ("torchrec", "fbgemm_gpu", "tensordict", "iopath", "pyre_extensions"):
-        return (
-            f"{DEFAULT.install_on_cpu} (with CUDA: pip install 'torchrec-recstore[torchrec]'; "
-            "for another torch: recstore doctor)"
-        )
+        with_cuda = "with CUDA: pip install 'torchrec-recstore[torchrec]'"
+        return f"{DEFAULT.install_on_cpu} ({with_cuda}; for another torch: recstore doctor)"
     return f"pip install 'torchrec-recstore[{_EXTRAS.get(package, 'cli,examples,service')}]'"
 
 
@@ -77,9 +74,6 @@ def train(context: typer.Context) -> None:
         sys.path.insert(0, str(script.parent))  # train.py imports the other modules of its folder by their plain names
         sys.argv[1:] = context.args
         runpy.run_path(str(script), init_globals={"COMMAND": "recstore train"}, run_name="__main__")
-
-
-_LAST_LINES = 20
 
 
 def bench(
@@ -112,8 +106,7 @@ def bench(
         print_json(known)
         return
     if list_:
-        for name, about in known.items():
-            print_line(f"{name:<12}{about}")
+        print_line("\n".join(f"{name:<12}{about}" for name, about in known.items()))
         return
     with errors_in_one_line():
         for name in names or ():
@@ -135,7 +128,7 @@ def bench(
                 except subprocess.CalledProcessError as error:
                     failed.append(name)
                     errors.seek(0)
-                    last = errors.read().splitlines()[-_LAST_LINES:]
+                    last = errors.read().splitlines()[-20:]
                     said = f"error: the benchmark {name} ended with status {error.returncode}"
                     print("\n".join([*last, said]), file=sys.stderr)
     if as_json:
@@ -161,10 +154,7 @@ def print_figures(rows: list[dict[str, Any]], quick: bool) -> None:
         (said.OPTIONS, said.option_figures(rows)),
     ):
         if figures:
-            table = table_of(columns)
-            for figure in figures:
-                table.add_row(*(Text(cell.replace("`", "")) for cell in figure))
-            stdout().print(table)
+            print_table(columns, ([cell.replace("`", "") for cell in figure] for figure in figures))
     first = rows[0]
     where = f"{first['cpu']}, {first['threads']} threads, torch {first['torch']}, {first['commit']}; medians"
     print_line(where + (". Quick sizes: do not quote these results." if quick else "."))
