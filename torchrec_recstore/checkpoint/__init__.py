@@ -26,26 +26,16 @@ if TYPE_CHECKING:
         stock_state_dict,
     )
 
-_MODULES = {
-    "AsyncSave": "save",
-    "CheckpointError": "files",
-    "CheckpointInfo": "info",
-    "TableInfo": "info",
-    "TopRows": "row_search",
-    "async_save": "save",
-    "compact_checkpoint": "fold",
-    "export_dense_weights": "stock",
-    "load_checkpoint": "load",
-    "load_dense_weights": "stock",
-    "load_distributed_checkpoint": "distributed",
-    "load_into_stock": "stock",
-    "load_stock_state_dict": "stock",
-    "neighbours": "row_search",
-    "read_info": "info",
-    "save_checkpoint": "save",
-    "stock_optimizer_state_dict": "stock",
-    "stock_state_dict": "stock",
-    "top_rows": "row_search",
+_NAMES = {
+    "distributed": "load_distributed_checkpoint",
+    "files": "CheckpointError",
+    "fold": "compact_checkpoint",
+    "info": "CheckpointInfo TableInfo read_info",
+    "load": "load_checkpoint",
+    "row_search": "TopRows neighbours top_rows",
+    "save": "AsyncSave async_save save_checkpoint",
+    "stock": "export_dense_weights load_dense_weights load_into_stock load_stock_state_dict "
+    "stock_optimizer_state_dict stock_state_dict",
 }
 
 __all__ = [
@@ -70,4 +60,5 @@ __all__ = [
     "top_rows",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+_modules = {name: module for module, names in _NAMES.items() for name in names.split()}
+__getattr__, __dir__ = lazy_names(__name__, _modules)

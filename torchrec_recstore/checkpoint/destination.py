@@ -67,10 +67,9 @@ class Destination:
         """Creates the directory for the files, and removes the directories of dead processes."""
         for rest in leftovers(self.path):
             shutil.rmtree(rest, ignore_errors=True)
-        staging = self.path.with_name(staging_name(self.path))
-        staging.mkdir()
-        self._staging = staging
-        return staging
+        self._staging = self.path.with_name(staging_name(self.path))
+        self._staging.mkdir()
+        return self._staging
 
     def publish(self) -> None:
         """Renames the directory to the path in one atomic operation. After an error the path is as it was."""
@@ -119,7 +118,13 @@ class Destination:
         if not self.path.is_dir():
             raise FileExistsError(f"{self.path} is no checkpoint: overwrite=True replaces checkpoints alone")
         _check_own_files(self.path, self.path)
-        _check_not_needed(self.path)
+        own = _metadata(self.path)
+        for entry in self.path.parent.iterdir():
+            if own is not None and not is_staging(entry) and _needs(entry, self.path, own.checksum):
+                raise FileExistsError(
+                    f"{self.path} is needed to load {entry}, which is a delta of it: save to another path, or fold "
+                    "that delta first (recstore compact) and delete it"
+                )
 
 
 class _Metadata(NamedTuple):
@@ -151,17 +156,6 @@ def _check_own_files(directory: Path, path: Path) -> None:
         )
 
 
-def _check_not_needed(path: Path) -> None:
-    """Refuses to replace a checkpoint that a delta in the same directory needs, or a delta of that delta."""
-    own = _metadata(path)
-    for entry in path.parent.iterdir():
-        if own is not None and not is_staging(entry) and _needs(entry, path, own.checksum):
-            raise FileExistsError(
-                f"{path} is needed to load {entry}, which is a delta of it: save to another path, or fold that delta "
-                "first (recstore compact) and delete it"
-            )
-
-
 def _check_unchanged(chain: Sequence[CheckpointInfo]) -> None:
     """Refuses to use checkpoints if one of them has been replaced or deleted since its metadata was read."""
     for info in chain:
@@ -171,6 +165,7 @@ def _check_unchanged(chain: Sequence[CheckpointInfo]) -> None:
 
 
 def _needs(delta: Path, path: Path, checksum: str) -> bool:
+    """Returns whether ``delta`` is a delta of the checkpoint at ``path``, or a delta of a delta of it."""
     seen: set[str] = set()
     metadata = _metadata(delta)
     while metadata is not None and metadata.base is not None and metadata.base[0] not in seen:

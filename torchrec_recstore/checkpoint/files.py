@@ -87,7 +87,7 @@ class FileLock:
         self.close()
 
     def _acquire(self) -> bool:
-        """Takes the lock if it is free, and returns whether it was free."""
+        """Takes the lock if it is free, and returns whether it was."""
         while True:
             descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -254,7 +254,7 @@ def check_file(path: Path, expected: FileInfo, on_bytes: Callable[[int], object]
 def read_tensors(path: Path, expected: FileInfo) -> dict[str, Tensor]:
     """Checks a safetensors file and returns its tensors. Their memory is mapped from the file."""
     check_file(path, expected)
-    return safetensors.torch.load_file(path)  # type: ignore[no-any-return]
+    return safetensors.torch.load_file(path)
 
 
 def sync(path: Path) -> None:

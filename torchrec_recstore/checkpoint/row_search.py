@@ -1,6 +1,6 @@
 """Looks at the rows of a table or of a checkpoint: the hottest, the longest, the most changed, and the nearest ones.
 
-Rows are read in blocks, so that a look needs memory for one block, and for one float32 of each row for the quantiles.
+A look needs memory for one block of rows, and for one float32 of each row for the quantiles.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class TopRows:
     """The rows with the largest values, and a summary of all rows of the table.
 
     Args:
-        rows: The number of rows.
-        steps: The number of training lookups of the table.
+        rows: The number of rows of the table.
+        steps: The number of its training lookups.
         added: The number of rows that the checkpoint ``since`` does not have. None without ``since``.
         gone: The number of rows of ``since`` that have left. None without ``since``.
         ids: (n,) int64, by the value in descending order, and by the id where values are equal.
@@ -68,7 +68,7 @@ def top_rows(
 
     Args:
         source: A table, or the directory of a checkpoint. The files of a checkpoint are verified.
-        table: The name of a table of the checkpoint. It can be left out if the checkpoint has one table.
+        table: The name of a table of the checkpoint, needed if there are several.
         by: The value: ``"frequency"``, the number of steps that looked the row up; ``"last_step"``, the last such step;
             ``"norm"``, the L2 norm of the weights; ``"drift"``, the L2 norm of the change since ``since``.
         count: The number of rows to return.
@@ -124,7 +124,7 @@ def neighbours(
     Args:
         source: A table, or the directory of a checkpoint. The files of a checkpoint are verified.
         id: The id. Its own row is not among the results.
-        table: The name of a table of the checkpoint. It can be left out if the checkpoint has one table.
+        table: The name of a table of the checkpoint, needed if there are several.
         count: The number of rows to return.
         metric: ``"cosine"`` or ``"dot"``, the larger the nearer, or ``"l2"``, the Euclidean distance.
         advance: A callback that is called with the number of rows read since the last call, in two passes.
@@ -151,11 +151,7 @@ def neighbours(
 def nearest(
     table: Table, row: Tensor, *, but: int, count: int = 10, metric: Metric = "cosine"
 ) -> tuple[Tensor, Tensor]:
-    """Returns the rows of a table that are nearest to ``row``, (dim,) float32, without that of the id ``but``.
-
-    Returns, Raises:
-        See :func:`neighbours`.
-    """
+    """Returns the rows of a table that are nearest to ``row``, (dim,) float32, without that of ``but``, as above."""
     _check_arguments("metric", metric, Metric, count)
     return _nearest(_OfTable(table), row, but, metric, count, lambda rows: None)
 
@@ -170,24 +166,20 @@ def _check_arguments(name: str, value: str, known: Any, count: int) -> None:
 def _nearest(
     opened: _Opened, row: Tensor, but: int, metric: Metric, count: int, advance: Callable[[int], object]
 ) -> tuple[Tensor, Tensor]:
+    nearness: dict[Metric, Callable[[Tensor], Tensor]] = {
+        "cosine": lambda weights: cosine_similarity(weights, row, dim=1),
+        "dot": lambda weights: weights @ row,
+        "l2": lambda weights: (weights - row).norm(dim=1),
+    }
     ids, near = torch.empty(0, dtype=torch.int64), torch.empty(0)
     for block in opened.blocks():
         others = block.ids != but
         ids = torch.cat([ids, block.ids[others]])
-        near = torch.cat([near, _nearness(block.weights[others], row, metric)])
+        near = torch.cat([near, nearness[metric](block.weights[others])])
         order = descending(near.double() if metric != "l2" else -near.double(), ids)[:count]
         ids, near = ids[order], near[order]
         advance(len(block.ids))
     return ids, near
-
-
-def _nearness(weights: Tensor, row: Tensor, metric: Metric) -> Tensor:
-    near: Tensor
-    if metric == "l2":
-        near = (weights - row).norm(dim=1)
-    else:
-        near = weights @ row if metric == "dot" else cosine_similarity(weights, row, dim=1)
-    return near
 
 
 def descending(keys: Tensor, ids: Tensor) -> Tensor:
@@ -208,8 +200,7 @@ class _OfTable:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self.rows, self.steps, self.dim = len(table), table.steps, len(table.columns)
-        self.name = repr(table)
+        self.rows, self.steps, self.name = len(table), table.steps, repr(table)
 
     def blocks(self) -> Parts:
         for ids in torch.split(self._table.ids(), _BLOCK_ROWS):
@@ -228,16 +219,13 @@ class _OfCheckpoint:
     """Reads the rows of one table of a checkpoint."""
 
     def __init__(self, chain: list[CheckpointInfo], table: str) -> None:
-        self._chain, self.table = chain, table
+        self.chain, self.table = chain, table
         info = chain[-1].tables[table]
         self.rows, self.steps, self.dim = info.rows, info.steps, info.dim
         self.name = f"table {table!r} of {chain[-1].path}"
 
-    def folded(self) -> FoldedTable:
-        return FoldedTable(self._chain, self.table)
-
     def blocks(self) -> Parts:
-        return (Part.joined(window, range(self.dim)) for window in self.folded())
+        return (Part.joined(window, range(self.dim)) for window in FoldedTable(self.chain, self.table))
 
 
 _Opened = _OfTable | _OfCheckpoint
@@ -259,7 +247,8 @@ class _Earlier:
     def blocks(self) -> Iterator[tuple[Part, Tensor]]:
         """Yields the rows of the later checkpoint, and the L2 norm of each row's change, which is NaN for new rows."""
         whole = range(self._later.dim)
-        for windows in together(self._later.folded(), self._before.folded()):
+        tables = (FoldedTable(each.chain, each.table) for each in (self._later, self._before))
+        for windows in together(*tables):
             block, before = (Part.joined(window, whole) if window else None for window in windows)
             if block is None:
                 return

@@ -263,7 +263,7 @@ class _Save:
             made = None if self._destination is None else self._destination.stage()
         staging = all_gathered(made, self.env)[0]
         assert staging is not None
-        contents: dict[str, TableInfo] = {}
+        contents: dict[str, list[TableInfo]] = {}
         files: dict[str, FileInfo] = {}
         with refused_together(self.env):
             writer = PartWriter(staging, self.env.rank, polite=self._polite)
@@ -271,8 +271,7 @@ class _Save:
             on_rows = reporting(self._progress, total)
             try:
                 for name, shards in self._shards.items():
-                    if shards:
-                        contents[name] = _merged([write_shard(writer, shard, on_rows) for shard in shards])
+                    contents[name] = [write_shard(writer, shard, on_rows) for shard in shards]
                 if self.env.rank == 0:
                     writer.tensors(DENSE, self._dense)
                     writer.tensors(TRAINING_STATE, self._tensors)
@@ -289,7 +288,7 @@ class _Save:
         return info
 
     def _published(
-        self, destination: Destination, contents: Sequence[Mapping[str, TableInfo]], files: Mapping[str, FileInfo]
+        self, destination: Destination, contents: Sequence[Mapping[str, list[TableInfo]]], files: Mapping[str, FileInfo]
     ) -> CheckpointInfo:
         """Writes the metadata of all ranks' files, and publishes the checkpoint. Rank 0 calls it."""
         for name, file in files.items():
@@ -299,10 +298,8 @@ class _Save:
                     f"rank 0 does not see {written}, which another rank has written: "
                     f"all ranks must share the filesystem of {self.path.parent}"
                 )
-        tables = {
-            table.name: _merged([of_rank[table.name] for of_rank in contents if table.name in of_rank])
-            for table in self._tables
-        }
+        names = [table.name for table in self._tables]
+        tables = {name: _merged([info for of_rank in contents for info in of_rank[name]]) for name in names}
         info = CheckpointInfo(
             path=self.path,
             step=max((table.steps for table in tables.values()), default=0),

@@ -431,7 +431,7 @@ def _exported_states(table: ModelTable, num_rows: int) -> dict[str, Tensor]:
     for shard in table.state.shards:
         columns = shard.table.columns
         ids = shard.table.ids()
-        for part in ids[(ids >= 0) & (ids < num_rows)].split(_CHUNK):
+        for part in torch.split(ids[(ids >= 0) & (ids < num_rows)], _CHUNK):
             rows = shard.table.read_rows(part)
             for name, kind in kinds.items():
                 if kind == "element":
