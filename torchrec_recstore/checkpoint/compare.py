@@ -144,10 +144,7 @@ def _compare_dense(before: CheckpointInfo, after: CheckpointInfo) -> Difference:
 
 
 def _changes(one: Tensor, other: Tensor) -> tuple[Tensor, float]:
-    """Returns whether each of N rows, (N,) or (N, columns), differs in any bit, (N,) bool, and the largest change.
-
-    The change is NaN if a value that differs is NaN in one of them.
-    """
+    """Returns which of N rows, (N,) or (N, columns), differ in any bit, (N,) bool, and the largest change or NaN."""
     if one.dtype == other.dtype:
         bits = _BITS[one.element_size()]
         differs = one.contiguous().view(bits) != other.contiguous().view(bits)
@@ -162,11 +159,11 @@ def _grow(largest: dict[str, float], key: str, change: float) -> None:
 
 
 def _differs(one: Any, other: Any) -> bool:
-    tensors: dict[str, Tensor] = {}
-    other_tensors: dict[str, Tensor] = {}
-    if encode(one, tensors) != encode(other, other_tensors):
+    first: dict[str, Tensor] = {}
+    second: dict[str, Tensor] = {}
+    if encode(one, first) != encode(other, second):
         return True
-    pairs = [(tensors[name], other_tensors[name]) for name in tensors]
+    pairs = [(first[name], second[name]) for name in first]
     return any(a.dtype != b.dtype or a.shape != b.shape or bool(_changes(_as_row(a), _as_row(b))[0]) for a, b in pairs)
 
 

@@ -39,9 +39,7 @@ class Destination:
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False, bases: Sequence[CheckpointInfo] = ()) -> None:
-        self.path = path
-        self._overwrite = overwrite
-        self._bases = bases
+        self.path, self._overwrite, self._bases = path, overwrite, bases
         self._staging: Path | None = None
         self._check()
         make_directory(path.parent)

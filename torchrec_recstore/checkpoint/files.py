@@ -48,11 +48,9 @@ class FileLock:
         self, file: Path, doing: str, refusal: Callable[[str], str], *, shared: bool = False, keep: bool = False
     ) -> None:
         self._descriptor: int | None = None
-        self._file = file
+        self._file, self._shared, self._keep = file, shared, keep
         since = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         self._record = _Record(os.getpid(), socket.gethostname(), since, doing, secrets.token_hex(4))
-        self._shared = shared
-        self._keep = keep
         deadline = time.monotonic() + _UNKNOWN_HOLDER_S
         while not self._acquire():
             holder = next((each for each in reversed(_records(file)) if each.may_be_alive()), None)

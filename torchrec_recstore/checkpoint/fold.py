@@ -60,8 +60,7 @@ class FoldedTable:
         self._row_bytes = newest.dim * 4 * (1 + len(self.states)) + 24  # The maximum.
         self._runs: list[_Run] = []
         self._removals: list[_Removal] = []
-        self._name = name
-        self._chain = chain
+        self._name, self._chain = name, chain
         self._rows = 0
         for level, info in enumerate(chain):
             table = info.tables.get(name)
@@ -80,10 +79,7 @@ class FoldedTable:
         return min((run.bound(rows) for run in self._runs), default=None)
 
     def take(self, bound: int) -> list[Part]:
-        """Reads the remaining rows with ids up to ``bound``, which is not greater than :meth:`bound`.
-
-        For each range of columns there is a part with the same ids, in ascending order; none if no rows are left.
-        """
+        """Reads the rows up to an id that :meth:`bound` allows: a part for each range of columns, [] at the end."""
         if not self._runs:
             return []
         taken = [(run.level, *run.take(bound)) for run in self._runs]
@@ -134,8 +130,7 @@ class _Run:
         self._columns = columns
         self._whole = range(dim)
         self._blocks = list(blocks[::-1])
-        self._at = 0
-        self._ids: Tensor
+        self._at = 0  # the position of the next id
         self._next_block()
 
     @property
@@ -195,7 +190,7 @@ def check_rows(chain: Sequence[CheckpointInfo], name: str, held: int | None) -> 
 
 
 def compact_checkpoint(path: str | Path, output: str | Path) -> CheckpointInfo:
-    """Folds a delta and its bases into one full checkpoint, which loads to the same bits.
+    """Folds a delta and its bases into one full checkpoint, which loads to the same bits, and returns its metadata.
 
     The function needs no model, no process group and no memory for a table. The checkpoints of the chain are not
     changed. A model that has saved or loaded the chain must load ``output`` before it can save deltas of ``output``.
@@ -203,9 +198,6 @@ def compact_checkpoint(path: str | Path, output: str | Path) -> CheckpointInfo:
     Args:
         path: The delta's directory. A full checkpoint is copied.
         output: The directory of the new checkpoint. It is complete or does not exist.
-
-    Returns:
-        The metadata of the new checkpoint.
 
     Raises:
         FileNotFoundError: There is no checkpoint at ``path``, or the base of a delta is missing.

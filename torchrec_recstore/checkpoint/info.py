@@ -29,7 +29,7 @@ DENSE = "dense.safetensors"
 TRAINING_STATE = "training_state.safetensors"
 
 _CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{32})"\n}\n\Z')
-_NO_CHECKSUM = b"0" * 32
+_NO_CHECKSUM = b"0" * 32  # The checksum is that of the file with zeros in its place.
 _DOCUMENT = (
     "format", "version", "step", "world_size", "delta_of", "tables", "dense", "training_state", "files", "checksum",
 )  # fmt: skip
@@ -180,9 +180,6 @@ def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -
 def read_info(path: str | Path) -> CheckpointInfo:
     """Reads the metadata and the training state of a checkpoint. Files with rows are not read.
 
-    Args:
-        path: The checkpoint's directory.
-
     Raises:
         FileNotFoundError: There is no checkpoint at ``path``.
         CheckpointError: The metadata is damaged or inconsistent, or has a format that this version does not know.
@@ -202,8 +199,10 @@ def read_info(path: str | Path) -> CheckpointInfo:
         raise CheckpointError(f"{file} is damaged: it is no {FORMAT}'s metadata") from error
     if version != VERSION:
         raise CheckpointError(not_known(f"{file} is of version {version} of the format {FORMAT!r}"))
-    checksum = _checksum(text)
-    if checksum is None:
+    found = _CHECKSUM.search(text)
+    without = b"" if found is None else text[: found.start(1)] + _NO_CHECKSUM + text[found.end(1) :]
+    checksum = xxhash.xxh3_128_hexdigest(without)
+    if found is None or found[1].decode() != checksum:
         raise CheckpointError(f"{file} is damaged: its checksum does not fit")
     try:
         info = _info(path, document, checksum)
@@ -249,15 +248,6 @@ def read_chain(path: str | Path) -> list[CheckpointInfo]:
         if chain[-1].checksum != delta_of.checksum:
             raise CheckpointError(f"{delta.path} is a delta of another checkpoint than the one that is now at {base}")
     return chain[::-1]
-
-
-def _checksum(text: bytes) -> str | None:
-    """Returns the checksum in a file, which is that of the file with zeros in its place; None if it is wrong."""
-    found = _CHECKSUM.search(text)
-    if found is None:
-        return None
-    checksum = xxhash.xxh3_128_hexdigest(text[: found.start(1)] + _NO_CHECKSUM + text[found.end(1) :])
-    return checksum if found[1].decode() == checksum else None
 
 
 def _table(name: str, entry: dict[str, Any]) -> TableInfo:

@@ -29,7 +29,7 @@ def load_checkpoint(
     Afterwards the model holds the rows of the checkpoint and no other rows. If the rows of a table exceed its
     ``max_rows``, the excess rows are written to the table's cold store, and a table without a cold store keeps the rows
     that its eviction policy would keep. The whole checkpoint is read and checked before the model changes. Until then
-    the old rows and the new rows are both in memory.
+    the old rows and the new rows are both in memory. The result is the metadata, with ``training_state``.
 
     Args:
         model: ``DistributedModelParallel``, or any module that contains sharded modules.
@@ -40,9 +40,6 @@ def load_checkpoint(
             its rows and loads only its clocks and the counts of its admission. Default: True.
         progress: A callback that is called after each part of 32 MB with the number of rows that are read and the
             number of all rows in the parts that this rank reads. Both include rows of other ranks' shards.
-
-    Returns:
-        The checkpoint's metadata, which includes ``training_state``.
 
     Raises:
         FileNotFoundError: There is no checkpoint at ``path``, or the base of a delta is missing.

@@ -27,15 +27,10 @@ _T = TypeVar("_T")
 
 
 class Block:
-    """The files of a checkpoint that hold the same rows: the parts of each column shard, in the order of the columns.
-
-    :meth:`open` must be called before :meth:`part`.
-    """
+    """The files of a checkpoint that hold the same rows: the part of each column shard, in the order of the columns."""
 
     def __init__(self, info: CheckpointInfo, table: TableInfo, parts: Sequence[PartInfo]) -> None:
-        self._info = info
-        self._table = table
-        self._parts = parts
+        self._info, self._table, self._parts = info, table, parts
         self._opened: list[tuple[PartInfo, Any]] = []
         self.rows = parts[0].rows
 
@@ -48,20 +43,19 @@ class Block:
 
         Without ``verify``, the files must have been compared with their checksums before.
         """
-        first: Tensor | None = None
+        every = []
         for part in self._covering(columns):
             file, ids = _checked(self._info, part, verify=verify)
             path = self._info.path / part.file
             _check_shapes(path, part, self._table, file)
-            if first is not None and not torch.equal(ids, first):
+            every.append(ids)
+            if not torch.equal(ids, every[0]):
                 raise CheckpointError(f"{path} does not hold the rows that {self._opened[0][0].file} has")
-            first = ids
             self._opened.append((part, file))
-        assert first is not None
-        return first
+        return every[0]
 
     def part(self, columns: range, rows: slice = slice(None)) -> Part:
-        """Returns some of the rows. Their memory is mapped from the files where nothing must be cut or joined."""
+        """Returns some of the rows after :meth:`open`, mapped from the files where nothing must be cut or joined."""
         names = ["weight", *state_names(self._table.optimizer), *STAMPS]
         parts = []
         for part, file in self._opened:

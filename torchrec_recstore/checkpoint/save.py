@@ -179,15 +179,17 @@ class _Save:
         env = whole_environment()
         self.env = _background_environment(env) if polite else env
         self.path = Path(os.path.realpath(path))
-        self._polite = polite
-        self._progress = progress
+        self._polite, self._progress = polite, progress
         self._shards: dict[str, list[SavedShard]] = {}
         self._delta_of: DeltaOf | None = None
         self._destination: Destination | None = None
         self._tensors: dict[str, Tensor] = {}
         with ExitStack() as undo:
             with refused_together(env):
-                _raise_pending_error()
+                for save in list(_open):
+                    if save._error is not None:  # It is raised once.
+                        _open.discard(save)
+                        raise save._error
                 self._tables = recstore_tables(model)
                 for table in self._tables:
                     table.state.copies.check()
@@ -336,14 +338,6 @@ def _background_environment(env: ShardingEnv) -> ShardingEnv:
         group = dist.new_group(backend="gloo")
         _background_groups[env.process_group] = ShardingEnv.from_process_group(group)
     return _background_groups[env.process_group]
-
-
-def _raise_pending_error() -> None:
-    """Raises the error of an :func:`async_save` that failed and was not waited for. Each error is raised once."""
-    for save in list(_open):
-        if save._error is not None:
-            _open.discard(save)
-            raise save._error
 
 
 def _finish() -> None:

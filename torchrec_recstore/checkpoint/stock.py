@@ -64,15 +64,12 @@ def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Tensor:
-    """Returns the rows of the ids from 0 to ``num_rows`` - 1. Collective; the result is the same on every rank.
+    """Returns the rows of the ids below ``num_rows``, (num_rows, dim) float32, zeros without a row. Collective.
 
     Args:
         model: ``DistributedModelParallel``, a sharded module, or any module that contains them.
         table_name: The name of a RecStore table; see :func:`load_dense_weights`.
         num_rows: The number of rows, at least 0.
-
-    Returns:
-        (num_rows, dim) float32. Ids without a row are zeros.
 
     Raises:
         ValueError: The table is unknown, several tables have the name, or ``num_rows`` is negative, on every rank.
@@ -114,13 +111,12 @@ def stock_state_dict(model: nn.Module, num_rows: Mapping[str, int], *, leave_out
             [0, num_rows), on every rank.
     """
     counts = _counted_tables(model, num_rows, leave_out)
-    tables = list(counts)
     with rows_left_out(model):
         state = model.state_dict()
-    state.update(gathered({key: value for key, value in state.items() if _is_sharded(value)}, _env(tables)))
-    for table in tables:
+    state.update(gathered({key: value for key, value in state.items() if _is_sharded(value)}, _env(counts)))
+    for table, rows in counts.items():
         dtype = ShardLayout(table.name, table.state.shards, table.state.env).dtype
-        state[table.weight_key] = export_dense_weights(model, table.name, counts[table]).to(dtype)
+        state[table.weight_key] = export_dense_weights(model, table.name, rows).to(dtype)
     return state
 
 
@@ -146,17 +142,16 @@ def stock_optimizer_state_dict(
         ValueError: See :func:`stock_state_dict`; or a table's optimizer is not one of TorchRec's fused optimizers.
     """
     counts = _counted_tables(model, num_rows, leave_out)
-    tables = list(counts)
-    env = _env(tables)
-    names = {table.weight_key: _stock_names(table) for table in tables}
+    env = _env(counts)
+    names = {table.weight_key: _stock_names(table) for table in counts}
     with rows_left_out(model):
         own = {key: states for key, states in model.fused_optimizer.state_dict()["state"].items() if key not in names}
     state: dict[str, dict[str, Tensor]] = {key: {} for keys in all_gathered(list(own), env) for key in keys}
     parts = {(key, name): value for key, states in own.items() for name, value in states.items()}
     for (key, name), value in gathered(parts, env).items():
         state[key][name] = value
-    for table in tables:
-        states = _exported_states(table, counts[table])
+    for table, rows in counts.items():
+        states = _exported_states(table, rows)
         state[table.weight_key] = {stock: states[name] for name, stock in names[table.weight_key].items()}
     return {"state": state}
 
@@ -193,7 +188,7 @@ def load_stock_state_dict(
         own, own_states = model.state_dict(), model.fused_optimizer.state_dict()["state"]
     states: dict[str, dict[str, Tensor]] = {}
     fused: list[tuple[Any, Tensor]] = []
-    with refused_together(_env(list(tables.values()))):
+    with refused_together(_env(tables.values())):
         for table in tables.values():
             check_not_shared(table.state.shards)
         plain = _checked_weights(tables, state_dict, own)
@@ -321,10 +316,7 @@ def _stock_names(table: ModelTable) -> dict[str, str]:
 def _checked_states(
     table: ModelTable, given: Mapping[str, Any], num_rows: int, starts: Sequence[int], optimizer_steps: int | None
 ) -> dict[str, Tensor]:
-    """Checks TorchRec's optimizer state of a table, and converts it to the argument of ``RowState.load_state_dict``.
-
-    ``starts`` has the first column of each column shard of TorchRec's table.
-    """
+    """Checks TorchRec's state of a table whose column shards have these ``starts``, and converts it to a RowState's."""
     names = _stock_names(table)
     _check_keys(f"table {table.name!r}: the stock optimizer state", given, names.values())
     if optimizer_steps is None and isinstance(table.state.optimizer, _COUNTING):
@@ -361,8 +353,8 @@ def _check_keys(what: str, given: Iterable[str], expected: Iterable[str]) -> Non
         raise ValueError(f"{what} has {some}, which the model does not have")
 
 
-def _env(tables: Sequence[ModelTable]) -> ShardingEnv:
-    return tables[0].state.env if tables else whole_environment()
+def _env(tables: Iterable[ModelTable]) -> ShardingEnv:
+    return next((table.state.env for table in tables), None) or whole_environment()
 
 
 def _checked_weights(

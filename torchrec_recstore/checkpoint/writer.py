@@ -49,19 +49,13 @@ def reporting(progress: Progress | None, total: int) -> Callable[[int], object]:
 
 
 class PartWriter:
-    """A writer of one rank's files. A separate thread writes one file while the caller prepares the next.
-
-    With ``polite``, the thread has a low priority, because training continues at the same time.
-    """
+    """A writer of one rank's files. A thread, of low priority if ``polite``, writes one while the next is prepared."""
 
     def __init__(self, directory: Path, rank: int, *, polite: bool = False) -> None:
         self._files: dict[str, FileInfo] = {}
-        self._directory = directory
-        self._rank = rank
-        self._polite = polite
-        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(
-            1, "checkpoint-files", initializer=lower_priority if polite else None
-        )
+        self._directory, self._rank, self._polite = directory, rank, polite
+        initializer = lower_priority if polite else None
+        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "checkpoint-files", initializer=initializer)
         self._pending: Future[None] | None = None
 
     def rows(
@@ -120,10 +114,8 @@ class PartWriter:
             try:
                 self._pending = self._thread.submit(self._write, name, tensors)
                 return
-            except RuntimeError:
-                # Python 3.12 starts no thread once the process is ending, while async_save still writes. The executor
-                # is not used again, because its queue still has this call.
-                self._thread = None
+            except RuntimeError:  # Python 3.12 starts no thread once the process is ending.
+                self._thread = None  # It is not used again, because its queue still has this call.
         self._write(name, tensors)
 
     def _write(self, name: str, tensors: dict[str, Tensor]) -> None:

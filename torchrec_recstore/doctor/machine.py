@@ -77,7 +77,7 @@ class Machine:
 
     def memory(self) -> dict[str, int]:
         """Returns the values of ``/proc/meminfo`` in bytes."""
-        lines = (line.split() for line in (self.read("proc/meminfo") or "").splitlines())
+        lines = map(str.split, (self.read("proc/meminfo") or "").splitlines())
         return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3}
 
     def groups(self, controller: str) -> list[Path]:
@@ -234,10 +234,10 @@ def instruction_set(machine: Machine, facts: Mapping[str, str]) -> Finding:
     chosen = facts["instruction_set"]
     found = f"{model}: the loops over rows use {chosen}"
     if _ORDER.index(chosen) < _ORDER.index(best):
-        forced = machine.environ.get("RECSTORE_ISA")
-        why = "" if forced is None else f"; RECSTORE_ISA={forced} is set"
-        fix = "reinstall torchrec-recstore" if forced is None else "unset RECSTORE_ISA"
-        return Finding("processor", "warning", f"{found}, and the processor has {best}{why}", fix)
+        found, forced = f"{found}, and the processor has {best}", machine.environ.get("RECSTORE_ISA")
+        if forced is None:
+            return Finding("processor", "warning", found, "reinstall torchrec-recstore")
+        return Finding("processor", "warning", f"{found}; RECSTORE_ISA={forced} is set", "unset RECSTORE_ISA")
     if chosen == "baseline":
         fix = "use a processor with AVX2; in a virtual machine, enable AVX2 for the guest"
         return Finding("processor", "warning", f"{found}; without AVX2 they take several times as long", fix)

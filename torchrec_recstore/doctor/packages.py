@@ -82,12 +82,11 @@ def probe(modules: Sequence[str], python: str = sys.executable, timeout_s: float
             if line.startswith('{"module"'):
                 told = json.loads(line)
                 found[told["module"]] = Imported(told["error"], told["missing"], told["facts"])
-        crashed = [name for name in left if name not in found]
-        if crashed:
-            if not ended:
-                status = child.returncode
-                ended = f"ends the process with {signal.Signals(-status).name if status < 0 else f'status {status}'}"
-            found[crashed[0]] = Imported(error=f"its import {ended}")
+        crashed = next((name for name in left if name not in found), None)
+        if crashed is not None:
+            status = child.returncode
+            how = signal.Signals(-status).name if status < 0 else f"status {status}"
+            found[crashed] = Imported(error=f"its import {ended or f'ends the process with {how}'}")
     return found
 
 
@@ -151,8 +150,7 @@ def extension(found: Imported, of_torch: Imported, versions: Versions) -> Findin
 
 def fbgemm(found: Imported, of_torch: Imported, versions: Versions) -> Finding:
     """FBGEMM, whose kernels TorchRec uses, is installed once and is built for the torch that is installed."""
-    builds = {name: versions(name) for name in ("fbgemm-gpu-cpu", "fbgemm-gpu")}
-    there = {name: number for name, number in builds.items() if number is not None}
+    there = {name: number for name in ("fbgemm-gpu-cpu", "fbgemm-gpu") if (number := versions(name)) is not None}
     torch_number = _torch_version(of_torch, versions)
     triple = DEFAULT if torch_number is None else for_torch(torch_number)
     if triple is None:
@@ -191,9 +189,7 @@ def _no_fbgemm(there: Mapping[str, str], torch_release: tuple[int, int], nearest
     if not there:
         said = f"no FBGEMM is known for torch {has}: Table and RecStoreClient work, TorchRec does not"
         return Finding("fbgemm", "warning", said, fix)
-    misfits = [
-        f"{name} {number} {misfit}" for name, number in there.items() if (misfit := _misfit(number, torch_release))
-    ]
+    misfits = [f"{name} {number} {why}" for name, number in there.items() if (why := _misfit(number, torch_release))]
     if misfits:
         return Finding("fbgemm", "problem", "; ".join(misfits), fix)
     said = " and ".join(f"{name} {number}" for name, number in there.items())
@@ -207,11 +203,10 @@ def torchrec(found: Imported, of_fbgemm: Imported, of_torch: Imported, versions:
     fix = f"pip install --no-deps torchrec=={triple.torchrec}"
     if number is None:
         return Finding("torchrec", "warning", _WITHOUT_TORCHREC, triple.install_on_cpu)
+    if found.error is not None and of_fbgemm.error is not None:
+        return Finding("torchrec", "problem", f"{number} cannot be imported without fbgemm", "fix fbgemm first")
     if found.error is not None:
-        if of_fbgemm.error is not None:
-            return Finding("torchrec", "problem", f"{number} cannot be imported without fbgemm", "fix fbgemm first")
-        if found.missing is not None:
-            fix = triple.install_on_cpu
+        fix = fix if found.missing is None else triple.install_on_cpu
         return Finding("torchrec", "problem", f"{number} cannot be imported: {found.error}", fix)
     if number != triple.torchrec:
         return Finding("torchrec", "warning", f"{number}; {triple} are tested with each other", fix)
@@ -222,9 +217,9 @@ def other(name: str, need: str, versions: Versions) -> Finding:
     """A distribution that ``need`` (by default torchrec_recstore) requires is installed in the tested version."""
     number, tested = versions(name), TESTED[name]
     fix = f"pip install {name}=={tested}"
+    if number is None and need and versions(need) is None:
+        return Finding(name, "ok", f"not installed; only {need} needs it")
     if number is None:
-        if need and versions(need) is None:
-            return Finding(name, "ok", f"not installed; only {need} needs it")
         return Finding(name, "problem", f"not installed, {need or 'torchrec_recstore'} needs it", fix)
     if need and number != tested:
         return Finding(name, "warning", f"{number}; {need} is tested with {tested}", fix)
