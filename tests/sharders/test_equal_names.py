@@ -37,7 +37,7 @@ from torchrec_recstore import (
 )
 from torchrec_recstore.inference import export_delta, export_for_inference, read_delta
 from torchrec_recstore.planner.planners import assumed
-from torchrec_recstore.sharders.model_tables import recstore_tables, table_named
+from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, tables_named
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 DIM = 4
@@ -64,6 +64,10 @@ USER, ITEM = "user.bags.t", "item.t"
 BATCH = KeyedJaggedTensor(
     keys=["u", "i", "w"], values=torch.tensor([1, 2, 1, 2, 3, 5]), lengths=torch.tensor([1, 1, 2, 1, 0, 1])
 )
+
+
+def table_named(model: nn.Module, name: str) -> ModelTable:
+    return tables_named(model, [name])[name]
 
 
 def build(second: str = "t", options: TableOptions | None = None) -> DistributedModelParallel:

@@ -110,11 +110,6 @@ def all_tables(model: nn.Module) -> list[ModelTable]:
     return [table if times[table.name] == 1 else replace(table, name=table.full_name) for table in found]
 
 
-def table_named(model: nn.Module, name: str) -> ModelTable:
-    """Returns the RecStore table with the name or full name ``name``. See :func:`tables_named`."""
-    return tables_named(model, [name])[name]
-
-
 def tables_named(model: nn.Module, names: Iterable[str]) -> dict[str, ModelTable]:
     """Returns the RecStore tables with the names or full names ``names``, by the given name.
 
