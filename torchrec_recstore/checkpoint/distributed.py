@@ -272,11 +272,8 @@ def _prefix(saved: Iterable[str], keys: set[str], argument: str, given: str | No
     what, preferred = _SEARCHED[argument]
     times: Counter[str] = Counter()
     for key in saved:
-        begin = 0
-        while begin <= len(key):
-            if key[begin:] in keys:
-                times[key[:begin]] += 1
-            begin = key.find(".", begin) + 1 or len(key) + 1
+        begins = [0, *(at + 1 for at, letter in enumerate(key) if letter == ".")]
+        times.update(key[:begin] for begin in begins if key[begin:] in keys)
     known = [prefix for prefix, count in times.items() if count == max(times.values())]
     if given is not None:
         known = [p for p in times if p == (f"{given}." if given else "") or p == f"{given}.state."]
