@@ -47,14 +47,7 @@ class ColdTier(MemoryTier):
         owned: Which ids belong to the shard; see :class:`Table`. It is used for a shared store.
     """
 
-    def __init__(
-        self,
-        handle: int,
-        layout: ImageLayout,
-        options: TableOptions,
-        name: str,
-        owned: Owned | None,
-    ) -> None:
+    def __init__(self, handle: int, layout: ImageLayout, options: TableOptions, name: str, owned: Owned | None) -> None:
         super().__init__(handle)
         self._layout = layout
         self.shared = is_shared(options.cold_store)
