@@ -24,8 +24,8 @@ from torchrec_recstore.sharders.gather import all_gathered, refused_together, wh
 from torchrec_recstore.sharders.layout import owned_positions
 from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out
 from torchrec_recstore.store import Part, Table, TableState
-from torchrec_recstore.store.exchange import check_replaceable, exchange_all
 from torchrec_recstore.store.parts import STAMPS, zero_states
+from torchrec_recstore.store.table import check_replaceable, exchange_all
 from torchrec_recstore.store.table_state import STATE_KEYS
 
 

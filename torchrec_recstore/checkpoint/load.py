@@ -18,7 +18,7 @@ from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.model_tables import ModelTable, check_dense, dense_tensors, load_dense, recstore_tables
 from torchrec_recstore.store import Table
-from torchrec_recstore.store.exchange import check_replaceable, exchange_all
+from torchrec_recstore.store.table import check_replaceable, exchange_all
 
 
 def load_checkpoint(

@@ -26,7 +26,7 @@ from torchrec_recstore.encoding import encode
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.model_tables import dense_tensors, recstore_tables
 from torchrec_recstore.store import TableState
-from torchrec_recstore.store.exchange import warn_of_pending_passes
+from torchrec_recstore.store.table import warn_of_pending_passes
 
 # The saves that are being written, and the failed saves whose error has not been raised yet.
 _open: set[AsyncSave] = set()

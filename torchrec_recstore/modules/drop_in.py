@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchrec_recstore.kernels.device_copies import CopyTarget, to_device
-from torchrec_recstore.modules.bag_input import bags_of, int64_input
+from torchrec_recstore.kernels.device_copies import CopyTarget, to_device, to_host, weights_to_host
 from torchrec_recstore.modules.eager_kernels import Bags, EagerKernels
 from torchrec_recstore.modules.owned_table import load_table_state
 from torchrec_recstore.modules.table_module import LearningRate, TableModule, optimizer_of
@@ -78,32 +77,29 @@ class RecStoreEmbedding(DropIn):
         num_embeddings: The expected number of rows. It does not limit the ids.
         embedding_dim: The number of columns of a row.
         padding_idx: The id that never gets a row or an update. Its output is zeros, or its row in ``_weight`` or in a
-            loaded ``state_dict``. A negative value counts from ``num_embeddings``, as in torch. Default: None.
+            loaded ``state_dict``. A negative value counts from ``num_embeddings``, as in torch.
         max_norm: Must be None. Other values raise an error.
         norm_type: Has no effect, as in torch without ``max_norm``.
         scale_grad_by_freq: Whether the gradient of an id is divided by the number of times that the id is in the batch.
-            Default: False.
         sparse: Has no effect. Only the rows of the batch have gradients.
         _weight: (num_embeddings, embedding_dim). Row i becomes the row of id i. Default: None, an empty table.
-        _freeze: Whether ``weight.requires_grad`` is False. Default: False.
+        _freeze: Whether ``weight.requires_grad`` is False.
         device: ``cpu`` or ``meta``. Input on another device is copied to the CPU, and the output is copied back.
             Default: None, ``meta`` if it is torch's default device, else ``cpu``.
         dtype: The dtype of rows and output: float32, float16, bfloat16 or int8, with float32 output. Arithmetic is
             float32. Default: None, the dtype of ``_weight``, or float32 without ``_weight``.
-        lr: The learning rate of the default optimizer. Default: 0.01.
+        lr: The learning rate of the default optimizer.
         optimizer: The optimizer, from ``torchrec_recstore.optim``. Default: None, ``RowWiseAdagrad(lr)``.
         options: The table's options. If they have no initializer, new rows are drawn from the normal distribution with
-            mean 0 and standard deviation 1, as in torch. Default: ``TableOptions()``.
+            mean 0 and standard deviation 1, as in torch.
         fused: Whether the backward pass updates the rows. If False, it collects gradients for a sparse optimizer, for
-            example ``SparseSGD``. Default: True.
+            example ``SparseSGD``.
         name: The table's name. The name and ``options.seed`` determine new rows. Default: None, a name drawn from
             torch's generator, so that two modules have different rows and ``torch.manual_seed`` reproduces them.
-        state_dtype: The data type in which optimizer state is stored, ``torch.float32`` or ``float16``. See
-            :class:`torchrec_recstore.store.Table`. Default: ``torch.float32``.
+        state_dtype: The data type of stored optimizer state. See :class:`torchrec_recstore.store.Table`.
 
     Raises:
-        TypeError: An argument has an unsupported type; the message names the argument.
-        ValueError: An argument has an unsupported value; the message names the argument.
+        TypeError, ValueError: An argument has an unsupported type or value; the message names the argument.
         ColdStoreError: The cold store cannot be opened.
         ImportError: The package of the cold store is not installed.
 
@@ -135,9 +131,9 @@ class RecStoreEmbedding(DropIn):
         name: str | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        shape = _checked_shape(num_embeddings, embedding_dim, max_norm, _weight)
-        arguments = _table_arguments(shape[1], _weight, dtype, optimizer_of(optimizer, lr), options, name, state_dtype)
-        super().__init__(arguments, num_embeddings, padding_idx, _weight, fused, device)
+        _check_shape(num_embeddings, embedding_dim, max_norm, _weight)
+        rows = (embedding_dim, _weight, dtype, optimizer_of(optimizer, lr), options, name, state_dtype)
+        super().__init__(_table_arguments(*rows), num_embeddings, padding_idx, _weight, fused, device)
         self._keep(max_norm, norm_type, scale_grad_by_freq, sparse)
         self.weight.requires_grad_(not _freeze)
 
@@ -180,7 +176,7 @@ class RecStoreEmbedding(DropIn):
         """
         if self.weight.is_meta and input.is_meta:
             return input.new_empty((*input.shape, self.embedding_dim), dtype=self.weight.dtype)
-        ids = int64_input(input).reshape(-1)
+        ids = _int64_input(input).reshape(-1)
         out = self._rows(ids) if self.padding_idx is None else self._with_padding(ids, self.padding_idx)
         return to_device(out, CopyTarget(input.device, self.weight.dtype)).view(*input.shape, self.embedding_dim)
 
@@ -203,24 +199,18 @@ class RecStoreEmbedding(DropIn):
 class RecStoreEmbeddingBag(DropIn):
     """A replacement for ``torch.nn.EmbeddingBag`` that accepts any int64 id and makes rows when ids are first trained.
 
-    In training, the forward pass makes a row for each new id, and the backward pass updates the rows with the fused
-    optimizer. In evaluation, or if ``weight.requires_grad`` is False, nothing changes, and ``options.missing``
-    determines the row that is read for an id without a row.
+    Rows are made, updated and read as by :class:`RecStoreEmbedding`.
 
     Args:
-        num_embeddings: The expected number of rows. It does not limit the ids.
-        embedding_dim: The number of columns of a row.
-        max_norm: Must be None. Other values raise an error.
-        norm_type: Has no effect, as in torch without ``max_norm``.
+        num_embeddings, embedding_dim, max_norm, norm_type: See :class:`RecStoreEmbedding`.
         scale_grad_by_freq: Whether the gradient of an id is divided by the number of times that the id is in the batch.
-            Must be False with ``mode="max"``. Default: False.
-        mode: The pooling: ``"sum"``, ``"mean"`` or ``"max"``. Default: ``"mean"``.
-        sparse: Has no effect. Only the rows of the batch have gradients. Must be False with ``mode="max"``.
-        _weight: (num_embeddings, embedding_dim). Row i becomes the row of id i. Default: None, an empty table.
-        include_last_offset: Whether ``offsets`` include the end of the last bag. Default: False.
+            Must be False with ``mode="max"``.
+        mode: The pooling: ``"sum"``, ``"mean"`` or ``"max"``.
+        sparse: Has no effect. Must be False with ``mode="max"``.
+        include_last_offset: Whether ``offsets`` include the end of the last bag.
         padding_idx: The id that is left out of its bags and never gets a row. A negative value counts from
-            ``num_embeddings``, as in torch. Default: None.
-        device, dtype, lr, optimizer, options, fused, name, state_dtype: See :class:`RecStoreEmbedding`.
+            ``num_embeddings``, as in torch.
+        _weight, device, dtype, lr, optimizer, options, fused, name, state_dtype: See :class:`RecStoreEmbedding`.
 
     Raises:
         TypeError, ValueError, ColdStoreError, ImportError: See :class:`RecStoreEmbedding`.
@@ -259,9 +249,9 @@ class RecStoreEmbeddingBag(DropIn):
         for argument, value in (("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
             if mode == "max" and value:
                 raise ValueError(f"{argument} must be False with mode='max', as in torch")
-        shape = _checked_shape(num_embeddings, embedding_dim, max_norm, _weight)
-        arguments = _table_arguments(shape[1], _weight, dtype, optimizer_of(optimizer, lr), options, name, state_dtype)
-        super().__init__(arguments, num_embeddings, padding_idx, _weight, fused, device)
+        _check_shape(num_embeddings, embedding_dim, max_norm, _weight)
+        rows = (embedding_dim, _weight, dtype, optimizer_of(optimizer, lr), options, name, state_dtype)
+        super().__init__(_table_arguments(*rows), num_embeddings, padding_idx, _weight, fused, device)
         self._keep(max_norm, norm_type, scale_grad_by_freq, sparse)
         self.mode = mode
         self.include_last_offset = include_last_offset
@@ -296,8 +286,7 @@ class RecStoreEmbeddingBag(DropIn):
             input: (B, L), or (N,) with ``offsets``; int32 or int64. The ids. Each row of a (B, L) tensor and each
                 component of a nested tensor is a bag.
             offsets: (B,), or (B + 1,) with ``include_last_offset``; int32 or int64. The positions in ``input`` where
-                the bags begin; the first is 0. With ``include_last_offset``, ids after the last offset belong to no
-                bag.
+                the bags begin; the first is 0. In the second case, ids after the last offset belong to no bag.
             per_sample_weights: The shape of ``input``, floating point. The weight of each id; ``mode`` must be
                 ``"sum"``. The weights get a gradient if they require one.
 
@@ -315,7 +304,7 @@ class RecStoreEmbeddingBag(DropIn):
             raise NotImplementedError(f"per_sample_weights require mode='sum', as in torch, got mode={self.mode!r}")
         if self.weight.is_meta and input.is_meta:
             return self._meta_output(input, offsets)
-        bags = bags_of(input, offsets, per_sample_weights, self.include_last_offset, self.padding_idx)
+        bags = _bags_of(input, offsets, per_sample_weights, self.include_last_offset, self.padding_idx)
         if self.mode == "max" or self.scale_grad_by_freq:
             out = self._pooled_by_torch(bags)
         else:
@@ -331,17 +320,10 @@ class RecStoreEmbeddingBag(DropIn):
         """Returns the rows of the batch pooled by torch, for the cases that the native kernel does not support."""
         rows = self._rows(bags.ids)
         if len(bags.ids) == 0:
-            # torch's pooling does not accept an empty batch. The sum keeps the rows in the graph, because backward
-            # counts as an update of the table even without ids.
+            # torch's pooling refuses an empty batch. The sum keeps the rows in the graph: backward counts as an update.
             return rows.new_zeros(len(bags.offsets) - 1, self.embedding_dim) + rows.sum(0)
-        return F.embedding_bag(
-            torch.arange(len(rows)),
-            rows,
-            bags.offsets,
-            mode=self.mode,
-            per_sample_weights=bags.weights,
-            include_last_offset=True,
-        )
+        how: dict[str, Any] = {"mode": self.mode, "per_sample_weights": bags.weights, "include_last_offset": True}
+        return F.embedding_bag(torch.arange(len(rows)), rows, bags.offsets, **how)
 
     def _meta_output(self, input: Tensor, offsets: Tensor | None) -> Tensor:
         count = input.shape[0]
@@ -352,9 +334,7 @@ class RecStoreEmbeddingBag(DropIn):
         return input.new_empty((count, self.embedding_dim), dtype=self.weight.dtype)
 
 
-def _checked_shape(
-    num_embeddings: int, embedding_dim: int, max_norm: float | None, weight: Tensor | None
-) -> tuple[int, int]:
+def _check_shape(num_embeddings: int, embedding_dim: int, max_norm: float | None, weight: Tensor | None) -> None:
     for argument, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
@@ -368,7 +348,6 @@ def _checked_shape(
     shape = (num_embeddings, embedding_dim)
     if weight is not None and tuple(weight.shape) != shape:
         raise ValueError(f"_weight must have the shape {shape}, got {tuple(weight.shape)}")
-    return shape
 
 
 def _table_arguments(
@@ -380,14 +359,12 @@ def _table_arguments(
     name: str | None,
     state_dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Returns the arguments of the :class:`Table` of a module."""
     if not isinstance(options, TableOptions):
         raise TypeError(f"options must be TableOptions, got {type(options).__name__}")
     if dtype is None:
         dtype = torch.float32 if weight is None else weight.dtype
     if name is None:
-        # New rows depend on the name. A name from torch's generator gives two modules different rows, as two modules of
-        # torch have different weights.
+        # New rows depend on the name, and two modules have different rows, as in torch.
         name = f"embedding_{int(torch.randint(2**62, (), device='cpu')):016x}"
     options = replace(options, initializer=options.initializer or NormalInit(0.0, 1.0))
     given = {"dim": dim, "dtype": dtype, "optimizer": optimizer, "options": options, "name": name}
@@ -423,3 +400,96 @@ class _ScaledGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0] / ctx.saved_tensors[0][:, None], None
+
+
+def _bags_of(
+    input: Tensor,
+    offsets: Tensor | None,
+    per_sample_weights: Tensor | None,
+    include_last_offset: bool,
+    padding_idx: int | None,
+) -> Bags:
+    """Returns the bags of an input of :class:`RecStoreEmbeddingBag`, without the padding id, or raises its errors."""
+    input, offsets, per_sample_weights = _on_host(input, offsets, per_sample_weights)
+    ids = _int64_input(input)
+    if input.is_nested:
+        ids, offsets, include_last_offset = _int64_input(input.values()), input.offsets(), True  # type: ignore[attr-defined]
+        if per_sample_weights is not None and not per_sample_weights.is_nested:
+            raise ValueError("per_sample_weights must be a nested tensor if input is one")
+        per_sample_weights = None if per_sample_weights is None else per_sample_weights.values()
+    weights = None if per_sample_weights is None else _weights_on_host(per_sample_weights, ids)
+    if ids.dim() == 2:
+        if offsets is not None:
+            raise ValueError("offsets must be None if input has the shape (B, L): each row of input is a bag")
+        # arange with a step cannot make these bounds: L may be 0.
+        bounds = torch.arange(ids.shape[0] + 1) * ids.shape[1]
+        ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
+    else:
+        bounds = _bounds(ids, offsets, include_last_offset)
+        end = int(bounds[-1])
+        ids, weights = ids[:end], None if weights is None else weights[:end]
+    if padding_idx is not None:
+        stays = ids != padding_idx
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), stays.cumsum(0)])
+        ids, bounds = ids[stays], before[bounds]
+        weights = None if weights is None else weights[stays]
+    return Bags(ids, bounds, weights)
+
+
+def _int64_input(input: Tensor) -> Tensor:
+    """Returns ``input`` as int64 on the CPU, or unchanged if it is a nested tensor."""
+    if not isinstance(input, Tensor) or input.dtype not in (torch.int32, torch.int64):
+        got = input.dtype if isinstance(input, Tensor) else type(input).__name__
+        raise TypeError(f"input must be an int32 or int64 tensor, got {got}")
+    return input if input.is_nested else _on_host(input)[0].to(torch.int64)
+
+
+def _on_host(*tensors: Tensor | None) -> list[Any]:
+    """Returns the tensors on the CPU, copied together.
+
+    Nested tensors, and weights whose gradient or dtype needs a copy of its own, are returned as they are.
+    """
+    together = {
+        number: tensor
+        for number, tensor in enumerate(tensors)
+        if isinstance(tensor, Tensor)
+        and tensor.device.type != "cpu"
+        and tensor.itemsize in (4, 8)
+        and not (tensor.is_nested or tensor.requires_grad)
+    }
+    found: list[Any] = list(tensors)
+    if together:
+        on_host = to_host([tensor.reshape(-1) for tensor in together.values()])
+        for (number, tensor), copied in zip(together.items(), on_host, strict=True):
+            found[number] = copied.view(tensor.shape)
+    return found
+
+
+def _weights_on_host(weights: Tensor, ids: Tensor) -> Tensor:
+    if not weights.is_floating_point():
+        raise TypeError(f"per_sample_weights must be of a floating-point dtype, got {weights.dtype}")
+    if weights.shape != ids.shape:
+        shapes = f"{tuple(ids.shape)}, got {tuple(weights.shape)}"
+        raise ValueError(f"per_sample_weights must have the shape of input, {shapes}")
+    return weights_to_host(weights.float())
+
+
+def _bounds(ids: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:
+    """Returns the positions where the bags begin and where the last bag ends, (B + 1,) int64, on the CPU."""
+    if ids.dim() != 1:
+        raise ValueError(f"input must have the shape (B, L) or (N,), got {tuple(ids.shape)}")
+    if offsets is None:
+        raise ValueError("offsets must be given if input has the shape (N,)")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"offsets must be an int32 or int64 tensor, got {offsets.dtype}")
+    if offsets.dim() != 1 or (include_last_offset and len(offsets) == 0):
+        shape = "(B + 1,)" if include_last_offset else "(B,)"
+        raise ValueError(f"offsets must have the shape {shape}, got {tuple(offsets.shape)}")
+    bounds: Tensor = _on_host(offsets)[0].to(torch.int64)
+    if not include_last_offset:
+        if len(bounds) == 0:
+            return torch.zeros(1, dtype=torch.int64)
+        bounds = torch.cat([bounds, torch.tensor([len(ids)])])
+    if int(bounds[0]) != 0 or int(bounds[-1]) > len(ids) or not bool((bounds[1:] >= bounds[:-1]).all()):
+        raise ValueError(f"offsets must ascend from 0 to at most the {len(ids)} ids of input")
+    return bounds

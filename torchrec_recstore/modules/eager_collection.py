@@ -20,8 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_recstore.kernels import RowService
 from torchrec_recstore.kernels.device_copies import to_host, weights_to_host
 from torchrec_recstore.modules.eager_kernels import Bags, EagerKernels, EagerTable
-from torchrec_recstore.modules.remote_table_module import RemoteTableModule
-from torchrec_recstore.modules.table_module import LearningRate, TableModule, rows_device
+from torchrec_recstore.modules.table_module import LearningRate, RemoteTableModule, TableModule, rows_device
 from torchrec_recstore.ops import concatenated
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
@@ -105,11 +104,7 @@ class EagerCollection(RefusesQuantization, nn.Module):
             module.reset_parameters()
 
     def _groups(self, kinds: Sequence[object]) -> Iterator[tuple[list[int], bool]]:
-        """Yields groups of tables that one native call looks up: the tables' numbers, and whether they are trained.
-
-        Args:
-            kinds: One value for each table. Tables with different values are in different groups.
-        """
+        """Yields groups of tables of one kind that one native call looks up: their numbers, and whether they train."""
         groups: dict[object, list[int]] = {}
         modules = self._modules_by_table()
         for number, (module, kind) in enumerate(zip(modules, kinds, strict=True)):
@@ -158,7 +153,7 @@ def _options_of_tables(
 def _table_arguments(
     config: BaseEmbeddingConfig, optimizer: Optimizer, options: TableOptions, state_dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Returns the arguments of the ``Table`` for ``config``. The table makes the same rows as in a sharded module."""
+    """Returns the arguments of the ``Table`` for ``config``, which makes the same rows as in a sharded module."""
     check_config(config)
     check_init_fn(config, options)
     options = replace(options, initializer=initializer_of(config, options))
@@ -169,7 +164,6 @@ def _table_arguments(
 def _check_remote(
     client: object, fused: bool, device: torch.device | str | int | None, state_dtype: torch.dtype
 ) -> None:
-    """Raises an error if ``client`` is not a client, or if an argument cannot be used together with it."""
     if not hasattr(client, "pooled_kernel"):
         raise TypeError(f"client must be a RecStoreClient, got {type(client).__name__}")
     if fused is not True:
@@ -213,8 +207,8 @@ class Features:
     def bags(self, names: Sequence[str]) -> tuple[Bags, list[int] | None]:
         """Returns the bags of features, feature by feature, and None.
 
-        If the batch size varies by feature, empty bags are appended to the shorter features, so that all features have
-        the same number of bags, and the second value is each feature's own number of bags.
+        If the batch size varies by feature, features with fewer bags are filled up with empty ones, and the second
+        value is each feature's own number of bags.
         """
         varies = self.given.variable_stride_per_key()
         if self._has_all(names) and not varies:

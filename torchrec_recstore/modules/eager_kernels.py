@@ -18,8 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel, SequenceKernel
 from torchrec_recstore.kernels.pooled import bag_of, bag_scales
-from torchrec_recstore.modules.remote_table_module import RemoteTableModule
-from torchrec_recstore.modules.table_module import TableModule
+from torchrec_recstore.modules.table_module import RemoteTableModule, TableModule
 
 Pooling = Literal["sum", "mean"]
 
@@ -38,10 +37,8 @@ _REASON = (
 class Bags:
     """The bags of ``F`` features with ``B`` bags each, feature by feature, on the CPU.
 
-    Args:
-        ids: (N,) int64. The ids.
-        offsets: (F * B + 1,) int64. The positions in ``ids`` where the bags begin, and N.
-        weights: (N,) float32 or None. The per-sample weights.
+    ``ids`` are (N,) int64; ``offsets``, (F * B + 1,) int64, are the positions where bags begin, and N; the per-sample
+    ``weights`` are (N,) float32.
     """
 
     ids: Tensor
@@ -73,14 +70,9 @@ class EagerKernels:
     ) -> Tensor:
         """Returns the pooled rows of bags, (B, sum of the features' columns) float32, by one native call.
 
-        Per-sample weights that require a gradient get one both in training and in evaluation, if gradients are enabled.
-
-        Args:
-            tables: The tables. Either all of them are trained, or none.
-            feature_tables: The position in ``tables`` of each feature's table.
-            pooling: The pooling of all features.
-            bags: The bags of all features.
-            train: Whether the lookup makes missing rows and backward trains them. It has no effect without gradients.
+        ``feature_tables`` are the positions in ``tables`` of the features' tables. If ``train``, and gradients are
+        enabled, the lookup makes missing rows and backward trains them. Per-sample weights that require a gradient get
+        one in evaluation, too.
         """
         if torch.compiler.is_dynamo_compiling():
             return _outside_the_graph(self.bags, tables, feature_tables, pooling, bags, train=train)  # type: ignore[no-any-return]
@@ -175,7 +167,7 @@ class _PooledWithoutUpdate(PooledKernel):
 class _Collect(torch.autograd.Function):
     """Returns rows unchanged in forward. Backward passes their gradient, and the tensors ``saved``, to ``collect``.
 
-    The gradients are those that a fused update would sum. ``anchor`` makes the result require a gradient.
+    ``anchor`` makes the result require a gradient.
     """
 
     @staticmethod

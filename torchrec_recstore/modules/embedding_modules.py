@@ -37,26 +37,24 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
 
     Args:
         embedding_bag_configs: The configs of the tables: ``EmbeddingBagConfig``, or mappings of its arguments.
-        lr: The learning rate of the default optimizer. Default: 0.01.
+        lr: The learning rate of the default optimizer.
         enable_fusion: Whether one native call looks up all tables that have the same pooling. If False, there is one
-            call for each table; the results are the same. Default: True.
-        fusion_k: Has no effect; ids have 64 bits. It is accepted for compatibility. Default: 30.
+            call for each table; the results are the same.
+        fusion_k: Has no effect; ids have 64 bits. It is accepted for compatibility.
         tables: TorchRec's name for ``embedding_bag_configs``. Exactly one of the two must be given.
-        is_weighted: Whether the per-sample weights of the input are used. Default: False.
+        is_weighted: Whether the per-sample weights of the input are used.
         optimizer: The optimizer of all tables, from ``torchrec_recstore.optim``. Default: None, ``RowWiseAdagrad(lr)``.
-        options: The options of all tables, or a mapping from table names to options. Default: ``TableOptions()``.
+        options: The options of all tables, or a mapping from table names to options.
         device, fused, state_dtype: See :class:`RecStoreEmbedding`.
         client: A ``RecStoreClient`` with the tables, usually on parameter servers. The rows then belong to the servers:
             ``client.save`` saves them, and ``state_dict`` does not contain them. Rows are made by the update of a
-            backward pass. ``fused`` and ``state_dtype`` cannot be given.
-            Default: None, the tables are in the module.
+            backward pass. ``fused`` and ``state_dtype`` cannot be given. Default: None, the tables are in the module.
         staleness: The number of updates of this process that may be in progress while rows are read. With 0, each
-            backward pass waits for its update. It needs ``client``. Default: 0.
+            backward pass waits for its update. It needs ``client``.
 
     Raises:
-        TypeError: An argument has an unsupported type; the message names the argument.
-        ValueError: An argument has an unsupported value, or RecStore does not support a table; the message names the
-            argument or the table.
+        TypeError, ValueError: An argument has an unsupported type or value, or RecStore does not support a table; the
+            message names the argument or the table.
         ColdStoreError: A cold store cannot be opened.
         ImportError: The package of a cold store is not installed.
         ServiceError: A server of ``client`` cannot be reached, or refuses a table.
@@ -142,9 +140,8 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         """Prepares the rows of a batch before its training forward. See :meth:`forward` for the argument.
 
         With ``client``, the rows of all tables are requested in another thread. The next forward of the same ids takes
-        them, and reads the rows again that have been updated since, so that the results are the same as without a
-        prefetch. Without ``client``, see :meth:`torchrec_recstore.kernels.PooledKernel.prefetch`. In evaluation,
-        nothing is done.
+        them, and reads the rows again that have been updated since, so that the results are the same. Without
+        ``client``, see :meth:`torchrec_recstore.kernels.PooledKernel.prefetch`. In evaluation, nothing is done.
         """
         batch = Features(maybe_td_to_kjt(features, None), self._is_weighted)
         for numbers, trains in self._groups(self._poolings):
@@ -186,7 +183,7 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         lr, enable_fusion, fusion_k, device, optimizer, options, fused, state_dtype, client, staleness: See
             :class:`RecStoreEmbeddingBagCollection`.
         tables: TorchRec's name for ``embedding_configs``. Exactly one of the two must be given.
-        need_indices: Whether the output has the ids as its weights. Default: False.
+        need_indices: Whether the output has the ids as its weights.
 
     Raises:
         ValueError: The tables have different dims.
@@ -237,8 +234,7 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         """Returns the row of each id.
 
         Args:
-            features: The ids, of any integer dtype, of the tables' features and possibly of others; a
-                ``KeyedJaggedTensor`` or a ``TensorDict``.
+            features: The ids; see :meth:`RecStoreEmbeddingBagCollection.forward`.
 
         Returns:
             One ``JaggedTensor`` for each feature, by the feature's name, or by ``feature@table`` if several tables have
@@ -246,9 +242,7 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
             are those of the input. With ``need_indices``, its weights are the ids.
 
         Raises:
-            KeyError: A feature is missing.
-            TypeError: The ids are not integers.
-            RuntimeError: The module is on the meta device.
+            KeyError, TypeError, RuntimeError: See :meth:`RecStoreEmbeddingBagCollection.forward`.
             ValueError, MemoryError, ColdStoreError: See :class:`torchrec_recstore.kernels.SequenceKernel`.
         """
         batch = Features(maybe_td_to_kjt(features, None), False)
@@ -269,10 +263,7 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         return found
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Prepares the rows of a batch before its training forward.
-
-        See :meth:`RecStoreEmbeddingBagCollection.prefetch`.
-        """
+        """Prepares the rows of a batch. See :meth:`RecStoreEmbeddingBagCollection.prefetch`."""
         batch = Features(maybe_td_to_kjt(features, None), False)
         for numbers, trains in self._groups([None] * len(self._configs)):
             if trains:
@@ -302,7 +293,7 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
 
 
 def _together(rows: Mapping[int, Tensor], device: torch.device) -> dict[int, Tensor]:
-    """Returns the rows of tables, (n, dim) each, on a device. They are copied in one copy."""
+    """Returns the rows of tables, (n, dim) each, on a device, in one copy."""
     whole = to_device(torch.cat(list(rows.values())), CopyTarget(device, torch.float32))
     found, first = {}, 0
     for number, some in rows.items():

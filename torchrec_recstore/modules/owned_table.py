@@ -24,8 +24,7 @@ from torchrec_recstore.store.table_state import STATE_KEYS
 class OwnedTable:
     """A :class:`Table` that can be copied with ``deepcopy`` and pickled, with its resident rows and its cold rows.
 
-    If the table has a shared cold store, the copy uses the same cold store: the rows that have changed in memory are
-    written there, and no row is copied.
+    The copy of a table with a shared cold store uses the same store, to which rows that have changed are written.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
@@ -35,8 +34,7 @@ class OwnedTable:
     def with_optimizer(self, arguments: Mapping[str, Any]) -> OwnedTable:
         """Returns a table with the same rows, whose arguments differ in ``optimizer`` only.
 
-        If the new optimizer has the type of the old one, the rows keep their optimizer state. Otherwise the state
-        starts as zeros, which a shared cold store refuses; the rows must not have been updated.
+        Rows keep the state of an optimizer of the same type. Otherwise it starts as zeros; they must not be shared.
         """
         old = self.table
         keeps_state = type(old.optimizer) is type(arguments["optimizer"])
@@ -85,12 +83,10 @@ def state_keys(table: Table) -> list[str]:
 
 
 def table_state(table: Table) -> dict[str, Tensor]:
-    """Returns copies of all rows of a table and their state, for ``R`` rows.
+    """Returns copies of all ``R`` rows of a table and their state.
 
-    Returns:
-        ``weight``, (R, dim) of the dtype of lookups; ``weight_id``, (R,) int64, ascending; the optimizer's states by
-        name (:func:`torchrec_recstore.optim.state_names`); ``last_step`` and ``frequency``, (R,) int64; and the tensors
-        of :class:`torchrec_recstore.store.TableState`.
+    That is ``weight``, (R, dim) of the dtype of lookups; ``weight_id``, (R,) int64, ascending; the optimizer's states
+    by name; ``last_step`` and ``frequency``, (R,) int64; and the tensors of the :class:`TableState`.
     """
     ids = table.ids()
     whole: dict[str, Tensor] = {}
@@ -108,18 +104,12 @@ def table_state(table: Table) -> dict[str, Tensor]:
 def load_table_state(table: Table, state: Mapping[str, Tensor] | None) -> None:
     """Replaces all rows of a table with the rows of ``state``. Its handle stays the same.
 
-    While the new rows are written, the old rows and the new rows are both in memory. If ``state`` has more rows than
-    ``max_rows``, the rest goes to the table's cold store. Without a cold store, the table keeps the rows that its
-    eviction policy would keep. After an error, the table is unchanged.
+    A state of :func:`table_state` must have ``weight``. Without ``weight_id``, row i becomes the row of id i. Other
+    missing entries start as in a new table. None: the table becomes as it was made.
 
-    Args:
-        table: The table.
-        state: A state as :func:`table_state` returns it. It must have ``weight``. Without ``weight_id``, row i becomes
-            the row of id i. Other missing entries start as in a new table. None: the table becomes as it was made.
-
-    Raises:
-        ValueError: A tensor has another shape or dtype, an id occurs twice, or the table cannot hold the rows.
-        MemoryError, ColdStoreError: See :meth:`Table.write_rows`.
+    Old and new rows are both in memory meanwhile. Rows above ``max_rows`` are evicted. After an error, the table is
+    unchanged: ValueError, if a tensor has another shape or dtype, an id occurs twice, or the table cannot hold the
+    rows, or the errors of :meth:`Table.write_rows`.
     """
     checked = None if state is None else _checked(table, state)
     fresh = table.empty_copy()
@@ -152,7 +142,7 @@ def _copy(source: Table, target: Table, converted: Callable[[Part], Part] = lamb
 
 
 def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the complete state, on the CPU. Entries that ``state`` does not have start as in a new table."""
+    """Returns the complete state, on the CPU."""
     for key, value in state.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{key} must be a tensor, got {type(value).__name__}")

@@ -12,10 +12,7 @@ from torchrec_recstore.optim import SGD, AdamW, Optimizer, RowWiseAdagrad
 
 
 class _SparseOptimizer:
-    """The common base class of the sparse optimizers.
-
-    The tables of ``modules`` get the optimizer's state in the constructor, so that its ``state_dict`` can be loaded.
-    """
+    """The base class: the tables of ``modules`` get the optimizer's state at once, so that a state can be loaded."""
 
     def __init__(self, modules: Iterable[nn.Module], optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -55,11 +52,7 @@ class _SparseOptimizer:
                 table.forget_collected()
 
     def zero_grad(self, modules: Iterable[nn.Module] | None = None) -> None:
-        """Removes the collected gradients. ``zero_grad`` of a module or an optimizer of torch removes them as well.
-
-        Args:
-            modules: See :meth:`step`.
-        """
+        """Removes the collected gradients of ``modules``, as in :meth:`step`. torch's ``zero_grad`` does so, too."""
         for table in self._given(modules):
             table.forget_collected()
 
@@ -83,13 +76,11 @@ class SparseSGD(_SparseOptimizer):
     """A sparse optimizer that applies :class:`torchrec_recstore.optim.SGD` in ``step``.
 
     Args:
-        modules: The modules that ``step`` and ``zero_grad`` apply to by default. Default: no modules; pass them to
-            ``step``.
+        modules: The modules that ``step`` and ``zero_grad`` apply to by default. Default: none; pass them to ``step``.
         lr, weight_decay, momentum: See :class:`torchrec_recstore.optim.SGD`.
 
     Raises:
-        TypeError: An argument has an unsupported type; the message names the argument.
-        ValueError: An argument has an unsupported value; the message names the argument.
+        TypeError, ValueError: An argument has an unsupported type or value; the message names the argument.
 
     Example::
 

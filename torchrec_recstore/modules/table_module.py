@@ -1,4 +1,4 @@
-"""A torch module with one RecStore table.
+"""A torch module with one table: a RecStore table of the module, or a table whose rows a client reads and updates.
 
 Tests: tests/modules/test_state.py.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from torchrec_recstore.kernels import RemoteTable, RowService
 from torchrec_recstore.modules.owned_table import OwnedTable, load_table_state, state_keys, table_state
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad
 from torchrec_recstore.quantization import RefusesQuantization
@@ -25,11 +26,9 @@ _DEFAULT_LR = 0.01
 
 
 def optimizer_of(optimizer: Optimizer | None, lr: float) -> Optimizer:
-    """Returns ``optimizer``, or ``RowWiseAdagrad(lr)`` if ``optimizer`` is None.
+    """Returns ``optimizer``, or ``RowWiseAdagrad(lr)`` if it is None.
 
-    Raises:
-        TypeError: ``optimizer`` is not an optimizer of ``torchrec_recstore.optim``.
-        ValueError: ``lr`` is not valid, or is neither the default nor the learning rate of ``optimizer``.
+    Raises TypeError if it is no optimizer, and ValueError if ``lr`` is neither the default nor its learning rate.
     """
     if optimizer is None:
         return RowWiseAdagrad(lr=lr)
@@ -58,13 +57,7 @@ class TableModule(RefusesQuantization, nn.Module):
     gradient. They are in host memory, also if the module is moved to another device. On the meta device, the module has
     no rows.
 
-    Args:
-        arguments: The arguments of the :class:`torchrec_recstore.store.Table`, by name.
-        learning_rate: The learning rate of the fused optimizer.
-        fused, device: See :class:`~torchrec_recstore.modules.RecStoreEmbedding`.
-
-    Raises:
-        TypeError, ValueError, ColdStoreError, ImportError: See :class:`torchrec_recstore.store.Table`.
+    ``arguments`` are those of the :class:`Table`, by name, and ``learning_rate`` is that of the fused optimizer.
     """
 
     def __init__(
@@ -93,8 +86,7 @@ class TableModule(RefusesQuantization, nn.Module):
     def table(self) -> Table:
         """The table that holds the rows.
 
-        Raises:
-            RuntimeError: The module is on the meta device, or a tensor that ``state_dict`` returned has been changed.
+        Raises RuntimeError on the meta device, or if a tensor that ``state_dict`` returned has been changed.
         """
         if self._owned is None:
             raise RuntimeError(
@@ -123,8 +115,7 @@ class TableModule(RefusesQuantization, nn.Module):
         """Stores gradients, (N, dim) float32, of ids, (N,) int64, for the next step of a sparse optimizer."""
         if self.weight.grad is None:
             self._collected.clear()
-            # Zeroing gradients, of this module or of the whole model, sets weight.grad to None, and so removes the
-            # collected gradients.
+            # Zeroing gradients sets weight.grad to None, and so removes the collected gradients.
             self.weight.grad = torch.zeros_like(self.weight)
             self._grad_version = self.weight.grad._version
         self._collected.append((ids.clone(), grads))  # The caller may write the next batch into the same tensor.
@@ -221,10 +212,9 @@ class TableModule(RefusesQuantization, nn.Module):
             self._parameters["weight"] = self._parameter("cpu", self.weight.requires_grad)
         keys = ["weight"] if self._owned is None else state_keys(self._owned.table)
         own = {key: state_dict[prefix + key] for key in keys if prefix + key in state_dict}
-        # torch loads the empty parameter itself; the rows are loaded below.
-        rest = dict(state_dict)
-        for key in own:
-            del rest[prefix + key]
+        # torch loads the empty parameter itself.
+        loaded_below = {prefix + key for key in own}
+        rest = {key: value for key, value in state_dict.items() if key not in loaded_below}
         if "weight" in own:
             rest[f"{prefix}weight"] = self.weight.detach()
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
@@ -236,8 +226,8 @@ class TableModule(RefusesQuantization, nn.Module):
                 "load_state_dict, or call to_empty(device='cpu') first"
             )
             return
-        # A state with weights only comes from a module of torch: row i is the row of id i, and no other key is missing.
-        # Times and sightings are missing if the table neither expired after a time nor counted when the state was made.
+        # A state with weights only comes from a module of torch, and no other key is missing. Times and sightings are
+        # missing if the table neither expired after a time nor counted when the state was made.
         if strict and len(own) > 1:
             missing_keys.extend(prefix + key for key in keys if key not in own and key not in STATE_KEYS[2:])
         try:
@@ -245,6 +235,88 @@ class TableModule(RefusesQuantization, nn.Module):
             self._copies.forget(self._arguments["name"], "state_dict")
         except (ValueError, MemoryError, ColdStoreError) as error:
             error_msgs.append(f"While loading the rows of {prefix}weight: {error}.")
+
+
+class RemoteTableModule(RefusesQuantization, nn.Module):
+    """A module with one table of a client. The rows belong to the servers, and ``state_dict`` does not contain them.
+
+    ``weight`` is as in :class:`TableModule`. The learning rate is sent with each update.
+    """
+
+    fused = True
+    """Backward updates the rows."""
+
+    def __init__(self, table: RemoteTable, learning_rate: LearningRate) -> None:
+        super().__init__()
+        self.table = table
+        self.client: RowService = table.client
+        self.rate = learning_rate
+        """The object from which kernels read the learning rate."""
+        self.weight = TableParameter(torch.empty(0, table.dim, dtype=table.value_dtype), table=table.name)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the optimizer. Each backward pass sends it; a new value applies from the next one."""
+        return self.rate.value
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        replace(self.table.optimizer, lr=value)  # raises an error if the value is not a valid learning rate
+        self.rate.value = value
+
+    def reset_parameters(self) -> None:
+        """Raises RuntimeError, because other models may use the rows."""
+        self._refuse("its rows cannot be reset: delete them with the client, client.delete(name, ids)")
+
+    def share_memory(self) -> RemoteTableModule:
+        """Raises RuntimeError, because a client cannot be used by other processes."""
+        self._refuse("the module cannot be shared by processes: make a client and a module in each process")
+
+    def extra_repr(self) -> str:
+        """Returns the dim, the optimizer and the client, which the module's repr shows."""
+        return f"{self.table.dim}, optimizer={self.table.optimizer!r}, client={self.client!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self._refuse("the module cannot be copied: make another module with the client")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse("the module cannot be pickled: make a client and a module in each process")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise RuntimeError(f"table {self.table.name!r} belongs to {self.client!r}: {reason}")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RemoteTableModule:
+        with torch.no_grad():
+            probe = fn(torch.empty(1))
+        if probe.is_meta:
+            self._refuse("the module cannot be moved to the meta device")
+        if probe.device.type == "cpu" and probe.is_shared():  # type: ignore[no-untyped-call]
+            self.share_memory()
+        return self  # the rows are not in this process, and the empty parameter stays on the CPU
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        warn_of_rows_on_servers()
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
+        if f"{prefix}weight" in state_dict:
+            error_msgs: list[str] = others[-1]
+            error_msgs.append(rows_not_loaded(f"{prefix}weight"))
+
+
+def warn_of_rows_on_servers() -> None:
+    """Warns that a state dict has no rows of tables that belong to servers. Python shows the warning once per line."""
+    warn_user(
+        "state_dict does not contain the rows of tables on servers: client.save(name) saves them on the servers, and "
+        "client.load(name) loads them"
+    )
+
+
+def rows_not_loaded(key: str) -> str:
+    """Returns the message for a state dict with rows of a table that belongs to servers."""
+    return (
+        f"{key} has rows, but the table of the model is on servers, which load_state_dict does not write to: load them "
+        "with client.load(name), write them with client.push(table, ids, rows), or leave the key out"
+    )
 
 
 def rows_device(device: torch.device | str | int | None) -> torch.device:

@@ -27,7 +27,7 @@ from torchrec_recstore.sharders.model_tables import (
 from torchrec_recstore.sharders.plan_change import Change, refuse_pipelined, reshard_collections
 from torchrec_recstore.store import Table, TableStats
 from torchrec_recstore.store.arguments import check_time
-from torchrec_recstore.store.exchange import check_replaceable, exchange_all
+from torchrec_recstore.store.table import check_replaceable, exchange_all
 from torchrec_recstore.store.table_state import StatsByTable, combined, set_event_time
 from torchrec_recstore.torchrec_seams.models import collection_inside, follow_collection_inside, set_plan
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 
-from torchrec_recstore.modules.remote_table_module import RemoteTableModule
-from torchrec_recstore.modules.table_module import TableModule
+from torchrec_recstore.modules.table_module import RemoteTableModule, TableModule
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.row_state import RowState

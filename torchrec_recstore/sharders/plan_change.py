@@ -23,8 +23,8 @@ from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL
 from torchrec_recstore.sharders.row_state import ModuleState, RowState
 from torchrec_recstore.store import Part, Table, TableState
-from torchrec_recstore.store.exchange import check_applied, check_replaceable, exchange_all
 from torchrec_recstore.store.parts import PART_BYTES, rows_in
+from torchrec_recstore.store.table import check_applied, check_replaceable, exchange_all
 from torchrec_recstore.torchrec_seams.models import CollectionSeams, is_in_pipeline, on_meta_device
 
 _MESSAGE_BYTES = 1 << 22  # The rows of a shard that are read, sent and written at a time.

@@ -19,15 +19,15 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_recstore import ops
-from torchrec_recstore.modules.remote_table_module import rows_not_loaded, warn_of_rows_on_servers
+from torchrec_recstore.modules.table_module import rows_not_loaded, warn_of_rows_on_servers
 from torchrec_recstore.optim import Optimizer, StateKind, state_names
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.kernel import BackwardOptimizer, placeholder_parameter
 from torchrec_recstore.sharders.layout import LocalShard, ShardLayout, Value, WholeRows, gathered_rows, owned_positions
 from torchrec_recstore.store import Part, Table, TableState
-from torchrec_recstore.store.exchange import warn_of_pending_passes
 from torchrec_recstore.store.parts import STAMPS, column_weighted_mean
+from torchrec_recstore.store.table import warn_of_pending_passes
 from torchrec_recstore.table_parameter import GivenCopies
 
 # The methods that return copies of a table's weights and ids, and of its optimizer state, for error messages.

@@ -17,26 +17,18 @@ from torchrec_recstore.row_types import MOST_COLUMNS, ROW_DTYPES, STATE_TYPES, a
 
 
 def among(ids: Tensor, ascending: Tensor) -> Tensor:
-    """Returns which of ``ids``, (N,) int64, are in the set ``ascending``, (M,) int64, ascending: (N,) bool.
-
-    It is a few times faster than ``torch.isin``.
-    """
+    """Returns which of ``ids``, (N,) int64, are in the set ``ascending``, (M,): (N,) bool. ``torch.isin`` is slower."""
     if not len(ascending):
         return torch.zeros_like(ids, dtype=torch.bool)
     return ascending[torch.searchsorted(ascending, ids).clamp_(max=len(ascending) - 1)] == ids
 
 
 def check_ids(ids: object, where: str = "") -> None:
-    """Raises TypeError or ValueError if ``ids`` is not an int64 tensor of the shape (N,) on the CPU.
-
-    The error message begins with ``where``, for example the name of the table.
-    """
+    """Raises TypeError or ValueError, which begins with ``where``, if ``ids`` is not (N,) int64 on the CPU."""
     if isinstance(ids, Tensor) and ids.dtype is torch.int64 and ids.dim() == 1 and ids.is_cpu:
         return  # most calls; the messages below take longer
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"{where}ids must be an int64 tensor, got {type(ids).__name__}")
-    if ids.dtype is not torch.int64:
-        raise TypeError(f"{where}ids must be an int64 tensor, got {ids.dtype}")
+    if not isinstance(ids, Tensor) or ids.dtype is not torch.int64:
+        raise TypeError(f"{where}ids must be an int64 tensor, got {_kind(ids)}")
     if ids.dim() != 1:
         raise ValueError(f"{where}ids must have the shape (N,), got {tuple(ids.shape)}")
     raise ValueError(f"{where}ids must be on the CPU, got {ids.device}")
@@ -47,25 +39,24 @@ def check_rows(
 ) -> None:
     """Raises TypeError or ValueError if ``rows`` is not a tensor of one of the dtypes and of the shape, on the CPU.
 
-    The message names ``argument`` and the dtypes in their order, and begins with ``where``.
+    The message begins with ``where``, and names ``argument`` and the dtypes in their order.
     """
     if isinstance(rows, Tensor) and rows.dtype in dtypes and rows.shape == shape and rows.is_cpu:
         return
     names = " or ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
-    if not isinstance(rows, Tensor):
-        raise TypeError(f"{where}{argument} must be a {names} tensor, got {type(rows).__name__}")
-    if rows.dtype not in dtypes:
-        raise TypeError(f"{where}{argument} must be a {names} tensor, got {rows.dtype}")
+    if not isinstance(rows, Tensor) or rows.dtype not in dtypes:
+        raise TypeError(f"{where}{argument} must be a {names} tensor, got {_kind(rows)}")
     if tuple(rows.shape) != shape:
         raise ValueError(f"{where}{argument} must have the shape {shape}, got {tuple(rows.shape)}")
     raise ValueError(f"{where}{argument} must be on the CPU, got {rows.device}")
 
 
-def check_weights(weight: object, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Returns the stored weights of rows (``row_types.py``) of a table of ``dtype``.
+def _kind(value: object) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
-    ``weight`` are values, (N, columns) float32 or of the table's dtype, or stored weights.
-    """
+
+def _check_weights(weight: object, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Returns the stored weights (``row_types.py``) of values, (N, columns) float32 or ``dtype``, or stored weights."""
     if dtype is torch.int8 and isinstance(weight, Tensor) and weight.dtype is torch.uint8:
         check_rows(weight, "weight", (shape[0], stored_columns(dtype, shape[1])), [torch.uint8])
     else:
@@ -79,7 +70,7 @@ def check_whole_rows(
 ) -> RowTensors:
     """Returns the rows of :meth:`Table.write_rows` in the form of ``ops.table_import``, or raises its errors.
 
-    ``shape`` is that of the weights, (N, columns), and ``states`` are the optimizer's; see ``optim.state_names``.
+    ``shape`` is that of the weights, (N, columns); ``states`` are those of ``optim.state_names``.
     """
     if not isinstance(rows, Mapping):
         raise TypeError(f"rows must be a mapping as read_rows returns it, got {type(rows).__name__}")
@@ -87,7 +78,7 @@ def check_whole_rows(
     if set(rows) != set(expected):
         raise ValueError(f"rows must have the keys {', '.join(expected)}, got {', '.join(rows)}")
     elements = [name for name, kind in states.items() if kind == "element"]
-    weight = check_weights(rows["weight"], shape, dtype)
+    weight = _check_weights(rows["weight"], shape, dtype)
     for name in elements:
         check_rows(rows[name], name, shape, [torch.float32])
     for name in expected:
@@ -106,7 +97,7 @@ def plain_rows(rows: Tensor) -> Tensor:
 
 
 def check_time(unix_seconds: object) -> int:
-    """Returns a time as microseconds since 1970. Raises TypeError or ValueError if it is not a time."""
+    """Returns a time in microseconds since 1970. Raises TypeError or ValueError if it is not a time."""
     if isinstance(unix_seconds, bool) or not isinstance(unix_seconds, int | float):
         raise TypeError(f"unix_seconds must be a number, got {type(unix_seconds).__name__}")
     if not 0 <= unix_seconds < 2**42:

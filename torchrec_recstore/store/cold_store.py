@@ -45,31 +45,20 @@ class ColdStore(Protocol):
     does not change."""
 
     def get(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads rows.
-
-        Args:
-            ids: (N,) int64, distinct. The ids whose rows are read.
+        """Reads the rows of ``ids``, (N,) int64, distinct.
 
         Returns:
             Which ids have a row, (N,) bool, and the rows of these ids, (n, row bytes) uint8, in the order of ``ids``.
         """
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
-        """Writes rows, and overwrites existing rows.
-
-        Args:
-            ids: (N,) int64, distinct. The ids whose rows are written.
-            rows: (N, row bytes) uint8. The rows, in the order of ``ids``.
-        """
+        """Writes ``rows``, (N, row bytes) uint8, of ``ids``, (N,) int64, distinct, and overwrites existing rows."""
 
     def delete(self, ids: Tensor) -> None:
         """Deletes the rows of ``ids``, (N,) int64. Ids without a row are ignored."""
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Returns an iterator over all rows, in batches of ids, (n,) int64, and rows, (n, row bytes) uint8.
-
-        Each id occurs once.
-        """
+        """Returns an iterator over all rows, each once: batches of ids, (n,) int64, and rows, (n, row bytes) uint8."""
 
     def close(self) -> None:
         """Deletes all rows and frees all resources. The store may be closed twice. Every other call then raises."""
@@ -131,14 +120,9 @@ def filled(values: Iterable[bytes | None]) -> Tensor:
 
 
 def escaped_name(name: str) -> str:
-    """Encodes ``name`` as a file name that is also valid in a Redis pattern. Different names get different results.
-
-    The result has at most 128 characters. A longer name is cut, and ends in a hash of the whole name.
-    """
+    """Encodes ``name``, uniquely, as a file name of at most 128 characters that is also valid in a Redis pattern."""
     escaped = quote(name, safe="").replace(".", "%2E") or "%"
-    if len(escaped) > 128:
-        escaped = f"{escaped[:100]}~{hashlib.sha256(name.encode()).hexdigest()[:24]}"
-    return escaped
+    return escaped if len(escaped) <= 128 else f"{escaped[:100]}~{hashlib.sha256(name.encode()).hexdigest()[:24]}"
 
 
 def new_run() -> str:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import cast
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.options import TableOptions, is_shared
+from torchrec_recstore.options import Expiry, TableOptions, is_shared
 from torchrec_recstore.row_types import values
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.cold_backends import open_cold_store
-from torchrec_recstore.store.cold_expiry import ColdExpiry
 from torchrec_recstore.store.cold_store import ColdStore, ColdStoreError, SharedColdStore
 from torchrec_recstore.store.memory_tier import Arrival, MemoryTier, ProcessLock
 from torchrec_recstore.store.parts import ImageLayout, Owned, last_steps, with_last_steps_up_to
@@ -23,15 +22,118 @@ from torchrec_recstore.store.parts import ImageLayout, Owned, last_steps, with_l
 _PART = 1 << 16  # the number of ids in one read of a call that may read all rows of a table
 _KNOWN_MARKS = 127  # the number of marks that csrc/changes.h remembers
 _RELEASES = 64  # the largest number of parts in which release() works; each part takes a mark
+_TIMES = 7  # ops.table_times: the numbers before the steps and times
 _STAGED_BATCHES = 2  # the next batch, and the batch after it, which is read while the next one is trained on
+
+
+class ColdExpiry:
+    """Counts the rows that are in the store and not in memory, by the step in which they expire.
+
+    That is the step in which the native pass would remove them (csrc/eviction.h, csrc/wall_clock.h).
+    """
+
+    def __init__(self, expiry: Expiry | None) -> None:
+        self._by_time = expiry is not None and expiry.seconds is not None
+        self._steps = 0 if expiry is None or expiry.steps is None else expiry.steps
+        self._every = max(1, self._steps // 4)  # rows expire in the steps that are multiples of this number
+        self.expires = expiry is not None
+        """Whether unused rows expire."""
+        self.before = 0
+        """A row has expired if its last step is earlier than this step."""
+        self._counts: Counter[int] = Counter()
+        # For an expiry by time: the ticks, each a step, ascending. Rows with no tick between their last steps expire
+        # together. They are counted under the tick after their last step, and before it is known, under -1 - last step.
+        self._ticks: list[int] = []
+
+    @property
+    def rows(self) -> int:
+        """The number of rows in the store that are not in memory."""
+        return self._counts.total()
+
+    @property
+    def sweep_steps(self) -> int:
+        """The number of steps for a sweep over the store: half of those until rows expire.
+
+        A faster sweep takes more time of each step; a slower one leaves more expired rows in the store.
+        """
+        if not self._by_time:
+            return max(1, self._steps // 2)
+        return max(1, (self._ticks[-1] - self._ticks[0]) // 2) if self._ticks else 1
+
+    def counts(self, last_steps: Tensor) -> Counter[int]:
+        """Returns how many rows with these last steps, (N,) int64, expire together, by the key of the count."""
+        if not self.expires:
+            return Counter({0: len(last_steps)})
+        if self._by_time:
+            ticks = torch.tensor(self._ticks, dtype=torch.int64)
+            after = torch.searchsorted(ticks, last_steps, right=True)
+            known = after < len(ticks)
+            keys = -1 - last_steps
+            keys[known] = ticks[after[known]]
+        else:  # A row expires in the first multiple of _every above its last step plus _steps.
+            keys = (last_steps + self._steps) // self._every
+        values, numbers = torch.unique(keys, return_counts=True)
+        return Counter(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
+
+    def add(self, last_steps: Tensor) -> None:
+        """Counts rows that have come to the store."""
+        self._counts += self.counts(last_steps)
+
+    def take(self, last_steps: Tensor) -> None:
+        """Counts rows that have left the store."""
+        self._counts -= self.counts(last_steps)
+
+    def due(self, handle: int) -> int:
+        """Returns the value that :attr:`before` has after the present step of a native table."""
+        if self._by_time:
+            times = ops.table_times(handle)
+            self._note(times[_TIMES::2])
+            return max(self.before, times[2])
+        steps = ops.table_steps(handle)
+        return max(self.before, steps - self._steps) if steps % self._every == 0 else self.before
+
+    def expire(self, before: int) -> int:
+        """Lets the rows in the store expire whose last step is earlier than ``before``. Returns their number."""
+        self.before = before
+        if self._by_time:
+            gone = [tick for tick in self._counts if 0 <= tick <= before]
+            self._ticks = [tick for tick in self._ticks if tick >= before]
+        else:
+            gone = [time for time in self._counts if time * self._every - self._steps < before]
+        return sum(self._counts.pop(key) for key in gone)
+
+    def before_at(self, steps: int) -> int:
+        """Returns the value that :attr:`before` has if the table's clock is set to ``steps``."""
+        if self._by_time:
+            return min(self.before, steps + 1)
+        if not self.expires:
+            return 0
+        return max(0, min(self.before, steps // self._every * self._every - self._steps))
+
+    def loses_ticks(self, steps: int) -> bool:
+        """Returns whether ticks are lost if the table's clock is set to ``steps``, so that rows are counted again."""
+        return bool(self._ticks) and self._ticks[-1] > steps
+
+    def restart(self, handle: int, last_steps: Tensor) -> None:
+        """Counts the rows again by their last steps, (N,) int64, after the ticks of the native table have changed."""
+        times = ops.table_times(handle)
+        self.before, self._ticks = times[2], times[_TIMES::2]
+        self._counts = self.counts(last_steps[last_steps >= self.before])
+
+    def _note(self, ticks: list[int]) -> None:
+        for tick in ticks:
+            if self._ticks and tick <= self._ticks[-1]:
+                continue
+            self._ticks.append(tick)
+            for key in [key for key in self._counts if key < 0 and -1 - key < tick]:
+                self._counts[tick] += self._counts.pop(key)
 
 
 class ColdTier(MemoryTier):
     """The strategy of a table with a cold store: it moves rows between memory and the store.
 
     A row is removed from memory after it has been stored, and only if it has not changed in the meantime, so that no
-    failure of the store loses a row. When a row is brought back to memory, the store keeps an outdated copy. The row in
-    memory is the valid one.
+    failure of the store loses a row. When a row is brought back to memory, the store keeps an outdated copy.
 
     A caller that needs rows holds :func:`~.memory_tier.holding` from :meth:`bring` until the native pass pins the rows.
 
@@ -39,12 +141,7 @@ class ColdTier(MemoryTier):
     does not count the store's rows. If the last step of a shared row is later than this table's clock, the row is
     brought to memory with the current step as its last step.
 
-    Args:
-        handle: The handle of the native table.
-        layout: The layout of the rows in the store.
-        options: The table's options, with ``cold_store``.
-        name: The name of the shard in the store. See :func:`torchrec_recstore.store.open_cold_store`.
-        owned: Which ids belong to the shard; see :class:`Table`. It is used for a shared store.
+    ``name`` is that of the shard in the store, and ``owned`` tells which of a shared store's ids belong to the shard.
     """
 
     def __init__(self, handle: int, layout: ImageLayout, options: TableOptions, name: str, owned: Owned | None) -> None:
@@ -62,7 +159,7 @@ class ColdTier(MemoryTier):
         self._calls = threading.Lock()
         self.store: ColdStore = open_cold_store(options.cold_store, name=name, row_bytes=self.image_bytes)
         self.dead = torch.empty(0, dtype=torch.int64)
-        """(n,) int64, ascending. The ids of rows in the store that are invalid and that have yet to be deleted."""
+        """(n,) int64, ascending. The ids of invalid rows in the store that have yet to be deleted."""
         self._staged: deque[tuple[Tensor, Tensor]] = deque(maxlen=_STAGED_BATCHES)  # ids, ascending, and images
         self._fetching = 0  # the number of calls of prefetch() that are reading
         self._forgotten = 0  # the number of calls of _forget_staged(), by which prefetch() sees that it must discard
@@ -105,8 +202,8 @@ class ColdTier(MemoryTier):
     def end_step(self) -> None:
         """Ends a training step: in the steps in which the native pass removes expired rows, cold rows expire too.
 
-        Expired rows in the store are invalid at once. The following steps delete them from the store. Because the
-        training step itself has succeeded, a failure of the store raises no error, and a later step tries again.
+        They are invalid at once, and the following steps delete them from the store. Because the training step itself
+        has succeeded, a failure of the store raises no error, and a later step tries again.
         """
         if not self.expiry.expires:
             return
@@ -170,7 +267,7 @@ class ColdTier(MemoryTier):
         is_cold = among(ids, cold)
         resident = super().export(ids[~is_cold])
         moved = self._layout.unpacked(images)
-        # The places of the ids in a list of all resident rows and then all cold rows.
+        # the places of the ids in a list of all resident rows and then all cold rows
         places = (~is_cold).cumsum(0) - 1
         places[is_cold] = int((~is_cold).sum()) + torch.searchsorted(cold, ids[is_cold])
 
@@ -213,10 +310,7 @@ class ColdTier(MemoryTier):
         return ids
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Scans the store. See :meth:`ColdStore.scan`.
-
-        The scan includes outdated copies of rows in memory, expired rows, and :attr:`dead` rows.
-        """
+        """Scans the store, with its outdated copies of rows in memory, expired rows, and :attr:`dead` rows."""
         with self._calls:
             return self.store.scan()
 
@@ -281,8 +375,7 @@ class ColdTier(MemoryTier):
     def _fetch(self, ids: Tensor, staged: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Reads rows that are not in memory from ``staged``, and from the store if they are not there.
 
-        Returns:
-            Which ids have a row in the store, (N,) bool, and the images of these rows, in the order of ``ids``.
+        Returns which ids have a row in the store, (N,) bool, and the images of these rows, in the order of ``ids``.
         """
         unknown = self._may_be_cold(ids) & ~among(ids, self.dead)
         parts: list[tuple[Tensor, Tensor]] = []  # positions in ids, ascending, and images
@@ -344,9 +437,7 @@ class ColdTier(MemoryTier):
         return torch.cat(parts)
 
     def _may_be_cold(self, ids: Tensor) -> Tensor:
-        if self.shared:
-            return torch.ones_like(ids, dtype=torch.bool)
-        return ops.table_may_be_cold(self._handle, ids)
+        return torch.ones_like(ids).bool() if self.shared else ops.table_may_be_cold(self._handle, ids)
 
     def _shared_ids(self) -> Tensor:
         with self._calls:
@@ -364,7 +455,7 @@ class ColdTier(MemoryTier):
                 self.dead = self.dead[:0]
 
     def _outdate(self, ids: Tensor) -> None:
-        """Discards what has been read of the rows of ``ids``, because these rows change in the store."""
+        """Discards what has been read of the rows of ``ids``, which change in the store."""
         self._unstage(ids)
         if self._fetching:
             self._outdated.append(ids)
@@ -399,8 +490,8 @@ class ColdTier(MemoryTier):
     def _sweep_on(self) -> None:
         """Deletes the expired rows of a part of the store. The parts of ``expiry.sweep_steps`` steps cover the store.
 
-        A sweep that reaches the end of the store also renews the filter of the ids that may be cold. Otherwise the
-        filter would grow with every id that was ever cold.
+        A sweep that reaches the end of the store also renews the filter of the ids that may be cold, which would
+        otherwise grow with every id that was ever cold.
         """
         copies = self.rows + self._max_rows  # each row in memory may have an outdated copy in the store
         self._swept_ahead = max(0, self._swept_ahead) - -(-copies // self.expiry.sweep_steps)

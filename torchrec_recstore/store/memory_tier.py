@@ -21,10 +21,7 @@ Arrival = Literal["lookup", "update", "write"]
 
 
 class MemoryTier:
-    """The strategy of a table without a cold store, and the base class of :class:`~.cold_tier.ColdTier`.
-
-    A :class:`Table` calls its tier whenever rows may lie outside memory. Here no rows do.
-    """
+    """The strategy of a table without a cold store, whose rows are all in memory, and the base class of the other."""
 
     shared = False
     """Whether the rows lie in a cold store that other jobs use, too."""
@@ -48,19 +45,14 @@ class MemoryTier:
     def bring(self, ids: Tensor, arrival: Arrival) -> None:
         """Moves the rows of ``ids``, (N,) int64, into memory, and makes room for new rows.
 
-        Raises:
-            ValueError: The ids need more rows at once than ``max_rows``.
-            ColdStoreError: The store fails. Every row is where it was before the call.
+        Raises ValueError if they need more rows at once than ``max_rows``. If the store fails, no row has moved.
         """
 
     def end_step(self) -> None:
         """Ends a training step."""
 
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads the rows of ``ids``, (N,) int64, that are in the cold store and not in memory. No row moves.
-
-        Returns their ids, (n,) int64, ascending, and their images, (n, image bytes) uint8.
-        """
+        """Returns the ids, (n,) int64, ascending, and images, (n, image bytes) uint8, of those rows that are cold."""
         return torch.empty(0, dtype=torch.int64), torch.empty(0, self.image_bytes, dtype=torch.uint8)
 
     def prefetch(self, ids: Tensor) -> None:
@@ -108,10 +100,10 @@ def holding(tiers: Sequence[MemoryTier]) -> Iterator[None]:
 
 
 class ProcessLock:
-    """A reentrant lock that works only in the process that created it.
+    """A reentrant lock of the process that created it.
 
-    In a forked process, the thread that held the lock may not exist, so that the lock would never be released. Entering
-    the lock there raises the error that every call of the native table raises in a forked process.
+    In a forked process, the thread that held it may not exist, so that it would never be released: entering it there
+    raises the error of the native table's calls.
     """
 
     def __init__(self, handle: int) -> None:

@@ -29,7 +29,7 @@ _META_BYTES = 8  # the last step and the frequency, which end an image
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a table: their ids, weights, optimizer states and stamps, in a range of columns.
+    """Some rows of a table, in a range of columns.
 
     Args:
         ids: (N,) int64. The ids of the rows, distinct.
@@ -101,8 +101,8 @@ class Part:
     def joined(parts: Iterable[Part], columns: range) -> Part:
         """Returns the rows of a shard with ``columns``, made of parts of column shards with the same ids in one order.
 
-        A row-wise state is the column-weighted mean of the states of the parts, or a copy if there is only one part.
-        The weights of 8-bit rows are exact. Those of several parts, which have different scales, are float32.
+        A row-wise state is the column-weighted mean of the states of the parts. The weights of 8-bit rows are exact.
+        Those of several parts, which have different scales, are float32.
 
         Raises:
             ValueError: The parts have other ids than each other, or do not cover the columns.
@@ -156,11 +156,7 @@ class Part:
 
     @staticmethod
     def from_bytes(data: Tensor) -> Part:
-        """Returns a part whose bytes :meth:`packed` has returned. Its tensors share the memory of ``data``.
-
-        Args:
-            data: (B,) uint8, contiguous, at an address that is a multiple of 8.
-        """
+        """Returns a part of :meth:`packed`: ``data``, (B,) uint8, at a multiple of 8. They share their memory."""
         length = int(data[:_ALIGNMENT].view(torch.int64))
         start, stop, described = json.loads(data[_ALIGNMENT : _ALIGNMENT + length].numpy().tobytes())
         at, named = _ALIGNMENT + _padded(length), {}
@@ -194,10 +190,7 @@ def zero_states(optimizer: Optimizer, rows: int, columns: int) -> dict[str, Tens
 
 
 def column_weighted_mean(states: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
-    """Returns the mean of the row-wise states, (N,) float32 each, of column shards with ``widths`` columns.
-
-    The mean is weighted by the widths. A single state is returned unchanged, bit for bit.
-    """
+    """Returns the mean, weighted by ``widths``, of row-wise states, (N,) float32 each. One state returns as it is."""
     if len(states) == 1:
         return states[0]
     columns = sum(widths)
@@ -210,7 +203,6 @@ def _is_element_wise(name: str, value: Tensor) -> bool:
 
 
 def _padded(size: int) -> int:
-    """Returns the size of a tensor's bytes with the padding that aligns the next tensor."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -224,19 +216,12 @@ def named_rows(optimizer: Optimizer, rows: RowTensors) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """The layout of the images of one shard: weights, element-wise states, the row-wise state, and the bookkeeping.
-
-    Args:
-        dtype: The data type of the weights.
-        columns: The number of columns of the shard.
-        state_dtype: The data type of the optimizer state. A float16 state of squares is stored as its square root.
-        squares: For each element-wise state, whether it is a state of squares. A row-wise state always is.
-    """
+    """The layout of the images of one shard: weights, element-wise states, the row-wise state, and the stamps."""
 
     dtype: torch.dtype
     columns: int
-    state_dtype: torch.dtype
-    squares: tuple[bool, ...]
+    state_dtype: torch.dtype  # a float16 state of squares is stored as its square root
+    squares: tuple[bool, ...]  # whether each element-wise state is one of squares; a row-wise state always is
 
     @property
     def image_bytes(self) -> int:
@@ -244,7 +229,7 @@ class ImageLayout:
         return self._aside + self.state_dtype.itemsize + _META_BYTES
 
     def unpacked(self, images: Tensor) -> RowTensors:
-        """Returns the tensors of images, (N, image bytes) uint8. States are float32 for each ``state_dtype``."""
+        """Returns the tensors of images, (N, image bytes) uint8. States are float32."""
         size = row_bytes(self.dtype, self.columns)
         weight = images[:, : self.columns * self.dtype.itemsize]
         if self.dtype is torch.int8:  # the codes are padded to whole floats, and the scale and the bias follow

@@ -49,13 +49,12 @@ _log = logging.getLogger(__name__)
 class RedisColdStore:
     """A cold store on a Redis or Valkey server or cluster. Keys are ``recstore:<name>:{<run>-<group>}<id>``.
 
-    A group consists of the keys with the same hash tag. They are on one node, so that one ``MGET`` or ``MSET`` may read
-    or write several of them. A server has one group, a cluster has ``CLUSTER_GROUPS`` groups.
+    A group has the keys with the same hash tag. They are on one node, so that one ``MGET`` or ``MSET`` may read or
+    write several of them. A server has one group, a cluster ``CLUSTER_GROUPS``.
 
     A server can lose rows: it restarts empty or from an old file, fails over to a replica that lags, or evicts keys.
-    Each group therefore has a version, a key that every write to the group increments. A put writes it in the same
-    command as the rows. Each read also reads the version. If the version is missing, or lower than the version of the
-    last write, rows have been lost, and the call raises an error. An id counts as missing only if the version is right.
+    Each group therefore has a version, a key that every write to the group increments, a put in the same command as the
+    rows. Each read also reads it. If it is missing, or lower than at the last write, the call raises an error.
 
     A version does not show that a single row has been evicted. The store therefore checks the server's eviction policy
     and its number of evicted keys when the store is opened, after each failure, and every ``_CHECK_SECONDS`` of use.
@@ -64,11 +63,7 @@ class RedisColdStore:
     ascending_snapshots = False
 
     def __init__(self, options: RedisStore, *, name: str, row_bytes: int) -> None:
-        """Connects to the server, and checks that it does not evict rows. See :func:`open_cold_store`.
-
-        Raises:
-            ColdStoreError: The server cannot be reached, refuses access, or evicts keys.
-        """
+        """Connects to the server, and raises ColdStoreError if it cannot be reached, refuses access, or evicts rows."""
         self._options = options
         self._cluster = "+cluster" in options.url.partition("://")[0]
         self._row_bytes = row_bytes
@@ -91,9 +86,8 @@ class RedisColdStore:
         """See :meth:`ColdStore.get`."""
         check_ids(ids)
         self._check_open()
-        parts = [self._get_part(part) for part in in_parts(ids, self._rows_a_pipeline)]
-        found, rows = map(torch.cat, zip(*parts, strict=True))
-        return found, rows
+        found, rows = zip(*map(self._get_part, in_parts(ids, self._rows_a_pipeline)), strict=True)
+        return torch.cat(found), torch.cat(rows)
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
         """See :meth:`ColdStore.put`."""
@@ -155,8 +149,8 @@ class RedisColdStore:
                     self._check_eviction()
                 result = action()
                 if failed:
-                    # redis-py keeps errors in reference cycles. These cycles keep the frames of all callers alive, and
-                    # with the frames the outputs of a training step, whose rows cannot be evicted.
+                    # redis-py keeps errors in reference cycles, which keep the frames of all callers alive, and so the
+                    # outputs of a training step, whose rows cannot be evicted.
                     gc.collect()
                 return result
             except _REFUSED as error:
@@ -172,7 +166,14 @@ class RedisColdStore:
 
     def _connected(self) -> Any:
         if self._client is None:
-            self._client = _connect(self._options, self._cluster)
+            kind: Any = redis.RedisCluster if self._cluster else redis.Redis
+            url = self._options.url.replace("+cluster", "", 1) if self._cluster else self._options.url
+            # The client does not retry, because _call does, with a limit. Timeouts in the URL override these.
+            timeouts = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
+            try:
+                self._client = kind.from_url(url, retry=Retry(NoBackoff(), 0), **timeouts)
+            except ValueError:  # the message of the error may contain a part of the password
+                raise ColdStoreError(f"{self}: the url cannot be parsed") from None
         return self._client
 
     def _run(self, commands: list[tuple[Any, ...]]) -> list[Any]:
@@ -225,9 +226,7 @@ class RedisColdStore:
     def _in_groups(self, ids: Tensor) -> tuple[list[tuple[int, list[bytes]]], Tensor | None]:
         """Splits the keys of ids into groups, and each group into commands.
 
-        Returns:
-            The group and the keys of each command, and the order of the ids in all commands together, (N,) int64. The
-            order is None if the ids keep their order.
+        Returns the group and the keys of each command, and the ids' order in all commands, (N,) int64, unless it stays.
         """
         order = None
         groups = torch.zeros_like(ids)
@@ -305,14 +304,3 @@ class RedisColdStore:
                 raise self._error("has changed while it was scanned", f"{int((~found).sum())} rows are gone")
             if len(part):
                 yield part, rows
-
-
-def _connect(options: RedisStore, cluster: bool) -> Any:
-    kind: Any = redis.RedisCluster if cluster else redis.Redis
-    url = options.url.replace("+cluster", "", 1) if cluster else options.url
-    # The client does not retry, because _call does, with a limit. Timeouts in the URL override these.
-    timeouts = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
-    try:
-        return kind.from_url(url, retry=Retry(NoBackoff(), 0), **timeouts)
-    except ValueError:  # the message of the error may contain a part of the password
-        raise ColdStoreError(f"cold store RedisStore({options.public_url!r}): the url cannot be parsed") from None

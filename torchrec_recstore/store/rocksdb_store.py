@@ -14,19 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+import rocksdict
 import torch
-from rocksdict import (
-    BlockBasedOptions,
-    ChecksumType,
-    DBCompressionType,
-    Options,
-    Rdict,
-    ReadOptions,
-    Snapshot,
-    WriteBatch,
-    WriteBufferManager,
-    WriteOptions,
-)
 from torch import Tensor
 
 from torchrec_recstore.options import RocksDBStore
@@ -64,27 +53,23 @@ _threads: Literal["none", "started", "lost"] = "none"  # RocksDB's background th
 class RocksDBColdStore:
     """A cold store in a RocksDB database, which has the rows of one shard. Keys sort as ids do.
 
-    Writes go to RocksDB's log without an fsync. Rows survive errors and a full disk. They do not survive the process,
-    and need not. If a put or delete fails, the rows stay readable. The next put or delete reopens the database, because
-    RocksDB refuses all writes after a failed write. Open scans then end with an error.
+    Writes go to RocksDB's log without an fsync: rows survive errors and a full disk, and need not survive the process.
+    If a put or delete fails, the rows stay readable. The next put or delete reopens the database, because RocksDB
+    refuses all writes after a failed write. Open scans then end with an error.
     """
 
     ascending_snapshots = True
 
     def __init__(self, options: RocksDBStore, *, name: str, row_bytes: int) -> None:
-        """Creates the directory of the store and opens the database. See :func:`open_cold_store`.
-
-        Raises:
-            ColdStoreError: The directory cannot be created, or the database cannot be opened.
-        """
+        """Creates the directory of the store and opens the database, or raises ColdStoreError."""
         self._row_bytes = row_bytes
         self._rows_a_read = max(1, _READ_BYTES // row_bytes)
         self._rows_a_write = max(1, _WRITE_BYTES // row_bytes)
         self._scans: weakref.WeakSet[_Scan] = weakref.WeakSet()
         self._write_failed = False
-        self._write_options = WriteOptions()
+        self._write_options = rocksdict.WriteOptions()
         self._write_options.no_slowdown = True
-        self._db: Rdict | None = None
+        self._db: rocksdict.Rdict | None = None
         leave_to_parent(self)
         try:
             self._directory: RunDirectory | None = RunDirectory(options.path, escaped_name(name), new_run())
@@ -104,7 +89,7 @@ class RocksDBColdStore:
         parts = [self._get_part(db, part) for part in in_parts(ids, self._rows_a_read)]
         return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))  # type: ignore[return-value]
 
-    def _get_part(self, db: Rdict, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _get_part(self, db: rocksdict.Rdict, ids: Tensor) -> tuple[Tensor, Tensor]:
         keys: list[Any] = split(id_bytes(ids))
         try:
             values: Any = _halved(lambda some: db.get(some, b""), keys)
@@ -118,8 +103,7 @@ class RocksDBColdStore:
         check_ids(ids)
         check_rows(rows, "rows", (len(ids), self._row_bytes), [torch.uint8])
         self._prepare_write(len(ids) * (self._row_bytes + ID_BYTES))
-        # Ascending keys take less processor time than random ones: 2.2 instead of 3.5 to 4.1 us per row of 140 bytes,
-        # with the merges of 3M rows.
+        # Ascending keys take less processor time than random ones: 2.2 instead of 3.5 to 4.1 us per row of 140 bytes.
         for part in in_parts(ids.argsort(), self._rows_a_write):
             # index_select copies whole rows, and an index in brackets single bytes.
             self._write(split(id_bytes(ids[part])), split(rows.index_select(0, part)))
@@ -159,7 +143,7 @@ class RocksDBColdStore:
     def _error(self, what: str, reason: object) -> ColdStoreError:
         return ColdStoreError(f"{self} {what}: {reason}")
 
-    def _database(self) -> Rdict:
+    def _database(self) -> rocksdict.Rdict:
         if self._directory is None:
             raise self._error("is closed", "only close() may be called")
         if self._db is None:
@@ -174,7 +158,7 @@ class RocksDBColdStore:
             options = _options()
             try:
                 # Without column_families, rocksdict opens an existing database with the options that are on disk.
-                self._db = Rdict(str(self._path / "db"), options, {"default": options})
+                self._db = rocksdict.Rdict(str(self._path / "db"), options, {"default": options})
             except Exception as error:
                 raise self._error("cannot be opened", error) from error
             self._write_failed = False
@@ -192,8 +176,7 @@ class RocksDBColdStore:
         db = self._database()
         if not self._write_failed:
             return
-        # Opening the database writes the rows of the log to a file. If that fails, no row can be read any more. So the
-        # space on the disk is checked first.
+        # Opening the database writes the rows of the log to a file. If that failed, no row could be read any more.
         in_memory = db.property_int_value("rocksdb.size-all-mem-tables") or 0
         try:
             _check_room(self._path / "room", in_memory + n_bytes + 2**20)
@@ -205,7 +188,7 @@ class RocksDBColdStore:
     def _write(self, keys: list[bytes], values: list[bytes] | None) -> None:
         db = self._database()
         while True:
-            batch = WriteBatch(raw_mode=True)
+            batch = rocksdict.WriteBatch(raw_mode=True)
             if values is None:
                 for key in keys:
                     batch.delete(key)
@@ -230,7 +213,7 @@ def _reader() -> ThreadPoolExecutor:
 
 
 def _halved(read: Callable[[list[Any]], Any], keys: list[Any]) -> Any:
-    """Returns ``read(keys)``. A second thread reads half of them, if there are many and torch may use two threads."""
+    """Returns ``read(keys)``. A second thread reads half of them if they are many and torch may use two threads."""
     if len(keys) < _HALVED_READ or torch.get_num_threads() == 1:
         return read(keys)
     half = len(keys) // 2
@@ -265,10 +248,10 @@ os.register_at_fork(after_in_child=_lose_threads)
 class _Scan(Iterator[tuple[Tensor, Tensor]]):
     """An iterator over the rows of a snapshot of a RocksDB database."""
 
-    def __init__(self, snapshot: Snapshot, row_bytes: int, store: str) -> None:
-        options = ReadOptions()
+    def __init__(self, snapshot: rocksdict.Snapshot, row_bytes: int, store: str) -> None:
+        options = rocksdict.ReadOptions()
         options.set_readahead_size(2**20)
-        self._snapshot: Snapshot | None = snapshot
+        self._snapshot: rocksdict.Snapshot | None = snapshot
         self._items: Iterator[tuple[Any, Any]] | None = snapshot.items(read_opt=options)
         # The iterators are opened here, because rocksdict 0.3.29 opens an iterator of a snapshot on the current rows.
         end = snapshot.iter()
@@ -316,19 +299,19 @@ def _check_room(path: Path, n_bytes: int) -> None:
 
 
 @cache
-def _write_buffers() -> WriteBufferManager:
+def _write_buffers() -> rocksdict.WriteBufferManager:
     """Returns the memory budget for the write buffers of all stores in this process."""
-    return WriteBufferManager(SHARED_WRITE_BYTES, False)
+    return rocksdict.WriteBufferManager(SHARED_WRITE_BYTES, False)
 
 
-def _options() -> Options:
-    blocks = BlockBasedOptions()
+def _options() -> rocksdict.Options:
+    blocks = rocksdict.BlockBasedOptions()
     # Reads are random, so a cache of blocks has few hits. It took a third of a read's time. The kernel caches files.
     blocks.disable_cache()
-    blocks.set_checksum_type(ChecksumType.xxh3())
+    blocks.set_checksum_type(rocksdict.ChecksumType.xxh3())
     blocks.set_bloom_filter(BLOOM_BITS, False)
     blocks.set_format_version(5)
-    options = Options(raw_mode=True)
+    options = rocksdict.Options(raw_mode=True)
     options.create_if_missing(True)
     options.set_block_based_table_factory(blocks)
     options.set_write_buffer_manager(_write_buffers())
@@ -339,7 +322,7 @@ def _options() -> Options:
     options.set_memtable_whole_key_filtering(True)
     # With the default, 4 files, merges took 1.4 times the processor time. The filters keep reads of more files fast.
     options.set_level_zero_file_num_compaction_trigger(MERGED_FILES)
-    options.set_compression_type(DBCompressionType.none())  # lz4 did not make 299 MB of floats smaller
+    options.set_compression_type(rocksdict.DBCompressionType.none())  # lz4 did not make 299 MB of floats smaller
     options.set_target_file_size_multiplier(2)  # larger files, because all files stay open
     options.set_keep_log_file_num(2)
     options.set_stats_dump_period_sec(0)

@@ -31,12 +31,8 @@ class ColdSnapshot:
     The caller holds the tier's lock while it creates the snapshot. A store without ascending snapshots is copied to a
     temporary file at once. A shared store is copied too, because the number of its rows is not known.
 
-    Args:
-        handle: The handle of the native table.
-        tier: The tier of the table.
-        left: (N,) int64, ascending. The ids of the rows that have left memory since a mark, if the snapshot is to have
-            only the changes since the mark and these ids are known.
-        whole: Whether the reader also reads all rows in memory, and so finds the outdated copies in the store itself.
+    If ``left``, (N,) int64, ascending, is given, the snapshot has only these rows, which have left memory since a mark.
+    If ``whole``, the reader also reads all rows in memory, and so finds the outdated copies in the store itself.
     """
 
     def __init__(self, handle: int, tier: ColdTier, left: Tensor | None, *, whole: bool) -> None:
@@ -109,7 +105,7 @@ class Snapshot:
         columns: range,
         layout: ImageLayout,
         handle: int,
-        cold: ColdSnapshot | None = None,
+        cold: ColdSnapshot | None,
     ) -> None:
         self._name = name
         self._optimizer = optimizer
@@ -142,15 +138,12 @@ class Snapshot:
         return self._rows_left
 
     def read(self, n: int, *, polite: bool = False) -> Part:
-        """Reads the next rows, in ascending order of their ids.
+        """Returns the next rows, in ascending order of their ids.
 
         Args:
             n: The number of rows to read, at most ``len(self)``.
             polite: Whether to work only on the calling thread and to lock the table for short times, so that training
-                is not held up. Default: False.
-
-        Returns:
-            The rows, with ascending ids.
+                is not held up.
 
         Raises:
             ValueError: Fewer than ``n`` rows are left, or the table is closed.

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from torchrec_recstore.store.memory_tier import MemoryTier, holding
 from torchrec_recstore.store.parts import ImageLayout, Part, Parts, named_rows
 from torchrec_recstore.store.snapshot import ColdSnapshot, Snapshot
 from torchrec_recstore.store.table_state import Sightings, TableState, TableStats, no_sightings, set_event_time
+from torchrec_recstore.utils import warn_user
 
 PART_ROWS = 1 << 16
 """The number of rows that :meth:`Table.parts` reads at once. It limits the memory that holds two copies of rows."""
@@ -36,21 +38,18 @@ class Table:
     """One shard of one embedding table: a growing native store of rows by id.
 
     Every int64 value is a valid id. A call either does all of its work, or raises an error and leaves the table
-    unchanged. Several threads may call the table at the same time; the calls are serialized. Each call uses torch's
-    thread pool, and its results are the same, to the bit, for every number of threads.
-
-    If a call needs the cold store and the store fails, the call raises ColdStoreError. Every row is then where it was
-    before the call, and the call can be repeated.
+    unchanged: a call that raises ColdStoreError, because the cold store fails, can be repeated. Several threads may
+    call the table at the same time; the calls are serialized. The results of a call are the same, to the bit, for every
+    number of torch's threads.
 
     Args:
         dim: The number of columns of the whole table.
         dtype: The data type of the weights: ``torch.float32``, ``float16``, ``bfloat16`` or ``int8`` (8 bits a weight,
             and a scale and a bias a row; lookups are then float32). All arithmetic is float32. Stored weights are
-            rounded to nearest. Default: ``torch.float32``.
-        optimizer: The optimizer with which :meth:`update` and the backward of a kernel update rows. Default:
-            ``RowWiseAdagrad(lr=0.01)``.
-        options: The options that say how rows are created, read, evicted and stored. Default: ``TableOptions()``.
-        name: The name of the table, on which the weights of new rows depend. Default: ``"table"``.
+            rounded to nearest.
+        optimizer: The optimizer with which :meth:`update` and the backward of a kernel update rows.
+        options: How rows are created, read, evicted and stored.
+        name: The name of the table, on which the weights of new rows depend.
         columns: The columns of the shard, ``range(a, b)``. The result of a lookup then has the shape (N, b - a).
             Default: None, which means all columns.
         stochastic_rounding: Whether updates of narrow rows are rounded up or down at random, so that the mean is right
@@ -60,17 +59,14 @@ class Table:
         state_dtype: The data type in which optimizer state is stored: ``torch.float32`` or ``float16``. A float16 state
             is rounded stochastically in each update, and to nearest when it is written. A sum or an average of squares
             is stored as its square root, so that the squares of small gradients are not lost. Numbers above the largest
-            one, 65504, become 65504. The table reads and writes states as float32 in either case. Default:
-            ``torch.float32``.
+            one, 65504, become 65504. The table reads and writes states as float32 in either case.
         shard: The index of the shard, if the rows of the table are split. It tells shards apart in a cold store.
-            Default: 0.
         owned: A function that takes ids, (N,) int64, and returns which of them belong to this shard, (N,) bool. A
-            shared cold store needs it if the rows of the table are split, because it stores the rows of all shards
-            under one name. Default: None, which means that all ids belong to this shard.
+            shared cold store, which stores the rows of all shards under one name, needs it if the rows are split.
+            Default: None, which means that all ids belong to this shard.
 
     Raises:
-        TypeError: An argument has the wrong type. The message names the argument.
-        ValueError: An argument has an invalid value. The message names the argument.
+        TypeError, ValueError: An argument has the wrong type or an invalid value. The message names the argument.
         ColdStoreError: The cold store cannot be opened.
         ImportError: The package that the cold store needs is missing.
 
@@ -101,27 +97,17 @@ class Table:
         columns = range(dim) if columns is None else columns
         self.dim = dim
         self.dtype = dtype
-        self._value_dtype = value_dtype(dtype)
         self.optimizer = optimizer
         self.options = options
         self.name = name
+        self._value_dtype = value_dtype(dtype)
         self._who = f"table '{name}'"  # names the table in errors
         self.columns = columns
         self.stochastic_rounding = dtype is torch.int8 if stochastic_rounding is None else stochastic_rounding
         self.state_dtype = state_dtype
         self.shard = shard
-        self.handle = ops.table_create(
-            name,
-            columns,
-            options.seed,
-            options.missing,
-            default_initializer(options),
-            optimizer,
-            dtype,
-            self.stochastic_rounding,
-            state_dtype,
-            options,
-        )
+        new_rows = (name, columns, options.seed, options.missing, default_initializer(options))
+        self.handle = ops.table_create(*new_rows, optimizer, dtype, self.stochastic_rounding, state_dtype, options)
         """The handle of the native table, for :func:`torchrec_recstore.ops.group_create`."""
         self._free_rows = weakref.finalize(self, ops.table_destroy, self.handle)
         self.pending_passes: list[tuple[Tensor, Tensor]] = []
@@ -144,10 +130,10 @@ class Table:
 
         Args:
             ids: (N,) int64. The ids whose rows are read. Any strides and duplicates are allowed.
-            train: Whether the call is a training step. A training step creates a row for each id without one. Otherwise
-                nothing changes, and for an id without a row the call returns zeros or the id's initial row
-                (``options.missing``). Default: False.
-            out: (N, columns), contiguous, of the dtype of the result. The tensor that receives the weights. It needs
+            train: Whether the call is a training step, which creates a row for each id without one. Otherwise nothing
+                changes, and for an id without a row the call returns zeros or the id's initial row
+                (``options.missing``).
+            out: (N, columns), contiguous, of the dtype of the result. The tensor that receives the weights, only with
                 ``train=False``. Default: None, for a new tensor.
 
         Returns:
@@ -181,8 +167,8 @@ class Table:
         """Applies the optimizer once to the row of each distinct id.
 
         The gradients of an id are added in the order of ``ids``, and the optimizer is applied to the sum. An id without
-        a row gets its initial row first. With ``MinFrequency(count)`` and a count above 1, an id without a row does not
-        get one, and its gradients are dropped: only a training lookup admits an id.
+        a row gets its initial row first. With ``MinFrequency(count)`` and a count above 1, it does not get one, and its
+        gradients are dropped: only a training lookup admits an id.
 
         Args:
             ids: (N,) int64. The ids whose rows are updated. Duplicates are allowed.
@@ -198,9 +184,7 @@ class Table:
             ops.table_update(self.handle, ids, plain_rows(grads), self.optimizer.lr if lr is None else lr)
 
     def insert(self, ids: Tensor, weights: Tensor) -> None:
-        """Writes the weights of rows.
-
-        An id without a row gets a new row, with zero optimizer state. An existing row keeps its optimizer state.
+        """Writes the weights of rows. A new row has zero optimizer state; an existing row keeps its optimizer state.
 
         Args:
             ids: (N,) int64. The ids whose rows are written. Among duplicates, the last one counts.
@@ -223,8 +207,7 @@ class Table:
             states have the shape (N, columns), row-wise states (N,).
 
         Raises:
-            TypeError, ColdStoreError: See :meth:`lookup`.
-            ValueError: ``ids`` has another shape, an id has no row, or the table is closed.
+            TypeError, ValueError, ColdStoreError: See :meth:`lookup`. It is a ValueError, too, if an id has no row.
         """
         check_ids(ids)
         with ops.native_errors(self._who), self.tier.resident(ids):
@@ -238,9 +221,8 @@ class Table:
             rows: The rows, in the form that :meth:`read_rows` returns. ``weight`` may also be (N, columns) float32.
 
         Raises:
-            TypeError, MemoryError, ColdStoreError: See :meth:`lookup`.
-            ValueError: A key of ``rows`` is missing or unknown, a tensor has another shape, or a reason of
-                :meth:`lookup`.
+            TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`lookup`. It is a ValueError, too, if a key of
+                ``rows`` is missing or unknown, or a tensor has another shape.
         """
         check_ids(ids)
         checked = check_whole_rows(rows, (len(ids), len(self.columns)), self.dtype, state_names(self.optimizer))
@@ -260,8 +242,7 @@ class Table:
     def parts(self, rows: int = PART_ROWS) -> Parts:
         """Reads all rows, cold rows included, in parts of at most ``rows`` rows, in ascending order of their ids.
 
-        A table without rows has one part. The table must not change until the last part has been read: use
-        :meth:`snapshot` otherwise.
+        A table without rows has one part. The table must not change meanwhile; :meth:`snapshot` reads one that does.
         """
         ids = self.ids()
         return (self.part(ids[begin : begin + rows]) for begin in range(0, max(1, len(ids)), rows))
@@ -288,8 +269,7 @@ class Table:
     def _arriving(self, rows: int) -> Iterator[slice]:
         """Yields the places of the rows that a table with ``max_rows`` accepts in one call."""
         size = max(1, rows)
-        if self.options.max_rows is not None:
-            # The last rows always stay in memory, whatever their stamps, so they must be few.
+        if self.options.max_rows is not None:  # the last rows stay in memory, whatever their stamps: they must be few
             size = min(size, max(1, self.options.max_rows // _ARRIVALS))
         return (slice(begin, begin + size) for begin in range(0, max(1, rows), size))
 
@@ -371,8 +351,7 @@ class Table:
     def shrink(self) -> None:
         """Returns the memory of removed rows to the system. Without this call, that happens when half of them are gone.
 
-        The call moves rows within the table. It does nothing while the table has a snapshot, or a backward pass is
-        pending.
+        The call does nothing while the table has a snapshot, or a backward pass is pending.
         """
         with ops.native_errors(self._who):
             ops.table_shrink(self.handle)
@@ -408,17 +387,8 @@ class Table:
     def empty_copy(self) -> Table:
         """Returns a table with the same arguments and no rows. Raises ValueError if the cold store is shared."""
         self.check_unshared("other jobs use them, so that they cannot be replaced")
-        return Table(
-            self.dim,
-            self.dtype,
-            self.optimizer,
-            self.options,
-            name=self.name,
-            columns=self.columns,
-            stochastic_rounding=self.stochastic_rounding,
-            state_dtype=self.state_dtype,
-            shard=self.shard,
-        )
+        named = partial(Table, self.dim, self.dtype, self.optimizer, self.options, name=self.name, columns=self.columns)
+        return named(stochastic_rounding=self.stochastic_rounding, state_dtype=self.state_dtype, shard=self.shard)
 
     def exchange_rows(self, other: Table) -> None:
         """Exchanges the rows, ``steps`` and ``optimizer_steps`` of this table and another table, without copying rows.
@@ -502,7 +472,7 @@ class Table:
 
         Args:
             flush: Whether a table with a shared cold store calls :meth:`flush` first. If it raises an error, the table
-                stays open. A table that is garbage-collected without being closed does not flush. Default: True.
+                stays open. A table that is garbage-collected without being closed does not flush.
         """
         ops.finish_updates()
         if flush and self._free_rows.alive and self.tier.shared:
@@ -550,4 +520,39 @@ class Table:
             raise ValueError(f"{self._who}: its rows are in {self.options.cold_store!r}, which is shared: {why}")
 
     def _check_rows(self, rows: Tensor, argument: str, ids: Tensor) -> None:
-        check_rows(rows, argument, (ids.shape[0], len(self.columns)), (torch.float32, self._value_dtype))
+        check_rows(rows, argument, (len(ids), len(self.columns)), (torch.float32, self._value_dtype))
+
+
+def check_replaceable(tables: Iterable[Table]) -> None:
+    """Raises ValueError, which names the table, if the rows of a table are being written to a checkpoint."""
+    for table in tables:
+        if table.is_being_saved:
+            raise ValueError(f"table '{table.name}': the table is being saved already: wait until the save has ended")
+
+
+def check_applied(tables: Iterable[Table]) -> None:
+    """Raises ValueError, which names the table, if a kernel with ``accumulation_steps`` keeps gradients of a table."""
+    for table in tables:
+        if waiting := len(table.pending_passes):
+            raise ValueError(
+                f"table '{table.name}': the gradients of {waiting} backward passes have not been applied yet: call it "
+                "after a multiple of accumulation_steps"
+            )
+
+
+def warn_of_pending_passes(tables: Iterable[Table]) -> None:
+    """Warns that a saved state lacks the gradients that a kernel with ``accumulation_steps`` keeps of a table."""
+    for table in tables:
+        if waiting := len(table.pending_passes):
+            warn_user(
+                f"table '{table.name}': the gradients of {waiting} backward passes have not been applied yet, and are "
+                "not saved: save after a multiple of accumulation_steps"
+            )
+            return
+
+
+def exchange_all(pairs: Iterable[tuple[Table, Table]]) -> None:
+    """Replaces the rows of the first table of each pair by those of the second, and closes the second."""
+    for table, fresh in pairs:
+        table.exchange_rows(fresh)
+        fresh.close()

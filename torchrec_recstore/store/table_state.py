@@ -20,13 +20,9 @@ from torchrec_recstore.utils import warn_user
 
 
 class Sightings(NamedTuple):
-    """How often admission has seen ids that have no row.
+    """How often admission has seen ids, (N,) int64, that have no row: (N,) uint8.
 
-    Args:
-        ids: (N,) int64. The ids.
-        counts: (N,) uint8. How often each id was seen in a generation of the counter.
-        generations: (N,) uint8. The generation: 0 for the present one, 1 for the older one. ``csrc/sightings.h``
-            describes the generations.
+    A generation of the counter (``csrc/sightings.h``), (N,) uint8, is 0, the present one, or 1, the older one.
     """
 
     ids: Tensor
@@ -34,7 +30,7 @@ class Sightings(NamedTuple):
     generations: Tensor
 
     def take(self, which: Tensor) -> Sightings:
-        """Returns some of the entries: ``which`` are their positions, (n,) int64, or a mask, (N,) bool."""
+        """Returns the entries at positions, (n,) int64, or of a mask, (N,) bool."""
         return Sightings(*(tensor[which] for tensor in self))
 
 
@@ -67,10 +63,7 @@ class TableState:
     def merged(states: Iterable[TableState]) -> TableState:
         """Returns the state of a table from the states of its shards, which hold different ids.
 
-        The clocks are those of the shard that is ahead. Sightings are exact, because they are counted by id.
-
-        Args:
-            states: The state of each shard. Of column shards, which hold the same ids, one has the sightings.
+        The clocks are those of the shard that is ahead. Of column shards, which hold the same ids, one has sightings.
         """
         states = list(states)
         counted = [state.sightings for state in states if state.sightings is not None]
@@ -91,9 +84,8 @@ class TableState:
     def tensors(self) -> dict[str, Tensor]:
         """Returns the state as tensors, of which :meth:`from_tensors` makes it again.
 
-        ``steps`` and ``optimizer_steps`` are (1,) int64; ``times`` is (T,) int64; ``sighting_ids``, (N,) int64,
-        ``sighting_counts`` and ``sighting_generations``, (N,) uint8. The last four are only there if the table has
-        them.
+        ``steps`` and ``optimizer_steps`` are (1,) int64, and, if the table has them, ``times`` (T,) int64,
+        ``sighting_ids`` (N,) int64, ``sighting_counts`` and ``sighting_generations`` (N,) uint8.
         """
         named = {"steps": torch.tensor([self.steps]), "optimizer_steps": torch.tensor([self.optimizer_steps])}
         if self.times is not None:
@@ -142,10 +134,9 @@ class _TimedTable(Protocol):
 
 
 def set_event_time(tables: Iterable[_TimedTable], times: Sequence[int]) -> None:
-    """Sets the time by which the rows of tables expire to one of ``times``, those that the ranks know of the events.
+    """Sets the time by which rows expire to one of ``times``, in microseconds, which the ranks know of the events.
 
-    Times are in microseconds; see ``csrc/wall_clock.h``. Tables without ``Expiry(seconds=...)`` ignore the call.
-    Warns in the first, tenth, hundredth and so on call that refuses a time.
+    See ``csrc/wall_clock.h``. Warns in the first, tenth, hundredth and so on call that refuses a time.
     """
     refusals: dict[tuple[int, int, int, int], set[str]] = {}
     for table in tables:
@@ -167,9 +158,8 @@ def set_event_time(tables: Iterable[_TimedTable], times: Sequence[int]) -> None:
 class TableStats:
     """Statistics of a table: its size, and counts of its operations.
 
-    Counts are numbers of distinct ids in a step: a hundred new ids are a hundred misses. A training step is counted
-    when its backward has run, when its graph has been freed, or when the statistics are read. Evaluation lookups are
-    not counted.
+    Counts are numbers of distinct ids in a step. A training step is counted when its backward has run, when its graph
+    has been freed, or when the statistics are read. Evaluation lookups are not counted.
 
     Args:
         rows: The number of rows in memory.
@@ -179,8 +169,8 @@ class TableStats:
         lookups: The number of ids that training steps looked up.
         hits: The number of these ids that had a row.
         misses: The number of these ids that had no row in memory.
-        inserts: The number of rows created by training lookups, ``update`` and ``insert``. Rows that were brought back
-            from a cold store are not included.
+        inserts: The number of rows created by training lookups, ``update`` and ``insert``, not brought back from a
+            cold store.
         refused: The number of misses for which admission created no row.
         evicted: The number of rows that were evicted from memory.
         expired: The number of rows that expired.
@@ -229,10 +219,7 @@ class StatsByTable(dict[str, TableStats]):
 
 
 def combined(shards: Iterable[TableStats]) -> TableStats:
-    """Returns the statistics of a table from those of its shards, at least one, which hold different rows.
-
-    Each count is the sum over the shards. ``steps`` and ``refused_times`` are the maximum.
-    """
+    """Returns the sum of the statistics of at least one shard, and the maximum of ``steps`` and ``refused_times``."""
     shards = list(shards)
     total = {f.name: sum(getattr(stats, f.name) for stats in shards) for f in fields(TableStats)}
     most = {name: max(getattr(stats, name) for stats in shards) for name in ("steps", "refused_times")}

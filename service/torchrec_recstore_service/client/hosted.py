@@ -21,8 +21,8 @@ from torchrec_recstore.checkpoint.info import CheckpointInfo, read_chain
 from torchrec_recstore.checkpoint.writer import SavedShard
 from torchrec_recstore.row_types import value_dtype, values
 from torchrec_recstore.store import Table, TableStats
-from torchrec_recstore.store.exchange import exchange_all
 from torchrec_recstore.store.parts import Owned
+from torchrec_recstore.store.table import exchange_all
 from torchrec_recstore_service.client.hosted_checkpoints import check_loadable, loaded_tables, saved_specs, write_tables
 from torchrec_recstore_service.client.hosted_table import (
     Hosted,
