@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.optim import state_names
-from torchrec_recstore.options import is_shared
 from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.parts import STAMPS, zero_states
 from torchrec_recstore.store.table_state import STATE_KEYS
@@ -38,7 +37,7 @@ class OwnedTable:
         """
         old = self.table
         keeps_state = type(old.optimizer) is type(arguments["optimizer"])
-        if _shares_rows(old) and not keeps_state:
+        if old.tier.shared and not keeps_state:
             raise ValueError(
                 f"table {old.name!r}: its rows are shared and have the state of {old.optimizer}: "
                 "pass the optimizer to the constructor of the module"
@@ -59,7 +58,7 @@ class OwnedTable:
         return fresh
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if _shares_rows(self.table):
+        if self.table.tier.shared:
             self.table.flush()
             state = self.table.state().tensors()
         else:
@@ -128,13 +127,9 @@ def _fill(table: Table, state: Mapping[str, Tensor]) -> None:
         table.write(Part(state["weight_id"], table.columns, {name: state[name] for name in names}))
 
 
-def _shares_rows(table: Table) -> bool:
-    return is_shared(table.options.cold_store)
-
-
 def _copy(source: Table, target: Table, converted: Callable[[Part], Part] = lambda part: part) -> None:
     target.set_state(source.state())
-    if _shares_rows(source):
+    if source.tier.shared:
         source.flush()
         return
     for part in source.parts():

@@ -1,6 +1,6 @@
 """A torch module with one table: a RecStore table of the module, or a table whose rows a client reads and updates.
 
-Tests: tests/modules/test_state.py.
+Tests: tests/modules/test_state.py, tests/service/test_remote_modules.py.
 """
 
 from __future__ import annotations
@@ -197,16 +197,8 @@ class TableModule(RefusesQuantization, nn.Module):
             for key, value in table_state(self._owned.table).items():
                 destination[prefix + key] = self._copies.give(self._arguments["name"], "state_dict", value)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
+        local_metadata, strict, missing_keys, _, error_msgs = others
         if self._owned is None and local_metadata.get("assign_to_params_buffers", False):
             self._owned = OwnedTable(self._arguments)
             self._parameters["weight"] = self._parameter("cpu", self.weight.requires_grad)
@@ -217,7 +209,7 @@ class TableModule(RefusesQuantization, nn.Module):
         rest = {key: value for key, value in state_dict.items() if key not in loaded_below}
         if "weight" in own:
             rest[f"{prefix}weight"] = self.weight.detach()
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(rest, prefix, *others)
         if "weight" not in own:
             return
         if self._owned is None:

@@ -9,7 +9,7 @@ import ctypes
 import hashlib
 import secrets
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 from urllib.parse import quote
@@ -108,15 +108,16 @@ def in_parts(tensor: Tensor, n: int) -> list[Tensor]:
 
 def join(pieces: Iterable[bytes], width: int) -> Tensor:
     """Concatenates bytes objects to a tensor, (N, width) uint8. Their total size is a multiple of ``width``."""
-    data = bytearray().join(pieces)
-    # torch.frombuffer raises an error for an empty buffer.
+    data = bytearray().join(pieces)  # torch.frombuffer refuses an empty one
     return torch.frombuffer(data, dtype=torch.uint8).view(-1, width) if data else torch.empty(0, width).byte()
 
 
-def filled(values: Iterable[bytes | None]) -> Tensor:
-    """Returns which values are neither None nor empty: (N,) bool."""
-    data = bytearray(map(bool, values))
-    return torch.frombuffer(data, dtype=torch.bool) if data else torch.empty(0, dtype=torch.bool)
+def found_rows(values: Sequence[bytes | None], width: int) -> tuple[Tensor, Tensor]:
+    """Returns which values are neither None nor empty, (N,) bool, and these values, (n, width) uint8."""
+    rows = join(filter(None, values), width)
+    if len(rows) == len(values):
+        return torch.ones(len(values), dtype=torch.bool), rows
+    return torch.frombuffer(bytearray(map(bool, values)), dtype=torch.bool), rows
 
 
 def escaped_name(name: str) -> str:

@@ -36,10 +36,7 @@ class MemoryTier:
         """Keeps rows from moving between memory and the cold store."""
 
     def resident(self, ids: Tensor, arrival: Arrival | None = None) -> AbstractContextManager[object]:
-        """Keeps rows from moving between memory and the cold store while the caller reads or writes rows.
-
-        The rows of ``ids``, (N,) int64, are first brought to memory, unless ``arrival`` is None.
-        """
+        """Brings the rows of ``ids``, (N,) int64, to memory unless ``arrival`` is None, and keeps rows from moving."""
         return self.lock
 
     def bring(self, ids: Tensor, arrival: Arrival) -> None:

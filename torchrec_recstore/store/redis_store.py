@@ -22,7 +22,7 @@ from torchrec_recstore.store.cold_store import (
     ID_BYTES,
     ColdStoreError,
     escaped_name,
-    filled,
+    found_rows,
     id_bytes,
     ids_of,
     in_parts,
@@ -279,8 +279,7 @@ class RedisColdStore:
         for (group, _), (version, *some) in zip(batches, self._call(partial(self._run, commands)), strict=True):
             self._check_version(group, version)
             values += some
-        found = filled(values)
-        rows = join(filter(None, values), self._row_bytes)
+        found, rows = found_rows(values, self._row_bytes)
         if order is None:
             return found, rows
         back = order[found].argsort()

@@ -25,7 +25,7 @@ from torchrec_recstore.store.cold_store import (
     ID_BYTES,
     ColdStoreError,
     escaped_name,
-    filled,
+    found_rows,
     id_bytes,
     ids_of,
     in_parts,
@@ -95,8 +95,7 @@ class RocksDBColdStore:
             values: Any = _halved(lambda some: db.get(some, b""), keys)
         except Exception as error:  # rocksdict raises Exception itself
             raise self._error("cannot be read", error) from error
-        rows = join(values, self._row_bytes)
-        return (torch.ones(len(ids), dtype=torch.bool) if len(rows) == len(ids) else filled(values)), rows
+        return found_rows(values, self._row_bytes)
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
         """See :meth:`ColdStore.put`."""

@@ -287,10 +287,8 @@ class Table:
         """Replaces what the table knows besides its rows. Set it before rows are written: eviction and expiry use it.
 
         Times are ignored if the rows do not expire after a time, and sightings if admission does not count. Without
-        times, the age of the rows counts from the next step. Without sightings, admission counts from zero.
-
-        Args:
-            state: The state of this table, or that of any shards: ``TableState.merged(states).owned(owned)``.
+        times, the age of the rows counts from the next step. Without sightings, admission counts from zero. The state
+        of other shards becomes that of this one by ``TableState.merged(states).owned(owned)``.
 
         Raises:
             ValueError: The times are damaged, a number of steps is out of range, or a tensor has another shape.
@@ -332,9 +330,8 @@ class Table:
     def mark(self) -> int:
         """Marks this moment, and returns the mark. ``snapshot(since=mark)`` later returns the changes since then.
 
-        A snapshot also has a mark, of the moment when it was taken. From the first mark on, the table records which
-        rows change, in one byte per row, and which rows are removed, in eight bytes per removed id. The table remembers
-        at least the last 127 marks, and forgets older ones.
+        A snapshot also has a mark, of its moment. From the first mark on, the table records which rows change, in one
+        byte per row, and which rows are removed, in eight bytes per id. It remembers at least the last 127 marks.
         """
         with ops.native_errors(self._who):
             return ops.table_mark(self.handle)
@@ -342,8 +339,8 @@ class Table:
     def locate_rows(self) -> None:
         """Records where the index has each row, in four bytes per row, which may raise MemoryError.
 
-        With this record, a snapshot of the rows that have changed since a mark takes time for the changed rows only.
-        The first call walks over the index. The record is lost when the table exchanges its rows.
+        With this record, a snapshot since a mark takes time for the changed rows only. The first call walks over the
+        index. The record is lost when the table exchanges its rows.
         """
         with ops.native_errors(self._who):
             ops.table_locate_rows(self.handle)
@@ -363,8 +360,7 @@ class Table:
         (``ColdStore.ascending_snapshots``), the call first copies the store to a temporary file.
 
         Args:
-            since: A mark. The snapshot then has only the rows that were changed or created after the mark. Default:
-                None, which means all rows.
+            since: A mark. The snapshot then has only the rows that were changed or created after the mark.
 
         Raises:
             ValueError: There is a snapshot of the table already, the mark has been forgotten, or there is a mark and

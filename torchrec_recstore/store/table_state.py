@@ -48,10 +48,10 @@ class TableState:
     """The state of a table, or of a shard of it, that is not in its rows.
 
     Args:
-        steps: The number of training lookups. The rows' ``last_step`` refers to it. Default: 0.
-        optimizer_steps: The number of updates, which the bias correction of Adam and LAMB uses. Default: 0.
-        times: The times of the steps; see ``ops.table_times``. Default: None, if rows do not expire after a time.
-        sightings: What admission has counted. Default: None, if admission does not count.
+        steps: The number of training lookups. The rows' ``last_step`` refers to it.
+        optimizer_steps: The number of updates, which the bias correction of Adam and LAMB uses.
+        times: The times of the steps; see ``ops.table_times``. None if rows do not expire after a time.
+        sightings: What admission has counted. None if admission does not count.
     """
 
     steps: int = 0
