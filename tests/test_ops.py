@@ -15,6 +15,7 @@ from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import LRU, ConstantInit, Expiry, MinFrequency, TableOptions
 from torchrec_recstore.sharders.agreed_clock import AgreedClock
 from torchrec_recstore.store import Table
+from torchrec_recstore_service.wire import row_ops
 
 IDS = torch.tensor([1, -5, 7])
 OFFSETS = torch.tensor([0, 1, 3])
@@ -380,5 +381,5 @@ def test_many_rows_are_put_where_they_belong(row_bytes: int, offset: int) -> Non
     out = torch.zeros(n * row_bytes + offset, dtype=torch.uint8)[offset:].view(n, row_bytes)
     expected = out.clone()
     expected[places] = rows
-    ops.rows_put([out], places, [len(rows)], rows.view(-1), 0)
+    row_ops.rows_put([out], places, [len(rows)], rows.view(-1), 0)
     assert torch.equal(out, expected)

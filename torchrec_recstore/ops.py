@@ -321,42 +321,13 @@ def group_create(
         return cast(int, _ops.group_create(list(tables), list(feature_tables), flat, mean))
 
 
-# Rows of several groups, and streams of rows.
+# Rows of several groups.
 rows_forward: Callable[[Sequence[int], Tensor, Sequence[int], bool], tuple[Tensor, Tensor]] = _ops.rows_forward.default
 """(groups of one feature, ids (N,) int64, number of ids of each group, train)
 -> rows (sum of counts * columns,) float32, and the contexts (groups,), which are empty without ``train``.
 ``contexts[i : i + 1]`` is the argument of :func:`group_backward` for group ``i``."""
-rows_begin: Callable[[int, Tensor], Tensor] = _ops.rows_begin.default
-"""(group, ids (N,) int64) -> the context of a step that looks up the rows of ids, for the update, without the rows."""
-rows_empty: Callable[[int, int], Tensor] = _ops.rows_empty.default
-"""(n, row bytes) -> (n, row bytes) uint8: uninitialised memory of the buffer pool."""
-rows_read: Callable[[Sequence[int], Sequence[Tensor], Sequence[Tensor]], None] = _ops.rows_read.default
-"""(groups of one feature, the ids (n,) int64 of each group, the memory (n, columns) float32 of its rows). Reads the
-rows of each group, without a step."""
-rows_update: Callable[[Sequence[int], Sequence[Tensor], Sequence[Tensor], Sequence[float]], None] = (
-    _ops.rows_update.default
-)
-"""(groups of one feature, the ids (n,) int64 of each group, their gradients (n, columns) float32, learning rates).
-Makes a step and an update of each group, also of those without ids. The groups have no table in common."""
-rows_put: Callable[[Sequence[Tensor], Tensor | None, Sequence[int], Tensor, int], None] = _ops.rows_put.default
-"""(out, places, counts, window, at). Writes the rows of a window of a stream to memory. The stream has the rows of one
-table after the other, ``counts[t]`` rows of the table ``t``, and those of each table begin at a multiple of 4 bytes.
-
-``window``, (bytes,) uint8, begins at the byte ``at`` of the stream. ``out[t]``, (n, row bytes) uint8, is the memory of
-the rows of table ``t``. ``places``, (rows of the stream,) int64, is the index of each row in the memory of all tables
-together, table by table. None means all rows, in their order."""
-rows_take: Callable[[Sequence[Tensor], Tensor | None, Sequence[int], Tensor, int], None] = _ops.rows_take.default
-"""(rows, places, counts, window, at). Writes the rows of a stream to a window. See :data:`rows_put`."""
 
 # Ids.
-ids_split: Callable[[Tensor, Sequence[int], Tensor, int], tuple[Tensor, Tensor, Tensor]] = _ops.ids_split.default
-"""(ids (N,) int64, number of ids of each table, owner of each slot (slots,) int64, number of owners) -> the ids owner
-by owner, (N,), their positions, (N,), ascending for each owner, and the number of ids of each owner and table, (owners,
-tables). The slot of an id is its ``mix_ids(ids, True)`` modulo the number of slots."""
-ids_distinct: Callable[[Tensor, Sequence[int]], tuple[Tensor, Tensor, Tensor]] = _ops.ids_distinct.default
-"""(ids (N,) int64, number of ids of each table) -> the distinct ids of each table, (n,), in the order in which they
-first occur, the position of each id among the distinct ids of its table, (N,), and the number of distinct ids of each
-table, (tables,)."""
 mix_ids: Callable[[Tensor, bool], Tensor] = _ops.mix_ids.default
 """(ids (N,) int64, inverse) -> (N,) int64: the ids, mapped by a bijection that leaves no pattern in their low bits, or
 by its inverse."""

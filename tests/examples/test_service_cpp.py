@@ -19,8 +19,9 @@ from tests.certificates import make_certificates, needs_openssl
 from tests.packages import PYTHON_PATH
 from tests.recstore_server import Proxy, RecStoreServer
 from tests.secrets import write_secret
-from torchrec_recstore import Adagrad, ops
+from torchrec_recstore import Adagrad
 from torchrec_recstore_service import RecStoreClient
+from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.agreement import SLOTS
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ def test_the_slots_of_ids_are_those_of_the_header() -> None:
     for id_, slot in vectors.items():
         owners = torch.zeros(SLOTS, dtype=torch.int64)
         owners[slot] = 1
-        assert ops.ids_split(torch.tensor([id_]), [1], owners, 2)[2].flatten().tolist() == [0, 1]
+        assert row_ops.ids_split(torch.tensor([id_]), [1], owners, 2)[2].flatten().tolist() == [0, 1]
         assert f"== {slot}" in text
 
 

@@ -14,6 +14,7 @@ from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore.options import LRU, MinFrequency, TableOptions
 from torchrec_recstore.store import Table
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.messages import content, fields, new_message
 
 SIZES = (1, 2, 3, 127, 128, 129, 16_383, 16_384, 100_001, 2**21 - 1, 2**21, 2**21 + 5)
@@ -89,7 +90,7 @@ def test_a_step_without_rows_is_a_step() -> None:
                     if with_rows:
                         context = ops.rows_forward([kernel.group], some, [len(some)], True)[1]
                     else:
-                        context = ops.rows_begin(kernel.group, some)
+                        context = row_ops.rows_begin(kernel.group, some)
                     kernel.update(context, gradient, False)
                 exports.append((*ops.table_export(table.handle, table.ids()), table.ids(), table.stats()))
         for one, other in zip(*exports, strict=True):

@@ -17,13 +17,13 @@ from torch import Tensor
 from tests.recstore_server import Proxy, RecStoreServer
 from tests.redis_server import free_port
 from tests.service.raw_connection import RawConnection
-from torchrec_recstore import ops
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import ConstantInit, TableOptions
 from torchrec_recstore_service import RecStoreClient
 from torchrec_recstore_service.client import shared_memory, streams
 from torchrec_recstore_service.client.remote_kernels import ClientTable, RemotePooledKernel
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 from torchrec_recstore_service.wire.table_rows import Piece, TableRows, pieces, places_of_tables
 
@@ -238,7 +238,7 @@ def test_distinct_ids_of_each_table() -> None:
     for spread in (1, 5, 300, 2**40):
         counts = [0, 3000, 1, 0, 517, 0]
         ids = torch.randint(-spread, spread, (sum(counts),), generator=generator)
-        distinct, places, sizes = ops.ids_distinct(ids, counts)
+        distinct, places, sizes = row_ops.ids_distinct(ids, counts)
         for some, own, at in zip(ids.split(counts), distinct.split(sizes.tolist()), places.split(counts), strict=True):
             assert torch.equal(own[at], some)
             assert own.tolist() == list(dict.fromkeys(some.tolist()))

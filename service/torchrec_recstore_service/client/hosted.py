@@ -32,6 +32,7 @@ from torchrec_recstore_service.client.hosted_table import (
     without_row,
 )
 from torchrec_recstore_service.client.limits import Limits, held_options
+from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.row_requests import InitialRows, RowRead, RowUpdate
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
@@ -212,7 +213,7 @@ class HostedTables:
             with ops.native_errors(f"table '{name}'"), kernel.cold_rows.resident(ids, None):
                 begun = without_row(hosted, ids, initial)
                 # The forward pins the rows in their slots until kernel.update.
-                context = ops.rows_begin(kernel.group, ids)
+                context = row_ops.rows_begin(kernel.group, ids)
                 if len(begun[0]):
                     there = table.contains(begun[0])  # False for ids that are not admitted yet
                     table.insert(begun[0][there], begun[1][there])
@@ -228,7 +229,7 @@ class HostedTables:
             rows = []
             for read, each in zip(reads, hosted, strict=True):
                 dtype = value_dtype(each.spec.dtype)
-                rows.append(ops.rows_empty(len(read.ids), each.spec.dim * dtype.itemsize).view(dtype))
+                rows.append(row_ops.rows_empty(len(read.ids), each.spec.dim * dtype.itemsize).view(dtype))
             read_rows(hosted, reads, rows)
             return rows
 

@@ -18,6 +18,7 @@ from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.arguments import among
+from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.protocol import NoInitialRow
 from torchrec_recstore_service.wire.row_requests import InitialRows, RowRead, RowUpdate
 from torchrec_recstore_service.wire.table_spec import TableSpec
@@ -68,7 +69,7 @@ def read_rows(tables: Sequence[Hosted], reads: Sequence[RowRead], out: Sequence[
     if native:
         hosts, ids, floats = zip(*native, strict=True)
         with ops.native_errors(_named(hosts)):
-            ops.rows_read([hosted.kernel.group for hosted in hosts], ids, floats)
+            row_ops.rows_read([hosted.kernel.group for hosted in hosts], ids, floats)
     for hosted, read, rows in zip(tables, reads, out, strict=True):
         if read.missing == "zeros":
             rows[~hosted.table.contains(read.ids)] = 0
@@ -90,7 +91,7 @@ def update_rows(tables: Sequence[Hosted], updates: Sequence[RowUpdate]) -> None:
         for hosted, update in zip(tables, updates, strict=True):
             if hosted.kernel.cold_rows.tiers:
                 stack.enter_context(hosted.kernel.cold_rows.resident(update.ids, None))
-        ops.rows_update(
+        row_ops.rows_update(
             [hosted.kernel.group for hosted in tables],
             [update.ids for update in updates],
             [update.grads.float() for update in updates],

@@ -28,6 +28,7 @@ from torchrec_recstore.options import ConstantInit, TableOptions
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.arguments import among
+from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 
 _MOST_PREFETCHES = 4  # further prefetches free the oldest one
@@ -172,7 +173,7 @@ class _Batch:
     """The distinct ids of each table in a batch, (n,) int64, and the position of each id of the batch among them."""
 
     def __init__(self, ids: Tensor, counts: Sequence[int]) -> None:
-        distinct, self.places, sizes = ops.ids_distinct(ids, counts)
+        distinct, self.places, sizes = row_ops.ids_distinct(ids, counts)
         self.distinct = list(torch.split(distinct, sizes.tolist()))
 
 

@@ -27,6 +27,7 @@ from torchrec_recstore.store.table_state import combined
 from torchrec_recstore_service.client.client_epoch import ClientEpoch
 from torchrec_recstore_service.client.connection import Access, Connection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.agreement import SLOTS, Begin, to_load, to_reshard, to_resume
 from torchrec_recstore_service.wire.protocol import (
     BYTES_A_WRITTEN_ID,
@@ -128,7 +129,9 @@ class ServerSet:
             return self.pull_each([RowRead(name, ids)])[0]
         spec = self._specs.get(name) or self._existing(name)
         dtype = value_dtype(spec.dtype)
-        rows = ops.rows_empty(ids.numel(), spec.dim * dtype.itemsize)  # the shortest way: most calls read a few rows
+        rows = row_ops.rows_empty(
+            ids.numel(), spec.dim * dtype.itemsize
+        )  # the shortest way: most calls read a few rows
         self._connections[0].pull(TableRows([name], ids, [ids.numel()], [rows]))
         return rows.view(dtype)
 
@@ -141,7 +144,7 @@ class ServerSet:
         counts = [len(read.ids) for read in reads]
         row_bytes = [spec.dim * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)]
         begins, size = places_of_tables(row_bytes, counts)
-        memory = ops.rows_empty(1, size)[0]
+        memory = row_ops.rows_empty(1, size)[0]
         rows = [
             memory[begin : begin + n * width].view(n, width)
             for begin, n, width in zip(begins, counts, row_bytes, strict=True)
@@ -202,9 +205,9 @@ class ServerSet:
         if row_bytes == 0:
             return found, torch.empty(0, 1, dtype=torch.uint8)
         rank = found.cumsum(0) - 1
-        rows = ops.rows_empty(int(found.sum()), row_bytes)
+        rows = row_ops.rows_empty(int(found.sum()), row_bytes)
         for (_, places, _), (there, some) in zip(parts.values(), answers, strict=True):
-            ops.rows_put([rows], rank[places[there]], [len(some)], some.view(-1), 0)
+            row_ops.rows_put([rows], rank[places[there]], [len(some)], some.view(-1), 0)
         return found, rows
 
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
@@ -467,7 +470,7 @@ class ServerSet:
     ) -> dict[Connection, tuple[Tensor, Tensor, list[int]]]:
         """Returns the ids of each server, their positions in ``ids``, ascending, and their number in each table."""
         self._epoch.label(tables[0])  # without an epoch, the owners are not known
-        own, places, of_tables = ops.ids_split(ids, counts, self._owners, len(self._connections))
+        own, places, of_tables = row_ops.ids_split(ids, counts, self._owners, len(self._connections))
         sizes = of_tables.sum(1).tolist()
         parts = zip(torch.split(own, sizes), torch.split(places, sizes), of_tables.tolist(), strict=True)
         return dict(zip(self._connections, parts, strict=True))

@@ -14,11 +14,11 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from torchrec_recstore import ops
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.metrics import Observer
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.messages import content, fields, new_message
 from torchrec_recstore_service.wire.protocol import (
     BYTES_A_WRITTEN_ID,
@@ -365,7 +365,7 @@ def _filled(part: PartRead) -> bytes:
 def _in_one_piece(parts: list[Tensor]) -> Tensor:
     """Returns parts, (size,) uint8, one after the other in memory that is aligned and does not depend on messages."""
     size = sum(map(len, parts))
-    joined = ops.rows_empty(1, size)[0]
+    joined = row_ops.rows_empty(1, size)[0]
     memory, place = joined.numpy(), 0
     for part in parts:
         memory[place : place + len(part)] = part.numpy()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.protocol import PART_IDS
 
 _ALIGNMENT = 4
@@ -190,7 +191,7 @@ class TableRows:
             return end
         try:
             with ops.native_errors("rows"):
-                ops.rows_put(self.rows, self.places, self.counts, torch.from_numpy(window), at)
+                row_ops.rows_put(self.rows, self.places, self.counts, torch.from_numpy(window), at)
         except ValueError:
             return -1
         return end
@@ -198,4 +199,4 @@ class TableRows:
     def take(self, window: Tensor, at: int) -> None:
         """Writes the rows of the stream that begin at ``at`` to memory, ``window``, (bytes,) uint8."""
         if len(window):
-            ops.rows_take(self.rows, self.places, self.counts, window, at)
+            row_ops.rows_take(self.rows, self.places, self.counts, window, at)
