@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
 
-from .packages import PACKAGES, sources
+from .packages import PACKAGES, ROOT, sources
 
 MODULES = sources()
 TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
@@ -98,3 +100,24 @@ def test_no_two_classes_share_a_name() -> None:
 def test_no_two_files_share_a_name() -> None:
     names = Counter(path.name for path in MODULES.values() if path.name != "__init__.py")
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_core_is_read_in_a_day() -> None:
+    core = [path for module, path in MODULES.items() if package_of(module) == "torchrec_recstore"]
+    lines = sum(len(path.read_text().splitlines()) for path in core)
+    print(f"torchrec_recstore: {len(core)} files, {lines} lines")
+    assert len(core) <= 110
+    assert lines <= 20_000
+
+
+def test_each_module_says_where_its_test_is() -> None:
+    by_name = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    for module, path in MODULES.items():
+        if path.name == "__init__.py" or f"test_{path.name}" in by_name:
+            continue
+        said = re.search(r"^Tests: (.*)\.$", ast.get_docstring(TREES[module]) or "", re.MULTILINE)
+        assert said is not None, f"{module}: no test_{path.name}, and no line 'Tests: tests/....py.' in its docstring"
+        folder = ROOT
+        for file in re.split(", | and ", said[1]):  # a second file may stand without the folder of the first
+            folder = (ROOT / file).parent if "/" in file else folder
+            assert (folder / Path(file).name).is_file(), f"{module}: {file}"

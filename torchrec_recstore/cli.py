@@ -3,7 +3,7 @@
 Exit status: 0; 1 if ``diff`` found a difference, ``doctor`` a problem, ``servers status`` servers that do not agree, or
 a benchmark failed; 2 for invalid input, with one line on stderr.
 
-Tests: tests/commands/test_errors.py and test_order.py.
+Tests: tests/test_plugins.py and tests/commands/test_order.py.
 """
 
 from __future__ import annotations

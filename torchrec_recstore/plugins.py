@@ -14,21 +14,22 @@ COMMANDS = "torchrec_recstore.commands"
 
 _PLUGINS = "torchrec_recstore.plugins"
 _NAMES = {
-    "torchrec-recstore-service": {"client", "connected_to", "looks", "serve", "server_store", "servers", "service"},
-    "torchrec-recstore-serving": {"export", "follow", "serving"},
+    "torchrec-recstore-service": {"client", "connected_to", "looks", "redis_store", "server_store", "service"},
+    "torchrec-recstore-serving": {"serving"},
 }
+_COMMANDS = {"export": "serving", "follow": "serving", "serve": "service", "servers": "service"}
 
 
 def missing(name: str) -> ImportError:
     """Returns the error of a plugin or a command whose distribution is not installed."""
-    needed = next(distribution for distribution, names in _NAMES.items() if name in names)
+    command = f"torchrec-recstore-{_COMMANDS.get(name)}"
+    needed = next((distribution for distribution, names in _NAMES.items() if name in names), command)
     return ImportError(f"this needs {needed}, which is not installed: pip install {needed}")
 
 
 def commands() -> dict[str, EntryPoint | None]:
     """Returns the entry points of the commands of other distributions by name, None for those not installed."""
-    known = dict.fromkeys(("export", "follow", "serve", "servers"))
-    return {**known, **{entry.name: entry for entry in entry_points(group=COMMANDS)}}
+    return {**dict.fromkeys(_COMMANDS), **{entry.name: entry for entry in entry_points(group=COMMANDS)}}
 
 
 @cache

@@ -18,9 +18,10 @@ from tests.secrets import write_secret
 from torchrec_recstore import RecStoreEmbeddingBagCollection, save_checkpoint
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import MinFrequency, RedisStore, RocksDBStore, ServerStore, TableOptions
-from torchrec_recstore.store import Table, redis_store
+from torchrec_recstore.store import Table
 from torchrec_recstore.store.conformance import check_cold_store
 from torchrec_recstore_service import RecStoreClient
+from torchrec_recstore_service.client import redis_store
 from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.server.applied import AppliedRequests

@@ -121,7 +121,7 @@ def requirements(package: str = "torchrec_recstore") -> dict[str, dict[str, str]
     lines = {"": config["options"]["install_requires"], **extras}
     found = {}
     for extra, text in lines.items():
-        wanted = [re.fullmatch(r"([\w-]+)(.*)", line) for line in text.split("\n") if line.strip()]
+        wanted = [re.fullmatch(r"([\w-]+)(?:\[\w+\])?(.*)", line) for line in text.split("\n") if line.strip()]
         found[extra] = {match[1]: match[2] for match in wanted if match is not None}
     return found
 
@@ -165,7 +165,7 @@ EVERY = ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli", "examples"]
             "torchrec_recstore",
             ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli", "parquet"],
         ),
-        ("service/torchrec_recstore_service", "torchrec_recstore_service", [""]),
+        ("service/torchrec_recstore_service", "torchrec_recstore_service", ["", "redis"]),
         ("serving/torchrec_recstore_serving", "torchrec_recstore_serving", ["", "redis"]),
         ("examples", "torchrec_recstore", EVERY),
         ("benchmarks", "torchrec_recstore", EVERY),
@@ -174,7 +174,9 @@ EVERY = ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli", "examples"]
 def test_what_is_imported_is_required(folder: str, package: str, extras: list[str]) -> None:
     known = {name.replace("-", "_").lower() for extra in extras for name in requirements(package)[extra]}
     if folder in ("examples", "benchmarks"):
-        known |= {name.replace("-", "_") for name in requirements("torchrec_recstore_service")[""]}
+        known |= {
+            name.replace("-", "_") for wanted in requirements("torchrec_recstore_service").values() for name in wanted
+        }
     if package == "torchrec_recstore_serving":  # it exports TorchRec's models, of whom has them
         known |= {name.replace("-", "_") for name in requirements()["torchrec-cpu"]} | {"torchrec"}
     own = {path.stem for each in {folder, "examples"} for path in (ROOT / each).rglob("*")} | set(PACKAGES)

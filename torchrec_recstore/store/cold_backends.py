@@ -1,4 +1,7 @@
-"""Opens the cold store that the options of a table describe."""
+"""Opens the cold store that the options of a table describe.
+
+Tests: tests/store/test_conformance.py.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +51,10 @@ def _open_rocksdb(options: RocksDBStore, *, name: str, row_bytes: int) -> ColdSt
 @open_cold_store.register
 def _open_redis(options: RedisStore, *, name: str, row_bytes: int) -> ColdStore:
     try:
-        from torchrec_recstore.store.redis_store import RedisColdStore
+        opened: ColdStore = plugin("redis_store")(options, name=name, row_bytes=row_bytes)
     except ModuleNotFoundError as error:
         raise _missing(options, "redis hiredis", error) from error
-    return RedisColdStore(options, name=name, row_bytes=row_bytes)
+    return opened
 
 
 @open_cold_store.register

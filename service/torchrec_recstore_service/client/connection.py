@@ -16,12 +16,13 @@ import grpc
 import torch
 from torch import Tensor
 
-from torchrec_recstore.network import Backoff, check_token
+from torchrec_recstore.network import check_token
 from torchrec_recstore.utils import leave_to_parent
 from torchrec_recstore_service.client.client_epoch import ClientEpoch, writes_lost
 from torchrec_recstore_service.client.shared_memory import DoesNotFitError, ServedError, SharedMemory
 from torchrec_recstore_service.client.streams import Streams
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.addresses import Backoff
 from torchrec_recstore_service.wire.protocol import (
     ERROR_KEY,
     FRAME_BYTES,

@@ -20,10 +20,11 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from torchrec_recstore.network import host_of, is_loopback
+from torchrec_recstore.network import host_of
 from torchrec_recstore_service.server.calls import CallThreads, RequestMemory
 from torchrec_recstore_service.server.credentials import Certificates, Watched, watched_certificates, watched_token
 from torchrec_recstore_service.server.handlers import Handlers
+from torchrec_recstore_service.wire.addresses import is_loopback
 from torchrec_recstore_service.wire.protocol import (
     FRAME_BYTES,
     MESSAGE_BYTES,
