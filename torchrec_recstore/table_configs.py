@@ -1,6 +1,6 @@
 """Checks of TorchRec's table configs, and the initializer that a config asks for. For sharded and unsharded tables.
 
-Tests: tests/sharders/test_embeddingbag.py, tests/modules/test_collections.py.
+Tests: tests/sharders/test_embeddingbag.py, tests/modules/test_embedding_modules.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The layout of a table's rows over shards, and the conversion between tensors of shards and of whole tables.
 
-Tests: tests/checkpoint/test_state_dict.py, tests/checkpoint/test_distributed_checkpoint.py.
+Tests: tests/checkpoint/test_state_dict.py, tests/checkpoint/test_distributed.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The speed of RecStore's kernel, and its copies between the host and an accelerator, for TorchRec's planner.
 
-Tests: tests/planner/test_accelerators.py, tests/planner/test_estimators.py.
+Tests: tests/planner/test_accelerators.py, tests/planner/test_shard_estimators.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The private parts of TorchRec's planner.
 
-Tests: tests/planner/test_planners.py, tests/planner/test_estimators.py.
+Tests: tests/planner/test_planners.py, tests/planner/test_shard_estimators.py.
 """
 
 from __future__ import annotations
