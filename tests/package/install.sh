@@ -56,5 +56,5 @@ grep "pip install torchrec-recstore-serving" export.log
 pip install "${isolation[@]}" "$serving"
 recstore export run/step-* tables.pt --dtype fp16 --top-rows 100
 recstore bench --list
-changed=$(cd venv/lib && find . -newer "$folder/quickstart.py" -path '*torchrec_recstore*' ! -name '*.pyc' ! -name __pycache__ -type f)
+changed=$(cd venv/lib && find . -newer "$folder/quickstart.py" -path '*/torchrec_recstore/*' ! -name '*.pyc' ! -name __pycache__ -type f)
 test -z "$changed" || { echo "the installed package has changed: $changed"; exit 1; }
