@@ -121,3 +121,9 @@ def test_each_module_says_where_its_test_is() -> None:
         for file in re.split(", | and ", said[1]):  # a second file may stand without the folder of the first
             folder = (ROOT / file).parent if "/" in file else folder
             assert (folder / Path(file).name).is_file(), f"{module}: {file}"
+
+
+def test_the_slots_of_ids_are_those_of_the_cpp_client() -> None:
+    """Its headers stand alone, so the core has a copy of the one file that both need."""
+    ours = PACKAGES["torchrec_recstore"] / "csrc" / "slots.h"
+    assert ours.read_text() == (PACKAGES["torchrec_recstore_service"] / "include" / "recstore" / "slots.h").read_text()
