@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,3 +35,14 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     yield
     dist.destroy_process_group()
     comm._INTRA_PG = comm._CROSS_PG = None  # torchrec 1.8.0 keeps the node groups of the destroyed group
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 600 KB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("a small tmpfs cannot be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)

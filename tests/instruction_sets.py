@@ -24,6 +24,12 @@ def by_instruction_set(work: Callable[[], list[str]]) -> dict[str, list[str]]:
     return {isa: result for isa, result in found.items() if result is not None}
 
 
+def check_same_bits(work: Callable[[], list[str]]) -> None:
+    """Checks that ``work`` returns one digest, each time and with each instruction set."""
+    digests = by_instruction_set(work)
+    assert len({digest for some in digests.values() for digest in some}) == 1, digests
+
+
 def _by(isa: str, work: Callable[[], list[str]]) -> list[str] | None:
     context = mp.get_context(START_METHOD)
     ours, theirs = context.Pipe(duplex=False)

@@ -34,7 +34,7 @@ from torchrec_recstore.optim import (
 from torchrec_recstore.options import ConstantInit, TableOptions
 from torchrec_recstore.store import Table
 
-from ..instruction_sets import by_instruction_set
+from ..instruction_sets import check_same_bits
 from .optimizer_cases import AS_IN_TORCH, OPTIMIZERS, ROWS, Reference, rows, table
 
 
@@ -183,8 +183,7 @@ def _digests() -> list[str]:
 
 @pytest.mark.slow
 def test_bits_depend_neither_on_the_instruction_set_nor_on_threads() -> None:
-    digests = by_instruction_set(_digests)
-    assert len({digest for some in digests.values() for digest in some}) == 1, digests
+    check_same_bits(_digests)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad, sta
 from torchrec_recstore.options import ConstantInit, NormalInit, TableOptions, UniformInit
 from torchrec_recstore.store import Table
 
-from ..instruction_sets import by_instruction_set
+from ..instruction_sets import check_same_bits
 from ..kernels.optimizer_cases import OPTIMIZERS
 from .bags import train_beside_torch
 
@@ -205,8 +205,7 @@ def _digests() -> list[str]:
 
 @pytest.mark.slow
 def test_bits_depend_neither_on_the_instruction_set_nor_on_threads() -> None:
-    digests = by_instruction_set(_digests)
-    assert len({digest for some in digests.values() for digest in some}) == 1, digests
+    check_same_bits(_digests)
 
 
 def test_what_does_not_fit_is_refused() -> None:
