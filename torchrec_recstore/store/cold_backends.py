@@ -50,16 +50,19 @@ def _open_rocksdb(options: RocksDBStore, *, name: str, row_bytes: int) -> ColdSt
 
 @open_cold_store.register
 def _open_redis(options: RedisStore, *, name: str, row_bytes: int) -> ColdStore:
-    try:
-        opened: ColdStore = plugin("redis_store")(options, name=name, row_bytes=row_bytes)
-    except ModuleNotFoundError as error:
-        raise _missing(options, "redis hiredis", error) from error
-    return opened
+    return _of_service("redis_store", "redis hiredis", options, name, row_bytes)
 
 
 @open_cold_store.register
 def _open_servers(options: ServerStore, *, name: str, row_bytes: int) -> ColdStore:
-    opened: ColdStore = plugin("server_store")(options, name=name, row_bytes=row_bytes)
+    return _of_service("server_store", "grpcio protobuf", options, name, row_bytes)
+
+
+def _of_service(store: str, packages: str, options: object, name: str, row_bytes: int) -> ColdStore:
+    try:
+        opened: ColdStore = plugin(store)(options, name=name, row_bytes=row_bytes)
+    except ModuleNotFoundError as error:
+        raise _missing(options, packages, error) from error
     return opened
 
 
