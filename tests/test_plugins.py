@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import importlib
 import os
 import subprocess
 import sys
@@ -24,7 +25,9 @@ OTHERS = sorted(PACKAGES.keys() - {"torchrec_recstore"})
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no other distribution was installed."""
     monkeypatch.setattr(plugins, "entry_points", lambda **wanted: ())
-    monkeypatch.setattr(plugins, "plugin", plugins.plugin.__wrapped__)
+    uncached = plugins.plugin.__wrapped__
+    for module in (plugins, torchrec_recstore.inference):
+        monkeypatch.setattr(module, "plugin", uncached)
 
 
 def test_what_the_others_add_is_what_their_setup_lists() -> None:
@@ -33,8 +36,8 @@ def test_what_the_others_add_is_what_their_setup_lists() -> None:
         config.read(PROJECTS[package] / "setup.cfg")
         listed = config["options.entry_points"]
         names = {line.partition(" = ")[0] for group in listed.values() for line in group.split("\n") if line}
-        ours = {name for name, owner in plugins._COMMANDS.items() if package.endswith(owner)}
-        assert names == plugins._NAMES[package.replace("_", "-")] | ours
+        owners = plugins._PLUGINS | plugins._COMMANDS
+        assert names == {name for name, owner in owners.items() if package == f"torchrec_recstore_{owner}"}
         for line in listed["torchrec_recstore.plugins"].strip().split("\n"):
             assert plugins.plugin(line.partition(" = ")[0]) is not None
     assert all(entry is not None for entry in plugins.commands().values())
@@ -46,6 +49,21 @@ def test_the_public_names_are_those_of_the_others() -> None:
         assert getattr(torchrec_recstore, name) is getattr(torchrec_recstore_service, name)
     for name in torchrec_recstore_serving.__all__:
         assert getattr(torchrec_recstore.inference, name) is getattr(torchrec_recstore_serving, name)
+
+
+def test_the_names_of_serving_are_no_second_package() -> None:
+    """Else ``torchrec_recstore.inference.delta`` would be a second copy of a module, with classes of its own."""
+    assert not hasattr(torchrec_recstore.inference, "__path__")
+    with pytest.raises(ModuleNotFoundError, match="is not a package"):
+        importlib.import_module("torchrec_recstore.inference.delta")
+    names: dict[str, object] = {}
+    exec("from torchrec_recstore.inference import *", names)
+    assert set(torchrec_recstore_serving.__all__) <= names.keys()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_scan_of_modules_needs_no_other_distribution() -> None:
+    assert getattr(torchrec_recstore.inference, "__warningregistry__", None) is None  # unittest asks every module
 
 
 @pytest.mark.usefixtures("alone")

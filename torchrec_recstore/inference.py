@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
+    # With the __path__ of the other package, Python would import its modules a second time, below this one.
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(plugin("serving"), name)
 
 

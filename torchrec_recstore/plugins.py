@@ -9,27 +9,25 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-COMMANDS = "torchrec_recstore.commands"
-"""The group of the entry points of commands: typer functions, or typer apps with several commands."""
-
-_PLUGINS = "torchrec_recstore.plugins"
-_NAMES = {
-    "torchrec-recstore-service": {"client", "connected_to", "looks", "redis_store", "server_store", "service"},
-    "torchrec-recstore-serving": {"serving"},
-}
+# The group of the entry points of commands, which are typer functions or typer apps, and that of all others.
+_COMMAND_GROUP, _PLUGIN_GROUP = "torchrec_recstore.commands", "torchrec_recstore.plugins"
+# Which distribution has a name: torchrec-recstore-service or torchrec-recstore-serving.
 _COMMANDS = {"export": "serving", "follow": "serving", "serve": "service", "servers": "service"}
+_PLUGINS = {
+    **dict.fromkeys(("client", "connected_to", "looks", "redis_store", "server_store", "service"), "service"),
+    "serving": "serving",
+}
 
 
 def missing(name: str) -> ImportError:
     """Returns the error of a plugin or a command whose distribution is not installed."""
-    command = f"torchrec-recstore-{_COMMANDS.get(name)}"
-    needed = next((distribution for distribution, names in _NAMES.items() if name in names), command)
+    needed = f"torchrec-recstore-{(_PLUGINS | _COMMANDS)[name]}"
     return ImportError(f"this needs {needed}, which is not installed: pip install {needed}")
 
 
 def commands() -> dict[str, EntryPoint | None]:
     """Returns the entry points of the commands of other distributions by name, None for those not installed."""
-    return {**dict.fromkeys(_COMMANDS), **{entry.name: entry for entry in entry_points(group=COMMANDS)}}
+    return {**dict.fromkeys(_COMMANDS), **{entry.name: entry for entry in entry_points(group=_COMMAND_GROUP)}}
 
 
 @cache
@@ -39,6 +37,6 @@ def plugin(name: str) -> Any:
     Raises:
         ImportError: The distribution is not installed. The message says how to install it.
     """
-    for entry in entry_points(group=_PLUGINS, name=name):
+    for entry in entry_points(group=_PLUGIN_GROUP, name=name):
         return entry.load()
     raise missing(name)
