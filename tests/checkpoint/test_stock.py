@@ -89,6 +89,17 @@ def test_training_goes_on_alike(one_rank: None, optimizer: EmbOptimType, shardin
         assert_alike(model, back)
 
 
+def test_load_into_stock_changes_no_recstore_table(one_rank: None) -> None:
+    model = models.recstore()
+    models.train(model, **IDS)
+    before = [(name, ids, rows) for name, _, ids, rows in models.shards(model)]
+    with pytest.raises(ValueError, match="'item', 'user' are RecStore tables: call load_stock_state_dict"):
+        load_into_stock(model, stock_state_dict(model, NUM_ROWS))
+    for (name, ids, rows), (_, _, ids_now, rows_now) in zip(before, models.shards(model), strict=True):
+        assert torch.equal(ids, ids_now), name
+        assert all(torch.equal(rows[key], rows_now[key]) for key in rows)
+
+
 def test_row_wise_state_of_column_shards_is_joined(one_rank: None) -> None:
     model, stock = models.recstore("column_wise", ROW_WISE), models.stock("column_wise", ROW_WISE)
     models.train(model, **IDS)

@@ -230,8 +230,10 @@ def load_into_stock(
         optimizer_state_dict: The result of :func:`stock_optimizer_state_dict`. Default: None, no change of it.
 
     Raises:
-        ValueError: An entry is missing, unknown or of another shape.
+        ValueError: An entry is missing, unknown or of another shape, or the model has RecStore tables.
     """
+    if names := sorted(table.name for table in recstore_tables(model)):
+        raise ValueError(f"{', '.join(map(repr, names))} are RecStore tables: call load_stock_state_dict")
     load_stock_state_dict(model, state_dict, optimizer_state_dict)
 
 
