@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import sys
 from collections.abc import Callable
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.packages import PROJECTS
 from torchrec_recstore.doctor.machine import Finding
 from torchrec_recstore.doctor.packages import (
+    EXTRAS,
     MODULES,
     TESTED,
     Imported,
@@ -20,6 +23,7 @@ from torchrec_recstore.doctor.packages import (
     probe,
     python,
     requirements_of,
+    wanted_by,
 )
 from torchrec_recstore.triples import DEFAULT, TRIPLES, Triple
 
@@ -235,6 +239,28 @@ def test_extras() -> None:
     assert missing.fix == "pip install 'torchrec-recstore[redis]'"
     old = extra({"redis": "7.4.1", "hiredis": "3.5.0"})
     assert (old.status, old.found) == ("warning", "cold rows: redis 7.4.1, wanted >=8")
+
+
+def test_extras_of_the_real_packages() -> None:
+    """Those of the other distributions are checked through them, so that a missing grpcio or redis is seen."""
+    config = {package.replace("_", "-"): configparser.ConfigParser() for package in PROJECTS}
+    lines: dict[str, list[str]] = {}
+    for package, project in PROJECTS.items():
+        of = config[package.replace("_", "-")]
+        of.read(project / "setup.cfg")
+        extras = of["options.extras_require"].items() if of.has_section("options.extras_require") else ()
+        lines[package.replace("_", "-")] = [
+            *of["options"]["install_requires"].split(),
+            *(f'{each}; extra == "{extra}"' for extra, some in extras for each in some.split("\n") if each),
+        ]
+    wanted = {extra: wanted_by(extra, lines.get) for extra in EXTRAS}
+    assert all(re.fullmatch(r"([<>=~!]=?[\d.]+)?", bound) for some in wanted.values() for bound in some.values())
+    assert wanted["redis"].keys() >= {"torchrec-recstore-service", "redis", "hiredis", "grpcio"}
+    assert wanted["service"].keys() >= {"grpcio", "grpcio-health-checking", "prometheus-client", "protobuf"}
+    assert "redis" not in wanted["service"]
+    assert wanted["serving"].keys() >= {"torchrec-recstore-serving", "torchrec-recstore-service", "grpcio"}
+    assert "torch" not in wanted["service"]  # the core needs it anyway
+    assert wanted["rocksdb"].keys() == {"rocksdict"}
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ EXTRAS = {  # the use of each
     "cli": "progress and tables of this command",
     "examples": "recstore train",
     "service": "recstore serve, RecStoreClient",
+    "serving": "recstore export, recstore follow",
     "rocksdb": "cold rows on a disk",
     "redis": "cold rows on a Redis or Valkey server",
 }
@@ -229,20 +230,40 @@ def other(name: str, need: str, versions: Versions) -> Finding:
 def optional_packages(versions: Versions = installed) -> Iterator[Finding]:
     """Checks the packages of each extra."""
     try:
-        lines = requires("torchrec-recstore") or []
+        requires("torchrec-recstore")
     except PackageNotFoundError:
         return  # a checkout that is not installed has no metadata of extras
     for extra, use in EXTRAS.items():
-        yield extra_packages(extra, use, requirements_of(extra, lines), versions)
+        yield extra_packages(extra, use, wanted_by(extra, _requires), versions)
+
+
+def _requires(distribution: str) -> list[str] | None:
+    try:
+        return requires(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def wanted_by(extra: str, requires_of: Callable[[str], list[str] | None]) -> dict[str, str]:
+    """Returns the distributions of an extra with their version specifiers, and what those of ours among them need."""
+    core = requires_of("torchrec-recstore") or []
+    found = requirements_of(extra, core)
+    for name in found.keys() & {"torchrec-recstore-service", "torchrec-recstore-serving"}:
+        lines = requires_of(name) or []
+        found |= requirements_of("", lines) | requirements_of(extra, lines)
+    return {name: bound for name, bound in found.items() if name not in requirements_of("", core)}
 
 
 def requirements_of(extra: str, lines: list[str]) -> dict[str, str]:
-    """Returns the distributions of an extra with their version specifiers, from ``redis>=8; extra == "redis"``."""
+    """Returns the distributions of an extra with their version specifiers, from ``redis>=8; extra == "redis"``.
+
+    The extra ``""`` is what is always needed.
+    """
     found = {}
     for line in lines:
         requirement, _, marker = line.partition(";")
-        if re.search(rf"extra\s*==\s*['\"]{re.escape(extra)}['\"]", marker):
-            name, bound = re.fullmatch(r"\s*([\w.-]+)\s*(.*?)\s*", requirement).groups()  # type: ignore[union-attr]
+        if extra in re.findall(r"extra\s*==\s*['\"](.*?)['\"]", marker) or (not extra and not marker):
+            name, bound = re.fullmatch(r"\s*([\w.-]+)(?:\[.*?\])?\s*(.*?)\s*", requirement).groups()  # type: ignore[union-attr]
             found[name] = bound.strip("()")
     return found
 
