@@ -9,12 +9,14 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
 import torchrec_recstore
 import torchrec_recstore.inference
 import torchrec_recstore_service
 import torchrec_recstore_serving
-from torchrec_recstore import plugins
+from torchrec_recstore import cli, plugins
+from torchrec_recstore.commands.scripts import missing_in_one_line
 
 from .packages import PACKAGES, PROJECTS, PYTHON_PATH
 
@@ -24,7 +26,7 @@ OTHERS = sorted(PACKAGES.keys() - {"torchrec_recstore"})
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no other distribution was installed."""
-    monkeypatch.setattr(plugins, "entry_points", lambda **wanted: ())
+    monkeypatch.setattr(plugins, "_entry_points", lambda **wanted: ())
     uncached = plugins.plugin.__wrapped__
     for module in (plugins, torchrec_recstore.inference):
         monkeypatch.setattr(module, "plugin", uncached)
@@ -66,6 +68,28 @@ def test_a_scan_of_modules_needs_no_other_distribution() -> None:
     assert getattr(torchrec_recstore.inference, "__warningregistry__", None) is None  # unittest asks every module
 
 
+class Broken:
+    """The entry point of a distribution of another version."""
+
+    def load(self) -> object:
+        raise ImportError("cannot import name 'x' from 'torchrec_recstore.commands.output'")
+
+
+def test_a_command_that_does_not_load_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    command = cli._of_others("serve", Broken())  # type: ignore[arg-type]
+    with pytest.raises(typer.Exit):
+        command(None)
+    assert capsys.readouterr().err == "error: cannot import name 'x' from 'torchrec_recstore.commands.output'\n"
+
+
+def test_only_a_missing_package_is_told_in_one_line() -> None:
+    with pytest.raises(ImportError, match="a library is damaged"), missing_in_one_line():
+        raise ImportError("a library is damaged")
+    told = "grpc is missing: pip install 'torchrec-recstore\\[service\\]'"
+    with pytest.raises(ValueError, match=told), missing_in_one_line():
+        raise ModuleNotFoundError("No module named 'grpc'", name="grpc")
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_missing_distribution_is_named() -> None:
     for name, needed in (("client", "torchrec-recstore-service"), ("serving", "torchrec-recstore-serving")):
@@ -80,7 +104,7 @@ import sys
 sys.modules.update(dict.fromkeys(("torchrec_recstore_service", "torchrec_recstore_serving", "grpc")))
 import torchrec_recstore
 from torchrec_recstore import plugins
-plugins.entry_points = lambda **wanted: ()
+plugins._entry_points = lambda **wanted: ()
 import torchrec_recstore.cli
 for package in ("store", "kernels", "modules", "sharders", "planner", "checkpoint", "doctor"):
     __import__(f"torchrec_recstore.{package}")

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from torchrec_recstore import __version__
 from torchrec_recstore.plugins import commands, missing
@@ -30,6 +29,9 @@ except ModuleNotFoundError as error:
         raise
     print(f"error: {error.name} is missing: pip install 'torchrec-recstore[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -60,12 +62,18 @@ def recstore(
     """The command of torchrec_recstore."""
 
 
-def _not_installed(name: str) -> Callable[[typer.Context], None]:
-    """Returns a command that says which distribution has the command ``name``."""
+def _of_others(name: str, entry: EntryPoint | None) -> Any:
+    """Returns a command of another distribution, or one that says why that command cannot be used."""
+    try:
+        if entry is None:
+            raise missing(name)
+        return entry.load()
+    except (ImportError, AttributeError) as error:  # AttributeError: the entry point of another version
+        reason = str(error)
 
     def say(context: typer.Context) -> None:
         with errors_in_one_line():
-            raise ValueError(str(missing(name)))
+            raise ValueError(reason)
 
     return say
 
@@ -73,12 +81,13 @@ def _not_installed(name: str) -> Callable[[typer.Context], None]:
 app.command(rich_help_panel=JOBS, context_settings=_PASS_ON)(train)
 app.command(rich_help_panel=JOBS)(plan)
 for _name, _entry in commands().items():
-    if _entry is None:
-        app.command(_name, hidden=True, context_settings=_PASS_ON)(_not_installed(_name))
-    elif isinstance(_command := _entry.load(), typer.Typer):
+    if isinstance(_command := _of_others(_name, _entry), typer.Typer):
         app.add_typer(_command, name=_name, rich_help_panel=JOBS)
     else:
-        app.command(_name, rich_help_panel=JOBS)(_command)
+        _says_why: dict[str, Any] = (
+            {"hidden": True, "context_settings": _PASS_ON} if _command.__module__ == __name__ else {}
+        )
+        app.command(_name, rich_help_panel=JOBS, **_says_why)(_command)
 app.command(rich_help_panel=CHECKPOINTS)(inspect)
 app.command(rich_help_panel=CHECKPOINTS)(diff)
 app.command(rich_help_panel=CHECKPOINTS)(compact)

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 # The group of the entry points of commands, which are typer functions or typer apps, and that of all others.
 _COMMAND_GROUP, _PLUGIN_GROUP = "torchrec_recstore.commands", "torchrec_recstore.plugins"
@@ -22,12 +24,18 @@ _PLUGINS = {
 def missing(name: str) -> ImportError:
     """Returns the error of a plugin or a command whose distribution is not installed."""
     needed = f"torchrec-recstore-{(_PLUGINS | _COMMANDS)[name]}"
-    return ImportError(f"this needs {needed}, which is not installed: pip install {needed}")
+    return ImportError(f"this needs {needed}, which is not installed: pip install {needed}", name=needed)
 
 
 def commands() -> dict[str, EntryPoint | None]:
     """Returns the entry points of the commands of other distributions by name, None for those not installed."""
-    return {**dict.fromkeys(_COMMANDS), **{entry.name: entry for entry in entry_points(group=_COMMAND_GROUP)}}
+    return {**dict.fromkeys(_COMMANDS), **{entry.name: entry for entry in _entry_points(group=_COMMAND_GROUP)}}
+
+
+def _entry_points(**wanted: str) -> Any:
+    from importlib.metadata import entry_points  # takes as long as the rest of `import torchrec_recstore`
+
+    return entry_points(**wanted)
 
 
 @cache
@@ -37,6 +45,6 @@ def plugin(name: str) -> Any:
     Raises:
         ImportError: The distribution is not installed. The message says how to install it.
     """
-    for entry in entry_points(group=_PLUGIN_GROUP, name=name):
+    for entry in _entry_points(group=_PLUGIN_GROUP, name=name):
         return entry.load()
     raise missing(name)

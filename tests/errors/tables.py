@@ -206,7 +206,7 @@ def no_rocksdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     "this needs torchrec-recstore-serving, which is not installed: pip install torchrec-recstore-serving",
 )
 def no_serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "entry_points", lambda **wanted: ())
+    monkeypatch.setattr(plugins, "_entry_points", lambda **wanted: ())
     plugins.plugin.__wrapped__("follow")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, stdout, table_of
+from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from torchrec_recstore.planner.forecast_inputs import ForecastTable
@@ -182,28 +182,24 @@ def _as_json(found: Forecast, of_sample: set[str]) -> dict[str, Any]:
 
 def _print(found: Forecast, days: float, of_sample: set[str]) -> None:
     later = [f"in {days:g} days"] if days else []
-    shown = table_of(["table", "sharding type", "ranks", "rows", *(f"rows {each}" for each in later)])
+    rows = []
     for name, table in in_order({table.name: table for table in found.tables}):
         counts = [table.rows, table.rows_later] if days else [table.rows]
         ranks = " to ".join(map(str, dict.fromkeys((table.ranks[0], table.ranks[-1]))))
-        shown.add_row(name, table.sharding_type, ranks, *(f"{count:,}" for count in counts))
-    out = stdout()
-    out.print(shown)
-    columns = ["rank", "step", "lookups", "network", "torchrec", "sent", "received", "memory"]
-    shown = table_of([*columns, *(f"memory {each}" for each in later), "limit"])
+        rows.append([name, table.sharding_type, ranks, *(f"{count:,}" for count in counts)])
+    print_table(["table", "sharding type", "ranks", "rows", *(f"rows {each}" for each in later)], rows)
+    rows = []
     for rank in found.ranks:
+        times = (rank.step_ms, rank.lookups_ms, rank.network_ms, rank.torchrec_ms)
         sizes = [rank.sent_bytes, rank.received_bytes, rank.memory_bytes, *([rank.memory_later_bytes] if days else [])]
-        shown.add_row(
-            str(rank.rank),
-            *(f"{ms:.3f} ms" for ms in (rank.step_ms, rank.lookups_ms, rank.network_ms, rank.torchrec_ms)),
-            *(decimal(round(size)) for size in sizes),
-            rank.limit,
-        )
-    out.print(shown)
+        shown = [*(f"{ms:.3f} ms" for ms in times), *(decimal(round(size)) for size in sizes)]
+        rows.append([str(rank.rank), *shown, rank.limit])
+    columns = ["rank", "step", "lookups", "network", "torchrec", "sent", "received", "memory"]
+    print_table([*columns, *(f"memory {each}" for each in later), "limit"], rows)
     why = f": with more memory, a step takes {found.boundless_step_ms:.3f} ms" if found.limit == "memory" else ""
-    out.print(f"step   {found.step_ms:.3f} ms on the slowest rank", highlight=False)
-    out.print(f"limit  {found.limit}{why}", highlight=False)
+    print_line(f"step   {found.step_ms:.3f} ms on the slowest rank")
+    print_line(f"limit  {found.limit}{why}")
     if of_sample:
         names = ", ".join(name for name, _ in in_order(dict.fromkeys(of_sample)))
         growth = ", and their growth is that of its second half" if days else ""
-        out.print(f"rows   those of {names} are the distinct ids of the sample{growth}", highlight=False)
+        print_line(f"rows   those of {names} are the distinct ids of the sample{growth}")

@@ -25,6 +25,7 @@ from torchrec_recstore.triples import DEFAULT
 _EXTRAS = {"rocksdict": "rocksdb", "redis": "redis", "hiredis": "redis"} | dict.fromkeys(
     ("matplotlib", "polars", "rich", "tensorboard", "torchmetrics", "tqdm", "typer"), "examples"
 )
+_EXTRAS |= dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "google", "prometheus_client"), "service")
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -45,7 +46,9 @@ def missing_in_one_line() -> Iterator[None]:
         if error.name is None or error.name.startswith("torchrec_recstore"):
             raise
         raise ValueError(f"{error.name} is missing: {how_to_install(error.name)}") from None
-    except ImportError as error:  # of a plugin
+    except ImportError as error:
+        if not (error.name or "").startswith("torchrec-recstore-"):  # not that of plugins.missing
+            raise
         raise ValueError(str(error)) from None
 
 
