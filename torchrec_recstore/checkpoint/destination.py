@@ -34,7 +34,7 @@ class Destination:
 
     :meth:`stage` creates a hidden directory next to the path, the caller writes the files into it, and :meth:`publish`
     renames it. Until :meth:`close` the path is locked, and so are the ``bases``, the checkpoints that the new one needs
-    or is made from. The links in ``path`` are resolved. The errors are those of ``save_checkpoint`` for its path and
+    or is made from. ``path`` has no links. The errors are those of ``save_checkpoint`` for its path and
     its base.
     """
 
@@ -65,9 +65,10 @@ class Destination:
         """Creates the directory for the files, and removes the directories of dead processes."""
         for rest in leftovers(self.path):
             shutil.rmtree(rest, ignore_errors=True)
-        self._staging = self.path.with_name(staging_name(self.path))
-        self._staging.mkdir()
-        return self._staging
+        staging = self.path.with_name(staging_name(self.path))
+        staging.mkdir()
+        self._staging = staging
+        return staging
 
     def publish(self) -> None:
         """Renames the directory to the path in one atomic operation. After an error the path is as it was."""

@@ -301,7 +301,7 @@ class _Save:
                     f"all ranks must share the filesystem of {self.path.parent}"
                 )
         names = [table.name for table in self._tables]
-        tables = {name: _merged([info for of_rank in contents for info in of_rank[name]]) for name in names}
+        tables = {name: _merged([info for of_rank in contents for info in of_rank.get(name, ())]) for name in names}
         info = CheckpointInfo(
             path=self.path,
             step=max((table.steps for table in tables.values()), default=0),
