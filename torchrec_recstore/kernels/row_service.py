@@ -18,14 +18,11 @@ from torchrec_recstore.store import TableStats
 
 
 class RemoteTable(Protocol):
-    """A table of a :class:`RowService`. The attributes are those of ``Table``."""
+    """A table of a :class:`RowService`, as modules and sharders use it."""
 
     name: str
     dim: int
-    columns: range
-    dtype: torch.dtype
     optimizer: Optimizer
-    options: TableOptions
     handle: int
     """A number that no other table has, native tables included."""
 

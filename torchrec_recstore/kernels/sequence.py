@@ -108,7 +108,7 @@ class SequenceKernel(LookupKernel):
         return None
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
-        """Prepares a batch, with the arguments of :meth:`forward`. See :meth:`PooledKernel.prefetch`."""
+        """Prepares a batch, with the ``ids`` and ``counts`` of :meth:`forward`. See :meth:`PooledKernel.prefetch`."""
         for kernel, part in self._parts(ids, counts):
             kernel.prefetch(part, [len(part)])
 

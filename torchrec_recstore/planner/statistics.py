@@ -98,7 +98,7 @@ def measure_statistics(
 ) -> dict[str, TableStatistics]:
     """Returns, by table name, what a sample of batches tells: all but the number of rows and their growth.
 
-    The ids of the sample are kept in memory.
+    The ids of the tables' features are kept in memory.
 
     Args:
         configs: The configs of the tables of one collection.
@@ -111,22 +111,28 @@ def measure_statistics(
     Raises:
         ValueError: There is no batch or no id, or a batch lacks a feature. The message names the feature.
     """
-    sample = list(batches)
-    return {config.name: _measured(config, sample, optimizer) for config in configs}
+    own: dict[str, list[KeyedJaggedTensor]] = {config.name: [] for config in configs}
+    samples = 0
+    for batch in batches:
+        samples += batch.stride()
+        for config in configs:
+            for name in config.feature_names:
+                if name not in batch.keys():  # noqa: SIM118  (KeyedJaggedTensor has no __contains__)
+                    raise ValueError(f"a batch has no feature {name!r} of table {config.name!r}: {batch.keys()}")
+            of_table = KeyedJaggedTensor.from_jt_dict({name: batch[name] for name in config.feature_names})
+            if len(of_table.values()):
+                own[config.name].append(of_table)
+    return {config.name: _measured(config, own[config.name], samples, optimizer) for config in configs}
 
 
 def _measured(
-    config: EmbeddingBagConfig | EmbeddingConfig, batches: Sequence[KeyedJaggedTensor], optimizer: Optimizer | None
+    config: EmbeddingBagConfig | EmbeddingConfig,
+    own: Sequence[KeyedJaggedTensor],
+    samples: int,
+    optimizer: Optimizer | None,
 ) -> TableStatistics:
-    for batch in batches:
-        for name in config.feature_names:
-            if name not in batch.keys():  # noqa: SIM118  (KeyedJaggedTensor has no __contains__)
-                raise ValueError(f"a batch has no feature {name!r} of table {config.name!r}: {batch.keys()}")
-    own = [KeyedJaggedTensor.from_jt_dict({name: batch[name] for name in config.feature_names}) for batch in batches]
-    own = [features for features in own if len(features.values())]
     if not own:
         raise ValueError(f"table {config.name!r}: the batches have no ids")
-    samples = sum(batch.stride() for batch in batches)
     ids = torch.cat([features.values() for features in own])
     return TableStatistics(
         ids_per_sample=tuple(

@@ -51,7 +51,11 @@ class Pace:
 
 
 class AgreedClock:
-    """The wall clock of a sharded module's tables, that of the first rank. Expiry takes at least ``seconds``."""
+    """The wall clock of a sharded module's tables, that of the first rank.
+
+    ``seconds`` is the shortest ``Expiry.seconds`` of the tables. The faster the steps, the fewer of them exchange the
+    time.
+    """
 
     def __init__(self, env: ShardingEnv, seconds: float, tables: Iterable[Table]) -> None:
         self._env = env

@@ -262,7 +262,8 @@ def replace_rows(shards: Sequence[LocalShard], source: WholeRows) -> None:
         rows = source.rows(shard, shard.table.columns)
         shard.table.remove(shard.table.ids())
         shard.table.insert_all(source.ids[owned_positions(shard, source.ids)], rows)
-        ops.table_set_optimizer_steps(shard.table.handle, 0)
+        with ops.native_errors(f"table {shard.table.name!r}"):
+            ops.table_set_optimizer_steps(shard.table.handle, 0)
 
 
 @dataclass(eq=False, repr=False)
@@ -320,11 +321,11 @@ class ModuleState:
                     if count is not None:
                         _check_row_count(name, count, state_dict[found[name]].size(0))
                 sources = {
-                    name: _checked_weights(name, self.shards[name], state_dict[key], whole_ids[name])
+                    name: _checked_weights(name, self.tables[name].shards, state_dict[key], whole_ids[name])
                     for name, key in found.items()
                 }
             for name, source in sources.items():
-                replace_rows(self.shards[name], source)
+                replace_rows(self.tables[name].shards, source)
                 self.copies.forget(name, WEIGHTS)
         for name, key in keys.items():
             if key in state_dict or not self.emits_rows:

@@ -18,7 +18,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.sharders.delta_tracker import Record, tracking
 from torchrec_recstore.sharders.fused_params import table_options
-from torchrec_recstore.sharders.kernel import RecStoreKernel, RecStorePooledKernel, RecStoreSequenceKernel, row_split
+from torchrec_recstore.sharders.kernel import (
+    IN_NODE,
+    RecStoreKernel,
+    RecStorePooledKernel,
+    RecStoreSequenceKernel,
+    row_split,
+)
 from torchrec_recstore.torchrec_seams.models import (
     LookupSeams,
     PooledLookupSeams,
@@ -94,7 +100,7 @@ class RecStorePooledLookup(RecStoreLookup, PooledLookupSeams, GroupedPooledEmbed
     """TorchRec's pooled lookup with RecStore's kernel."""
 
     def __init__(self, sharding: Sharding, type_name: str, device: torch.device | None) -> None:
-        rows_in_node = dict.fromkeys(("table_row_wise", "grid_shard"), ShardingType.TABLE_ROW_WISE)
+        rows_in_node = dict.fromkeys(IN_NODE, ShardingType.TABLE_ROW_WISE)
         # TorchRec's shardings pass these types to their lookups.
         self._pools_as = {"row_wise": ShardingType.ROW_WISE, **rows_in_node}.get(type_name)
         super().__init__(sharding, type_name, device, sharding_type=self._pools_as)

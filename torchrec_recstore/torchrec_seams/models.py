@@ -33,7 +33,12 @@ Sharding: TypeAlias = EmbeddingSharding[Any, Any, Any, Any]
 """The tables of one collection that have one sharding type."""
 
 process_group: Callable[[Sharding], dist.ProcessGroup | None] = attrgetter("_pg")
-sharding_env: Callable[[Any], ShardingEnv] = attrgetter("_env")  # of a sharding or of a sharded module
+
+
+def sharding_env(sharded: Any) -> ShardingEnv:
+    """Returns the environment of a sharding or of a sharded module. ``torch.compile`` traces this, no attrgetter."""
+    env: ShardingEnv = sharded._env
+    return env
 
 
 def split_in_node(sharding: Sharding) -> tuple[int, int]:
@@ -165,7 +170,7 @@ class BagCollectionSeams(CollectionSeams):
 
     def _init_mean_pooling_callback(self, *args: Any) -> None:
         super()._init_mean_pooling_callback(*args)
-        # TorchRec finds the outputs to divide by name, so that it divides some of a feature of several tables wrongly.
+        # TorchRec finds the outputs to divide by name, and divides wrong ones for a feature of several tables.
         # Every output is identified by its position instead. Column-wise and grid shardings keep one name for each
         # shard; uncombined_embedding_names of a grid sharding has the combined names.
         shardings = self.shardings_in_order
@@ -279,7 +284,8 @@ class LookupSeams(BaseEmbeddingLookup):  # type: ignore[misc]
 
     def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *args: Any, **kwargs: Any) -> BaseEmbedding:
         # The only place where kernels are made; TorchRec's method refuses CUSTOMIZED_KERNEL.
-        return self.make_kernel(config) or super()._create_embedding_kernel(config, *args, **kwargs)
+        kernel = self.make_kernel(config)
+        return super()._create_embedding_kernel(config, *args, **kwargs) if kernel is None else kernel
 
     def features_by_kernel(self, features: KeyedJaggedTensor) -> Iterator[tuple[Any, KeyedJaggedTensor]]:
         """Each kernel and its features."""
