@@ -44,7 +44,7 @@ def check_init_fn(config: BaseEmbeddingConfig, options: TableOptions | None) -> 
 
 
 def initializer_of(config: BaseEmbeddingConfig, options: TableOptions) -> Initializer:
-    """Returns the initializer of ``options``, or a uniform one from the config's ``weight_init_min`` to ``max``.
+    """Returns the initializer of ``options``, or a uniform one with the config's ``weight_init_min`` and ``_max``.
 
     A bound that the config does not set is that of the default initializer. Raises ValueError, which names the table,
     if the range is not valid.

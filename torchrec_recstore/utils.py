@@ -1,4 +1,4 @@
-"""Lazy imports, warnings and forked processes, for all packages of torchrec_recstore. This module imports no torch.
+"""Lazy imports, warnings, errors and forked processes, for all packages of torchrec_recstore, without torch.
 
 Tests: tests/test_warnings.py.
 """

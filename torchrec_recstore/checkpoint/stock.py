@@ -79,7 +79,7 @@ def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Te
         raise ValueError(f"num_rows must not be negative, got {num_rows}")
     with refused_together(table.state.env):
         table.state.copies.check()
-    out = torch.zeros(num_rows, table.dim)
+    out = torch.zeros(num_rows, table.dim)  # Cells of other ranks' shards stay 0.
     for shard in table.shards:
         columns = shard.table.columns
         for begin in range(0, num_rows, _DENSE_CHUNK):
@@ -279,7 +279,7 @@ def gathered(values: Mapping[_Key, Any], env: ShardingEnv) -> dict[_Key, Tensor]
 
 
 def _summed(value: Tensor, env: ShardingEnv) -> None:
-    """Replaces ``value`` by its sum over all ranks: each cell is 0 on all ranks but one. Collective."""
+    """Replaces ``value`` by its sum over all ranks. Collective."""
     if env.process_group is not None and dist.get_world_size(env.process_group) > 1:
         dist.all_reduce(value, group=env.process_group)
 

@@ -42,7 +42,7 @@ class DropIn(TableModule):
             load_table_state(self._owned.table, {"weight": weight})
 
     def _keep(self, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool, sparse: bool) -> None:
-        """Keeps the arguments that only backward needs, or that have no effect."""
+        """Keeps the arguments of torch's module that the constructor does not use itself."""
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.scale_grad_by_freq = scale_grad_by_freq

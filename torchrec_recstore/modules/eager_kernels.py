@@ -88,9 +88,10 @@ class EagerKernels:
         return _Collect.apply(self._anchor, out, collect, bags.ids, bags.offsets, bags.weights)  # type: ignore[no-any-return, no-untyped-call]
 
     def rows(self, tables: Sequence[EagerTable], ids: Tensor, counts: Sequence[int], *, train: bool) -> list[Tensor]:
-        """Returns the rows of ids in their order, (number of the table's ids, dim) float32 of each table, by one call.
+        """Returns each table's rows, (its number of ids, dim) float32, in the order of its ids, by one native call.
 
-        ``ids`` are (N,) int64, on the CPU, table by table, ``counts`` for each table. See :meth:`bags` for the others.
+        ``ids`` are (N,) int64, on the CPU, table by table; ``counts`` are the numbers of ids of the tables. See
+        :meth:`bags` for ``tables`` and ``train``.
         """
         if torch.compiler.is_dynamo_compiling():
             return _outside_the_graph(self.rows, tables, ids, counts, train=train)  # type: ignore[no-any-return]

@@ -33,7 +33,8 @@ class OwnedTable:
     def with_optimizer(self, arguments: Mapping[str, Any]) -> OwnedTable:
         """Returns a table with the same rows, whose arguments differ in ``optimizer`` only.
 
-        Rows keep the state of an optimizer of the same type. Otherwise it starts as zeros; they must not be shared.
+        Rows keep the state of an optimizer of the same type. Otherwise the state starts as zeros: the rows must not
+        have been updated, and ValueError is raised if they are in a shared cold store.
         """
         old = self.table
         keeps_state = type(old.optimizer) is type(arguments["optimizer"])

@@ -105,7 +105,7 @@ def read_machines(path: str | os.PathLike[str]) -> Machines:
 class ForecastTable:
     """A pooled table that is to be planned. All tables have the same optimizer.
 
-    ``dtype`` is a name of ``_DTYPES``. ``options.expected_rows`` has no effect, because the rows were measured.
+    ``dtype`` is float32, float16, bfloat16 or int8. ``options.expected_rows`` has no effect: the rows were measured.
     """
 
     dim: int
@@ -139,9 +139,9 @@ def check_name(name: str) -> None:
 class StatedTable:
     """What a file says about a table. A field is None, or empty, if the file does not say it.
 
-    ``features`` are the columns of a Parquet sample with the table's ids, ``dtype`` is a name of ``_DTYPES``, ``rows``
-    are those of now, and ``max_rows`` is that of ``TableOptions``. Raises ValueError, which names the field, if a value
-    is not valid.
+    ``features`` are the columns of a Parquet sample with the table's ids, ``dtype`` is as in :class:`ForecastTable`,
+    ``rows`` are those of now, and ``max_rows`` is that of ``TableOptions``. Raises ValueError, which names the field,
+    if a value is not valid.
     """
 
     features: tuple[str, ...] = ()

@@ -32,8 +32,8 @@ from torchrec_recstore.planner.traffic import PlacedTable, RankTraffic, millisec
 from torchrec_recstore.row_types import row_bytes
 from torchrec_recstore.sharders import RECSTORE_KERNEL
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params, output_dtype, state_dtype
-from torchrec_recstore.sharders.perf_config import BusBytes, MeasuredSpeed, RecStorePerfConfig, bus_bytes, evaluator_of
-from torchrec_recstore.sharders.plan_entries import ResidentParameter, with_marks
+from torchrec_recstore.sharders.perf_config import BusBytes, RecStorePerfConfig, bus_bytes, evaluator_of
+from torchrec_recstore.sharders.plan_entries import SHARDING_TYPES, ResidentParameter, with_marks
 from torchrec_recstore.table_configs import ROW_DTYPES
 from torchrec_recstore.torchrec_seams.models import collection_inside, configs_of
 from torchrec_recstore.torchrec_seams.planning import (
@@ -45,7 +45,6 @@ from torchrec_recstore.torchrec_seams.planning import (
 OVERHEAD_BYTES_PER_ROW = 32
 """The bytes of index, bookkeeping and alignment per row. Measured: 27 to 30 for 10,000 to 2 million rows."""
 
-_TYPES = [each.value for each in ShardingType if each is not ShardingType.DATA_PARALLEL]
 _COUNTED = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.ROW_WISE.value)
 
 
@@ -138,18 +137,14 @@ class MeasuredPerfConfig(RecStorePerfConfig):
     measured, the bytes of :func:`rank_traffic` count instead, at the topology's bandwidths.
     """
 
-    def __init__(self, measured: Mapping[str, MeasuredSpeed]) -> None:
-        super().__init__(measured)
-        self._counted = set(measured)
-
-    @fwd_comms(_TYPES)  # type: ignore[untyped-decorator]
+    @fwd_comms(SHARDING_TYPES)  # type: ignore[untyped-decorator]
     def forward_comms_ms(self, context: ShardPerfContext) -> float:
         """Returns the estimated milliseconds of the collectives before and after the lookups."""
         if not self._counts(context):
             return default_forward_comms_ms(evaluator_of(context), context, self)
         return sum(self._ms(context, each) for each in _traffic(context) if each.collective != "gradients")
 
-    @bwd_comms(_TYPES)  # type: ignore[untyped-decorator]
+    @bwd_comms(SHARDING_TYPES)  # type: ignore[untyped-decorator]
     def backward_comms_ms(self, context: ShardPerfContext) -> float:
         """Returns the estimated milliseconds of the collectives with gradients."""
         if not self._counts(context):
@@ -165,7 +160,7 @@ class MeasuredPerfConfig(RecStorePerfConfig):
     def _counts(self, context: ShardPerfContext) -> bool:
         # On one rank no bytes are exchanged. TorchRec's formulas then prefer table-wise tables, which need no copies.
         return (
-            context.table_name in self._counted
+            context.table_name in self._measured
             and context.world_size > 1
             and context.compute_kernel == RECSTORE_KERNEL
             and context.sharding_type in _COUNTED

@@ -51,11 +51,7 @@ class Pace:
 
 
 class AgreedClock:
-    """The wall clock of a sharded module's tables, that of the first rank.
-
-    ``seconds`` is the shortest ``Expiry.seconds`` of the tables. The faster the steps, the fewer of them exchange the
-    time.
-    """
+    """The clock of a sharded module's tables, that of the first rank. ``seconds`` is their shortest expiry."""
 
     def __init__(self, env: ShardingEnv, seconds: float, tables: Iterable[Table]) -> None:
         self._env = env

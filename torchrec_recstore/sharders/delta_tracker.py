@@ -26,7 +26,7 @@ Record = Callable[..., None]  # It is called with (features, embeddings, kernel)
 
 
 def tracking(record: Record, groups: Sequence[GroupedEmbeddingConfig], kernels: Sequence[RecStoreKernel]) -> Record:
-    """Returns the function that a lookup, with the ``groups`` of all ranks, calls after each kernel, not ``record``.
+    """Returns the function that a lookup of ``groups`` calls after each kernel, in place of ``record``.
 
     Raises ValueError on every rank if the tracker's mode needs a state that a table's optimizer does not have.
     """

@@ -194,10 +194,7 @@ def _one_state_dtype(asked: object, key: str, where: str) -> torch.dtype | None:
 
 
 def output_dtype(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> torch.dtype:
-    """Returns the dtype of the results of lookups. Default: float32.
-
-    Raises ValueError, which names the tables, if it is not FP32, FP16 or BF16.
-    """
+    """Returns the dtype of lookups' results. Raises ValueError if it is not FP32, the default, FP16 or BF16."""
     asked = (fused_params or {}).get("output_dtype", SparseType.FP32)
     if asked not in _OUTPUT_DTYPES:
         names = ", ".join(kind.name for kind in _OUTPUT_DTYPES)

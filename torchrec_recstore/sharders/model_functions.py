@@ -132,7 +132,9 @@ def reset_rows(model: nn.Module) -> None:
         ValueError: A checkpoint of the model is being written, or the rows of a table are in a shared cold store or on
             servers, which other jobs may use.
         MemoryError: There is no memory for the new tables.
-        ColdStoreError: A new cold store cannot be opened. After any error, on every rank, no table has changed.
+        ColdStoreError: A new cold store cannot be opened.
+
+    Every rank raises the error, and no table has changed.
     """
     env = whole_environment()
     pairs: list[tuple[Table, Table]] = []
@@ -213,8 +215,8 @@ def reshard(model: nn.Module, plan: ShardingPlan) -> None:
             on one of TorchRec's own kernels and the plan of the collection changes, or the reasons of
             ``RecStoreSharder.shard``. Or a table is being saved, is in a shared cold store or on servers, or a train
             pipeline uses the model. The error is raised on every rank, and the model has not changed.
-        RuntimeError: A rank has died while the rows moved. After this or any other error while the rows moved, such as
-            a ``MemoryError``, every later use of the tables raises RuntimeError: start the job again.
+        RuntimeError: A rank has died while the rows moved; all others raise this. After any error while the rows moved,
+            such as a ``MemoryError``, every later use of the tables raises RuntimeError: start the job again.
     """
     with refused_together(whole_environment()):
         recstore_tables(model)  # This refuses tables on servers, and tables that have lost rows.

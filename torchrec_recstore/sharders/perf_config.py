@@ -21,14 +21,12 @@ from torchrec.distributed.planner.estimator.types import ShardPerfContext
 from torchrec.distributed.types import ShardingType
 
 from torchrec_recstore.sharders.kernel import IN_NODE
-from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL
+from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL, SHARDING_TYPES
 from torchrec_recstore.torchrec_seams.planning import default_backward_ms, default_forward_ms
 
 # The speed of RecStore's kernel over that of TorchRec's fused kernel on a CPU, with malloc told to keep large blocks.
 # Measured with row-wise Adagrad: 1.57 and 1.76 (benchmarks/results.json, cases big and criteo, 2026-11-21).
 SPEED_OVER_FUSED = 1.5
-
-_TYPES = [each.value for each in ShardingType if each is not ShardingType.DATA_PARALLEL]
 
 # The sharding types that TorchRec estimates with TableWiseEvaluator and its subclasses (torchrec 1.8.0).
 _WITH_BLOCKS = ("table_wise", "column_wise", "table_column_wise")
@@ -128,14 +126,14 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
             return SPEED_OVER_FUSED * ddr_mem_bw
         return super().get_device_bw(compute_device, compute_kernel, hbm_mem_bw, ddr_mem_bw, *args, **kwargs)  # type: ignore[no-any-return]
 
-    @forward_compute(_TYPES)  # type: ignore[untyped-decorator]
+    @forward_compute(SHARDING_TYPES)  # type: ignore[untyped-decorator]
     def forward_ms(self, context: ShardPerfContext) -> float:
         """Returns the estimated milliseconds of a forward pass. The cost per row is that of row-wise sharding."""
         copied = self._copied(context)
         share = 1 / (1 + context.bwd_compute_multiplier)
         return self._pass_ms(context, default_forward_ms, share, copied.ids + copied.rows)
 
-    @backward_compute(_TYPES)  # type: ignore[untyped-decorator]
+    @backward_compute(SHARDING_TYPES)  # type: ignore[untyped-decorator]
     def backward_ms(self, context: ShardPerfContext) -> float:
         """Returns the estimated milliseconds of a backward pass. The cost per row is that of row-wise sharding."""
         copied = self._copied(context)

@@ -46,6 +46,7 @@ RECSTORE_KERNEL: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 """The name of RecStore's kernel in plans and constraints. (TorchRec uses this name for all kernels but its own.)"""
 
 DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+SHARDING_TYPES = [each.value for each in ShardingType if each is not ShardingType.DATA_PARALLEL]
 _SHOWN = ("table in RecStore", "sharding type", "ranks", "options")  # The columns of a printed plan.
 
 # The tables that a warning was given about, because their sharding names no kernel, until they are sharded.
@@ -156,7 +157,7 @@ class ResidentParameter(nn.Parameter):
 def with_own_arguments(
     fused_params: Mapping[str, Any] | None, optimizer: Optimizer | None, accumulation_steps: int
 ) -> dict[str, Any] | None:
-    """Returns a sharder's ``fused_params`` with its own arguments, of which the planner estimates the states' size."""
+    """Returns a sharder's ``fused_params`` with its own arguments, which the planner reads too."""
     if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int):
         raise TypeError(f"accumulation_steps must be an int, got {type(accumulation_steps).__name__}")
     if accumulation_steps < 1:

@@ -20,7 +20,8 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
     On the CPU, a thread makes the missing rows of the next batch, resolves its ids to slots, and reads its rows from
     cold stores, while the current batch runs the dense layers and the backward pass. (TorchRec's
     ``PrefetchTrainPipelineSparseDist`` does not prefetch on the CPU, torchrec 1.8.0.) The losses are the same, step by
-    step, as in a training loop without pipeline: tables with ``max_rows`` or ``admission`` make their rows in the step.
+    step, as in a training loop without pipeline: the weights of a new row do not depend on when it is made, and tables
+    with ``max_rows`` or ``admission`` make their rows in the step.
 
     On an accelerator, the ids of the next batch are on the host, and its rows are prepared, before the backward pass of
     the current batch begins. On CUDA, TorchRec's pipeline does this on its stream for prefetches. The arguments of the

@@ -156,7 +156,10 @@ class Part:
 
     @staticmethod
     def from_bytes(data: Tensor) -> Part:
-        """Returns a part of :meth:`packed`: ``data``, (B,) uint8, at a multiple of 8. They share their memory."""
+        """Returns the part that :meth:`packed` has written. The part shares the memory of ``data``.
+
+        ``data``, (B,) uint8, is contiguous, and its address is a multiple of 8.
+        """
         length = int(data[:_ALIGNMENT].view(torch.int64))
         start, stop, described = json.loads(data[_ALIGNMENT : _ALIGNMENT + length].numpy().tobytes())
         at, named = _ALIGNMENT + _padded(length), {}

@@ -37,7 +37,7 @@ class ColdSnapshot:
 
     def __init__(self, handle: int, tier: ColdTier, left: Tensor | None, *, whole: bool) -> None:
         self.wanted: Tensor | None = None
-        """(n,) int64, ascending. The ids of the snapshot's rows. None: all rows in the store and not in memory."""
+        """(n,) int64, ascending. The ids of the snapshot's rows. None: all rows in the store that are not in memory."""
         resident: Tensor | None = None
         if left is not None:
             self.wanted = tier.found(left)

@@ -239,13 +239,13 @@ class Table:
         """Returns the rows of ``ids``, (N,) int64, as :meth:`read_rows` does, with their ids and columns."""
         return Part(ids, self.columns, self.read_rows(ids))
 
-    def parts(self, rows: int = PART_ROWS) -> Parts:
-        """Reads all rows, cold rows included, in parts of at most ``rows`` rows, in ascending order of their ids.
+    def parts(self) -> Parts:
+        """Reads all rows, cold rows included, in ascending order of their ids.
 
         A table without rows has one part. The table must not change meanwhile; :meth:`snapshot` reads one that does.
         """
         ids = self.ids()
-        return (self.part(ids[begin : begin + rows]) for begin in range(0, max(1, len(ids)), rows))
+        return (self.part(ids[begin : begin + PART_ROWS]) for begin in range(0, max(1, len(ids)), PART_ROWS))
 
     def write(self, part: Part) -> None:
         """Writes the rows of a part with the table's columns, also more rows than ``max_rows`` at once.

@@ -53,8 +53,9 @@ class RedisColdStore:
     write several of them. A server has one group, a cluster ``CLUSTER_GROUPS``.
 
     A server can lose rows: it restarts empty or from an old file, fails over to a replica that lags, or evicts keys.
-    Each group therefore has a version, a key that every write to the group increments, a put in the same command as the
-    rows. Each read also reads it. If it is missing, or lower than at the last write, the call raises an error.
+    Each group therefore has a version, a key that every write to the group increments. A put writes it in the same
+    command as the rows, and each read also reads it. If it is missing, or lower than at the last write, the call raises
+    an error. An id counts as missing only if the version is right.
 
     A version does not show that a single row has been evicted. The store therefore checks the server's eviction policy
     and its number of evicted keys when the store is opened, after each failure, and every ``_CHECK_SECONDS`` of use.
@@ -226,7 +227,8 @@ class RedisColdStore:
     def _in_groups(self, ids: Tensor) -> tuple[list[tuple[int, list[bytes]]], Tensor | None]:
         """Splits the keys of ids into groups, and each group into commands.
 
-        Returns the group and the keys of each command, and the ids' order in all commands, (N,) int64, unless it stays.
+        Returns the group and the keys of each command, and the order of the ids in all commands, (N,) int64, or None if
+        it is the order of ``ids``.
         """
         order = None
         groups = torch.zeros_like(ids)
