@@ -89,7 +89,8 @@ def test_a_distribution_imports_those_below_it(package: str) -> None:
             above = set(PACKAGES) - BELOW[package] - {package}
             strings = [node.value for node in ast.walk(TREES[module]) if isinstance(node, ast.Constant)]
             named = [text for text in strings if isinstance(text, str) and text.partition(".")[0] in above]
-            assert named == [] or module == "torchrec_recstore.utils", f"{module} names {named}"
+            # A warning points beyond the lines of all three.
+            assert set(named) <= (set(PACKAGES) if module == "torchrec_recstore.utils" else set()), module
 
 
 def test_no_two_classes_share_a_name() -> None:

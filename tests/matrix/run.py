@@ -146,7 +146,9 @@ def build_wheels(directory: Path, source: Path, python: Path) -> list[Path]:
     run([*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", str(wheels), str(built)])
     run([*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", str(wheels), str(built / "service")])
     run([*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", str(wheels), str(built / "serving")])
-    return sorted(wheels.glob("*.whl"))
+    made = sorted(wheels.glob("*.whl"))
+    assert len(made) == len(PACKAGES), made
+    return made
 
 
 def install(wheels: Sequence[Path], python: Path, copy: Path, core: Path) -> None:
@@ -173,6 +175,7 @@ def install(wheels: Sequence[Path], python: Path, copy: Path, core: Path) -> Non
                 shutil.copy2(own_core, core)
         for library in installed.glob("*.so"):
             (sources / library.name).symlink_to(library)
+    assert core.exists(), "no wheel has a core"
 
 
 def run_tests(copy: Path, python: Path, arguments: Sequence[str], workers: int) -> Path:

@@ -54,7 +54,9 @@ print('client:', tuple(client.pull('user', torch.tensor([7])).shape))"
 ! recstore export run/step-* tables.pt 2>export.log
 grep "pip install torchrec-recstore-serving" export.log
 pip install "${isolation[@]}" "$serving"
+touch installed
 recstore export run/step-* tables.pt --dtype fp16 --top-rows 100
 recstore bench --list
-changed=$(cd venv/lib && find . -newer "$folder/quickstart.py" -path '*/torchrec_recstore/*' ! -name '*.pyc' ! -name __pycache__ -type f)
-test -z "$changed" || { echo "the installed package has changed: $changed"; exit 1; }
+changed() { (cd venv/lib && find . -newer "$folder/$1" -path "$2" ! -name '*.pyc' ! -name __pycache__ -type f); }
+changed=$(changed quickstart.py '*/torchrec_recstore/*'; changed installed '*torchrec_recstore*')
+test -z "$changed" || { echo "the installed packages have changed: $changed"; exit 1; }

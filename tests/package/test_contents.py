@@ -60,16 +60,15 @@ def files_of(sdist: Path) -> set[str]:
         return {name.partition("/")[2] for name in file.getnames()}
 
 
-def test_sdist_of_serving_holds_what_its_library_is_made_of(copy: Path) -> None:
-    setup_py(copy / "serving", "sdist", "--dist-dir", "made")
-    (made,) = (copy / "serving/made").iterdir()
+@pytest.mark.parametrize("project", ["service", "serving"])
+def test_sdist_of_a_plugin_holds_its_files_and_what_it_compiles(copy: Path, project: str) -> None:
+    setup_py(copy / project, "sdist", "--dist-dir", "made")
+    (made,) = (copy / project / "made").iterdir()
     names = files_of(made)
-    assert {name for name in tracked() if name.startswith("serving/")} <= {f"serving/{name}" for name in names}
-    assert {
-        "core/native_build.py",
-        "core/torchrec_recstore/csrc/memory.cpp",
-        "core/torchrec_recstore/csrc/mix.h",
-    } <= names
+    assert {name for name in tracked() if name.startswith(f"{project}/")} <= {f"{project}/{name}" for name in names}
+    assert not [name for name in names if name.endswith((".so", ".pyc", ".o"))]
+    core = {"native_build.py", "torchrec_recstore/csrc/memory.cpp", "torchrec_recstore/csrc/mix.h"}
+    assert ({f"core/{name}" for name in core} <= names) == (project == "serving")
 
 
 SCRIPTS = {f"benchmarks/{name}.json" for name in ("results", "quality", "scale")}
@@ -104,7 +103,7 @@ def test_wheel(copy: Path, package: str, library: str | None, tag: str) -> None:
         ours |= {f"{package}/{name}" for name in scripts}
         assert "recstore = torchrec_recstore.cli:main" in about["entry_points.txt"]
     else:
-        assert "torchrec-recstore==0.2.0" in about["METADATA"]
+        assert f"torchrec-recstore=={torchrec_recstore.__version__}" in about["METADATA"]
         assert "[torchrec_recstore.commands]" in about["entry_points.txt"]
     assert names == ours
     metadata = email.message_from_string(about["METADATA"])
@@ -151,8 +150,7 @@ def test_what_extras_name_is_pinned() -> None:
             assert not bound.startswith("==") or pins()[name] == bound[2:], f"[{extra}] {name}"
 
 
-CORE = ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli", "parquet"]
-EVERY = ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli", "examples"]
+COMMON = ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli"]
 
 
 @pytest.mark.parametrize(
@@ -160,15 +158,11 @@ EVERY = ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli", "examples"]
     [
         ("torchrec_recstore/store", "torchrec_recstore", ["", "rocksdb", "redis"]),  # usable without an extra
         ("torchrec_recstore/kernels", "torchrec_recstore", [""]),
-        (
-            "torchrec_recstore",
-            "torchrec_recstore",
-            ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli", "parquet"],
-        ),
+        ("torchrec_recstore", "torchrec_recstore", [*COMMON, "parquet"]),
         ("service/torchrec_recstore_service", "torchrec_recstore_service", ["", "redis"]),
         ("serving/torchrec_recstore_serving", "torchrec_recstore_serving", ["", "redis"]),
-        ("examples", "torchrec_recstore", EVERY),
-        ("benchmarks", "torchrec_recstore", EVERY),
+        ("examples", "torchrec_recstore", [*COMMON, "examples"]),
+        ("benchmarks", "torchrec_recstore", [*COMMON, "examples"]),
     ],
 )
 def test_what_is_imported_is_required(folder: str, package: str, extras: list[str]) -> None:

@@ -126,6 +126,7 @@ GROUPS = {
     "lamb": Group(PLAIN, optim.LAMB(lr=0.01)),
     "partial_lamb": Group(PLAIN, optim.PartialRowWiseLAMB(lr=0.01)),
     "lars": Group(PLAIN, optim.LARSSGD(lr=0.1)),
+    "ftrl": Group(PLAIN, optim.Ftrl(lr=0.1)),
 }
 # The other optimizers have no options that change what a row keeps.
 GROUPS |= {

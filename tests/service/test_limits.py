@@ -121,6 +121,16 @@ def _epoch(server: RecStoreServer) -> str:
         return f"{state.set}/{state.epoch}"
 
 
+def test_calls_without_a_readable_request_are_refused(own_server: RecStoreServer) -> None:
+    requests = {b"\xff": "the request is not a message of the protocol", None: "the call has no request"}
+    with grpc.insecure_channel(own_server.address) as channel:
+        call = channel.stream_unary(SERVICE + "Stats")
+        for request, message in requests.items():
+            with pytest.raises(grpc.RpcError, match=message) as refused:
+                call(iter([] if request is None else [request]), metadata=METADATA, timeout=60)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 @pytest.mark.slow
 def test_messages_that_cannot_be_read_take_no_memory(own_server: RecStoreServer) -> None:
     with grpc.insecure_channel(own_server.address) as channel:
