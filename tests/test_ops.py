@@ -169,7 +169,7 @@ CASES: dict[str, Any] = {
 
 def test_every_op_has_a_case() -> None:
     names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("recstore_ops::")}
-    # Those of clients, registered where torchrec_recstore.service is imported, have their own tests.
+    # Those of clients, registered where torchrec_recstore_service is imported, have their own tests.
     assert {name for name in names if not name.startswith("emb_")} == set(CASES)
 
 

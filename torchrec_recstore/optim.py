@@ -315,7 +315,7 @@ def state_names(optimizer: Optimizer) -> dict[str, StateKind]:
 
 
 def is_square(state_name: str) -> bool:
-    """Returns whether the state is a sum or an average of squared gradients. All row-wise states are."""
+    """Returns whether the state is a sum or an average of squares. All row-wise states are."""
     return state_name in ("sum", "exp_avg_sq", "square_avg", "acc_delta", "accumulator")
 
 

@@ -10,9 +10,9 @@
 // applies the deltas after it as they appear. Each line of the standard input, "INPUTS.pt OUTPUT.pt", is a request. The
 // program answers it, prints the version that has answered, and ends with its input.
 //
-// A model with a hash index needs _serving.abi3.so of the package torchrec_recstore. With the other index, rows of other
-// types than float32, and models with a KeyedJaggedTensor in them, need FBGEMM's ops. Give these libraries with
-// --library, in the order of docs/serving.md.
+// A model with a hash index needs _serving.abi3.so of the package torchrec_recstore_serving. With the other index, rows
+// of other types than float32, and models with a KeyedJaggedTensor in them, need FBGEMM's ops. Give these libraries
+// with --library, in the order of docs/serving.md.
 #include <ATen/core/Dict.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_file.h>

@@ -36,7 +36,7 @@ def load_library() -> Path:
     if built != ".".join(torch.__version__.split(".")[:2]):
         raise ImportError(
             f"{path.name} was built with torch {built}, and this is torch {torch.__version__}: build the package with "
-            '`pip install --no-build-isolation .`, or export with index="sorted", which needs no library'
+            '`pip install --no-build-isolation ./serving`, or export with index="sorted", which needs no library'
         )
     torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     return path

@@ -55,7 +55,7 @@ def a_tree(tmp_path: Path) -> None:
 @situation(
     "ImportError",
     "_serving.abi3.so was built with torch 1.0, and this is torch ...: build the package with `pip install "
-    '--no-build-isolation .`, or export with index="sorted", which needs no library',
+    '--no-build-isolation ./serving`, or export with index="sorted", which needs no library',
 )
 def another_torch(tmp_path: Path) -> None:
     (tmp_path / "_serving.abi3.so").write_bytes(b"recstore serving library for torch 1.0")
@@ -139,6 +139,11 @@ def held(tmp_path: Path) -> None:
 
 @situation("FileNotFoundError", "there is no exported model at .../served.pt")
 def no_base(tmp_path: Path) -> None:
+    """An export delta without a base.
+
+    Cause: `base` must be the path of the model that is served, and there is no file at this path. Fix: correct the
+    path, or export the whole model first.
+    """
     export_delta(bags(), tmp_path / "delta.safetensors", base=tmp_path / "served.pt")
 
 

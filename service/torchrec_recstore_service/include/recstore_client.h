@@ -4,7 +4,7 @@
 //   std::vector<float> rows = client.pull("user", {7, -1});  // (2, dim)
 //   client.update("user", {7, -1}, gradients);               // the servers apply the table's optimizer
 //
-// It needs C++17, gRPC and protobuf, and the code that protoc generates from torchrec_recstore/rpc/recstore.proto. See
+// It needs C++17, gRPC and protobuf, and the code that protoc generates from torchrec_recstore_service/wire/recstore.proto. See
 // docs/service.md, "Programs in C++", and examples/service_cpp.
 #pragma once
 

@@ -26,7 +26,7 @@
 #include "../gate.h"
 #include "../served_rows.h"
 
-// inference/library.py reads the version of torch from the file before it loads the library.
+// library.py reads the version of torch from the file before it loads the library.
 extern "C" __attribute__((visibility("default"), used)) const char recstore_serving_torch[] =
     "recstore serving library for torch " C10_STRINGIZE(TORCH_VERSION_MAJOR) "." C10_STRINGIZE(TORCH_VERSION_MINOR);
 
@@ -94,7 +94,7 @@ struct Changes {
   RowChanges given{};
 };
 
-// The checksum of tensors, their names, their data types and their shapes; checksum_of in inference/verification.py.
+// The checksum of tensors, their names, their data types and their shapes; checksum_of in verification.py.
 uint64_t checksum_of(const c10::Dict<std::string, Tensor>& tensors) {
   std::map<std::string, Tensor> sorted;
   for (const auto& entry : tensors) sorted.emplace(entry.key(), entry.value());
