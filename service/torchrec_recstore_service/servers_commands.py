@@ -56,6 +56,8 @@ def status(
             try:
                 begin = to_resume(connected.addresses, known)
                 summary = f"all servers are in epoch {begin.epoch}"
+                if begin.waiting:
+                    summary += ", and the next client lets those go on that were stopped"
                 if begin.pending:
                     rows = f"from the save {begin.save.name!r}" if begin.save.name else "without rows"
                     summary = f"the next client begins epoch {begin.epoch} {rows}"
@@ -167,7 +169,9 @@ def _as_json(address: str, state: pb.DescribeReply | Exception) -> dict[str, Any
         "number": state.member if state.set else None,
         "servers": state.members if state.set else None,
         "epoch": state.epoch,
+        "token": state.token or None,
         "in_epoch": state.live,
+        "waits": state.waits,
         "save": state.at.name or None,
         "saves": [saved.name for saved in state.saves],
         "prepared": [saved.name for saved in state.prepared],
@@ -178,6 +182,7 @@ def _as_json(address: str, state: pb.DescribeReply | Exception) -> dict[str, Any
 def _print(addresses: Sequence[str], states: Sequence[pb.DescribeReply | Exception]) -> None:
     from torchrec_recstore_service.wire.agreement import state_of
 
+    known = [state for state in states if not isinstance(state, Exception)]
     table = table_of(("server", "set", "number", "epoch", "state", "save", "saves", "tables"))
     for address, state in zip(addresses, states, strict=True):
         if isinstance(state, Exception):
@@ -187,13 +192,15 @@ def _print(addresses: Sequence[str], states: Sequence[pb.DescribeReply | Excepti
         epoch = str(state.epoch) if state.set else ""
         saves = ", ".join(saved.name for saved in state.saves)
         table.add_row(
-            address, state.set[:8], number, epoch, state_of(state), state.at.name, saves, str(len(state.tables))
+            address, state.set[:8], number, epoch, state_of(state, known), state.at.name, saves, str(len(state.tables))
         )
     stdout().print(table)
 
 
 def _print_begun(connected: ServerSet, name: str | None, as_json: bool) -> None:
-    epoch = int(connected.epoch().rpartition("/")[2])
+    from torchrec_recstore_service.wire.agreement import number_of
+
+    epoch = number_of(connected.epoch())
     if as_json:
         print_json({"servers": list(connected.addresses), "save": name, "epoch": epoch})
     else:

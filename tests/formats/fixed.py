@@ -95,7 +95,7 @@ TRAINING_STATE = {
     "position": (1, "epoch", None, True, float("inf")),
     "optimizer": {"state": {0: {"exp_avg": torch.tensor([0.5, -1.5])}}, "groups": [{"lr": 0.1}]},
 }
-SET = Membership("0123456789abcdef", 0, 1, (0,), 3, "token", None)
+SET = Membership("0123456789abcdef", 0, 1, (0,), 3, "token", None, ("token",))
 BAGS = [
     EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=100, feature_names=["f", "g"]),
     EmbeddingBagConfig(name="m", embedding_dim=4, num_embeddings=100, feature_names=["h"], pooling=PoolingType.MEAN),

@@ -132,8 +132,10 @@ def test_a_server_goes_on_from_what_one_has_left(tmp_path: Path) -> None:
     assert_holds([hosted.table for hosted in fixed.hosted_tables(tables)], "server")
     assert tables.specs()["cold"].shard == (1, 3)
     assert tables.specs()["sgd"].lossless
+    server._set.begin()
     state = server._set.describe()
     assert (state.live, state.set, state.at.name) == (True, fixed.SET.set, "stopped-0")
+    assert list(state.earlier) == [fixed.SET.run]
     assert server._applied.once("client", 7, 6, lambda: pytest.fail("it has been carried out")) == 1
     tables.close()
 

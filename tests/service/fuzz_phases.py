@@ -48,10 +48,10 @@ class Phases:
 
     @property
     def label(self) -> str:
-        """The label of the epoch of the server."""
+        """The label of the run of the server."""
         member = self._directory.membership
         assert member is not None
-        return member.label
+        return member.run_label
 
     def step(self, call: Call) -> None:
         """Makes a phase, or several of them in their order, and checks the rows after each."""

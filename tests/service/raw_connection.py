@@ -11,6 +11,7 @@ import grpc
 import torch
 
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.agreement import label_of, run_label, run_of
 from torchrec_recstore_service.wire.protocol import TOKEN_KEY, VERSION, VERSION_KEY, token_value
 from torchrec_recstore_service.wire.segment import SEGMENT_BYTES, Segment
 
@@ -35,7 +36,7 @@ class RawConnection:
 
             offer = call("Attach", pb.AttachReply)
             state = call("Describe", pb.DescribeReply)
-            self.epoch = f"{state.set}/{state.epoch}"  # type: ignore[attr-defined]
+            self.epoch = run_label(label_of(state), run_of(state))  # type: ignore[arg-type]
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(60)
         self.socket.connect(f"\0{offer.socket}")  # type: ignore[attr-defined]

@@ -394,11 +394,11 @@ def test_a_save_that_has_lost_its_turn_begins_again(
     save = Connection.save
     saves: list[pb.SaveReply] = []
 
-    def stopped(self: Connection, request: pb.SaveRequest) -> pb.SaveReply:
+    def stopped(self: Connection, request: pb.SaveRequest, label: str) -> pb.SaveReply:
         if request.phase == pb.SaveRequest.PREPARE and not saves:
             saves.append(pb.SaveReply())
             other.save("other")
-        return save(self, request)
+        return save(self, request, label)
 
     monkeypatch.setattr(Connection, "save", stopped)
     client.save("mine")

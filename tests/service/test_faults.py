@@ -25,6 +25,7 @@ from torchrec_recstore_service import RecStoreClient, ServerRestartedError, Serv
 from torchrec_recstore_service.server.listening import ListenOptions
 from torchrec_recstore_service.server.serve import ServerOptions, serve
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.agreement import label_of, run_label, run_of
 from torchrec_recstore_service.wire.protocol import VERSION, VERSION_KEY
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
@@ -374,24 +375,38 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
             assert refused == before + 1, dim
         for spec in ("", "{}", "[]", "1", '{"dim": 1e99}', "[" * 100_000, '{"dim": 4, "dtype": "nn"}'):
             send("Create", pb.CreateRequest(table="bad", spec=spec, epoch=epoch).SerializeToString())
-        state, number = epoch.split("/")
+        state, number, token, run = epoch.split("/")
         for name in (*("", ".", "..", "a/b", "/etc", "lock", "server.json", "set.json", "\0"), *("stopped-0", "good")):
             save = {"name": name, "id": "../x" if name == "good" else "1"}
             before = refused
             for phase in (pb.SaveRequest.PREPARE, pb.SaveRequest.COMMIT, 0, 9):
                 send("Save", pb.SaveRequest(phase=phase, epoch=epoch, save=save).SerializeToString())
             assert refused == before + 4, name
-        load = {"set": state, "members": 1, "epoch": int(number) + 1, "slots": [0], "save": {"name": "lock"}}
+        load = {
+            "set": state,
+            "members": 1,
+            "epoch": int(number) + 1,
+            "slots": [0],
+            "save": {"name": "lock"},
+            "token": "a",
+        }
         good = {**load, "save": {}}
         for change in (
             *({}, {"save": {"name": "../x"}}, {"save": {"name": "none"}}, {"save": {"name": "x", "id": "1"}}),
             *({**good, "epoch": int(number)}, {**good, "set": "x"}, {**good, "set": ""}, {**good, "member": 1}),
-            *({**good, "slots": []}, {**good, "slots": [1]}, {**good, "members": 0}),
+            *({**good, "slots": []}, {**good, "slots": [1]}, {**good, "members": 0}, {**good, "members": 2}),
+            *({**good, "token": ""}, {**good, "token": "a/b"}, {**good, "token": "a" * 65}),
         ):
             before = refused
             for phase in (pb.LoadRequest.PREPARE, pb.LoadRequest.COMMIT, 0, 9):
                 send("Load", pb.LoadRequest(phase=phase, **{**load, **change}).SerializeToString())
             assert refused == before + 4, change
+        resume = {"epoch": f"{state}/{number}/{token}", "member": 0, "before": run, "run": "a"}
+        for change in ({}, {"before": "x"}, {"run": ""}, {"epoch": f"{state}/{number}"}, {"epoch": ""}, {"member": 1}):
+            before = refused
+            for phase in (pb.ResumeRequest.PREPARE, pb.ResumeRequest.NOTE, pb.ResumeRequest.COMMIT, 0, 9):
+                send("Resume", pb.ResumeRequest(phase=phase, **{**resume, **change}).SerializeToString())
+            assert refused == before + 5, change
     assert refused > 100
     assert torch.equal(client.pull("t", IDS), _grads(0))
     assert torch.equal(_client(server.address).pull("t", IDS), _grads(0))
@@ -402,14 +417,14 @@ def _epoch(channel: grpc.Channel) -> str:
         "/torchrec_recstore.ParameterServer/Describe", response_deserializer=pb.DescribeReply.FromString
     )
     state = describe(b"", metadata=[(VERSION_KEY, VERSION)])
-    return f"{state.set}/{state.epoch}"
+    return run_label(label_of(state), run_of(state))
 
 
-@pytest.mark.parametrize("version", ["0", "2", "", "x"])
+@pytest.mark.parametrize("version", ["0", "1", "", "x"])
 def test_another_version_of_the_protocol(server: RecStoreServer, version: str) -> None:
     with grpc.insecure_channel(server.address) as channel:
         call = channel.unary_unary("/torchrec_recstore.ParameterServer/Describe")
-        with pytest.raises(grpc.RpcError, match=f"version {version} of the protocol, the server version 1") as caught:
+        with pytest.raises(grpc.RpcError, match=f"version {version} of the protocol, the server version 2") as caught:
             call(b"", metadata=[(VERSION_KEY, version)])
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 

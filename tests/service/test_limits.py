@@ -24,6 +24,7 @@ from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import MinFrequency, TableOptions
 from torchrec_recstore_service import RecStoreClient
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.agreement import label_of, run_label, run_of
 from torchrec_recstore_service.wire.protocol import VERSION, VERSION_KEY
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
@@ -118,7 +119,7 @@ def _epoch(server: RecStoreServer) -> str:
     with grpc.insecure_channel(server.address) as channel:
         describe = channel.unary_unary(SERVICE + "Describe", response_deserializer=pb.DescribeReply.FromString)
         state = describe(b"", metadata=METADATA)
-        return f"{state.set}/{state.epoch}"
+        return run_label(label_of(state), run_of(state))
 
 
 def test_calls_without_a_readable_request_are_refused(own_server: RecStoreServer) -> None:

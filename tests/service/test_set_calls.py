@@ -25,7 +25,7 @@ from torchrec_recstore_service.server.set_calls import SetCalls
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
-EPOCH = "set/1"
+EPOCH = "set/1/first/first"  # the first run of the epoch that the fixture begins
 IDS = torch.arange(100)
 
 

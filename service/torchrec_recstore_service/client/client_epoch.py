@@ -7,10 +7,25 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from torchrec_recstore_service.wire.agreement import run_label
 from torchrec_recstore_service.wire.protocol import ServerRestartedError
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """The epoch in which all servers of a set are, and the run of each of them.
+
+    Args:
+        label: The label of the epoch. Empty if it is not known.
+        of: The run of each server, by its address.
+    """
+
+    label: str
+    of: Mapping[str, str]
 
 
 def writes_lost(error: ServerRestartedError) -> ServerRestartedError:
@@ -27,23 +42,46 @@ class ClientEpoch:
     its calls raise errors until it loads a save.
 
     Args:
-        find: A function that returns the label of the epoch in which all servers are. Its argument is the name of the
-            table of the call, for errors.
+        find: A function that returns the epoch in which all servers are. Its argument is the name of the table of the
+            call, for errors. It resumes servers that wait.
     """
 
-    def __init__(self, find: Callable[[str], str]) -> None:
+    def __init__(self, find: Callable[[str], Runs]) -> None:
         self.client = uuid.uuid4().hex
         self._find = find
         self._lock = threading.Lock()
         self._finding = threading.Lock()
-        self._label = ""
+        self.runs = Runs("", {})
+        """The epoch of the calls, and the runs that this client knows."""
         self._requests = 0
         self._pending: set[int] = set()
         self._saved = 0  # the writes up to this number are in a save
 
     def label(self, table: str) -> str:
         """Returns the label of the epoch for a call."""
-        return self._label or self._find_after("", table)
+        return self.runs.label or self._find_after("", table)
+
+    def run(self, label: str, address: str) -> str:
+        """Returns the name of the run of a server for a call. ``label`` is the label of its epoch."""
+        return run_label(label, self.runs.of.get(address, ""))
+
+    def resumed(self, known: Runs, table: str) -> None:
+        """Finds the runs of the servers again, after a server has refused a call as one for an earlier run.
+
+        Args:
+            known: The value of :attr:`runs` before the call.
+            table: The name of the table of the call, for errors.
+
+        Raises:
+            ServerRestartedError: A server has lost a run that this client knows.
+            ServerSetError: The servers are not in one epoch.
+        """
+        with self._finding:
+            if self.runs is known:  # otherwise another thread has found them
+                found = self._find(table)
+                if found.label == known.label:  # see ``after`` for another epoch
+                    with self._lock:
+                        self.runs = found
 
     def after(self, error: ServerRestartedError, label: str, table: str, write: int | None = None) -> str:
         """Returns the label of the epoch for the repetition of a call that the servers of another epoch have refused.
@@ -64,10 +102,10 @@ class ClientEpoch:
                 raise writes_lost(error)
         return self._find_after(label, table)
 
-    def begin(self, label: str, saved: int) -> None:
-        """Sets the label of an epoch that this client has begun, and the number of its last write before."""
+    def begin(self, runs: Runs, saved: int) -> None:
+        """Sets the epoch that this client has begun, and the number of its last write before."""
         with self._lock:
-            self._label = label
+            self.runs = runs
             self._saved = max(self._saved, saved)
 
     @contextmanager
@@ -101,8 +139,8 @@ class ClientEpoch:
 
     def _find_after(self, label: str, table: str) -> str:
         with self._finding:
-            if self._label == label:  # otherwise another thread has found the epoch
+            if self.runs.label == label:  # otherwise another thread has found the epoch
                 found = self._find(table)
                 with self._lock:
-                    self._label = found
-            return self._label
+                    self.runs = found
+            return self.runs.label

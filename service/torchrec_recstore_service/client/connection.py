@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchrec_recstore.network import check_token
 from torchrec_recstore.utils import leave_to_parent
-from torchrec_recstore_service.client.client_epoch import ClientEpoch, writes_lost
+from torchrec_recstore_service.client.client_epoch import ClientEpoch, Runs, writes_lost
 from torchrec_recstore_service.client.shared_memory import DoesNotFitError, ServedError, SharedMemory
 from torchrec_recstore_service.client.streams import Streams
 from torchrec_recstore_service.wire import recstore_pb2 as pb
@@ -29,6 +29,7 @@ from torchrec_recstore_service.wire.protocol import (
     MESSAGE_BYTES,
     NO_INITIAL_ROW,
     REMOTE_ERRORS,
+    SERVER_RESUMED,
     TOKEN_KEY,
     VERSION,
     VERSION_KEY,
@@ -112,7 +113,7 @@ class Connection:
     def __init__(self, address: str, access: Access, epoch: ClientEpoch | None = None) -> None:
         self.address = address
         self._access = access
-        self._epoch = epoch or ClientEpoch(lambda table: "")
+        self._epoch = epoch or ClientEpoch(lambda table: Runs("", {}))
         self._channel = _channel(address, access)
         self._stub: Any = ParameterServerStub(self._channel)  # type: ignore[no-untyped-call]
         self._metadata = [(VERSION_KEY, VERSION)]
@@ -138,9 +139,9 @@ class Connection:
 
         self._in_epoch(table, attempt)
 
-    def drop(self, table: str, epoch: str) -> None:
-        """Deletes a table and its rows in the epoch with this label. A table that does not exist is ignored."""
-        self._call(table, lambda left: self._unary("Drop", pb.DropRequest(table=table, epoch=epoch), left))
+    def drop(self, table: str, run: str) -> None:
+        """Deletes a table and its rows in a run of the server. A table that does not exist is ignored."""
+        self._call(table, lambda left: self._unary("Drop", pb.DropRequest(table=table, epoch=run), left))
 
     def pull(self, call: TableRows) -> None:
         """Reads rows into the memory of ``call``. An id without a row reads as its initial row, or as zeros."""
@@ -227,14 +228,24 @@ class Connection:
 
         return self._in_epoch(table, attempt)
 
-    def save(self, request: pb.SaveRequest) -> pb.SaveReply:
-        """Makes a phase of a save. A phase can be repeated."""
-        reply: pb.SaveReply = self._call("", lambda left: self._unary("Save", request, left), timeout_s=_LONG_CALL_S)
-        return reply
+    def save(self, request: pb.SaveRequest, label: str) -> pb.SaveReply:
+        """Makes a phase of a save, in the epoch with this label. A phase can be repeated."""
+
+        def attempt(left: float) -> pb.SaveReply:
+            request.epoch = self._epoch.run(label, self.address)
+            reply: pb.SaveReply = self._unary("Save", request, left)
+            return reply
+
+        return self._call("", attempt, timeout_s=_LONG_CALL_S)
 
     def load(self, request: pb.LoadRequest) -> None:
         """Makes a phase of a load. A phase can be repeated."""
         self._call("", lambda left: self._unary("Load", request, left), timeout_s=_LONG_CALL_S)
+
+    def resume(self, request: pb.ResumeRequest) -> pb.ResumeReply:
+        """Makes a phase of the resuming of a server that was stopped. A phase can be repeated."""
+        reply: pb.ResumeReply = self._call("", lambda left: self._unary("Resume", request, left))
+        return reply
 
     def read_file(self, save: pb.Saved, file: str = "", offset: int = 0) -> pb.ReadFileReply:
         """Reads a piece of a file of a save, or the names of its files."""
@@ -306,18 +317,22 @@ class Connection:
 
         Args:
             table: The name of the table, for errors.
-            attempt: A function that makes the call once. Its arguments are the label of the epoch, and the time left in
+            attempt: A function that makes the call once. Its arguments are the label of the run, and the time left in
                 seconds.
             write: The number of the write, by which the server applies it once. Default: None, for a read.
         """
+
+        def in_run(label: str, left: float) -> _Result:
+            return attempt(self._epoch.run(label, self.address), left)
+
         label = self._epoch.label(table)
         try:
-            return self._call(table, attempt, label)
+            return self._call(table, in_run, label)
         except ServerRestartedError as error:
             if write is not None and error.repeated:  # the lost answer's attempt may be in the save that was loaded
                 raise writes_lost(error) from None
             label = self._epoch.after(error, label, table, write)
-        return self._call(table, attempt, label)
+        return self._call(table, in_run, label)
 
     def _call(
         self, table: str, attempt: Callable[..., _Result], *arguments: object, timeout_s: float | None = None
@@ -338,6 +353,7 @@ class Connection:
         backoff: Backoff | None = None
         unreached: grpc.RpcError | None = None
         while True:
+            known = self._epoch.runs
             try:
                 return attempt(*arguments, left)
             except grpc.RpcError as error:
@@ -353,6 +369,8 @@ class Connection:
                     if isinstance(raised, ServerRestartedError):
                         raised.repeated = repeated
                     raise raised from None
+                if _kind(error) == SERVER_RESUMED:
+                    self._epoch.resumed(known, table)
             except ValueError as error:
                 if "closed channel" in str(error):
                     raise ValueError(f"{self._named(table)}: the client is closed") from None
@@ -362,7 +380,7 @@ class Connection:
 
     def _error(self, table: str, error: grpc.RpcError) -> Exception:
         code, details = error.code(), error.details() or ""
-        kind = dict(error.trailing_metadata() or ()).get(ERROR_KEY, "")
+        kind = _kind(error)
         named = self._named(table)
         if kind == NO_INITIAL_ROW:
             return NoInitialRow(table)
@@ -376,6 +394,11 @@ class Connection:
 
     def _named(self, table: str) -> str:
         return f"table {table!r} on server {self.address}" if table else f"server {self.address}"
+
+
+def _kind(error: grpc.RpcError) -> str:
+    kind: str = dict(error.trailing_metadata() or ()).get(ERROR_KEY, "")
+    return kind
 
 
 def _channel(address: str, access: Access) -> Any:

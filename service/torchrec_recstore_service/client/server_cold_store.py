@@ -14,6 +14,7 @@ from torchrec_recstore.store.arguments import check_ids, check_rows
 from torchrec_recstore.store.cold_store import ColdStoreError, escaped_name, in_parts, new_run
 from torchrec_recstore_service.client.connection import Access, Connection
 from torchrec_recstore_service.client.server_set import ServerSet
+from torchrec_recstore_service.wire.agreement import label_of, run_label, run_of
 from torchrec_recstore_service.wire.protocol import ServiceError
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
@@ -113,7 +114,9 @@ class ServerColdStore:
         for address in self._options.addresses:
             connection = Connection(address, access)
             try:
-                connection.drop(self._table, epoch)
+                state = connection.describe()
+                if state.live and label_of(state) == epoch:  # another epoch does not have the table
+                    connection.drop(self._table, run_label(epoch, run_of(state)))
             except (ServiceError, ValueError, OSError) as error:
                 _log.warning("%s: table %r may be left: %s", self, self._table, error)
             finally:

@@ -24,12 +24,12 @@ from torchrec_recstore.network import checked_addresses, host_of
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import TableStats
 from torchrec_recstore.store.table_state import combined
-from torchrec_recstore_service.client.client_epoch import ClientEpoch
+from torchrec_recstore_service.client.client_epoch import ClientEpoch, Runs
 from torchrec_recstore_service.client.connection import Access, Connection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.addresses import is_loopback
-from torchrec_recstore_service.wire.agreement import SLOTS, Begin, to_load, to_reshard, to_resume
+from torchrec_recstore_service.wire.agreement import SLOTS, Begin, has_lost, run_of, to_load, to_reshard, to_resume
 from torchrec_recstore_service.wire.protocol import (
     BYTES_A_WRITTEN_ID,
     SAVE_SUPERSEDED,
@@ -286,7 +286,6 @@ class ServerSet:
         def request(phase: pb.SaveRequest.Phase, decided: Sequence[str] = ()) -> pb.SaveRequest:
             return pb.SaveRequest(
                 phase=phase,
-                epoch=label,
                 save=save,
                 overwrite=overwrite,
                 servers=named,
@@ -296,18 +295,18 @@ class ServerSet:
 
         for attempt in range(_ATTEMPTS):
             save.id = uuid.uuid4().hex
-            save.number = first.save(request(phases.RESERVE)).number
+            save.number = first.save(request(phases.RESERVE), label).number
             try:
-                self._each(lambda connection: connection.save(request(phases.PREPARE)))
+                self._each(lambda connection: connection.save(request(phases.PREPARE), label))
                 break
             except BaseException as error:
                 with suppress(Exception):  # what is left is deleted by a later save
-                    self._each(lambda connection: connection.save(request(phases.ABORT)))
+                    self._each(lambda connection: connection.save(request(phases.ABORT), label))
                 superseded = isinstance(error, ServiceError) and error.kind == SAVE_SUPERSEDED
                 if not superseded or attempt + 1 == _ATTEMPTS:
                     raise
-        decided = first.save(request(phases.COMMIT)).decided  # from here on the save counts
-        self._each(lambda connection: connection.save(request(phases.COMMIT, decided)), others)
+        decided = first.save(request(phases.COMMIT), label).decided  # from here on the save counts
+        self._each(lambda connection: connection.save(request(phases.COMMIT, decided), label), others)
 
     def load(self, name: str | Path | None, exact: bool = False) -> None:
         """Begins an epoch on all servers with a save.
@@ -341,7 +340,7 @@ class ServerSet:
                 self._copy(connection, save, file, begin.save.id, part)
         self._load(begin, parts=len(of_sources))
         self._set_owners(begin)
-        self._epoch.begin(begin.label, done)
+        self._epoch.begin(Runs(begin.label, dict.fromkeys(self.addresses, begin.token)), done)
 
     def _copy(self, source: Connection, save: pb.Saved, file: str, save_id: str, part: int) -> None:
         """Copies a file of a save from another server to these servers."""
@@ -352,7 +351,9 @@ class ServerSet:
             self._each(partial(_write_file, piece=piece))
             offset, last = offset + len(read.content), read.last
 
-    def _agreed(self, table: str) -> str:
+    def _agreed(self, table: str) -> Runs:
+        known = self._epoch.runs
+
         def plan(states: list[pb.DescribeReply]) -> Begin:
             begin = to_resume(self.addresses, states)
             # Calls in progress have split their ids by the map of slots.
@@ -360,23 +361,55 @@ class ServerSet:
                 raise ServerSetError(
                     f"the rows of the servers {', '.join(self.addresses)} were distributed anew: make a new client"
                 )
+            for address, state in zip(self.addresses, states, strict=True):
+                if known.label and has_lost(state, known.label, known.of[address]):
+                    raise ServerRestartedError(
+                        f"server {address} has older rows than this client has seen, because its data directory was "
+                        "rolled back or is a copy: only a new client continues with them"
+                    )
             return begin
 
         return self._begin(table, plan)
 
-    def _begin(self, table: str, plan: Callable[[list[pb.DescribeReply]], Begin]) -> str:
-        """Begins an epoch on the servers that are not in it, and returns its label."""
+    def _begin(self, table: str, plan: Callable[[list[pb.DescribeReply]], Begin]) -> Runs:
+        """Begins an epoch on the servers that are not in it, and resumes those that wait. Returns their runs."""
+        before: list[pb.DescribeReply] | None = None
         for attempt in range(_ATTEMPTS):
-            begin = plan(self.describe(table))
+            last = attempt + 1 == _ATTEMPTS
+            states = self.describe(table)
             try:
+                begin = plan(states)
+            except ServiceError:  # the states may be of different moments, if another client changes them meanwhile
+                if last or states == before:
+                    raise
+                before = states
+                continue
+            try:
+                resumed = {index: self._resume(begin, index, run_of(states[index])) for index in begin.waiting}
                 self._load(begin)
-            except ServerRestartedError:  # another client has begun an epoch meanwhile
-                if attempt + 1 == _ATTEMPTS:
+            except ServerRestartedError:  # another client has begun an epoch or resumed a server meanwhile
+                if last:
                     raise
                 continue
             self._set_owners(begin)
-            return begin.label
+            begun = {**resumed, **dict.fromkeys(begin.pending, begin.token)}
+            runs = {a: begun[i] if i in begun else run_of(states[i]) for i, a in enumerate(self.addresses)}
+            return Runs(begin.label, runs)
         raise AssertionError("the last attempt raises")
+
+    def _resume(self, begin: Begin, index: int, before: str) -> str:
+        """Lets a server that was stopped go on in its epoch, after the run ``before``, and returns its next run."""
+        connection = self._connections[index]
+        others = [other for other in self._connections if other is not connection]
+        phases = pb.ResumeRequest
+
+        def request(phase: pb.ResumeRequest.Phase, run: str = "") -> pb.ResumeRequest:
+            return phases(phase=phase, epoch=begin.label, member=begin.members[index], before=before, run=run)
+
+        run = connection.resume(request(phases.PREPARE)).run
+        self._each(lambda other: other.resume(request(phases.NOTE, run)), others)
+        connection.resume(request(phases.COMMIT, run))
+        return run
 
     def _set_owners(self, begin: Begin) -> None:
         index = {number: place for place, number in enumerate(begin.members)}
@@ -385,7 +418,6 @@ class ServerSet:
 
     def _load(self, begin: Begin, parts: int = 0) -> None:
         """Begins an epoch. ``parts`` is the number of parts that were written to the servers, for other servers."""
-        token = uuid.uuid4().hex
         pending = [self._connections[index] for index in begin.pending]
         numbers = dict(zip(self._connections, begin.members, strict=True))
 
@@ -393,7 +425,7 @@ class ServerSet:
             connection.load(
                 pb.LoadRequest(
                     phase=phase,
-                    token=token,
+                    token=begin.token,
                     save=begin.save,
                     exact=begin.exact,
                     set=begin.set,

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torchrec_recstore.checkpoint.files import CheckpointError, FileLock, make_d
 from torchrec_recstore.checkpoint.info import read_info
 from torchrec_recstore.encoding import check_fields
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.agreement import epoch_label, run_label
 
 _STATE = "server.json"
 _MEMBERSHIP = "set.json"
@@ -27,7 +28,9 @@ _UNLESS = "unless_prepared"
 _FIELDS = ("last", "stopped", _UNLESS)
 _PREPARED_LAST = ("id", "last")
 _STOPPED = ("checkpoint", "epoch", "applied")
-_MEMBER = ("set", "member", "members", "slots", "epoch", "token", "save")
+_MEMBER = ("set", "member", "members", "slots", "epoch", "token", "save", "runs", "earlier", "next")
+_SINCE_2 = ("runs", "earlier", "next")  # fields that version 1 of the protocol has not
+_EARLIER_RUNS = 1000
 _PREPARED = ".prepared-"
 _RECEIVED = ".received-"
 MANIFEST = "save"  # key in the training state of a save: its manifest
@@ -43,8 +46,11 @@ class Membership:
         members: The number of servers in the set.
         slots: For each slot of ids, the number of the server that stores its ids.
         epoch: The number of the epoch.
-        token: The load that began the epoch.
+        token: The token of the epoch. Empty for an epoch of version 1 of the protocol.
         save: The name of the last save of the set. None: there is none.
+        runs: For each member, its last run in this epoch that this server knows.
+        earlier: The runs of this server in this epoch before its last one.
+        next: The run that begins if the resuming of this server is completed. Empty if it was not begun.
     """
 
     set: str
@@ -54,11 +60,31 @@ class Membership:
     epoch: int
     token: str
     save: str | None
+    runs: tuple[str, ...]
+    earlier: tuple[str, ...] = ()
+    next: str = ""
 
     @property
     def label(self) -> str:
-        """The name of the epoch in calls."""
-        return f"{self.set}/{self.epoch}"
+        """The label of the epoch."""
+        return epoch_label(self.set, self.epoch, self.token)
+
+    @property
+    def run(self) -> str:
+        """The last run of this server."""
+        return self.runs[self.member]
+
+    @property
+    def run_label(self) -> str:
+        """The name of the last run of this server in calls."""
+        return run_label(self.label, self.run)
+
+    def with_run(self, member: int, run: str) -> Membership:
+        """Returns the same place, with another last run of a member."""
+        runs = (*self.runs[:member], run, *self.runs[member + 1 :])
+        if member != self.member:
+            return replace(self, runs=runs)
+        return replace(self, runs=runs, earlier=(*self.earlier, self.run)[-_EARLIER_RUNS:], next="")
 
 
 class DataDirectory:
@@ -67,9 +93,9 @@ class DataDirectory:
     The file ``server.json`` names the save that was made or loaded last. It is written before this save is renamed to
     its name, so that the server starts from the save if and only if it counts: ``unless_prepared`` has the id of the
     save, and the name of the save to start from as long as this id is one of a prepared part. The file also holds the
-    state that a stopped server leaves for the next server. The next server deletes this state before it takes calls, so
-    that only one server can continue from it. The file ``set.json`` has the server's :class:`Membership`. A part of a
-    save that does not count yet is ``DIR/.prepared-ID``.
+    state that a stopped server leaves for the next server. The next server deletes this state before it takes calls on
+    tables, so that only one server can continue from it. The file ``set.json`` has the server's :class:`Membership`. A
+    part of a save that does not count yet is ``DIR/.prepared-ID``.
 
     Args:
         path: The path of the directory. It is created if it does not exist. One server uses it at a time.
@@ -100,9 +126,13 @@ class DataDirectory:
         state = self._document(_STATE, _FIELDS)
         if state is not None:
             self.last, self.stopped = state["last"], state["stopped"]
-        member = self._document(_MEMBERSHIP, _MEMBER)
+        member = self._document(_MEMBERSHIP, _MEMBER, _SINCE_2)
         if member is not None:
-            self.membership = Membership(**{**member, "slots": tuple(member["slots"])})
+            if not any(field in member for field in _SINCE_2):
+                # The token was not of the epoch then, but of one server's load.
+                member |= {"token": "", "runs": [""] * member["members"], "earlier": [], "next": ""}
+            lists = {field: tuple(member[field]) for field in ("slots", "runs", "earlier")}
+            self.membership = Membership(**{**member, **lists})
         self._saves: dict[str, pb.Saved] = {}
         self._prepared: dict[str, pb.Saved] = {}
         for entry in self._path.iterdir():
@@ -139,7 +169,11 @@ class DataDirectory:
     @property
     def at(self) -> pb.Saved:
         """The save to start from. It has no name if there is none, and no id if it has no manifest."""
-        return pb.Saved() if self.last is None else self._saves.get(self.last, pb.Saved(name=self.last))
+        return self.saved(self.last)
+
+    def saved(self, name: str | None) -> pb.Saved:
+        """Returns the save of a name. See :meth:`at` for one that is not there, or has no manifest."""
+        return pb.Saved() if name is None else self._saves.get(name, pb.Saved(name=name))
 
     def checkpoint(self, name: str) -> Path:
         """Returns the path of a save.
@@ -223,13 +257,13 @@ class DataDirectory:
         """Releases the directory for another server."""
         self._lock.close()
 
-    def _document(self, name: str, fields: tuple[str, ...]) -> dict[str, Any] | None:
+    def _document(self, name: str, fields: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Any] | None:
         file = self._path / name
         if not file.exists():
             return None
         try:
             document: dict[str, Any] = json.loads(file.read_bytes())
-            check_fields("it", document, fields)
+            check_fields("it", document, fields, optional)
             if document.get(_UNLESS) is not None:
                 check_fields(f"{_UNLESS!r}", document[_UNLESS], _PREPARED_LAST)
             if document.get("stopped") is not None:

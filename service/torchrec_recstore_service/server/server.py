@@ -196,6 +196,11 @@ class ParameterServer(ParameterServerServicer):
             self._set.load(request)
             return pb.Empty()
 
+    def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeReply:
+        """See recstore.proto."""
+        with self._call("Resume", context):
+            return self._set.resume(request)
+
     def ReadFile(self, request: pb.ReadFileRequest, context: Any) -> pb.ReadFileReply:
         """See recstore.proto."""
         with self._call("ReadFile", context):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +24,12 @@ from torchrec_recstore_service.server.received import ReceivedFiles
 from torchrec_recstore_service.server.reservations import Reservations
 from torchrec_recstore_service.server.set_resharding import joined, owned_by
 from torchrec_recstore_service.wire import recstore_pb2 as pb
-from torchrec_recstore_service.wire.protocol import PART_BYTES, SAVE_SUPERSEDED, ServerRestartedError
+from torchrec_recstore_service.wire.protocol import (
+    PART_BYTES,
+    SAVE_SUPERSEDED,
+    SERVER_RESUMED,
+    ServerRestartedError,
+)
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
 STOPPED = ("stopped-0", "stopped-1")
@@ -34,6 +40,9 @@ The names alternate, because not every file system can replace a directory.
 
 _LARGEST_FILE = 2**40
 _SUPERSEDED = "the save {!r} does not count: another save was begun meanwhile"
+_RESUMED = (
+    "the server was stopped and started again: a client compares it with the other servers of its set before it goes on"
+)
 _KEPT_S = 600.0  # time for which the rows that a load has read are kept for its next phase
 
 
@@ -53,8 +62,9 @@ class _Next:
 class SetCalls:
     """The state of a server in its set, and the calls that change it.
 
-    A restarted server has the tables of its last save, but it is in no epoch: it answers no call on tables before a
-    client has begun an epoch on all servers of the set.
+    A server that was killed and started again has the tables of its last save, but it is in no epoch: it answers no
+    call on tables before a client has begun an epoch on all servers of the set. A server that was stopped and started
+    again waits in its epoch until a client has compared it with the other servers of its set, see :meth:`resume`.
 
     Args:
         tables: The tables.
@@ -75,27 +85,32 @@ class SetCalls:
         self._next_deadline = Deadline(_KEPT_S, "recstore-load")
         self._reservations = Reservations()
         self._received = ReceivedFiles(directory, tables.used_bytes)
-        self._epoch = ""  # the label of the epoch; empty if the server is in none
+        self._changing = threading.Lock()  # for changes of the place in the set, and of the next two fields
+        self._run = ""  # the label of the run; empty if the server answers no call on tables
+        self._waits = False  # whether the tables are those of a server that was stopped, and no run has begun since
         self._clean = True  # whether the tables are those of the last save
         member = directory.membership
         stopped = directory.stopped
         if stopped is not None and stopped["checkpoint"] == directory.last:
             applied.from_json(stopped["applied"])
             if member is not None and stopped["epoch"] == member.label:
-                self._epoch, self._clean = member.label, False
+                self._waits, self._clean = True, False
         if directory.last is not None:
             tables.load(directory.checkpoint(directory.last))
 
     def begin(self) -> None:
-        """Deletes the state of the stopped server from the disk.
+        """Begins the next run of a set of one server that was stopped. A server of several waits for :meth:`resume`.
 
         It must be called after everything that can fail at the start, and before the first call is taken.
         """
-        if self._directory.stopped is not None:
-            member = self._directory.membership
+        directory, member = self._directory, self._directory.membership
+        if self._waits and member is not None:
+            if member.members == 1:
+                self._begin_run(member.with_run(0, uuid.uuid4().hex), directory.last)
+        elif directory.stopped is not None:
             # Other servers of the set cannot start from what this server has saved when it stopped.
             alone = member is None or member.members == 1
-            self._directory.set_last(self._directory.last if alone or member is None else member.save)
+            directory.set_last(directory.last if alone or member is None else member.save)
 
     @property
     def loading(self) -> bool:
@@ -110,9 +125,10 @@ class SetCalls:
     def stop(self) -> None:
         """Waits for saves and loads, and saves all tables for the next server on the same directory."""
         with self._saving:
-            member = self._directory.membership
-            if member is None or not self._epoch:
-                return  # the tables are those of the last save
+            with self._changing:  # a run cannot begin any more
+                member = self._directory.membership
+            if member is None or not self._run:
+                return  # the tables are those of the last save, or of the last stop
             # The name must differ from the last checkpoint, from which the next server starts if this save fails.
             name = next(name for name in STOPPED if name != self._directory.last)
             path = self._directory.checkpoint(name)
@@ -124,15 +140,25 @@ class SetCalls:
     def is_first(self) -> bool:
         """Returns whether the server is in an epoch and is the first server of its set."""
         member = self._directory.membership
-        return bool(self._epoch) and member is not None and member.member == 0
+        return bool(self._run) and member is not None and member.member == 0
 
-    def check(self, epoch: str) -> None:
-        """Raises ServerRestartedError if the server is not in the epoch of a call."""
-        if epoch == self._epoch and epoch:
+    def check(self, run: str) -> None:
+        """Checks that the server is in the run of a call.
+
+        Raises:
+            CallRefusedError: The server waits, or is in another run of the same epoch.
+            ServerRestartedError: The server is in another epoch, or in none.
+        """
+        present = self._run
+        if run == present and run:
             return
-        if self._epoch:
+        epoch, present_epoch = (label.rpartition("/")[0] for label in (run, present))
+        if self._waits or (present and epoch == present_epoch):
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, _RESUMED, SERVER_RESUMED)
+        if present:
             raise ServerRestartedError(
-                f"the server is in the epoch {self._epoch}, the call is for {epoch or 'none'}: a save was loaded since"
+                f"the server is in the epoch {present_epoch}, the call is for {epoch or 'none'}: a save was loaded "
+                "since"
             )
         last = self._directory.last
         raise ServerRestartedError(
@@ -140,10 +166,10 @@ class SetCalls:
         )
 
     @contextmanager
-    def changing(self, epoch: str) -> Iterator[None]:
-        """Returns a context in which tables are changed. No epoch begins meanwhile. See :meth:`check` for the error."""
+    def changing(self, run: str) -> Iterator[None]:
+        """Returns a context in which tables are changed. No epoch begins meanwhile. See :meth:`check` for errors."""
         with self._gate.shared():
-            self.check(epoch)
+            self.check(run)
             yield
 
     def write_once(self, header: pb.WriteHeader, action: Callable[[], int]) -> int:
@@ -159,7 +185,8 @@ class SetCalls:
         """Returns the state of the server. See ``Describe`` in recstore.proto."""
         directory, member = self._directory, self._directory.membership
         reply = pb.DescribeReply(
-            live=bool(self._epoch),
+            live=bool(self._run),
+            waits=self._waits,
             at=directory.at,
             saves=directory.saves,
             prepared=directory.prepared,
@@ -172,7 +199,12 @@ class SetCalls:
                 member.members,
                 member.epoch,
             )
+            reply.token, reply.next = member.token, member.next
             reply.slots.extend(member.slots)
+            reply.runs.extend(member.runs)
+            reply.earlier.extend(member.earlier)
+            if self._waits:
+                reply.at.CopyFrom(directory.saved(member.save))
         return reply
 
     def save(self, request: pb.SaveRequest, is_active: Callable[[], bool]) -> pb.SaveReply:
@@ -210,7 +242,8 @@ class SetCalls:
         with self._saving:
             self._applied.check_open()
             member = self._directory.membership
-            if member is not None and self._epoch and (member.token, member.epoch) == (request.token, request.epoch):
+            there = self._run or self._waits
+            if member is not None and there and (member.token, member.epoch) == (request.token, request.epoch):
                 return  # the answer was lost, and the client repeats the call
             self._check_later(request)
             if request.phase == phases.RESHARD:
@@ -218,7 +251,7 @@ class SetCalls:
                 return
             if self._next is None or not self._next.is_for(request):
                 self._forget_next()
-                unchanged = not self._epoch and self._clean and request.save == self._directory.at
+                unchanged = not self._run and self._clean and request.save == self._directory.at
                 loaded = None if unchanged else self._tables.read(self._path_of(request.save), request.exact)
                 self._next = None if loaded is None else _Next(request.token, request.save, request.exact, loaded)
                 self._next_deadline.begin(partial(self._forget_late, request.token))
@@ -229,6 +262,54 @@ class SetCalls:
                     raise
             if request.phase == pb.LoadRequest.COMMIT:
                 self._begin_epoch(request)
+
+    def resume(self, request: pb.ResumeRequest) -> pb.ResumeReply:
+        """Makes a phase of the resuming of a server that was stopped. See ``Resume`` in recstore.proto.
+
+        Raises:
+            ServerRestartedError: The states of the servers have changed. The client describes them again.
+            ValueError: The request has no phase.
+        """
+        phases = pb.ResumeRequest
+        if request.phase not in (phases.PREPARE, phases.NOTE, phases.COMMIT):
+            raise ValueError(f"resuming has no phase {request.phase}")
+        with self._changing:
+            self._applied.check_open()
+            directory, member = self._directory, self._directory.membership
+            if member is None or member.label != request.epoch or not (self._run or self._waits):
+                raise ServerRestartedError(f"the server is not in the epoch {request.epoch or 'none'}")
+            own = request.member == member.member
+            known = member.runs[request.member] if request.member < member.members else None
+            if own == (request.phase == phases.NOTE) or known not in (request.before, request.run):
+                raise ServerRestartedError("another run of the server was begun")
+            if not request.run and request.phase != phases.PREPARE:
+                raise ValueError("the run that begins has no name")
+            if request.phase == phases.NOTE:
+                if known != request.run:
+                    directory.set_membership(member.with_run(request.member, request.run))
+            elif self._run:
+                if request.phase == phases.PREPARE or known != request.run:
+                    raise ServerRestartedError("another client has resumed the server")
+            elif request.phase == phases.PREPARE:
+                if not member.next:
+                    member = replace(member, next=uuid.uuid4().hex)
+                    directory.set_membership(member)
+                return pb.ResumeReply(run=member.next)
+            elif request.run != member.next:
+                raise ServerRestartedError("another run of the server was begun")
+            else:
+                self._begin_run(member.with_run(member.member, request.run), member.save)
+            return pb.ResumeReply()
+
+    def _begin_run(self, member: Membership, last: str | None) -> None:
+        """Begins the run of a server that was stopped, with ``last`` as the save to start from after a kill.
+
+        A server that is killed before the state of the stop is deleted continues from the stop, in the run after this
+        one.
+        """
+        self._directory.set_membership(member)
+        self._directory.set_last(last)
+        self._run, self._waits = member.run_label, False
 
     def read_file(self, request: pb.ReadFileRequest) -> pb.ReadFileReply:
         """Reads a piece of a file of a save. See ``ReadFile`` in recstore.proto."""
@@ -276,10 +357,13 @@ class SetCalls:
         if any(saved.id == request.save.id for saved in directory.prepared):
             directory.publish(request.save.id)
         slots = tuple(request.slots)
-        member = Membership(request.set, request.member, request.members, slots, request.epoch, request.token, name)
-        with self._gate.exclusive():
-            before = self._epoch
-            self._epoch = ""  # a read that is running finds after it that the epoch has ended
+        runs = (request.token,) * request.members
+        member = Membership(
+            request.set, request.member, request.members, slots, request.epoch, request.token, name, runs
+        )
+        with self._gate.exclusive(), self._changing:
+            before = self._run
+            self._run = ""  # a read that is running finds after it that the epoch has ended
             try:
                 if self._next is not None:
                     self._tables.replace(self._next.loaded)
@@ -288,9 +372,9 @@ class SetCalls:
                 directory.set_last(name)
                 directory.set_membership(member)
             except ValueError:
-                self._epoch = before  # the tables have not changed
+                self._run = before  # the tables have not changed
                 raise
-            self._epoch = member.label
+            self._run, self._waits = member.run_label, False
         self._reservations.release()
 
     def _check_later(self, request: pb.LoadRequest) -> None:
@@ -305,8 +389,12 @@ class SetCalls:
             self._directory.checkpoint(request.save.name)
         if not request.set or "/" in request.set or not request.member < request.members or request.epoch < 1:
             raise ValueError("a load needs a set, the number of the server in it, and an epoch")
+        if not request.token.isalnum() or len(request.token) > 64:
+            raise ValueError("a load needs a token of at most 64 letters and digits")
         if not request.slots or max(request.slots) >= request.members:
             raise ValueError("a load needs a server of the set for each slot")
+        if request.members > len(request.slots):
+            raise ValueError(f"a set has at most as many servers as slots, got {request.members}")
         if member is not None and (member.set != request.set or member.epoch >= request.epoch):
             raise ServerRestartedError(f"the server is in the epoch {member.label}, and another epoch was begun")
 
@@ -385,18 +473,20 @@ class SetCalls:
             return
         member = directory.membership
         assert member is not None
-        current = bool(request.epoch) and request.epoch == self._epoch
+        epoch = request.epoch.rpartition("/")[0]
+        ours = bool(self._run or self._waits) and epoch == member.label
         decided = set(request.decided)
         if member.member == 0:
-            if not current or not self._reservations.has_turn(saved.id):
+            if request.epoch != self._run or not self._reservations.has_turn(saved.id):
                 self._refuse_superseded(request)
             decided = {there.id for there in directory.saves}
         for other in directory.prepared:
             if other.id != saved.id and other.number <= saved.number:
                 directory.publish(other.id) if other.id in decided else directory.discard(other.id)
-        directory.publish(saved.id, start_from=current)
-        if current:
-            directory.set_membership(replace(member, save=saved.name))
+        with self._changing:
+            directory.publish(saved.id, start_from=ours and not self._waits)
+            if ours and directory.membership is not None:
+                directory.set_membership(replace(directory.membership, save=saved.name))
         self._reservations.release(saved.id)
         for name in request.forget:
             directory.forget(name)

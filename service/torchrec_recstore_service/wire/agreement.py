@@ -20,25 +20,55 @@ class Begin:
     Args:
         set: The identity of the set.
         epoch: The number of the epoch.
+        token: The token of the epoch.
         save: The save that the epoch begins with. It has no name if the epoch begins without rows.
         members: For each server, its number in the set.
         slots: For each slot, the number of the server that stores its ids.
         pending: The indices of the servers that have to begin, in the order in which they begin.
+        waiting: The indices of the servers of the epoch that were stopped, and have to be resumed. Default: none.
         exact: See ``LoadRequest`` in recstore.proto.
     """
 
     set: str
     epoch: int
+    token: str
     save: pb.Saved
     members: tuple[int, ...]
     slots: tuple[int, ...]
     pending: tuple[int, ...]
+    waiting: tuple[int, ...] = ()
     exact: bool = True
 
     @property
     def label(self) -> str:
-        """The name of the epoch in calls."""
-        return f"{self.set}/{self.epoch}"
+        """The label of the epoch."""
+        return epoch_label(self.set, self.epoch, self.token)
+
+
+def epoch_label(identity: str, number: int, token: str) -> str:
+    """Returns the label of an epoch. An epoch of version 1 of the protocol has no token."""
+    return f"{identity}/{number}/{token}" if token else f"{identity}/{number}"
+
+
+def number_of(label: str) -> int:
+    """Returns the number of the epoch with this label."""
+    return int(label.split("/")[1])
+
+
+def run_label(label: str, run: str) -> str:
+    """Returns the name of a run in calls. ``label`` is the label of its epoch."""
+    return f"{label}/{run}"
+
+
+def label_of(state: pb.DescribeReply) -> str:
+    """Returns the label of the last epoch of a server."""
+    return epoch_label(state.set, state.epoch, state.token)
+
+
+def run_of(state: pb.DescribeReply) -> str:
+    """Returns the last run of a server that is in a set."""
+    run: str = state.runs[state.member]
+    return run
 
 
 def new_slots(servers: int) -> tuple[int, ...]:
@@ -49,9 +79,9 @@ def new_slots(servers: int) -> tuple[int, ...]:
 def to_resume(addresses: Sequence[str], states: Sequence[pb.DescribeReply]) -> Begin:
     """Returns how all servers get into one epoch, if no acknowledged write is lost that is not lost on all of them.
 
-    Nothing is pending if all servers are in one epoch. New servers become a set. Servers that were all started again
-    begin an epoch with the newest save that all of them have. A server that has not been in the last epoch, in which
-    nothing was written yet, follows.
+    Nothing is pending if all servers are in one epoch, also if some of them wait to be resumed. New servers become a
+    set. Servers that were all killed begin an epoch with the newest save that all of them have. A server that has not
+    been in the last epoch, in which nothing was written yet, follows.
 
     Args:
         addresses: The address of each server.
@@ -63,27 +93,29 @@ def to_resume(addresses: Sequence[str], states: Sequence[pb.DescribeReply]) -> B
     _check_one_set(addresses, states)
     known = [state for state in states if state.set]
     top = max(state.epoch for state in states)
-    live = [state for state in states if state.live and state.epoch == top]
-    if live:
-        epoch, save = top, live[0].at
-        if len(live) < len(states) and top == 1 and any(state.tables for state in live):
+    there = [state for state in states if _is_there(state) and state.epoch == top]
+    if there:
+        epoch, token, save = top, there[0].token, there[0].at
+        if len(there) < len(states) and top == 1 and any(state.tables for state in there):
             raise _different(addresses, states)
-        fit = all(
-            state in live or (not state.live and state.epoch < top and (state.set or top == 1) and _fits(state, save))
+        fit = all(state.token == token and not _is_rolled_back(state, there) for state in there) and all(
+            state in there
+            or (not _is_there(state) and state.epoch < top and (state.set or top == 1) and _fits(state, save))
             for state in states
         )
     else:
-        epoch = top + 1
+        epoch, token = top + 1, _new_token()
         save = max((state.at for state in states), key=lambda at: (at.number, at.id, at.name))
         fit = all(
-            not state.live and state.epoch == top and (_fits(state, save) or len(states) == 1) for state in states
+            not _is_there(state) and state.epoch == top and (_fits(state, save) or len(states) == 1) for state in states
         )
     if not fit:
         raise _different(addresses, states)
-    pending = [index for index, state in enumerate(states) if not (state.live and state.epoch == top)]
+    pending = [index for index, state in enumerate(states) if not (_is_there(state) and state.epoch == top)]
+    waiting = tuple(index for index, state in enumerate(states) if state.waits)
     slots = tuple(known[0].slots) if known else new_slots(len(states))
     name = known[0].set if known else uuid.uuid4().hex
-    return Begin(name, epoch, save, *_numbers(addresses, states, pending, slots))
+    return Begin(name, epoch, token, save, *_numbers(addresses, states, pending, slots), waiting=waiting)
 
 
 def to_load(addresses: Sequence[str], states: Sequence[pb.DescribeReply], name: str | None, exact: bool) -> Begin:
@@ -105,7 +137,8 @@ def to_load(addresses: Sequence[str], states: Sequence[pb.DescribeReply], name: 
     slots = tuple(known[0].slots) if known else new_slots(len(states))
     identity = known[0].set if known else uuid.uuid4().hex
     epoch = max(state.epoch for state in states) + 1
-    return Begin(identity, epoch, save, *_numbers(addresses, states, range(len(states)), slots), exact=exact)
+    everyone = range(len(states))
+    return Begin(identity, epoch, _new_token(), save, *_numbers(addresses, states, everyone, slots), exact=exact)
 
 
 def to_reshard(
@@ -147,7 +180,7 @@ def to_reshard(
     everywhere = tuple(range(len(states)))
     new = pb.Saved(name=name, id=uuid.uuid4().hex, number=number)
     epoch = max(state.epoch for state in everyone) + 1
-    return save, Begin(identity, epoch, new, everywhere, new_slots(len(states)), everywhere)
+    return save, Begin(identity, epoch, _new_token(), new, everywhere, new_slots(len(states)), everywhere)
 
 
 def complete_saves(states: Sequence[pb.DescribeReply]) -> list[pb.Saved]:
@@ -159,17 +192,56 @@ def complete_saves(states: Sequence[pb.DescribeReply]) -> list[pb.Saved]:
 
 def summary(addresses: Sequence[str], states: Sequence[pb.DescribeReply]) -> str:
     """Says for each server what its state is."""
-    return "; ".join(f"{address} {state_of(state)}" for address, state in zip(addresses, states, strict=True))
+    return "; ".join(f"{address} {state_of(state, states)}" for address, state in zip(addresses, states, strict=True))
 
 
-def state_of(state: pb.DescribeReply) -> str:
-    """Says what the state of a server is: "is in epoch 3"."""
+def state_of(state: pb.DescribeReply, states: Sequence[pb.DescribeReply] = ()) -> str:
+    """Says what the state of a server is: "is in epoch 3".
+
+    Args:
+        state: The state of the server.
+        states: The states of the servers that it is compared with. Default: none.
+    """
     if not state.set:
         return "is empty" if not state.at.name else f"is in no set and has the save {state.at.name!r}"
+    if _is_rolled_back(state, [other for other in states if label_of(other) == label_of(state)]):
+        return f"has older rows of epoch {state.epoch} than before: its data directory was rolled back, or is a copy"
+    token = f" ({state.token[:8]})" if len({s.token for s in states if s.epoch == state.epoch and s.token}) > 1 else ""
     if state.live:
-        return f"is in epoch {state.epoch}"
+        return f"is in epoch {state.epoch}{token}"
+    if state.waits:
+        return f"was stopped in epoch {state.epoch}{token} and started again"
     rows = f"from the save {state.at.name!r}" if state.at.name else "without rows"
     return f"was killed in epoch {state.epoch} and started again {rows}"
+
+
+def has_lost(state: pb.DescribeReply, label: str, run: str) -> bool:
+    """Returns whether a server has lost a run that a client knows, because it began again from an older stop.
+
+    Args:
+        state: The state of the server.
+        label: The label of the epoch of the run.
+        run: The run.
+    """
+    return label_of(state) == label and run not in (*state.earlier, run_of(state), state.next)
+
+
+def _new_token() -> str:
+    return uuid.uuid4().hex
+
+
+def _is_there(state: pb.DescribeReply) -> bool:
+    """Returns whether a server has the rows of its epoch."""
+    return bool(state.live or state.waits)
+
+
+def _is_rolled_back(state: pb.DescribeReply, others: Sequence[pb.DescribeReply]) -> bool:
+    """Returns whether a server waits whose last run is not the one that the others in its epoch know.
+
+    They may know its next run already, because a client has begun to resume the server.
+    """
+    runs = {run_of(state), state.next} if state.waits else set()
+    return bool(runs) and any(_is_there(other) and other.runs[state.member] not in runs for other in others)
 
 
 def _check_one_set(addresses: Sequence[str], states: Sequence[pb.DescribeReply]) -> None:

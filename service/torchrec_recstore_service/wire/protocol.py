@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrec_recstore.utils import StorageError
 
-VERSION = "1"
+VERSION = "2"
 VERSION_KEY = "recstore-protocol"
 TOKEN_KEY = "authorization"
 ERROR_KEY = "recstore-error"
@@ -24,6 +24,8 @@ NO_INITIAL_ROW = "NoInitialRow"
 """The name of the error that an id has no row and that only the client's ``init_func`` can create it."""
 SAVE_SUPERSEDED = "SaveSuperseded"
 """The name of the error that another save has got the turn of a save that had not begun to prepare."""
+SERVER_RESUMED = "ServerResumed"
+"""The name of the error that a server was stopped and started again: it waits, or the call is for an earlier run."""
 
 WRITE_BYTES = 1 << 27
 """The largest size in bytes of the arrays of a write, by default. Other calls on the table wait for a write."""

@@ -26,7 +26,7 @@ class Saved(_message.Message):
     def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("set", "member", "members", "epoch", "live", "slots", "at", "saves", "prepared", "tables")
+    __slots__ = ("set", "member", "members", "epoch", "live", "slots", "at", "saves", "prepared", "tables", "token", "runs", "earlier", "waits", "next")
     class TablesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,11 @@ class DescribeReply(_message.Message):
     SAVES_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     set: str
     member: int
     members: int
@@ -54,7 +59,12 @@ class DescribeReply(_message.Message):
     saves: _containers.RepeatedCompositeFieldContainer[Saved]
     prepared: _containers.RepeatedCompositeFieldContainer[Saved]
     tables: _containers.ScalarMap[str, str]
-    def __init__(self, set: _Optional[str] = ..., member: _Optional[int] = ..., members: _Optional[int] = ..., epoch: _Optional[int] = ..., live: _Optional[bool] = ..., slots: _Optional[_Iterable[int]] = ..., at: _Optional[_Union[Saved, _Mapping]] = ..., saves: _Optional[_Iterable[_Union[Saved, _Mapping]]] = ..., prepared: _Optional[_Iterable[_Union[Saved, _Mapping]]] = ..., tables: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    token: str
+    runs: _containers.RepeatedScalarFieldContainer[str]
+    earlier: _containers.RepeatedScalarFieldContainer[str]
+    waits: bool
+    next: str
+    def __init__(self, set: _Optional[str] = ..., member: _Optional[int] = ..., members: _Optional[int] = ..., epoch: _Optional[int] = ..., live: _Optional[bool] = ..., slots: _Optional[_Iterable[int]] = ..., at: _Optional[_Union[Saved, _Mapping]] = ..., saves: _Optional[_Iterable[_Union[Saved, _Mapping]]] = ..., prepared: _Optional[_Iterable[_Union[Saved, _Mapping]]] = ..., tables: _Optional[_Mapping[str, str]] = ..., token: _Optional[str] = ..., runs: _Optional[_Iterable[str]] = ..., earlier: _Optional[_Iterable[str]] = ..., waits: _Optional[bool] = ..., next: _Optional[str] = ...) -> None: ...
 
 class CreateRequest(_message.Message):
     __slots__ = ("table", "spec", "epoch")
@@ -282,6 +292,36 @@ class LoadRequest(_message.Message):
     slots: _containers.RepeatedScalarFieldContainer[int]
     parts: int
     def __init__(self, phase: _Optional[_Union[LoadRequest.Phase, str]] = ..., token: _Optional[str] = ..., save: _Optional[_Union[Saved, _Mapping]] = ..., exact: _Optional[bool] = ..., set: _Optional[str] = ..., member: _Optional[int] = ..., members: _Optional[int] = ..., epoch: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., parts: _Optional[int] = ...) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ("phase", "epoch", "member", "before", "run")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NONE: _ClassVar[ResumeRequest.Phase]
+        PREPARE: _ClassVar[ResumeRequest.Phase]
+        NOTE: _ClassVar[ResumeRequest.Phase]
+        COMMIT: _ClassVar[ResumeRequest.Phase]
+    NONE: ResumeRequest.Phase
+    PREPARE: ResumeRequest.Phase
+    NOTE: ResumeRequest.Phase
+    COMMIT: ResumeRequest.Phase
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    phase: ResumeRequest.Phase
+    epoch: str
+    member: int
+    before: str
+    run: str
+    def __init__(self, phase: _Optional[_Union[ResumeRequest.Phase, str]] = ..., epoch: _Optional[str] = ..., member: _Optional[int] = ..., before: _Optional[str] = ..., run: _Optional[str] = ...) -> None: ...
+
+class ResumeReply(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ()

@@ -79,6 +79,11 @@ class ParameterServerStub:
                 request_serializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.LoadRequest.SerializeToString,
                 response_deserializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.Empty.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/torchrec_recstore.ParameterServer/Resume',
+                request_serializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.ResumeReply.FromString,
+                _registered_method=True)
         self.ReadFile = channel.unary_unary(
                 '/torchrec_recstore.ParameterServer/ReadFile',
                 request_serializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.ReadFileRequest.SerializeToString,
@@ -168,6 +173,13 @@ class ParameterServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resume(self, request, context):
+        """Lets a server that was stopped go on in its epoch, in phases.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReadFile(self, request, context):
         """Reads a piece of a file of a save.
         """
@@ -243,6 +255,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Load,
                     request_deserializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.LoadRequest.FromString,
                     response_serializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.Empty.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.ResumeRequest.FromString,
+                    response_serializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.ResumeReply.SerializeToString,
             ),
             'ReadFile': grpc.unary_unary_rpc_method_handler(
                     servicer.ReadFile,
@@ -508,6 +525,33 @@ class ParameterServer:
             '/torchrec_recstore.ParameterServer/Load',
             torchrec__recstore__service_dot_wire_dot_recstore__pb2.LoadRequest.SerializeToString,
             torchrec__recstore__service_dot_wire_dot_recstore__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/torchrec_recstore.ParameterServer/Resume',
+            torchrec__recstore__service_dot_wire_dot_recstore__pb2.ResumeRequest.SerializeToString,
+            torchrec__recstore__service_dot_wire_dot_recstore__pb2.ResumeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -128,7 +128,7 @@ class Connection {
   }
 
   void prepare(grpc::ClientContext& context, double left_s) const {
-    context.AddMetadata("recstore-protocol", "1");
+    context.AddMetadata("recstore-protocol", "2");
     if (!options_.token.empty()) context.AddMetadata("authorization", "Bearer " + options_.token);
     context.set_deadline(std::chrono::system_clock::now() + std::chrono::duration_cast<std::chrono::microseconds>(Seconds(left_s)));
   }
