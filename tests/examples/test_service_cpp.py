@@ -231,6 +231,17 @@ def test_faults(program: Path, servers: list[RecStoreServer], tmp_path: Path) ->
     servers[0].start()
     trained = reader.rows("t", IDS)
     assert torch.equal(trained, client.pull("t", IDS))
+    for server in servers:
+        server.stop()
+    for server in servers:
+        server.start()
+    steps = client.stats("t").steps
+    for server in servers:
+        server.stop()
+        server.start()
+    writer.done("update", "t", IDS, torch.ones(6, 8))
+    assert client.stats("t").steps == steps + 1
+    assert torch.equal(reader.rows("t", IDS), client.pull("t", IDS))
     # One that is killed has lost rows: each client refuses, and names it.
     servers[1].kill()
     servers[1].start()
@@ -251,6 +262,54 @@ def test_faults(program: Path, servers: list[RecStoreServer], tmp_path: Path) ->
     assert answer[:2] == ["ServiceError", addresses[1]]
     assert f"table 't' on server {addresses[1]} cannot be reached for 0.5 s" in answer[3]
     for driver in (new, reader, writer, short):
+        driver.close()
+
+
+@needs_grpc
+@pytest.mark.slow
+def test_servers_that_were_rolled_back(program: Path, servers: list[RecStoreServer], tmp_path: Path) -> None:
+    addresses = [server.address for server in servers]
+    client = RecStoreClient(addresses)
+    _table(client, "t")
+    client.save("monday")
+    reader, writer, late, first = (_Driver(program, tmp_path, *addresses, timeout_s=20) for _ in range(4))
+    reader.rows("t", IDS)
+    late.rows("t", IDS)
+
+    def roll_back(some: list[RecStoreServer]) -> None:
+        for server in some:
+            server.stop()
+            shutil.copytree(server.data, tmp_path / f"snapshot-{server.data.name}")
+            server.start()
+        writer.done("update", "t", IDS, torch.ones(6, 8))
+        reader.rows("t", IDS)
+        for server in some:
+            server.stop()
+            shutil.rmtree(server.data)
+            (tmp_path / f"snapshot-{server.data.name}").rename(server.data)
+            server.start()
+
+    roll_back(servers[:1])
+    new = _Driver(program, tmp_path, *addresses, timeout_s=20)
+    for driver in (first, writer, reader, new, late):
+        calls = ("pull", "update") if driver in (first, writer) else ("pull",)
+        for kind in calls:
+            answer = driver.call(kind, "t", IDS, torch.ones(6, 8) if kind == "update" else None).split("|")
+            assert answer[:3] == ["ServerSetError", addresses[0], "t"]
+            assert f"{addresses[0]} has older rows of epoch 1 than before" in answer[3]
+            assert "recstore servers restore" in answer[3]
+    client.load("monday")
+    # All servers: only clients that have seen the later rows can notice it.
+    writer = _Driver(program, tmp_path, *addresses, timeout_s=20)
+    roll_back(servers)
+    new.rows("t", IDS)
+    for driver in (writer, reader):
+        answer = driver.call("pull", "t").split("|")
+        assert answer[0] == "ServerRestartedError"
+        assert answer[1] in addresses
+        assert "has older rows than this client has seen" in answer[3]
+    late.rows("t", IDS)
+    for driver in (reader, writer, late, first, new):
         driver.close()
 
 

@@ -8,6 +8,7 @@
 // docs/service.md, "Programs in C++", and examples/service_cpp.
 #pragma once
 
+#include <google/protobuf/util/message_differencer.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -64,8 +65,15 @@ class Client {
   // Returns what the servers know of a table, or an Error of the kind "ValueError" if there is no such table.
   TableInfo describe(const std::string& table) {
     check_process();
-    const States states = describe_all(table);
-    join(table, states);
+    States states;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      const bool has_written = requests_ > 0;
+      lock.unlock();
+      const std::string epoch = join(table, !has_written, &states)->epoch;
+      if (epoch != detail::label_of(states[0]))
+        check_nothing_lost(Error("ServerRestartedError", "", table, "the servers " + addresses() + " have begun another epoch"), has_written);
+    }
     std::vector<size_t> lacking;
     for (size_t i = 0; i < states.size(); ++i)
       if (states[i].tables().count(table) == 0) lacking.push_back(i);
@@ -146,8 +154,11 @@ class Client {
  private:
   // The state of the set that calls are for.
   struct Joined {
-    std::string epoch;
-    std::vector<uint32_t> owners;  // for each slot, the index of the connection to the server of its ids
+    std::string epoch;                // its label
+    std::vector<std::string> runs;    // the run of each server
+    std::vector<uint32_t> owners;     // for each slot, the index of the connection to the server of its ids
+
+    std::string run(size_t i) const { return epoch + "/" + runs[i]; }  // the name of a run in calls
   };
 
   // The ids of a call, server by server. One server needs no copy.
@@ -176,6 +187,8 @@ class Client {
    private:
     Client& client_;
   };
+
+  static constexpr int kAttempts = 4;  // after the first, while other clients change the states of the servers
 
   static std::string new_name() {
     std::random_device random;
@@ -215,26 +228,87 @@ class Client {
     return states;
   }
 
-  // Notes the epoch in which all servers are.
-  std::shared_ptr<const Joined> join(const std::string& table, const States& states) {
-    detail::check_one_epoch(table, connections_, states);
-    auto joined = std::make_shared<Joined>();
-    joined->epoch = states[0].set() + "/" + std::to_string(states[0].epoch());
-    std::map<uint32_t, uint32_t> index;
-    for (uint32_t i = 0; i < states.size(); ++i) index[states[i].member()] = i;
-    for (const uint32_t member : states[0].slots()) joined->owners.push_back(index.at(member));
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (joined_ && joined_->owners != joined->owners)  // calls in progress have split their ids by the map of slots
-      throw Error("ServerSetError", "", table, "the rows of the servers " + addresses() + " were distributed anew: make a new client");
-    return joined_ = joined;
+  // Notes the epoch in which all servers are, and their runs. Servers that wait are resumed.
+  // follow: Whether the client may go on in another epoch than before. If not, the epoch of before is returned.
+  // described: Gets the states of the servers.
+  std::shared_ptr<const Joined> join(const std::string& table, bool follow, States* described = nullptr) {
+    const std::shared_ptr<const Joined> known = noted();
+    States before;
+    for (int left = kAttempts;; --left) {
+      States states = describe_all(table);
+      try {
+        detail::check_one_epoch(table, connections_, states);
+      } catch (const Error&) {  // the states may be of different moments, if another client changes them meanwhile
+        if (left == 0 || same(states, before)) throw;
+        before = std::move(states);
+        continue;
+      }
+      auto joined = std::make_shared<Joined>();
+      joined->epoch = detail::label_of(states[0]);
+      for (size_t i = 0; known && i < states.size(); ++i)
+        if (detail::has_lost(states[i], known->epoch, known->runs[i]))
+          throw connections_[i]->error("ServerRestartedError", table, " has older rows than this client has seen, because its data directory was rolled back or is a copy: only a new client continues with them");
+      try {
+        for (size_t i = 0; i < states.size(); ++i) joined->runs.push_back(states[i].waits() ? resume(table, states[i], i) : detail::run_of(states[i]));
+      } catch (const Error& error) {  // another client has begun an epoch or resumed a server meanwhile
+        if (left == 0 || error.kind() != "ServerRestartedError") throw;
+        continue;
+      }
+      std::map<uint32_t, uint32_t> index;
+      for (uint32_t i = 0; i < states.size(); ++i) index[states[i].member()] = i;
+      for (const uint32_t member : states[0].slots()) joined->owners.push_back(index.at(member));
+      if (described != nullptr) *described = std::move(states);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (joined_ && joined_->owners != joined->owners)  // calls in progress have split their ids by the map of slots
+        throw Error("ServerSetError", "", table, "the rows of the servers " + addresses() + " were distributed anew: make a new client");
+      if (joined_ && joined_->epoch != joined->epoch && !follow) return joined_;
+      return joined_ = joined;
+    }
   }
 
-  std::shared_ptr<const Joined> joined(const std::string& table) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (joined_) return joined_;
+  static bool same(const States& one, const States& other) {
+    return std::equal(one.begin(), one.end(), other.begin(), other.end(),
+                      [](const auto& a, const auto& b) { return google::protobuf::util::MessageDifferencer::Equals(a, b); });
+  }
+
+  // Lets a server that was stopped go on in its epoch. Returns its next run.
+  std::string resume(const std::string& table, const detail::pb::DescribeReply& state, size_t waits) {
+    detail::pb::ResumeRequest request;
+    request.set_phase(detail::pb::ResumeRequest::PREPARE);
+    request.set_epoch(detail::label_of(state));
+    request.set_member(state.member());
+    request.set_before(detail::run_of(state));
+    request.set_run(connections_[waits]->resume(table, request).run());
+    request.set_phase(detail::pb::ResumeRequest::NOTE);
+    each([&](size_t i) {
+      if (i != waits) connections_[i]->resume(table, request);
+    });
+    request.set_phase(detail::pb::ResumeRequest::COMMIT);
+    connections_[waits]->resume(table, request);
+    return request.run();
+  }
+
+  std::shared_ptr<const Joined> noted() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return joined_;
+  }
+
+  // Makes the attempts of a call in one epoch, until no server refuses it as one for an earlier run.
+  template <class Attempt>
+  void in_runs(const std::string& table, const Attempt& attempt) {
+    std::shared_ptr<const Joined> now = noted();
+    if (now == nullptr) now = join(table, true);
+    for (int left = kAttempts;; --left) {
+      try {
+        return attempt(*now);
+      } catch (const Error& error) {
+        if (error.kind() != detail::kServerResumed) throw;
+        if (left == 0) throw Error("ServiceError", error.server(), error.table(), error.what());
+      }
+      // Another thread may have found the runs. A call for an epoch that has ended is refused as such.
+      const std::shared_ptr<const Joined> found = noted();
+      now = found != now && found->epoch == now->epoch ? found : join(table, false);
     }
-    return join(table, describe_all(table));
   }
 
   TableInfo known(const std::string& table) {
@@ -299,19 +373,22 @@ class Client {
       const Split parts = split(now, ids, n);
       detail::pb::PullHeader header;
       header.set_table(table);
-      header.set_epoch(now.epoch);
       header.set_want(want);
-      each([&](size_t i) { connections_[i]->pull(header, {parts.parts[i], entry_bytes, put}); });
+      each([&](size_t i) {
+        detail::pb::PullHeader own = header;
+        own.set_epoch(now.run(i));
+        connections_[i]->pull(own, {parts.parts[i], entry_bytes, put});
+      });
     };
-    const std::shared_ptr<const Joined> now = joined(table);
     try {
-      return attempt(*now);
+      return in_runs(table, attempt);
     } catch (const Error& error) {
       if (error.kind() != "ServerRestartedError") throw;
       const std::lock_guard<std::mutex> lock(mutex_);
       check_nothing_lost(error, requests_ > 0);
     }
-    attempt(*join(table, describe_all(table)));  // all rows again, so that they are of one epoch
+    join(table, true);
+    in_runs(table, attempt);  // all rows again, so that they are of one epoch
   }
 
   int64_t write(const std::string& table, detail::pb::WriteHeader::Kind kind, const int64_t* ids, int64_t n, const float* rows) {
@@ -323,12 +400,13 @@ class Client {
     std::atomic<uint64_t> deleted{0};
     const auto attempt = [&](const Joined& now) {
       const Split parts = split(now, ids, n);
+      deleted = 0;  // a server that is asked again repeats its answer
       each([&](size_t i) {
         const auto header = [&] {
           ++sent;
           detail::pb::WriteHeader made;
           made.set_table(table);
-          made.set_epoch(now.epoch);
+          made.set_epoch(now.run(i));
           made.set_client(name_);
           made.set_request(number.value);
           made.set_kind(kind);
@@ -342,16 +420,16 @@ class Client {
         applied = true;
       });
     };
-    const std::shared_ptr<const Joined> now = joined(table);
     try {
-      attempt(*now);
+      in_runs(table, attempt);
       return static_cast<int64_t>(deleted);
     } catch (const Error& error) {
       if (error.kind() != "ServerRestartedError") throw;
       // A repeated attempt means that the reply to one was lost.
       check_nothing_lost(error, number.value > 1 || applied || sent > connections_.size());
     }
-    attempt(*join(table, describe_all(table)));
+    join(table, true);
+    in_runs(table, attempt);
     return static_cast<int64_t>(deleted);
   }
 

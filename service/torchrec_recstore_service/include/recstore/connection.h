@@ -42,6 +42,9 @@ class Backoff {
   double pause_s_ = 0.05;
 };
 
+// The kind of the error of a server that was stopped and started again: it waits, or the call is for an earlier run.
+constexpr char kServerResumed[] = "ServerResumed";
+
 // The connection to one server. A call is repeated as long as the server cannot be reached and there is time left. That
 // is safe for writes too, because the server does not apply a number twice.
 class Connection {
@@ -62,6 +65,17 @@ class Connection {
       grpc::ClientContext context;
       prepare(context, left_s);
       return outcome(stub_->Describe(&context, pb::DescribeRequest(), &reply), context);
+    });
+    return reply;
+  }
+
+  // Makes a phase of the resuming of a server that was stopped. A phase can be repeated.
+  pb::ResumeReply resume(const std::string& table, const pb::ResumeRequest& request) {
+    pb::ResumeReply reply;
+    call(table, [&](double left_s) {
+      grpc::ClientContext context;
+      prepare(context, left_s);
+      return outcome(stub_->Resume(&context, request, &reply), context);
     });
     return reply;
   }
@@ -165,7 +179,8 @@ class Connection {
       const Outcome made = attempt(std::max(0.001, backoff.left_s()));
       if (made.code == grpc::StatusCode::OK) return;
       if (made.code == grpc::StatusCode::UNAVAILABLE) unreached = made;
-      const bool passing = made.code == grpc::StatusCode::UNAVAILABLE || made.code == grpc::StatusCode::CANCELLED;
+      const bool resumed = made.error == kServerResumed;  // the client has to look at all servers
+      const bool passing = !resumed && (made.code == grpc::StatusCode::UNAVAILABLE || made.code == grpc::StatusCode::CANCELLED);
       if (!passing || backoff.left_s() <= 0) {
         // The last attempt has only the rest of the time, which may end while it connects.
         const bool late = made.code == grpc::StatusCode::DEADLINE_EXCEEDED && unreached.code != grpc::StatusCode::OK;

@@ -40,15 +40,46 @@ inline std::string joined(const Connections& connections, const char* separator)
   return text;
 }
 
-inline std::string state_of(const pb::DescribeReply& state) {
+// The label of the last epoch of a server, and its last run. See recstore.proto.
+inline std::string label_of(const pb::DescribeReply& state) {
+  return state.set() + "/" + std::to_string(state.epoch()) + (state.token().empty() ? "" : "/" + state.token());
+}
+
+inline std::string run_of(const pb::DescribeReply& state, uint32_t member) {
+  return static_cast<int>(member) < state.runs_size() ? state.runs(static_cast<int>(member)) : "";
+}
+
+inline std::string run_of(const pb::DescribeReply& state) { return run_of(state, state.member()); }
+
+// Whether a server has the rows of its epoch.
+inline bool is_there(const pb::DescribeReply& state) { return state.live() || state.waits(); }
+
+// Whether a server waits whose last run is not the one that the others in its epoch know. They may know its next run.
+inline bool is_rolled_back(const pb::DescribeReply& state, const std::vector<pb::DescribeReply>& states) {
+  return state.waits() && std::any_of(states.begin(), states.end(), [&](const pb::DescribeReply& other) {
+           if (!is_there(other) || label_of(other) != label_of(state)) return false;
+           const std::string known = run_of(other, state.member());
+           return known != run_of(state) && known != state.next();
+         });
+}
+
+// Whether a server has lost a run that a client knows, because it began again from an older stop.
+inline bool has_lost(const pb::DescribeReply& state, const std::string& label, const std::string& run) {
+  const auto& earlier = state.earlier();
+  return label_of(state) == label && run != run_of(state) && run != state.next() && std::find(earlier.begin(), earlier.end(), run) == earlier.end();
+}
+
+inline std::string state_of(const pb::DescribeReply& state, const std::vector<pb::DescribeReply>& states) {
   const std::string epoch = "epoch " + std::to_string(state.epoch());
   if (state.set().empty()) return state.at().name().empty() ? "is empty" : "is in no set and has the save '" + state.at().name() + "'";
+  if (is_rolled_back(state, states)) return "has older rows of " + epoch + " than before: its data directory was rolled back, or is a copy";
   if (state.live()) return "is in " + epoch;
+  if (state.waits()) return "was stopped in " + epoch + " and started again";
   const std::string rows = state.at().name().empty() ? "without rows" : "from the save '" + state.at().name() + "'";
   return "was killed in " + epoch + " and started again " + rows;
 }
 
-// Throws an Error of the kind "ServerSetError" if the servers are not all servers of one set, in one epoch.
+// Throws an Error of the kind "ServerSetError" if the servers are not all servers of one set, in one epoch. Some may wait.
 inline void check_one_epoch(const std::string& table, const Connections& connections, const std::vector<pb::DescribeReply>& states) {
   const auto fail = [&](size_t server, const std::string& message) {
     throw Error("ServerSetError", connections[server]->address(), table, message);
@@ -67,8 +98,9 @@ inline void check_one_epoch(const std::string& table, const Connections& connect
   std::string text;
   size_t out = states.size();
   for (size_t i = 0; i < states.size(); ++i) {
-    text += (i == 0 ? "" : "; ") + connections[i]->address() + " " + state_of(states[i]);
-    if (out == states.size() && (!states[i].live() || states[i].epoch() != states[top].epoch())) out = i;
+    text += (i == 0 ? "" : "; ") + connections[i]->address() + " " + state_of(states[i], states);
+    const bool in = is_there(states[i]) && label_of(states[i]) == label_of(states[top]) && !is_rolled_back(states[i], states);
+    if (out == states.size() && !in) out = i;
   }
   if (out < states.size()) {
     const std::string named = joined(connections, ",");
