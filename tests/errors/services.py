@@ -136,7 +136,7 @@ def restarted(tmp_path: Path) -> None:
 
 @situation(
     "ServerRestartedError",
-    "table 't_user' on server 127.0.0.1:...: the server is in the epoch .../3, the call is for .../2: a save "
+    "table 't_user' on server 127.0.0.1:...: the server is in the epoch .../3/..., the call is for .../2/...: a save "
     "was loaded since; this client's writes since its last save are lost: load a save, or continue with a new "
     "client",
 )
@@ -199,6 +199,33 @@ def one_empty(tmp_path: Path) -> None:
         server.start()
 
     two_servers(tmp_path, start, save=False)
+
+
+@situation(
+    "ServerSetError",
+    "the servers are in different states: 127.0.0.1:... is in epoch 1; 127.0.0.1:... has older rows of epoch 1 than "
+    "before: its data directory was rolled back, or is a copy. This command brings all of them to their newest "
+    "complete save: recstore servers restore monday 127.0.0.1:...,127.0.0.1:...",
+)
+def one_rolled_back(tmp_path: Path) -> None:
+    servers = [RecStoreServer(tmp_path / name) for name in ("one", "two")]
+    addresses = [server.address for server in servers]
+    try:
+        client = RecStoreClient(addresses)
+        client.init_data("t_user", (10, 4))
+        client.save("monday")
+        servers[1].stop()
+        shutil.copytree(servers[1].data, tmp_path / "snapshot")
+        servers[1].start()
+        client.push("t_user", THREE, torch.ones(3, 4))
+        servers[1].stop()
+        shutil.rmtree(servers[1].data)
+        (tmp_path / "snapshot").rename(servers[1].data)
+        servers[1].start()
+        client.pull("t_user", THREE)
+    finally:
+        for server in servers:
+            server.kill()
 
 
 @situation(

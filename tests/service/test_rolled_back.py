@@ -338,12 +338,12 @@ def test_servers_of_two_epochs_of_one_number_do_not_agree() -> None:
     assert to_resume(["a:1", "b:1"], states).label == "set/2/one"
 
 
-def test_servers_of_version_0_2_go_on(servers: list[RecStoreServer]) -> None:
+def test_servers_of_version_1_of_the_protocol_go_on(servers: list[RecStoreServer]) -> None:
     with _client(servers) as client:
         _train(client, 3)
     for number, server in enumerate(servers):
         server.stop()
-        for name, change in (("set.json", _member_of_0_2), ("server.json", _state_of_0_2)):
+        for name, change in (("set.json", _member_of_version_1), ("server.json", _state_of_version_1)):
             file = server.data / name
             file.write_text(json.dumps(change(json.loads(file.read_text()), number)))
         server.start()
@@ -361,12 +361,12 @@ def test_servers_of_version_0_2_go_on(servers: list[RecStoreServer]) -> None:
         DataDirectory(servers[0].data)
 
 
-def _member_of_0_2(document: dict[str, Any], number: int) -> dict[str, Any]:
+def _member_of_version_1(document: dict[str, Any], number: int) -> dict[str, Any]:
     """Each load had a token, so that a server that had followed others had another one than they."""
     known = {field: document[field] for field in ("set", "member", "members", "slots", "epoch", "save")}
     return {**known, "token": f"load{number}"}
 
 
-def _state_of_0_2(document: dict[str, Any], _: int) -> dict[str, Any]:
+def _state_of_version_1(document: dict[str, Any], _: int) -> dict[str, Any]:
     label = document["stopped"]["epoch"].rpartition("/")[0]
     return {**document, "stopped": {**document["stopped"], "epoch": label}}
