@@ -183,7 +183,10 @@ def test_clients_go_on_while_servers_are_stopped_and_started(servers: list[RecSt
                 _train(clients[place], 1)
                 steps[place] += 1
                 if place == 0:
-                    clients[place].save("newest", overwrite=True)
+                    try:
+                        clients[place].save("newest", overwrite=True)
+                    except ValueError as error:  # the first server was stopped between the phases of the save
+                        assert "does not count" in str(error)  # noqa: PT017
         except BaseException as error:
             errors.append(error)
 
