@@ -33,14 +33,29 @@ def id_buffer(ids: Tensor) -> Tensor:
     return torch.cat([ids, torch.full((1,), _LAST_ID, dtype=torch.int64)])
 
 
+@torch.fx.wrap
+def integers(values: Tensor, name: str) -> Tensor:
+    """Converts ids, lengths or offsets to int64.
+
+    Floats are refused, because they do not hold every integer: float32 holds 20000001 as 20000000, which is another id.
+
+    Raises:
+        ValueError: The tensor is not of an integer type. The message begins with ``name``.
+    """
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise ValueError(name + " must be integers")
+    return values.to(torch.int64)
+
+
 def check_ids(values: Tensor) -> None:
     """Refuses tensors that are not ids.
 
     Raises:
         ValueError: The tensor is not one-dimensional or does not contain integers.
     """
-    if values.dim() != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+    if values.dim() != 1:
         raise ValueError("values must be integers of shape (N,)")
+    integers(values, "values")
 
 
 @torch.fx.wrap
@@ -53,8 +68,11 @@ def rows_of_ids(ids: Tensor, values: Tensor) -> Tensor:
 
     Returns:
         (N,) int64: 1 + the position in ``ids``, or 0 for an id that is not in ``ids``.
+
+    Raises:
+        ValueError: See :func:`integers`.
     """
-    wanted = values.to(torch.int64)
+    wanted = integers(values, "values")
     places = torch.searchsorted(ids, wanted)
     found = (ids[places] == wanted) & (places < ids.shape[0] - 1)
     return torch.where(found, places + 1, torch.zeros_like(places))
@@ -63,14 +81,14 @@ def rows_of_ids(ids: Tensor, values: Tensor) -> Tensor:
 @torch.fx.wrap
 def rows_of_numbers(rows: int, values: Tensor) -> Tensor:
     """Returns row numbers for a table of TorchRec: 0 for a row that does not exist, as in FBGEMM's bounds check."""
-    wanted = values.to(torch.int64)
+    wanted = integers(values, "values")
     return torch.where((wanted >= 0) & (wanted < rows), wanted, torch.zeros_like(wanted))
 
 
 @torch.fx.wrap
 def offsets_of(lengths: Tensor) -> Tensor:
     """Converts (bags,) lengths to (bags + 1,) int64 offsets."""
-    return F.pad(lengths.to(torch.int64).cumsum(0), [1, 0])
+    return F.pad(integers(lengths, "lengths").cumsum(0), [1, 0])
 
 
 @torch.fx.wrap
@@ -389,9 +407,10 @@ class ServedTables(nn.Module):
         """
         check_ids(values)
         count = len(self.tables)
-        if lengths.is_floating_point() or lengths.numel() % count != 0:
+        lengths = integers(lengths, "lengths")
+        if lengths.numel() % count != 0:
             raise ValueError("lengths must be integers, for each bag of each table")
-        lengths = lengths.reshape(count, -1).to(torch.int64)
+        lengths = lengths.reshape(count, -1)
         # The op of quantised rows does not check lengths: it would read memory after the end of values.
         beyond = torch.any((lengths < 0) | (lengths > values.shape[0])).item()
         if beyond or int(lengths.sum().item()) != values.shape[0]:

@@ -36,6 +36,7 @@ from torchrec_recstore.torchrec_seams.models import kernels_of, set_device, weig
 from torchrec_recstore_serving.row_formats import FORMAT_NAMES
 from torchrec_recstore_serving.served_tables import (
     id_buffer,
+    integers,
     pooled_in_order,
     rows_of_ids,
     rows_of_numbers,
@@ -406,8 +407,11 @@ class StaticEmbedding(nn.Module):
 
         Returns:
             (*input.shape, dim) of the dtype of the module that was exported.
+
+        Raises:
+            ValueError: ``input`` is not of an integer type.
         """
-        values = input.reshape(-1).to(torch.int64)
+        values = integers(input, "ids").reshape(-1)
         rows = self.table.lookup(values)
         if self._has_padding:  # A padding id without a row reads as zeros, even if other ids without a row do not.
             nothing = (values == self._padding) & torch.logical_not(self.table.has_rows(values))
@@ -436,11 +440,11 @@ class StaticEmbeddingBag(nn.Module):
             bounds = torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
         else:
             assert offsets is not None, "offsets must be given where input is of the shape (N,)"
-            bounds = offsets.to(torch.int64)
+            bounds = integers(offsets, "offsets")
             if not self._include_last_offset:
                 bounds = F.pad(bounds, [0, 1], value=float(input.shape[0]))
         end = int(bounds[-1])
-        values = input.reshape(-1)[:end].to(torch.int64)
+        values = integers(input, "ids").reshape(-1)[:end]
         if weights is not None:
             weights = weights.reshape(-1)[:end]
         if self._has_padding:

@@ -41,9 +41,9 @@ Tensor checked(const Tensor& tensor, const char* name, at::ScalarType type, int6
   return tensor.contiguous();
 }
 
-Tensor checked_ids(const Tensor& values) {
-  TORCH_CHECK_VALUE(values.device().is_cpu() && values.dim() == 1 && at::isIntegralType(values.scalar_type(), /*includeBool=*/false),
-                    "values must be integers of shape (N,)");
+Tensor checked_integers(const Tensor& values, const char* name = "values") {
+  TORCH_CHECK_VALUE(values.device().is_cpu() && values.dim() == 1 && at::isIntegralType(values.scalar_type(), /*includeBool=*/false), name,
+                    " must be integers of shape (N,)");
   return values.to(at::kLong).contiguous();
 }
 
@@ -202,7 +202,7 @@ class Table final : public torch::CustomClassHolder {
   explicit Table(std::shared_ptr<const ServedRows> rows) : rows_(std::move(rows)) {}
 
   static c10::intrusive_ptr<Table> made(int64_t format, int64_t dim, const Tensor& ids, const Tensor& rows) {
-    const Tensor given = checked_ids(ids), all = checked(rows, "rows", rows.scalar_type(), 2);
+    const Tensor given = checked_integers(ids), all = checked(rows, "rows", rows.scalar_type(), 2);
     TORCH_CHECK_VALUE(all.size(0) == given.numel() + 1, "there must be a row for each id, and one for ids without a row");
     const RowLayout layout = layout_of(format, dim, all);
     return c10::make_intrusive<Table>(ServedRows::build(layout, given.const_data_ptr<int64_t>(), given.numel(), memory_of(all, false)));
@@ -215,7 +215,7 @@ class Table final : public torch::CustomClassHolder {
 
   Tensor lookup(const Tensor& values) const {
     const auto rows = this->rows();
-    const Tensor ids = checked_ids(values);
+    const Tensor ids = checked_integers(values);
     const int64_t dim = rows->layout().dim;
     Tensor out = output(ids.numel(), dim);
     rows->lookup(ids.const_data_ptr<int64_t>(), ids.numel(), out.mutable_data_ptr<float>());
@@ -224,7 +224,7 @@ class Table final : public torch::CustomClassHolder {
 
   Tensor pooled(const Tensor& values, const Tensor& lengths, const std::optional<Tensor>& weights, bool mean) const {
     const auto rows = this->rows();
-    const Tensor ids = checked_ids(values), sizes = checked_ids(lengths);
+    const Tensor ids = checked_integers(values), sizes = checked_integers(lengths, "lengths");
     const int64_t bags = sizes.numel(), dim = rows->layout().dim;
     Tensor offsets = at::empty({bags + 1}, at::kLong), used;
     auto* bounds = offsets.mutable_data_ptr<int64_t>();
@@ -246,7 +246,7 @@ class Table final : public torch::CustomClassHolder {
   }
 
   Tensor contains(const Tensor& values) const {
-    const Tensor ids = checked_ids(values);
+    const Tensor ids = checked_integers(values);
     Tensor found = at::empty({ids.numel()}, at::kBool);
     rows()->contains(ids.const_data_ptr<int64_t>(), ids.numel(), found.mutable_data_ptr<bool>());
     return found;
@@ -255,7 +255,7 @@ class Table final : public torch::CustomClassHolder {
   // The rows as they are stored.
   Tensor stored(const Tensor& values) const {
     const auto rows = this->rows();
-    const Tensor ids = checked_ids(values);
+    const Tensor ids = checked_integers(values);
     Tensor out = empty_rows(rows->layout(), ids.numel());
     rows->copy(ids.const_data_ptr<int64_t>(), ids.numel(), static_cast<char*>(out.data_ptr()));
     return out;
