@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -86,7 +87,8 @@ class Predictor:
     """
 
     def __init__(self, options: PredictorOptions) -> None:
-        self._jagged = options.jagged or {}
+        self.jagged = options.jagged or {}
+        """See :func:`torchrec_recstore_serving.requests.request_of`."""
         self.follower = Follower(options.source)
         self._metrics: PredictorMetrics | None = None
         try:
@@ -94,7 +96,7 @@ class Predictor:
                 self._metrics = PredictorMetrics(self.state, options.listening.metrics)
             self._batcher = Batcher(
                 self.follower,
-                self._jagged,
+                self.jagged,
                 max_examples=options.max_batch,
                 threads=options.threads,
                 observe=(lambda seconds, failed: None) if self._metrics is None else self._metrics.observe,
@@ -103,18 +105,17 @@ class Predictor:
             self.follower.close()
             raise
 
-    def predict(self, arguments: Mapping[str, Value]) -> Answer:
-        """Answers a request.
+    def submit(self, arguments: Mapping[str, Value]) -> Future[Answer]:
+        """Queues a request. The future has the answer, or the error of the model.
 
         Raises:
             ValueError: The arguments do not fit the model.
             ConnectionError: No full export has been loaded yet.
-            Exception: The model fails.
         """
         if not self.is_ready():
             raise ConnectionError(self.follower.state.problem or "no full export has been loaded yet")
         _check_names(self.follower.model, arguments)
-        return self._batcher.submit(request_of(arguments, self._jagged)).result()
+        return self._batcher.submit(request_of(arguments, self.jagged))
 
     def is_ready(self) -> bool:
         """Returns whether a full export has been loaded."""
@@ -212,7 +213,8 @@ class _Service(PredictorServicer):
     def Predict(self, request: Any, context: Any) -> Any:
         """See predictor.proto."""
         try:
-            answer = self._predictor.predict({name: value_of(each, name) for name, each in request.arguments.items()})
+            arguments = {name: value_of(each, name) for name, each in request.arguments.items()}
+            answer = self._predictor.submit(arguments).result()
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, shortened(str(error)))
         except ConnectionError as error:

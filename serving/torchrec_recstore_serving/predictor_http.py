@@ -1,34 +1,50 @@
-"""Predictions over HTTP, as JSON documents.
+"""Predictions over HTTP, as JSON documents, by the server of the library tornado.
 
-Tests: tests/serving/test_predictor.py.
+Tests: tests/serving/test_predictor_http.py.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-import ssl
+import logging
+import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from torchrec_recstore_service.server.credentials import Watched, watched_context, watched_token
-from torchrec_recstore_service.server.listening import ListenOptions, allowed, host_and_port
+from tornado.httpserver import HTTPServer
+from tornado.ioloop import PeriodicCallback
+from tornado.iostream import IOStream, StreamClosedError
+from tornado.netutil import bind_sockets
+from tornado.web import Application, RequestHandler, stream_request_body
+
+from torchrec_recstore_service.server.credentials import watched_context, watched_token
+from torchrec_recstore_service.server.listening import GRACE_S, ListenOptions, allowed, host_and_port
 from torchrec_recstore_serving.batching import Answer
-from torchrec_recstore_serving.request_values import value_of_json
-from torchrec_recstore_serving.requests import Value
+from torchrec_recstore_serving.request_values import arguments_of_json, not_finite, place_of_float
+from torchrec_recstore_serving.requests import FloatIds, Value
 
 _LONGEST_BODY = 1 << 26  # bytes
+_LONGEST_HEADERS = 1 << 16  # bytes
+_SLOWEST_S = 60.0  # for the TLS handshake and the headers, for the body, and for reading a reply
+_LOOK_S = 1.0
+_AT_ONCE = 1 << 16  # bytes; larger documents would hold up other requests, and are converted in threads of their own
+_DEEP = 100
+_DEPTH = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
+_ROUTES = "there are GET /state, GET /health and POST /predict"
+_Result = TypeVar("_Result")
 
 
 class Answering(Protocol):
     """The functions of a server of predictions that HTTP offers; see :class:`Predictor`."""
 
-    def predict(self, arguments: Mapping[str, Value]) -> Answer:
-        """Answers a request."""
+    jagged: Mapping[str, tuple[str, int]]
+
+    def submit(self, arguments: Mapping[str, Value]) -> Future[Answer]:
+        """Queues a request."""
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the server."""
@@ -43,11 +59,11 @@ def failure(error: Exception) -> str:
 
 
 class HttpServer:
-    """JSON over HTTP: POST /predict, GET /state and GET /health.
+    """JSON over HTTP: POST /predict, GET /state and GET /health. One thread serves all connections.
 
     Args:
         address: The address to listen on, ``host:port``.
-        access: The certificate and the token, which are those of gRPC.
+        access: The certificate, the token and the limits, which are those of gRPC.
         predictor: The server's functions.
 
     Raises:
@@ -56,16 +72,45 @@ class HttpServer:
 
     def __init__(self, address: str, access: ListenOptions, predictor: Answering) -> None:
         host, port = host_and_port(address)
+        self._predictor = predictor
+        self._access = access
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self.running = 0
+        """The number of predictions that are being answered."""
+        self.held_bytes = 0
+        """The size of their requests, and of those that are being read."""
         try:
-            token = None if access.token_file is None else watched_token(access.token_file)
-            self._server = _Server((host, port), partial(_Handler, predictor, token))
-            self._server.max_connections = access.max_connections
+            self._token = None if access.token_file is None else watched_token(access.token_file)
+            sockets = bind_sockets(port, host)
         except OSError as error:
             raise OSError(f"--http {address}: {error.strerror}") from error
-        if access.tls_cert is not None and access.tls_key is not None:
-            self._server.certificates = watched_context(access.tls_cert, access.tls_key, access.client_ca)
-        self.address = f"{address.rpartition(':')[0]}:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
+        self.address = f"{address.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
+        # A client that makes no handshake, or whose request is malformed, is no matter for the operator.
+        logging.getLogger("tornado.general").setLevel(logging.ERROR)
+        routes = [(r"/predict", _Predict), (r"/state", _State), (r"/health", _Health)]
+        self._server = _Server(
+            Application(
+                [(path, handler, {"server": self}) for path, handler in routes],
+                default_handler_class=_Other,
+                default_handler_args={"server": self},
+                log_function=lambda handler: None,
+            ),
+            max_header_size=_LONGEST_HEADERS,
+            max_body_size=_LONGEST_BODY,
+            idle_connection_timeout=_SLOWEST_S,
+            body_timeout=_SLOWEST_S,
+        )
+        self._server.max_connections = access.max_connections
+        self._certificates = (
+            None
+            if access.tls_cert is None or access.tls_key is None
+            else watched_context(access.tls_cert, access.tls_key, access.client_ca)
+        )
+        self._look()
+        self._thread = threading.Thread(
+            target=lambda: self._loop.run_until_complete(self._serve(sockets)), name="http", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -74,121 +119,233 @@ class HttpServer:
         return self._server.connections
 
     def close(self) -> None:
-        """Stops listening."""
-        self._server.shutdown()
-        self._server.server_close()
+        """Stops listening, and waits for the predictions that are being answered."""
+        self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
+        self._loop.close()
+
+    def is_allowed(self, header: str) -> bool:
+        """Returns whether a request has the token, if one is required."""
+        return allowed(header, self._token)
+
+    def health(self) -> tuple[int, bytes]:
+        """Returns the answer to GET /health."""
+        there = self._predictor.is_ready()
+        return 200 if there else 503, _encoded({"serving": there})
+
+    def state(self) -> tuple[int, bytes]:
+        """Returns the answer to GET /state."""
+        return 200, _encoded(self._predictor.state())
+
+    def has_room(self, size: int) -> bool:
+        """Returns whether a request of ``size`` bytes may be read now."""
+        return self.held_bytes + size <= self._access.max_request_memory
+
+    async def answer(self, body: bytes) -> tuple[int, bytes]:
+        """Returns the status and the body of the answer to POST /predict."""
+        given: Mapping[str, Any] = {}
+        self.running += 1
+        try:
+            given, arguments = await _converted(len(body), lambda: _read(body, self._predictor.jagged))
+            answer = await asyncio.wrap_future(self._predictor.submit(arguments))
+            size = sum(each.numel() * 8 for each in answer.outputs.values())
+            return await _converted(size, lambda: _written(answer))
+        except FloatIds as error:
+            places = ", ".join(f"{name}{place_of_float(given[name])}" for name in error.names if name in given)
+            return 400, _error(f"{error} ({places}): send integers, because floats do not hold every id")
+        except ValueError as error:
+            return 400, _error(str(error))
+        except ConnectionError as error:
+            return 503, _error(str(error))
+        except Exception as error:
+            return 500, _error(failure(error))
+        finally:
+            self.running -= 1
+
+    def _look(self) -> None:
+        """Takes the present certificates for the connections that come."""
+        if self._certificates is not None:
+            self._server.ssl_options = self._certificates.value
+
+    async def _serve(self, sockets: list[Any]) -> None:
+        self._server.add_sockets(sockets)
+        look = PeriodicCallback(self._look, 1000 * _LOOK_S)
+        look.start()
+        await self._stop.wait()
+        look.stop()
+        self._server.stop()
+        end = self._loop.time() + GRACE_S
+        while self.running and self._loop.time() < end:
+            await asyncio.sleep(0.01)
+        await self._server.close_all_connections()
+        await self._loop.shutdown_default_executor()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    certificates: Watched[ssl.SSLContext] | None = None
+class _Server(HTTPServer):
+    """An HTTP server whose number of connections is limited."""
+
     max_connections = 0
     connections = 0
-    _lock = threading.Lock()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """See socketserver. Closes a connection if there are too many. Each has a thread."""
-        with self._lock:
-            full = self.connections >= self.max_connections
-            self.connections += not full
-        if full:
-            self.shutdown_request(request)
+    def handle_stream(self, stream: IOStream, address: tuple[Any, ...]) -> None:
+        """See tornado. Closes a connection if there are too many, before its TLS handshake."""
+        if self.connections >= self.max_connections:
+            stream.close()
+            return
+        self.connections += 1
+        super().handle_stream(stream, address)
+
+    def on_close(self, server_conn: object) -> None:
+        """See tornado."""
+        self.connections -= 1
+        super().on_close(server_conn)
+
+
+class _Handler(RequestHandler):
+    needs_token = True
+
+    def initialize(self, server: HttpServer) -> None:
+        """See tornado."""
+        self._server = server
+
+    def set_default_headers(self) -> None:
+        """See tornado."""
+        self.clear_header("Server")
+        self.set_header("Content-Type", "application/json")
+
+    def prepare(self) -> None:
+        """See tornado. A reply before the body has been read closes the connection."""
+        if self.needs_token and not self._server.is_allowed(self.request.headers.get("Authorization", "")):
+            self.reply(401, _error("the token is missing or wrong"))
+
+    def reply(self, status: int, body: bytes) -> asyncio.Future[None]:
+        """Begins to send a reply."""
+        self.set_status(status)
+        return self.finish(body)
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """See tornado."""
+        self.finish(_error(_ROUTES if status_code == 405 else self._reason))
+
+
+class _Health(_Handler):
+    needs_token = False
+
+    def get(self) -> None:
+        """See tornado."""
+        self.reply(*self._server.health())
+
+
+class _State(_Handler):
+    def get(self) -> None:
+        """See tornado."""
+        self.reply(*self._server.state())
+
+
+class _Other(_Handler):
+    def prepare(self) -> None:
+        """See tornado."""
+        super().prepare()
+        if not self._finished:
+            self.reply(404, _error(_ROUTES))
+
+
+@stream_request_body
+class _Predict(_Handler):
+    def initialize(self, server: HttpServer) -> None:
+        """See tornado."""
+        super().initialize(server)
+        self._chunks: list[bytes] = []
+        self._held = 0
+
+    def prepare(self) -> None:
+        """See tornado. Decides from the headers whether the body is read."""
+        super().prepare()
+        if self._finished or self.request.method != "POST":
+            return
+        given = self.request.headers.get("Content-Length", "")
+        if not given.isdecimal():
+            self.reply(411, _error(f"Content-Length is missing; the body may have {_LONGEST_BODY} bytes"))
+        elif int(given) > _LONGEST_BODY:
+            # The body is not read: tornado would send an error of its own after this one.
+            self.request.connection.set_max_body_size(int(given))  # type: ignore[union-attr]
+            self.reply(413, _error(f"the body may have {_LONGEST_BODY} bytes"))
+        elif not self._server.has_room(int(given)):
+            self.reply(503, _error("the requests that are being answered take all of --max-request-memory: try again"))
         else:
-            super().process_request(request, client_address)
+            self._held = int(given)
+            self._server.held_bytes += self._held
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """See socketserver."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            with self._lock:
-                self.connections -= 1
+    def data_received(self, chunk: bytes) -> None:
+        """See tornado."""
+        self._chunks.append(chunk)
 
-    def get_request(self) -> tuple[Any, Any]:
-        """See socketserver. The thread of a connection makes the handshake, so that it does not hold up the others."""
-        connection, address = super().get_request()
-        if self.certificates is None:
-            return connection, address
-        context = self.certificates.value
-        return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
+    async def post(self) -> None:
+        """See tornado."""
+        status, body = await self._server.answer(b"".join(self._chunks))
+        with suppress(StreamClosedError):  # The client has gone away.
+            sent = self.reply(status, body)
+            try:
+                if not sent.done():
+                    await asyncio.wait_for(sent, _SLOWEST_S)
+            except asyncio.TimeoutError:
+                self.request.connection.close()  # type: ignore[union-attr]
+
+    def on_finish(self) -> None:
+        """See tornado."""
+        self._server.held_bytes -= self._held
+        self._held = 0
+
+    def on_connection_close(self) -> None:
+        """See tornado."""
+        super().on_connection_close()
+        self.on_finish()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = 60
+async def _converted(size: int, convert: Callable[[], _Result]) -> _Result:
+    """Converts a document of ``size`` bytes."""
+    return convert() if size <= _AT_ONCE else await asyncio.get_running_loop().run_in_executor(None, convert)
 
-    def __init__(self, predictor: Answering, token: Watched[str] | None, *connection: Any) -> None:
-        self._predictor = predictor
-        self._token = token
-        super().__init__(*connection)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Logs nothing."""
-
-    def handle(self) -> None:
-        """See socketserver. A client that has gone away is no error."""
-        with suppress(ConnectionError):
-            super().handle()
-
-    def do_GET(self) -> None:
-        """See http.server."""
-        if self.path == "/health":
-            there = self._predictor.is_ready()
-            self._reply(200 if there else 503, {"serving": there})
-        elif not self._is_allowed():
-            return
-        elif self.path == "/state":
-            self._reply(200, self._predictor.state())
-        else:
-            self._reply(404, {"error": "there are GET /state, GET /health and POST /predict"})
-
-    def do_POST(self) -> None:
-        """See http.server."""
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > _LONGEST_BODY:
-            self.close_connection = True
-            self._reply(411 if not length.isdecimal() else 413, {"error": f"the body may have {_LONGEST_BODY} bytes"})
-            return
-        if not self._is_allowed():
-            self.close_connection = True  # the body is not read
-            return
-        body = self.rfile.read(int(length))
-        if self.path != "/predict":
-            self._reply(404, {"error": "there are GET /state, GET /health and POST /predict"})
-            return
-        self._reply(*self._answer(body))
-
-    def _answer(self, body: bytes) -> tuple[int, Mapping[str, Any]]:
-        try:
-            return 200, self._predicted(body)
-        except ValueError as error:
-            return 400, {"error": str(error)}
-        except ConnectionError as error:
-            return 503, {"error": str(error)}
-        except Exception as error:
-            return 500, {"error": failure(error)}
-
-    def _predicted(self, body: bytes) -> dict[str, Any]:
+def _read(body: bytes, jagged: Mapping[str, tuple[str, int]]) -> tuple[Mapping[str, Any], Mapping[str, Value]]:
+    """Returns the arguments of a request as they are in JSON, and as tensors."""
+    try:
         document = json.loads(body)
-        if not isinstance(document, dict) or not isinstance(document.get("arguments"), dict):
-            raise ValueError('the body must be {"arguments": {NAME: VALUE, ...}}')
-        answer = self._predictor.predict(
-            {name: value_of_json(value, name) for name, value in document["arguments"].items()}
-        )
-        outputs = {name: each.tolist() for name, each in answer.outputs.items()}
-        return {**asdict(answer), "outputs": outputs}
+    except RecursionError:
+        raise ValueError(_too_deep(body)) from None
+    except ValueError as error:
+        raise ValueError(f"the body is not JSON: {error}") from None
+    if not isinstance(document, dict) or not isinstance(document.get("arguments"), dict):
+        raise ValueError('the body must be {"arguments": {NAME: VALUE, ...}}')
+    return document["arguments"], arguments_of_json(document["arguments"], jagged)
 
-    def _is_allowed(self) -> bool:
-        if allowed(self.headers.get("Authorization", ""), self._token):
-            return True
-        self._reply(401, {"error": "the token is missing or wrong"})
-        return False
 
-    def _reply(self, status: int, document: Mapping[str, Any]) -> None:
-        body = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+def _too_deep(body: bytes) -> str:
+    depth, name = 0, "no argument"
+    for match in _DEPTH.finditer(body):
+        if match[0] in (b"[", b"{"):
+            depth += 1
+            if depth > _DEEP:
+                return f"the argument {name} has {_DEEP} lists within lists at byte {match.start()} of the body"
+        elif match[0] in (b"]", b"}"):
+            depth -= 1
+        elif depth == 2:
+            name = repr(match[0][1:-1].decode(errors="replace"))
+    return "the body has too many lists within lists"
+
+
+def _written(answer: Answer) -> tuple[int, bytes]:
+    problem = not_finite(answer.outputs)
+    if problem is not None:
+        return 500, _error(f"{problem}: gRPC returns it. Publish a model whose weights are finite")
+    outputs = {name: each.tolist() for name, each in answer.outputs.items()}
+    told = {"version": answer.version, "number": answer.number, "seconds_behind": answer.seconds_behind}
+    return 200, _encoded({"outputs": outputs, **told})
+
+
+def _error(message: str) -> bytes:
+    return _encoded({"error": message})
+
+
+def _encoded(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, allow_nan=False).encode()

@@ -8,6 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_NO_INTEGERS = "must be integers"  # what served lookups say about ids; see served_tables.integers and served_table.cpp
+
+
+class FloatIds(ValueError):
+    """A served model refuses ids of a floating-point type.
+
+    Args:
+        names: The names of the arguments that have such a type.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(f"ids must be integers, and the argument(s) {', '.join(map(repr, names))} hold floats")
+        self.names = names
+
 
 @dataclass(frozen=True)
 class JaggedArgument:
@@ -26,6 +40,9 @@ class JaggedArgument:
     weights: Tensor | None = None
 
     def __post_init__(self) -> None:
+        for part, tensor in (("values", self.values), ("lengths", self.lengths)):
+            if not _are_integers(tensor):
+                raise ValueError(f"the {part} of bags must be integers, got {tensor.dtype}")
         if self.values.dim() != 1 or self.lengths.dim() != 2:
             raise ValueError("values must have one dimension, and lengths must be a multiple of the number of features")
         if bool((self.lengths < 0).any()) or int(self.lengths.sum()) != len(self.values):
@@ -125,7 +142,8 @@ def call(model: torch.jit.ScriptModule, request: Request, jagged: Mapping[str, t
 
     Raises:
         TypeError: The result has other things than tensors.
-        RuntimeError: The model fails.
+        ValueError: The model refuses its arguments; :class:`FloatIds` if the ids are no integers.
+        Exception: The model fails.
     """
     arguments: dict[str, object] = {}
     for name, value in request.arguments.items():
@@ -140,7 +158,28 @@ def call(model: torch.jit.ScriptModule, request: Request, jagged: Mapping[str, t
                 list(value.keys), value.values, lengths=value.lengths.reshape(-1), weights=value.weights
             )
     with torch.inference_mode():
-        return _outputs(model(**arguments))
+        try:
+            result = model(**arguments)
+        except Exception as error:
+            raise _refusal(error, arguments) or error from error
+    return _outputs(result)
+
+
+def _refusal(error: Exception, arguments: Mapping[str, object]) -> ValueError | None:
+    """Returns the error of a model that refuses its arguments: a ``ValueError`` in TorchScript. None: another error."""
+    last = (str(error).strip().splitlines() or [""])[-1]
+    floats = [name for name, value in arguments.items() if isinstance(value, Tensor) and not _are_integers(value)]
+    if floats and _NO_INTEGERS in last:
+        return FloatIds(floats)
+    kind, _, cause = last.partition("ValueError: ")
+    if kind != "builtins.":
+        return None
+    given = (f"{name!r} of shape {list(each.shape)}" for name, each in arguments.items() if isinstance(each, Tensor))
+    return ValueError(f"the model refuses its arguments ({', '.join(given)}): {cause}")
+
+
+def _are_integers(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _outputs(result: object) -> dict[str, Tensor]:

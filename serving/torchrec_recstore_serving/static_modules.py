@@ -439,7 +439,8 @@ class StaticEmbeddingBag(nn.Module):
         if input.dim() == 2:
             bounds = torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
         else:
-            assert offsets is not None, "offsets must be given where input is of the shape (N,)"
+            if offsets is None or input.dim() != 1:
+                raise ValueError("ids must have the shape (B, L), or the shape (N,) together with offsets")
             bounds = integers(offsets, "offsets")
             if not self._include_last_offset:
                 bounds = F.pad(bounds, [0, 1], value=float(input.shape[0]))

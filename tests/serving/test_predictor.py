@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import socket
-import struct
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ from torchrec_recstore_service.server.listening import ListenOptions
 from torchrec_recstore_serving import predictor_pb2 as pb
 from torchrec_recstore_serving.batching import Answer, Batcher
 from torchrec_recstore_serving.predictor import PredictorOptions, jagged_of
-from torchrec_recstore_serving.predictor_http import HttpServer
 from torchrec_recstore_serving.predictor_pb2_grpc import PredictorStub
 from torchrec_recstore_serving.request_values import array_of, tensor_of, value_of, value_of_json
 from torchrec_recstore_serving.requests import JaggedArgument, Request, request_of
@@ -153,14 +149,17 @@ def test_values_that_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             value_of(value, "x")
     for document, message in (
-        ("abc", "the argument 'x' cannot be read"),
-        ([[1], [2, 3]], "the argument 'x' cannot be read"),
         ({"u": [[1]], "i": []}, "each feature must have one bag for each example"),
         ({"keys": ["u"], "values": [1, 2], "lengths": [1]}, "the lengths are 1 in total, and there are 2 values"),
         ({"keys": ["u"], "values": [1], "lengths": [2, -1]}, "the lengths are 1 in total"),
     ):
         with pytest.raises(ValueError, match=message):
             value_of_json(document, "x")
+    for part in ("values", "lengths"):
+        given = {"values": torch.arange(1), "lengths": torch.ones(1, 1, dtype=torch.int64)}
+        given[part] = given[part].float()
+        with pytest.raises(ValueError, match=f"the {part} of bags must be integers, got torch.float32"):
+            JaggedArgument((), **given)
     with pytest.raises(ValueError, match="'lengths' must be a vector with a multiple of 2 lengths"):
         request_of({"values": torch.arange(3), "lengths": torch.ones(3, dtype=torch.int64)}, {"values": ("lengths", 2)})
     for wrong in ("a,b", "a,b,0", "a,,3"):
@@ -252,7 +251,11 @@ def test_the_command(tmp_path: Path) -> None:
             grpc.StatusCode.INVALID_ARGUMENT, "the model's arguments are ids: got rows",
         )  # fmt: skip
         code, message = refusal(lambda: server.predict(ids=ids[:, None]))
-        assert (code, message[:20]) == (grpc.StatusCode.UNKNOWN, "the model has failed")
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert message.startswith("the model refuses its arguments ('ids' of shape [6, 1, 4]): ids must have the shape")
+        assert refusal(lambda: server.predict(ids=ids.float())) == (
+            grpc.StatusCode.INVALID_ARGUMENT, "ids must be integers, and the argument(s) 'ids' hold floats",
+        )  # fmt: skip
         for path, given, status in (("/predict", [], 400), ("/other", {}, 404), ("/other", None, 404)):
             assert server.http(path, given)[0] == status
         wait_for(lambda: server.lines()[-1].get("number") == 3)
@@ -263,63 +266,3 @@ def test_the_command(tmp_path: Path) -> None:
     assert (first["event"], last["event"]) == ("serving", "stopped")
     assert states[-1]["seconds_behind"] >= 0
     assert states[-1]["fulls_loaded"] == 1
-
-
-class Waiting:
-    """A model's server that answers when it is told to."""
-
-    def __init__(self) -> None:
-        self.asked, self.answers = threading.Event(), threading.Event()
-
-    def predict(self, arguments: object) -> Answer:
-        self.asked.set()
-        assert self.answers.wait(60)
-        raise ValueError("x" * 2**24)  # more than the buffers of a connection hold
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def is_ready(self) -> bool:
-        return True
-
-
-def test_a_client_that_does_not_wait_for_the_answer(capfd: pytest.CaptureFixture[str]) -> None:
-    predictor = Waiting()
-    server = HttpServer("127.0.0.1:0", ListenOptions("127.0.0.1:0"), predictor)
-    threads = set(threading.enumerate())
-    body = b'{"arguments": {}}'
-    with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as client:
-        client.sendall(b"POST /predict HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        assert predictor.asked.wait(60)
-        (answering,) = set(threading.enumerate()) - threads
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets the connection
-    predictor.answers.set()
-    answering.join(60)
-    assert not answering.is_alive()
-    server.close()
-    assert capfd.readouterr() == ("", "")
-
-
-def test_connections_by_http_are_bounded() -> None:
-    class Ready:
-        def is_ready(self) -> bool:
-            return True
-
-    access = ListenOptions("127.0.0.1:0", max_connections=2)
-    server = HttpServer("127.0.0.1:0", access, Ready())  # type: ignore[arg-type]
-    host, _, port = server.address.rpartition(":")
-    request = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
-    with ExitStack() as stack:
-        first, second, third = (stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(3))
-        for each in (first, second):
-            each.sendall(request)
-            assert each.recv(100).startswith(b"HTTP/1.1 200")
-        with suppress(ConnectionError):
-            third.sendall(request)
-            assert third.recv(100) == b""
-    while True:  # until the server has noticed that the connections are closed
-        with socket.create_connection((host, int(port))) as another, suppress(ConnectionError):
-            another.sendall(request)
-            if another.recv(100).startswith(b"HTTP/1.1 200"):
-                break
-    server.close()
