@@ -258,6 +258,11 @@ def serving_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         if r["benchmark"] == "serving_load":
             what = f"loading an export of {r['rows']:,} rows, {r['format']}, over reading its file"
             lines.append((what, f"{r['load_over_read']['median']:.2f}x", "at most 1.3x"))
+        if r["benchmark"] == "serving_http":
+            what = "prediction of one example over HTTP, a kept connection: p50 over that of a bare server"
+            p50, p99 = r["follow_ms"]["median"], r["follow_ms"]["p99"]
+            over = f"{r['p50_over_bare']:.2f}x (p50 {p50:.2f} ms, p99 {p99:.2f} ms)"
+            lines.append((what, over, "at most 1.2x"))
         if r["benchmark"] == "serving_publisher":
             what = f"training step with a publisher, every_s={r['every_s']:g}, over a step without one"
             lines.append((what, f"{r['with_over_alone']['median']:.2f}x", "at most 1.05x"))

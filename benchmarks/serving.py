@@ -9,6 +9,8 @@ Prints JSON rows. Both sides of each comparison are measured in this run:
 - ``serving_delta``: a delta of 10,000 changed rows is made and applied, and a thread reads the model meanwhile.
 - ``serving_load``: an export is loaded, and its file is read. Both are in the page cache.
 - ``serving_publisher``: training steps with a ``DeltaPublisher`` and without it.
+- ``serving_http``: predictions by ``recstore follow`` on a kept connection of HTTP, and by a bare server of the same
+  library in another process, whose handler calls the same model. Each request has one example.
 - ``serving_stream``: clicks come in on a Redis stream, are trained on and published. A follower in another process
   looks for the row of each click. It needs ``redis-server``.
 """
@@ -21,6 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # several processes and thr
 
 import argparse
 import gc
+import http.client
 import json
 import math
 import shutil
@@ -279,6 +282,80 @@ def publisher(folder: Path, seconds: float) -> None:
     )
 
 
+def bare_server(folder: Path) -> None:
+    """Serves the published model by the library of ``recstore follow``, until the process is ended."""
+    import asyncio
+
+    from tornado.httpserver import HTTPServer
+    from tornado.netutil import bind_sockets
+    from tornado.web import Application, RequestHandler
+
+    with follow(folder / "published") as follower:
+        model = follower.model
+
+        class Predict(RequestHandler):
+            def post(self) -> None:
+                """See tornado."""
+                ids = torch.tensor(json.loads(self.request.body)["arguments"]["ids"])
+                with torch.inference_mode():
+                    self.finish({"outputs": {"output": model(ids).tolist()}})
+
+        async def serve() -> None:
+            application = Application([("/predict", Predict)], log_function=lambda handler: None)
+            sockets = bind_sockets(0, "127.0.0.1")
+            HTTPServer(application).add_sockets(sockets)
+            print(f"127.0.0.1:{sockets[0].getsockname()[1]}", flush=True)
+            await asyncio.Event().wait()
+
+        asyncio.run(serve())
+
+
+def predictions(folder: Path, steps: int) -> None:
+    """Compares a kept connection to ``recstore follow`` with one to a bare server of the same library."""
+    torch.manual_seed(0)
+    model, folder = Clicks(), folder / "http"
+    model((torch.rand(1024, 8, 2) * 10_000).long()).sum().backward()
+    with DeltaPublisher(model.eval(), folder / "published", every_s=0) as publishing:
+        publishing.step()
+    arguments = ["follow", str(folder / "published"), "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--json"]
+    commands = {
+        "follow": [sys.executable, "-m", "torchrec_recstore.cli", *arguments],
+        "bare": [sys.executable, __file__, "--folder", str(folder), "--part", "bare"],
+    }
+    parts = {name: subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for name, command in commands.items()}
+    bodies = [json.dumps({"arguments": {"ids": (torch.rand(1, 8, 2) * 10_000).long().tolist()}}) for _ in range(64)]
+    try:
+        lines = {name: part.stdout.readline() for name, part in parts.items() if part.stdout is not None}
+        addresses = {"follow": json.loads(lines["follow"])["http"], "bare": lines["bare"].strip()}
+        connections = {name: http.client.HTTPConnection(address) for name, address in addresses.items()}
+
+        def asked(connection: http.client.HTTPConnection, body: str) -> int:
+            connection.request("POST", "/predict", body)
+            reply = connection.getresponse()
+            reply.read()
+            return reply.status
+
+        while asked(connections["follow"], bodies[0]) != 200:
+            time.sleep(0.1)
+        sides = {
+            name: timed(lambda body, connection=connection: asked(connection, body), bodies)  # type: ignore[misc]
+            for name, connection in connections.items()
+        }
+        timings = {name: [t[0] for t in times] for name, times in interleave(sides, steps, warm_up=500).items()}
+    finally:
+        for part in parts.values():
+            part.terminate()
+            part.wait()
+    emit(
+        {
+            "benchmark": "serving_http",
+            "requests": steps,
+            **{f"{name}_ms": spread(times) for name, times in timings.items()},
+            "p50_over_bare": round(statistics.median(timings["follow"]) / statistics.median(timings["bare"]), 3),
+        }
+    )
+
+
 def generate(url: str, seconds: float) -> None:
     """Writes clicks to the stream. Each has eight ids, of which one is its own. Redis notes the time."""
     import redis
@@ -386,6 +463,7 @@ def stream(folder: Path, seconds: float) -> None:
 
 
 PARTS = {"generator": lambda a: generate(a.url, a.seconds)}
+PARTS["bare"] = lambda a: bare_server(Path(a.folder))
 PARTS["trainer"] = lambda a: train_on_stream(a.url, Path(a.folder))
 PARTS["follower"] = lambda a: follow_stream(a.url, Path(a.folder), a.seconds + 5 * EVERY_S)
 
@@ -417,6 +495,7 @@ def main() -> None:
                 load(model, folder, rows, 3)
             del model
             gc.collect()
+        predictions(folder, 50 * arguments.steps)
         publisher(folder, arguments.seconds)
         stream(folder, arguments.seconds)
 

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc
-import torch
 
 from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions, stopped_by_signals
 from torchrec_recstore_service.server.metrics import Numbers
@@ -90,6 +89,8 @@ class Predictor:
         self.jagged = options.jagged or {}
         """See :func:`torchrec_recstore_serving.requests.request_of`."""
         self.follower = Follower(options.source)
+        self._described: tuple[object, Mapping[str, Any]] = (None, {})
+        """The model, and the arguments of its ``forward`` by name."""
         self._metrics: PredictorMetrics | None = None
         try:
             if options.listening.metrics is not None:
@@ -105,8 +106,8 @@ class Predictor:
             self.follower.close()
             raise
 
-    def submit(self, arguments: Mapping[str, Value]) -> Future[Answer]:
-        """Queues a request. The future has the answer, or the error of the model.
+    def submit(self, arguments: Mapping[str, Value], *, caller_s: float = 0.0) -> Future[Answer]:
+        """Queues a request. The future has the answer, or the error of the model. See :meth:`Batcher.submit`.
 
         Raises:
             ValueError: The arguments do not fit the model.
@@ -114,8 +115,12 @@ class Predictor:
         """
         if not self.is_ready():
             raise ConnectionError(self.follower.state.problem or "no full export has been loaded yet")
-        _check_names(self.follower.model, arguments)
-        return self._batcher.submit(request_of(arguments, self.jagged))
+        model = self.follower.model
+        if self._described[0] is not model:  # torch makes the description anew in each call
+            forward: Any = model.forward
+            self._described = model, {each.name: each for each in forward.schema.arguments[1:]}
+        _check_names(self._described[1], arguments)
+        return self._batcher.submit(request_of(arguments, self.jagged), caller_s=caller_s)
 
     def is_ready(self) -> bool:
         """Returns whether a full export has been loaded."""
@@ -141,10 +146,8 @@ class Predictor:
             self._metrics.close()
 
 
-def _check_names(model: torch.jit.ScriptModule, arguments: Mapping[str, Value]) -> None:
+def _check_names(found: Mapping[str, Any], arguments: Mapping[str, Value]) -> None:
     """Compares the names and kinds of arguments with those of the model's ``forward``."""
-    forward: Any = model.forward
-    found = {each.name: each for each in forward.schema.arguments[1:]}
     unknown = sorted(arguments.keys() - found.keys())
     missing = sorted(name for name, each in found.items() if name not in arguments and not each.has_default_value())
     if unknown or missing:

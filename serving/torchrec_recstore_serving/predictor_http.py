@@ -32,9 +32,11 @@ _LONGEST_HEADERS = 1 << 16  # bytes
 _SLOWEST_S = 60.0  # for the TLS handshake and the headers, for the body, and for reading a reply
 _LOOK_S = 1.0
 _AT_ONCE = 1 << 16  # bytes; larger documents would hold up other requests, and are converted in threads of their own
+_SHORT_S = 1e-3  # A change of threads and back takes a large part of this; a longer call would hold up other requests.
 _DEEP = 100
 _DEPTH = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 _ROUTES = "there are GET /state, GET /health and POST /predict"
+_encode = json.JSONEncoder(allow_nan=False).encode
 _Result = TypeVar("_Result")
 
 
@@ -43,8 +45,8 @@ class Answering(Protocol):
 
     jagged: Mapping[str, tuple[str, int]]
 
-    def submit(self, arguments: Mapping[str, Value]) -> Future[Answer]:
-        """Queues a request."""
+    def submit(self, arguments: Mapping[str, Value], *, caller_s: float = 0.0) -> Future[Answer]:
+        """Queues a request. The calling thread may answer it if that takes less than ``caller_s``."""
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the server."""
@@ -147,7 +149,8 @@ class HttpServer:
         self.running += 1
         try:
             given, arguments = await _converted(len(body), lambda: _read(body, self._predictor.jagged))
-            answer = await asyncio.wrap_future(self._predictor.submit(arguments))
+            future = self._predictor.submit(arguments, caller_s=_SHORT_S if len(body) <= _AT_ONCE else 0.0)
+            answer = future.result() if future.done() else await asyncio.wrap_future(future)
             size = sum(each.numel() * 8 for each in answer.outputs.values())
             return await _converted(size, lambda: _written(answer))
         except FloatIds as error:
@@ -335,12 +338,13 @@ def _too_deep(body: bytes) -> str:
 
 
 def _written(answer: Answer) -> tuple[int, bytes]:
-    problem = not_finite(answer.outputs)
-    if problem is not None:
-        return 500, _error(f"{problem}: gRPC returns it. Publish a model whose weights are finite")
     outputs = {name: each.tolist() for name, each in answer.outputs.items()}
     told = {"version": answer.version, "number": answer.number, "seconds_behind": answer.seconds_behind}
-    return 200, _encoded({"outputs": outputs, **told})
+    try:
+        return 200, _encoded({"outputs": outputs, **told})
+    except ValueError as error:  # JSON has no NaN and no infinity. A search before would take longer than the encoding.
+        problem = not_finite(answer.outputs) or str(error)
+        return 500, _error(f"{problem}: gRPC returns it. Publish a model whose weights are finite")
 
 
 def _error(message: str) -> bytes:
@@ -348,4 +352,4 @@ def _error(message: str) -> bytes:
 
 
 def _encoded(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, allow_nan=False).encode()
+    return _encode(document).encode()

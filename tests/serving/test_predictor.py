@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import urllib.error
 import urllib.request
@@ -134,6 +135,25 @@ def test_what_cannot_be_answered_together(tmp_path: Path) -> None:
         assert batcher.report()["failed"] == 1
         with pytest.raises(RuntimeError, match="the server stops"):
             batcher.submit(good)
+
+
+def test_a_short_call_may_be_made_by_the_caller(tmp_path: Path) -> None:
+    """The calling thread calls the model if calls are short, and fewer threads than allowed call it."""
+    gate, callers = threading.Event(), []
+
+    def observe(seconds: float, failed: bool) -> None:
+        callers.append(threading.current_thread())
+        assert gate.wait(60)
+
+    request = request_of({"ids": torch.ones(1, 4, dtype=torch.int64)}, {})
+    with published(trained(), tmp_path / "published") as follower:
+        batcher = Batcher(follower, {}, max_examples=1000, threads=1, observe=observe)
+        gate.set()
+        for caller_s in (math.inf, 0.0, math.inf, 1e-9, math.inf):  # nothing is known of the first call
+            assert batcher.submit(request, caller_s=caller_s).result(60).outputs["output"].shape == (1, 1)
+        assert [caller is threading.current_thread() for caller in callers] == [False, False, True, False, True]
+        batcher.close()
+        assert batcher.report()["requests"] == 5
 
 
 def test_values_that_are_refused() -> None:

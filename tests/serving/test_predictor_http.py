@@ -42,7 +42,7 @@ class Fake:
         self.outputs = outputs
         self.given: Mapping[str, Value] = {}
 
-    def submit(self, arguments: Mapping[str, Value]) -> Future[Answer]:
+    def submit(self, arguments: Mapping[str, Value], *, caller_s: float = 0.0) -> Future[Answer]:
         self.given = arguments
         outputs = self.outputs
         if outputs is None:
@@ -217,7 +217,7 @@ class Waiting(Fake):
         self.asked = threading.Event()
         self.answer: Future[Answer] = Future()
 
-    def submit(self, arguments: Mapping[str, Value]) -> Future[Answer]:
+    def submit(self, arguments: Mapping[str, Value], *, caller_s: float = 0.0) -> Future[Answer]:
         self.asked.set()
         return self.answer
 
