@@ -138,6 +138,8 @@ SAY_WHAT_TO_DO = {
     "set_ps_backend(...) has no effect: the client selects the transport itself",
     "state_dict does not contain the rows of tables on servers: client.save(name) saves them on the servers, and "
     "client.load(name) loads them",
+    "the exported model has NaN or infinity in ..., and so have its predictions: go back to a checkpoint without them, "
+    "and lower the learning rate or clip the gradients",
     "table '...': the gradients of ... backward passes have not been applied yet, and are not saved: save after a "
     "multiple of accumulation_steps",
     "table ... is planned on TorchRec's own kernel, since its sharding names none: pass compute_kernel=... to "

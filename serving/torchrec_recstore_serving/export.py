@@ -49,6 +49,7 @@ from torchrec_recstore_serving.selection import (
     missing_row,
     selected,
     warn_of_initial_rows,
+    warn_unless_finite,
     whole_table,
 )
 from torchrec_recstore_serving.served_model import copied_with, scriptable
@@ -129,7 +130,7 @@ def export_for_inference(
 
     Warns:
         RecStoreWarning: A table reads ids without a row as random initial rows (``TableOptions.missing="init"``). The
-            exported table reads them as zeros.
+            exported table reads them as zeros. Or float32 rows or dense tensors have NaN or infinity.
     """
     env = whole_environment()
     with refused_together(env):
@@ -172,6 +173,7 @@ def read_model(
     conversion = _Conversion(dtype, min_frequency, top_rows, marks)
     exported = conversion.model(model, kinds, env)
     warn_of_initial_rows(conversion.initial_rows)
+    warn_unless_finite(exported)
     return exported
 
 
@@ -260,6 +262,9 @@ def read_changes(
         if found is None:
             return exported, None
         changes.append(found)
+    names = [name for name, _, _ in conversion.sources]
+    float32 = {name: each.rows for name, each in zip(names, changes, strict=True) if dtype == torch.float32}
+    warn_unless_finite(exported, float32)
     return exported, changes
 
 

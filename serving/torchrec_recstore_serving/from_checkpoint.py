@@ -28,6 +28,7 @@ from torchrec_recstore_serving.selection import (
     missing_row,
     selected,
     warn_of_initial_rows,
+    warn_unless_finite,
 )
 from torchrec_recstore_serving.served_tables import ServedTable, ServedTables, served_table
 
@@ -206,7 +207,9 @@ def _served(
         served.append(served_table(name, info.dim, row_format, ids, rows))
         left_out[name] = info.rows - len(ids)
     warn_of_initial_rows(initial)
-    return ServedTables(served), left_out
+    module = ServedTables(served)
+    warn_unless_finite(module)
+    return module, left_out
 
 
 def _rows(

@@ -5,12 +5,13 @@ Tests: tests/serving/test_delta.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.options import LFU, ConstantInit, Initializer, TableOptions, UniformInit
@@ -19,8 +20,10 @@ from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.store import Table
 from torchrec_recstore.utils import warn_user
 from torchrec_recstore_serving.row_formats import packed
+from torchrec_recstore_serving.served_tables import ServedTable
 
 _PIECE_ROWS = 1 << 16  # The number of rows that are read and packed at a time.
+_OF_COLLECTION = re.compile(r"\bcollection\.embedding(?:_bag)?s\.(.+)\.weight$")  # the rows of a table
 
 
 def aged(frequency: Tensor, last_step: Tensor, steps: int, options: TableOptions) -> Tensor:
@@ -127,6 +130,39 @@ def warn_of_initial_rows(names: Sequence[str]) -> None:
             f"table(s) {', '.join(map(repr, names))} have missing='init': an id without a row reads as its initial row "
             "in the model, and as zeros in the exported model"
         )
+
+
+def warn_unless_finite(model: nn.Module, changed: Mapping[str, Tensor] | None = None) -> None:
+    """Warns once about all tables and dense tensors of an exported model that have NaN or infinity.
+
+    The rows of other formats than float32 are not searched: :func:`torchrec_recstore_serving.row_formats.packed`
+    refuses them.
+
+    Args:
+        model: The static model.
+        changed: (N, dim) float32. By table, the rows that have changed, if ``model`` has no rows. Default: None.
+    """
+    tables = {f"{path}.rows": module.name for path, module in model.named_modules() if isinstance(module, ServedTable)}
+    names = [f"table {name!r}" for name, rows in (changed or {}).items() if not _is_finite(rows)]
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor) or _is_finite(tensor):
+            continue
+        of_collection = _OF_COLLECTION.search(name)
+        table = of_collection[1] if of_collection else tables.get(name)
+        names.append(name if table is None else f"table {table!r}")
+    if names:
+        warn_user(
+            f"the exported model has NaN or infinity in {', '.join(names)}, and so have its predictions: go back to a "
+            "checkpoint without them, and lower the learning rate or clip the gradients"
+        )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.dtype in (torch.float32, torch.float64):  # without a second tensor of this size
+        tensor = torch.stack(tensor.detach().aminmax())
+    return bool(torch.isfinite(tensor).all())
 
 
 def _only_value(initializer: Initializer) -> float | None:
