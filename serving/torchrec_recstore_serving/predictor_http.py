@@ -25,7 +25,7 @@ from torchrec_recstore_service.server.credentials import watched_context, watche
 from torchrec_recstore_service.server.listening import GRACE_S, ListenOptions, allowed, host_and_port
 from torchrec_recstore_serving.batching import Answer
 from torchrec_recstore_serving.request_values import arguments_of_json, not_finite, place_of_float
-from torchrec_recstore_serving.requests import FloatIds, Value
+from torchrec_recstore_serving.requests import FLOAT_IDS, Value
 
 _LONGEST_BODY = 1 << 26  # bytes
 _LONGEST_HEADERS = 1 << 16  # bytes
@@ -153,10 +153,10 @@ class HttpServer:
             answer = future.result() if future.done() else await asyncio.wrap_future(future)
             size = sum(each.numel() * 8 for each in answer.outputs.values())
             return await _converted(size, lambda: _written(answer))
-        except FloatIds as error:
-            places = ", ".join(f"{name}{place_of_float(given[name])}" for name in error.names if name in given)
-            return 400, _error(f"{error} ({places}): send integers, because floats do not hold every id")
         except ValueError as error:
+            places = [name + place for name, value in given.items() if (place := place_of_float(value))]
+            if places and str(error).startswith(FLOAT_IDS):
+                return 400, _error(f"{error} ({', '.join(places)}): send integers, because floats do not hold every id")
             return 400, _error(str(error))
         except ConnectionError as error:
             return 503, _error(str(error))

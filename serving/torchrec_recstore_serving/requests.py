@@ -9,18 +9,8 @@ import torch
 from torch import Tensor
 
 _NO_INTEGERS = "must be integers"  # what served lookups say about ids; see served_tables.integers and served_table.cpp
-
-
-class FloatIds(ValueError):
-    """A served model refuses ids of a floating-point type.
-
-    Args:
-        names: The names of the arguments that have such a type.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(f"ids must be integers, and the argument(s) {', '.join(map(repr, names))} hold floats")
-        self.names = names
+FLOAT_IDS = "ids must be integers"
+"""The beginning of the error of a model that got ids of another type."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +132,7 @@ def call(model: torch.jit.ScriptModule, request: Request, jagged: Mapping[str, t
 
     Raises:
         TypeError: The result has other things than tensors.
-        ValueError: The model refuses its arguments; :class:`FloatIds` if the ids are no integers.
+        ValueError: The model refuses its arguments.
         Exception: The model fails.
     """
     arguments: dict[str, object] = {}
@@ -170,7 +160,7 @@ def _refusal(error: Exception, arguments: Mapping[str, object]) -> ValueError | 
     last = (str(error).strip().splitlines() or [""])[-1]
     floats = [name for name, value in arguments.items() if isinstance(value, Tensor) and not _are_integers(value)]
     if floats and _NO_INTEGERS in last:
-        return FloatIds(floats)
+        return ValueError(f"{FLOAT_IDS}, and the argument(s) {', '.join(map(repr, floats))} hold floats")
     kind, _, cause = last.partition("ValueError: ")
     if kind != "builtins.":
         return None
