@@ -137,7 +137,7 @@ def value_of_json(value: Any, name: str) -> Value:
 def not_finite(outputs: Mapping[str, Tensor]) -> str | None:
     """Returns a message about the first number of a result that JSON does not have: NaN or infinity. None: no such."""
     for name, tensor in outputs.items():
-        bad = ~torch.isfinite(tensor)
+        bad = ~torch.isfinite(tensor.double())
         if bad.any():
             place = bad.nonzero()[0].tolist()
             found = float(tensor[tuple(place)])

@@ -160,9 +160,9 @@ def warn_unless_finite(model: nn.Module, changed: Mapping[str, Tensor] | None = 
 def _is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    if tensor.dtype in (torch.float32, torch.float64):  # without a second tensor of this size
-        tensor = torch.stack(tensor.detach().aminmax())
-    return bool(torch.isfinite(tensor).all())
+    if tensor.dtype not in (torch.float32, torch.float64):  # torch.isfinite does not know float8
+        tensor = tensor.float()
+    return bool(torch.isfinite(torch.stack(tensor.detach().aminmax())).all())  # without a mask of this size
 
 
 def _only_value(initializer: Initializer) -> float | None:

@@ -104,3 +104,14 @@ def test_exports_of_checkpoints(tmp_path: Path) -> None:
         assert [each.partition(",")[0] for each in found] == (
             [] if name == "good" else ["the exported model has NaN or infinity in table 'item'"]
         )
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float64]
+)
+def test_dense_tensors_of_any_type(dtype: torch.dtype) -> None:
+    model = Model()
+    model.register_buffer("odd", torch.ones(3).to(dtype))
+    assert warned(lambda: export_for_inference(model, dtype=torch.float32)) == []
+    model.register_buffer("odd", torch.tensor([0.0, float("nan"), 1.0]).to(dtype))
+    assert warned(lambda: export_for_inference(model, dtype=torch.float32))[0].partition(",")[0].endswith("in odd")
