@@ -5,6 +5,8 @@
 Prints JSON rows. For one server and for two servers, a row for each transport compares a pull and an update of 50,000
 ids at dim 64 with the same table in the client's process. All sides are interleaved in one run. The rows also have the
 processor time of the client and the servers together. A row for each transport has the latency of a pull of 10 ids.
+Two rows compare reads of 10 ids at rest with those beside reads of 1,000,000 ids of the same table, and of another
+table, by another thread of the process or another client of the server. Blocks of the three alternate.
 One row is for eight clients that use one server at the same time; for this, the RecStore system publishes 1.17M ids/s
 (gRPC, one shard, another machine). One row is the share of a pull that a prefetch hides behind the compute of one
 thread. The last row compares the DLRM example with its tables on one server with the same example and local tables. Its
@@ -23,9 +25,11 @@ os.environ.setdefault(
 import argparse
 import contextlib
 import json
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -45,6 +49,7 @@ BLOCK = 100
 CLIENTS = 8
 SAMPLE = ROOT.parent / "shared" / "criteo" / "criteo_kaggle_sample.tsv.gz"
 TRANSPORTS = {"shared memory": True, "TCP": False}
+Names = queue.SimpleQueue[str]
 OPTIMIZER = RowWiseAdagrad(lr=0.01)
 
 
@@ -154,6 +159,98 @@ def latency(steps: int) -> None:
     for transport, values in timings.items():
         row = {"benchmark": "service_latency", "transport": transport, "ids": FEW, "dim": DIM}
         emit({**row, "pull_ms": spread(values)})
+
+
+def reads_until_told(read: Callable[[str], object], told: Names, began: Names) -> None:
+    """Reads the table that ``told`` has named last, again and again, and tells ``began`` after its first read."""
+    name = told.get()
+    while name != "end":
+        if name != "rest":
+            read(name)
+        began.put(name)
+        while name != "rest" and told.empty():
+            read(name)
+        name = told.get()
+
+
+def small_beside_large(where: str, small: Callable[[], object], told: Callable[[str], object], steps: int) -> None:
+    """Measures small reads while large reads of the same table, of another one, or none, are under way.
+
+    Args:
+        where: The place of the tables, for the row.
+        small: The small read.
+        told: Starts large reads of a table, "t" or "other", or ends them, "rest", and returns when that has happened.
+        steps: The number of blocks of each kind.
+    """
+    timings: dict[str, list[float]] = {"rest": [], "t": [], "other": []}
+    for block in range(steps + 1):
+        for name, values in timings.items():
+            told(name)
+            for _ in range(BLOCK):
+                time.sleep(0.001)  # as calls come from clients, which the scheduler lets run at once
+                begin = clock()
+                small()
+                if block:
+                    values.append(clock() - begin)
+    spreads = {name: spread(values) for name, values in timings.items()}
+    row: dict[str, object] = {"benchmark": "service_beside", "where": where, "ids": FEW, "large_ids": ROWS, "dim": DIM}
+    for name, key in (("rest", "at_rest"), ("t", "beside_same_table"), ("other", "beside_other_table")):
+        row[f"{key}_ms"] = spreads[name]
+        row[f"{key}_p99_over_rest"] = round(spreads[name]["p99"] / spreads["rest"]["p99"], 2)
+    emit(row)
+
+
+def beside(steps: int) -> None:
+    """Measures reads of 10 ids beside reads of 1,000,000 ids, in this process and by shared memory."""
+    everything = torch.randperm(ROWS)
+    tables = {name: Table(DIM, optimizer=OPTIMIZER, name=name) for name in ("t", "other")}
+    for table in tables.values():
+        for ids in torch.arange(ROWS).split(100_000):
+            table.insert(ids, torch.randn(len(ids), DIM))
+    few = torch.randint(0, ROWS, (FEW,))
+    queues: tuple[Names, Names] = queue.SimpleQueue(), queue.SimpleQueue()
+    out = torch.empty(ROWS, DIM)
+    large = lambda name: tables[name].lookup(everything, out=out)  # noqa: E731
+    thread = threading.Thread(target=reads_until_told, args=(large, *queues))
+    thread.start()
+
+    def tell(name: str) -> None:
+        queues[0].put(name)
+        assert queues[1].get() == name
+
+    small_beside_large("table", lambda: tables["t"].lookup(few), tell, steps)
+    queues[0].put("end")
+    thread.join()
+    tables.clear()
+    with servers(1) as (addresses, _), filled(addresses) as client:
+        client.init_data("other", (ROWS, DIM), optimizer=OPTIMIZER)
+        for ids in torch.arange(ROWS).split(100_000):
+            client.push("other", ids, torch.randn(len(ids), DIM))
+        command = [sys.executable, __file__, "--large", addresses[0]]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+
+        def tell_client(name: str) -> None:
+            process.stdin.write(f"{name}\n")
+            assert process.stdout.readline().strip() == name
+
+        small_beside_large("shared memory", lambda: client.pull("t", few), tell_client, steps)
+        process.communicate("end\n")
+
+
+def large_client(address: str) -> None:
+    """Runs the client of :func:`beside` that makes large reads."""
+    client = RecStoreClient([address])
+    everything = torch.randperm(ROWS)
+    told: Names = queue.SimpleQueue()
+    began: Names = queue.SimpleQueue()
+    work = threading.Thread(target=reads_until_told, args=(lambda name: client.pull(name, everything), told, began))
+    work.start()
+    for line in sys.stdin:
+        told.put(line.strip())
+        if line.strip() == "end":
+            break
+        print(began.get(), flush=True)
+    work.join()
 
 
 def eight_clients(steps: int) -> None:
@@ -281,14 +378,23 @@ def main() -> None:
     """Runs the measurements and prints the JSON rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--only-beside", action="store_true", help="measure small reads beside large reads alone")
     parser.add_argument("--client", help=argparse.SUPPRESS)
+    parser.add_argument("--large", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.client:
         one_client(arguments.client, arguments.steps)
         return
+    if arguments.large:
+        large_client(arguments.large)
+        return
+    if arguments.only_beside:
+        beside(arguments.steps // 10 + 1)
+        return
     for n in (1, 2):
         throughput(n, arguments.steps)
     latency(arguments.steps)
+    beside(arguments.steps // 10 + 1)
     eight_clients(arguments.steps // 2)
     overlap(arguments.steps)
     dlrm(arguments.steps)

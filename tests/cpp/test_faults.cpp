@@ -156,7 +156,7 @@ Tables make_tables(const Kind& kind) {
   }
   if (kind.snapshot) {
     for (const auto& table : tables.all) {
-      const std::lock_guard<std::mutex> lock(table->mutex());
+      const std::lock_guard<TableMutex> lock(table->mutex());
       CHECK(table->rows().mark() == 1);
       tables.snapshots.push_back(std::make_unique<Snapshot>(table, std::nullopt));
     }
@@ -297,7 +297,7 @@ void prefetch_one(Tables& tables, Executor& executor) {
 }
 void drop(Tables& tables, Executor&) { tables.passes.clear(); }
 void for_each_table(Tables& tables, size_t only, const std::function<void(const std::shared_ptr<Table>&)>& work) {
-  const std::lock_guard<std::mutex> lock(tables.all[only]->mutex());
+  const std::lock_guard<TableMutex> lock(tables.all[only]->mutex());
   work(tables.all[only]);
 }
 Call update(size_t of) {

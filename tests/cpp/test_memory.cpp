@@ -73,7 +73,7 @@ std::vector<int64_t> ids_of(const Table& table) {
   return ids;
 }
 int64_t remove(Table& table, const std::vector<int64_t>& ids) {
-  const std::lock_guard<std::mutex> lock(table.mutex());
+  const std::lock_guard<TableMutex> lock(table.mutex());
   return table.remove(ids.data(), static_cast<int64_t>(ids.size()));
 }
 
@@ -140,7 +140,7 @@ void rows_that_move_are_the_same(size_t at_once) {
   for (const auto& [of, since] : {std::make_pair(table, mark), std::make_pair(still, still_mark)}) {
     std::unique_ptr<Snapshot> delta;
     {
-      const std::lock_guard<std::mutex> lock(of->mutex());
+      const std::lock_guard<TableMutex> lock(of->mutex());
       delta = std::make_unique<Snapshot>(of, since);
     }
     const auto n = static_cast<size_t>(delta->rows_left());
@@ -184,7 +184,7 @@ void shrink_returns_what_has_been_removed() {
     const auto before = images_of(*table, rest, executor);
     CHECK(remove(*table, some) == kRows / 10);
     {
-      const std::lock_guard<std::mutex> lock(table->mutex());
+      const std::lock_guard<TableMutex> lock(table->mutex());
       table->shrink();
     }
     CHECK((table->rows().slots() - static_cast<int64_t>(all.size())) * table->rows().image_bytes() <= 2 << 20);

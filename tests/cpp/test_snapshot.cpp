@@ -58,12 +58,12 @@ void write(Table& table, const std::vector<int64_t>& ids, int64_t value, Executo
   image.state.assign(image.state.size(), static_cast<float>(value));
   image.last_step.assign(image.last_step.size(), value);
   image.frequency.assign(image.frequency.size(), value);
-  const std::lock_guard<std::mutex> lock(table.mutex());
+  const std::lock_guard<TableMutex> lock(table.mutex());
   write_rows(table, ids.data(), n, image.images<ConstRowImages>(), executor);
 }
 
 void remove(Table& table, const std::vector<int64_t>& ids) {
-  const std::lock_guard<std::mutex> lock(table.mutex());
+  const std::lock_guard<TableMutex> lock(table.mutex());
   table.remove(ids.data(), static_cast<int64_t>(ids.size()));
 }
 
@@ -74,7 +74,7 @@ std::vector<int64_t> range(int64_t begin, int64_t end) {
 }
 
 std::unique_ptr<Snapshot> snapshot_of(const std::shared_ptr<Table>& table, std::optional<Changes::Mark> since = std::nullopt) {
-  const std::lock_guard<std::mutex> lock(table->mutex());
+  const std::lock_guard<TableMutex> lock(table->mutex());
   return std::make_unique<Snapshot>(table, since);
 }
 
@@ -124,7 +124,7 @@ void beside_changes(OptimizerKind kind, RowType type, int threads) {
     CHECK(static_cast<int64_t>(ids.size()) == snapshot->table_rows());
     std::vector<int64_t> later;
     {
-      const std::lock_guard<std::mutex> lock(table->mutex());
+      const std::lock_guard<TableMutex> lock(table->mutex());
       later.resize(static_cast<size_t>(table->size()));
       table->ids(later.data());
     }
@@ -180,7 +180,7 @@ std::vector<int64_t> ids_of(Snapshot& snapshot, Executor& executor, const Betwee
 }
 
 void check_positions(Table& table) {
-  const std::lock_guard<std::mutex> lock(table.mutex());
+  const std::lock_guard<TableMutex> lock(table.mutex());
   const Changes& changes = table.rows().changes();
   CHECK(changes.locates_rows());
   table.index().for_each([&](int64_t id, Slot slot) { CHECK(table.index().id_of(slot, changes.position(slot)) == id); });

@@ -138,7 +138,7 @@ struct Images {
 
 template <class Work>
 auto locked(Table& table, const Work& work) {
-  const std::lock_guard<std::mutex> lock(table.mutex());
+  const std::lock_guard<TableMutex> lock(table.mutex());
   return work();
 }
 
@@ -161,6 +161,7 @@ class Stress {
         [this](Worker& w) { prefetch(w); },   [this](Worker& w) { evaluate(w); }, [this](Worker& w) { save(w, plain_); },
         [this](Worker& w) { save(w, cold_); }, [this](Worker& w) { ask(w); },      [this](Worker& w) { load(w); },
         [this](Worker& w) { train_cold(w); }, [this](Worker& w) { exchange(w); },
+        [this](Worker& w) { share(w); },      [this](Worker& w) { share(w); },    [this](Worker& w) { evaluate(w); },
     };
     std::vector<std::thread> threads;
     for (size_t j = 0; j < jobs.size(); ++j) {
@@ -191,6 +192,7 @@ class Stress {
       return;
     }
     std::vector<float> grad_weights(data->ids.size());
+    if (worker.below(2) == 0) registry_.get(handle)->weight_gradients_only(data->grad.data(), grad_weights.data(), worker.executor);
     registry_.get(handle)->backward(data->grad.data(), {0.1f, 0.1f}, worker.below(2) == 0 ? grad_weights.data() : nullptr, worker.executor);
     registry_.remove(handle);
   }
@@ -250,7 +252,7 @@ class Stress {
       const int64_t bytes = table->image_bytes();  // without the lock, as in the ops
       const std::vector<int64_t> some = worker.ids(30);
       std::vector<Slot> slots(some.size());
-      const std::lock_guard<std::mutex> lock(table->mutex());
+      const std::lock_guard<TableMutex> lock(table->mutex());
       table->settle_passes(worker.executor);
       std::vector<int64_t> ids(static_cast<size_t>(table->size()));
       table->ids(ids.data());
@@ -269,12 +271,40 @@ class Stress {
     }
   }
 
+  // Reads that share the tables with each other.
+  void share(Worker& worker) {
+    for (const auto& table : {plain_, evicting_, cold_}) {
+      const std::vector<int64_t> some = worker.ids(30);
+      const auto found = std::make_unique<bool[]>(some.size());
+      contains(*SharedTable(table), some.data(), 30, found.get(), worker.executor);
+      absent_ids(*SharedTable(table), some.data(), 30, worker.executor);
+      expired_ids(*SharedTable(table), worker.executor);
+      const int64_t bytes = table->image_bytes();
+      const SharedTable settled(table, worker.executor);
+      CHECK(settled->bytes() > 0 && settled->counters().lookups >= 0 && settled->optimizer_steps() >= 0);
+      if (settled->config().bounds.max_rows > 0) {
+        try {
+          leaving_ids(*settled, some.data(), 30, 40, worker.executor);
+        } catch (const InvalidArgument&) {  // pending passes pin too many rows
+        }
+      }
+      if (settled->wall_clock() != nullptr) settled->wall_clock()->state();
+      if (settled->sightings() != nullptr) settled->sightings()->count(some[0]);
+      std::vector<int64_t> ids(static_cast<size_t>(settled->size()));
+      settled->ids(ids.data());
+      ids.resize(std::min<size_t>(ids.size(), 200));
+      for (const int64_t id : ids) settled->cold_filter().may_contain(id);
+      std::vector<char> images(ids.size() * static_cast<size_t>(bytes));
+      read_images(*settled, ids.data(), static_cast<int64_t>(ids.size()), images.data(), worker.executor);
+    }
+  }
+
   // Writes whole rows, or removes rows.
   void load(Worker& worker) {
     for (const auto& table : {plain_, evicting_}) {
       const std::vector<int64_t> ids = worker.distinct_ids(40);
       Images rows(*table, static_cast<int64_t>(ids.size()));
-      const std::lock_guard<std::mutex> lock(table->mutex());
+      const std::lock_guard<TableMutex> lock(table->mutex());
       table->settle_passes(worker.executor);
       if (worker.below(2) == 0) {
         table->remove(ids.data(), static_cast<int64_t>(ids.size()));

@@ -301,6 +301,31 @@ def test_nobody_sees_initial_rows_without_their_update() -> None:
     assert {tuple(values) for values in seen} <= {(), (6.0,)}
 
 
+def test_reads_go_on_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a pull waits for the cold store, the table answers other reads."""
+    tables = HostedTables(Limits(max_rows=8, cold_store=RocksDBStore(str(tmp_path))))
+    tables.create("t", spec())
+    for batch in torch.arange(16).split(4):
+        tables.update("t", batch, -ones(4))
+    store = tables._named()["t"].table.tier.store
+    get, reading, go_on = store.get, threading.Event(), threading.Event()
+
+    def slow(wanted: Tensor) -> tuple[Tensor, Tensor]:
+        reading.set()
+        assert go_on.wait(60)
+        return get(wanted)
+
+    monkeypatch.setattr(store, "get", slow)
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            pull = threads.submit(tables.pull, "t", torch.arange(16))
+            assert reading.wait(60)
+            assert threads.submit(tables.stats, "t").result(60).cold_rows >= 8
+        finally:
+            go_on.set()
+        assert torch.equal(pull.result(), ones(16))
+
+
 def test_many_threads(tmp_path: Path) -> None:
     """Updates, pulls, saves and creates run at the same time. No update is lost, and every save is of one moment."""
     tables = HostedTables()

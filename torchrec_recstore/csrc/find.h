@@ -12,7 +12,7 @@
 
 namespace recstore {
 
-// For all functions: ids are (n,), and the caller holds the lock of the table.
+// For all functions: ids are (n,), and the caller holds the lock of the table, shared if the table is const.
 
 // Writes the slots of the ids at the positions [begin, end) to the same positions of `slots`: kNoSlot for an id without
 // a row. Appends these ids to `misses`, in the order of the positions.

@@ -352,7 +352,7 @@ const char* RowsElsewhere::find(int64_t id) const {
 
 void read(const Group& group, const Batch& batch, float* out, Executor& executor, const std::vector<RowsElsewhere>& elsewhere) {
   const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
-  const auto locks = group.lock();
+  const auto locks = group.lock_shared();
   Lookup(group, batch, static_cast<Slot*>(slots.data()), out, executor, elsewhere).evaluate();
 }
 

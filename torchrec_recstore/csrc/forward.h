@@ -22,7 +22,8 @@ struct RowsElsewhere {
 };
 
 // An evaluation lookup: looks up a batch and pools it. An id without a row reads as zeros or as its initial row; no
-// table changes. The function locks the tables of the group.
+// table changes. The function shares the tables of the group with other readers, from its begin to its end: the rows are
+// those of one moment.
 // out: (bags, columns). elsewhere: one entry for each table, or empty.
 // Throws InvalidArgument if the offsets do not ascend from 0 to n_ids or a table is closed, OutOfMemory.
 void read(const Group& group, const Batch& batch, float* out, Executor& executor,

@@ -27,6 +27,12 @@ TableLocks Group::lock() const {
   return locks;
 }
 
+SharedTableLocks Group::lock_shared() const {
+  SharedTableLocks locks(lock_order);
+  for (const auto& table : tables) table->check_open();
+  return locks;
+}
+
 std::shared_ptr<const Group> one_table_group(std::shared_ptr<Table> table) {
   std::vector<std::shared_ptr<Table>> tables{std::move(table)};
   return std::make_shared<const Group>(std::move(tables), std::vector<Routing>(1), std::vector<int64_t>{0}, false);

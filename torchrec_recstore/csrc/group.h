@@ -12,23 +12,26 @@
 
 namespace recstore {
 
-// Holds the locks of several tables.
-class TableLocks {
+// Holds the locks of several tables: alone, or shared with other readers.
+template <bool kShared>
+class TableLocksOf {
  public:
   // tables: distinct, in ascending order of address, so that all threads lock in the same order. The vector must
   // outlive this object.
-  explicit TableLocks(const std::vector<Table*>& tables) : tables_(&tables) {
-    for (Table* table : tables) table->mutex().lock();
+  explicit TableLocksOf(const std::vector<Table*>& tables) : tables_(&tables) {
+    for (Table* table : tables) kShared ? table->mutex().lock_shared() : table->mutex().lock();
   }
-  TableLocks(TableLocks&& other) noexcept : tables_(std::exchange(other.tables_, nullptr)) {}
-  ~TableLocks() {
+  TableLocksOf(TableLocksOf&& other) noexcept : tables_(std::exchange(other.tables_, nullptr)) {}
+  ~TableLocksOf() {
     if (tables_ == nullptr) return;
-    for (Table* table : *tables_) table->mutex().unlock();
+    for (Table* table : *tables_) kShared ? table->mutex().unlock_shared() : table->mutex().unlock();
   }
 
  private:
   const std::vector<Table*>* tables_;
 };
+using TableLocks = TableLocksOf<false>;
+using SharedTableLocks = TableLocksOf<true>;
 
 // Tables that one call looks up, and the features that look them up.
 struct Group {
@@ -45,8 +48,10 @@ struct Group {
 
   int64_t features() const { return static_cast<int64_t>(feature_tables.size()); }
   int64_t columns() const { return column_offsets.back(); }
-  // Locks every table. Throws InvalidArgument if a table is closed.
+  // Locks every table, for a call that changes them. Throws InvalidArgument if a table is closed.
   TableLocks lock() const;
+  // Shares every table with other readers, for a call that changes nothing. Throws InvalidArgument if a table is closed.
+  SharedTableLocks lock_shared() const;
   TableLocks lock_even_closed() const { return TableLocks(lock_order); }
 };
 

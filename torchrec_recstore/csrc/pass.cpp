@@ -89,7 +89,7 @@ void Pass::end(const std::vector<End>& ends, Executor& executor) {
 }
 
 void Pass::weight_gradients_only(const float* grad, float* grad_weights, Executor& executor) {
-  const auto locks = group_->lock();
+  const auto locks = group_->lock_shared();
   const ClippedGradient clipped(*group_, grad, batch_.bags, executor);
   weight_gradients(resolved(), clipped.data(), grad_weights, executor);
 }
@@ -102,6 +102,13 @@ void Pass::settle(const Table& table, Executor& executor) {
   if (std::any_of(unsettled.begin(), unsettled.end(), [](uint32_t step) { return step != 0; })) {
     count(record_step(resolved(), unsettled, executor));
   }
+}
+
+bool Pass::is_settled(const Table& table) const {
+  for (size_t t = 0; t < steps_.size(); ++t) {
+    if (group_->tables[t].get() == &table && steps_[t] != 0 && steps_[t] != kForgotten) return false;
+  }
+  return true;
 }
 
 void Pass::forget(const Table& table) {

@@ -49,6 +49,7 @@ class Pass final : public PendingPass {
   void weight_gradients_only(const float* grad, float* grad_weights, Executor& executor);
 
   void settle(const Table& table, Executor& executor) override;
+  bool is_settled(const Table& table) const override;
   void forget(const Table& table) override;
   void pin(const Table& table, SlotSet& pinned) const override;
   void moved(const Table& table, const std::vector<Move>& moves) noexcept override;

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <mutex>
 #include <new>
+#include <shared_mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -26,12 +27,13 @@ char* const kNoBlock = reinterpret_cast<char*>(1);
 constexpr int kPauses = 6;
 constexpr std::chrono::microseconds kLeastPause{50};
 
-// A slice of background work, with the table locked. After a slice, a polite reader pauses for a multiple of the
-// slice's time, so that it takes a small share of a core and threads that wait for the lock get it. A low thread
-// priority would not help: the scheduler would suspend the thread while it holds the lock.
+// A slice of background work, with the table locked, or shared if the work only reads. After a slice, a polite reader
+// pauses for a multiple of the slice's time, so that it takes a small share of a core and threads that wait for the lock
+// get it. A low thread priority would not help: the scheduler would suspend the thread while it holds the lock.
+template <class Lock>
 class Slice {
  public:
-  Slice(std::mutex& mutex, bool polite) : polite_(polite), lock_(mutex), begin_(std::chrono::steady_clock::now()) {}
+  Slice(TableMutex& mutex, bool polite) : polite_(polite), lock_(mutex), begin_(std::chrono::steady_clock::now()) {}
   ~Slice() {
     const auto time = std::chrono::steady_clock::now() - begin_;
     lock_.unlock();
@@ -40,9 +42,10 @@ class Slice {
 
  private:
   bool polite_;
-  std::unique_lock<std::mutex> lock_;
+  Lock lock_;
   std::chrono::steady_clock::time_point begin_;
 };
+using ReadSlice = Slice<std::shared_lock<TableMutex>>;
 
 }  // namespace
 
@@ -114,7 +117,7 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, std::optional<Changes::Mark> si
 
 Snapshot::~Snapshot() {
   {
-    const std::lock_guard<std::mutex> lock(table_->mutex());
+    const std::lock_guard<TableMutex> lock(table_->mutex());
     table_->set_snapshot(nullptr);
     table_->end_pass(pass_);
   }
@@ -146,7 +149,7 @@ void Snapshot::add(int64_t id, Slot slot, Least& least) const {
 void Snapshot::search_index(bool polite, Least& least) {
   for (uint64_t first = 0; first < Index::kPositions;) {
     least.cut();
-    const Slice slice(table_->mutex(), polite);
+    const ReadSlice slice(table_->mutex(), polite);
     table_->check_open();
     const Index& index = table_->index();
     const uint64_t end = std::min(first + index.positions(kSliceEntries), Index::kPositions);
@@ -170,7 +173,7 @@ void Snapshot::find_pending(bool polite, Least& least) {
       }
     }
     least.cut();
-    const Slice slice(table_->mutex(), polite);
+    const ReadSlice slice(table_->mutex(), polite);
     table_->check_open();
     const Index& index = table_->index();
     const Changes& changes = table_->rows().changes();
@@ -214,7 +217,7 @@ void Snapshot::read_next(int64_t n, int64_t* ids, const RowImages& out, bool pol
       }
     };
     {
-      const Slice slice(table_->mutex(), polite);
+      const ReadSlice slice(table_->mutex(), polite);
       table_->check_open();
       if (out_of_memory_) throw OutOfMemory("no memory for copies of rows that changed during the save");
       for_each_task(executor, (run + kRun - 1) / kRun, [&](int64_t task) { read_range(task * kRun, std::min((task + 1) * kRun, run)); });
@@ -277,7 +280,7 @@ void locate_rows(const std::shared_ptr<Table>& table) {
     number = table->rows().changes().begin_locating();
   }
   for (uint64_t first = 0; first < Index::kPositions;) {
-    const Slice slice(table->mutex(), /*polite=*/false);
+    const Slice<std::unique_lock<TableMutex>> slice(table->mutex(), /*polite=*/false);
     table->check_open();
     Changes& changes = table->rows().changes();
     if (!changes.is_locating(number)) return;  // the rows were exchanged meanwhile, or another call has begun

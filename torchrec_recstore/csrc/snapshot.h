@@ -54,6 +54,7 @@ class Snapshot final : public PendingPass {
   bool removed(int64_t id, Slot slot) noexcept;
 
   void settle(const Table&, Executor&) override {}  // a snapshot has no bookkeeping
+  bool is_settled(const Table&) const override { return true; }
   void pin(const Table&, SlotSet&) const override {}  // a snapshot needs no pins: it copies rows, and slots wait for it
   void forget(const Table&) override {}  // a table with a snapshot does not exchange rows
   void moved(const Table&, const std::vector<Move>&) noexcept override {}  // nor does it move rows

@@ -207,4 +207,18 @@ void Table::settle_passes(Executor& executor) {
   for (const Numbered& numbered : pending_) numbered.pass->settle(*this, executor);
 }
 
+bool Table::passes_are_settled() const {
+  return std::all_of(pending_.begin(), pending_.end(), [&](const Numbered& numbered) { return numbered.pass->is_settled(*this); });
+}
+
+SharedTable::SharedTable(std::shared_ptr<Table> table, Executor& executor) : SharedTable(std::move(table)) {
+  if (table_->passes_are_settled()) return;
+  lock_.unlock();
+  table_->mutex().lock_shared_after([&] {
+    table_->check_open();
+    table_->settle_passes(executor);
+  });
+  lock_ = std::shared_lock<TableMutex>(table_->mutex(), std::adopt_lock);
+}
+
 }  // namespace recstore

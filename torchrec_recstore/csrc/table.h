@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <utility>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "rows.h"
 #include "sets.h"
 #include "sightings.h"
+#include "table_mutex.h"
 #include "vacated.h"
 #include "wall_clock.h"
 
@@ -54,6 +56,8 @@ class PendingPass {
   virtual void forget(const Table& table) = 0;
   // Adds the slots of the table that the pass refers to.
   virtual void pin(const Table& table, SlotSet& pinned) const = 0;
+  // Whether settle() has nothing to do. A caller that shares the lock may call it.
+  virtual bool is_settled(const Table& table) const = 0;
   // Replaces the slots of rows that have moved. moves: in ascending order of `from`.
   virtual void moved(const Table& table, const std::vector<Move>& moves) noexcept = 0;
 };
@@ -62,13 +66,13 @@ class Snapshot;
 struct Leaver;
 
 // One shard of one table: the rows of the ids that it has seen. The caller of any function below mutex() holds the
-// mutex, unless the function says otherwise.
+// mutex, unless the function says otherwise: a caller of const functions alone shares it, any other holds it alone.
 class Table {
  public:
   explicit Table(TableConfig config);
 
   const TableConfig& config() const { return config_; }
-  std::mutex& mutex() { return mutex_; }
+  TableMutex& mutex() { return mutex_; }
 
   // Frees the rows. Later calls throw InvalidArgument.
   void close();
@@ -80,6 +84,7 @@ class Table {
   const Rows& rows() const { return rows_; }
   Rows& rows() { return rows_; }
   const Initializer& initializer() const { return initializer_; }
+  const Counters& counters() const { return counters_; }
   Counters& counters() { return counters_; }
   // Number of updates of the table; each backward is one update. It is the clock of the bias correction of Adam and
   // LAMB, like FBGEMM's iter, and a checkpoint contains it.
@@ -152,6 +157,7 @@ class Table {
   uint64_t begin_pass(PendingPass* pass) noexcept;
   void end_pass(uint64_t number) noexcept;
   void settle_passes(Executor& executor);
+  bool passes_are_settled() const;
   template <class Visit>  // visit(pass)
   void for_each_pass(const Visit& visit) const {
     for (const Numbered& numbered : pending_) visit(*numbered.pass);
@@ -168,7 +174,7 @@ class Table {
   };
 
   TableConfig config_;
-  std::mutex mutex_;
+  TableMutex mutex_;
   bool open_ = true;
   Index index_;
   Rows rows_;
@@ -186,7 +192,7 @@ class Table {
   std::vector<Numbered> pending_;  // number ascends
 };
 
-// An open table, locked for as long as this object lives.
+// An open table that this object holds alone for as long as it lives: for a call that changes the table.
 class LockedTable {
  public:
   // Throws InvalidArgument if the table is closed.
@@ -197,7 +203,23 @@ class LockedTable {
 
  private:
   std::shared_ptr<Table> table_;
-  std::lock_guard<std::mutex> lock_;
+  std::lock_guard<TableMutex> lock_;
+};
+
+// An open table that this object shares with other readers for as long as it lives: for a call that changes nothing.
+class SharedTable {
+ public:
+  // Throws InvalidArgument if the table is closed.
+  explicit SharedTable(std::shared_ptr<Table> table) : table_(std::move(table)), lock_(table_->mutex()) { table_->check_open(); }
+  // Settles the pending passes first (see Table::settle_passes), for a call that reads the bookkeeping of the rows.
+  SharedTable(std::shared_ptr<Table> table, Executor& executor);
+
+  const Table& operator*() const { return *table_; }
+  const Table* operator->() const { return table_.get(); }
+
+ private:
+  std::shared_ptr<Table> table_;
+  std::shared_lock<TableMutex> lock_;
 };
 
 }  // namespace recstore

@@ -14,6 +14,7 @@ namespace recstore {
 namespace {
 
 constexpr int64_t kParallelRows = 4096;  // this many rows are written on several threads
+constexpr int64_t kAhead = 8;            // rows that are prefetched ahead
 
 void check_bookkeeping(const int64_t* values, int64_t n) {
   // The loop has no branch, so that the compiler vectorises it: a value out of range sets a bit above the low 32.
@@ -111,6 +112,7 @@ void write_weights(Table& table, const int64_t* ids, int64_t n, const float* wei
   std::vector<Slot> slots(static_cast<size_t>(n));
   find_or_insert(table, ids, n, slots.data(), executor, Arrival::kWrite);
   for (int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) table.rows().prefetch(slots[i + kAhead]);
     table.before_change(slots[i]);
     table.rows().set_weights(slots[i], weights + i * table.config().columns());
   }

@@ -43,7 +43,7 @@ void for_each_row(const Rows& rows, const std::vector<Slot>& slots, Executor& ex
 // Copies one row to position i of the arrays. row: in the table, or a copy with the same layout. aside: its RowAside.
 void read_row(const Rows& rows, const void* row, const char* aside, const RowImages& out, int64_t i);
 
-// For the functions below: ids are (n,), and the caller holds the lock of the table.
+// For the functions below: ids are (n,), and the caller holds the lock of the table, shared if the table is const.
 
 // Copies the rows of the ids out of the table. Throws InvalidArgument if an id has no row.
 void read_rows(const Table& table, const int64_t* ids, int64_t n, const RowImages& out, Executor& executor);

@@ -28,7 +28,7 @@ from torchrec_recstore.store.table_state import Sightings, TableState, TableStat
 from torchrec_recstore.utils import warn_user
 
 PART_ROWS = 1 << 16
-"""The number of rows that :meth:`Table.parts` reads at once. It limits the memory that holds two copies of rows."""
+"""The rows that :meth:`Table.parts` reads, and :meth:`Table.write` writes, at once: it limits memory and pauses."""
 
 _ARRIVALS = 8  # the parts of max_rows in which rows are written
 _NATIVE_STATS = "rows bytes lookups misses inserts updates steps refused evicted expired cold_hits refused_times"
@@ -39,8 +39,8 @@ class Table:
 
     Every int64 value is a valid id. A call either does all of its work, or raises an error and leaves the table
     unchanged: a call that raises ColdStoreError, because the cold store fails, can be repeated. Several threads may
-    call the table at the same time; the calls are serialized. The results of a call are the same, to the bit, for every
-    number of torch's threads.
+    call the table at the same time. Calls that only read share it, and each reads the rows of one moment; a call that
+    changes it runs alone. The results of a call are the same, to the bit, for every number of torch's threads.
 
     Args:
         dim: The number of columns of the whole table.
@@ -267,8 +267,8 @@ class Table:
             self.insert(ids[place], weights[place])
 
     def _arriving(self, rows: int) -> Iterator[slice]:
-        """Yields the places of the rows that a table with ``max_rows`` accepts in one call."""
-        size = max(1, rows)
+        """Yields the places of the rows that are written in one call, for which other calls wait."""
+        size = PART_ROWS
         if self.options.max_rows is not None:  # the last rows stay in memory, whatever their stamps: they must be few
             size = min(size, max(1, self.options.max_rows // _ARRIVALS))
         return (slice(begin, begin + size) for begin in range(0, max(1, rows), size))

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,9 +62,10 @@ class HostedTables:
     """Tables by name in this process, of a client without servers or of a server.
 
     Callers have checked all arguments. Ids are (N,) int64. Rows are (N, dim) in the table's dtype or float32. All
-    tensors are on the CPU and neither changed nor kept after the call. Methods may be called from any thread. Calls for
-    one table run one after another, and calls for different tables at the same time. A call either completes, or raises
-    an error and changes nothing. :class:`ServerSet` has the same methods for tables on servers.
+    tensors are on the CPU and neither changed nor kept after the call. Methods may be called from any thread. A call
+    that changes a table runs while no other call uses the table. Calls that only read run at the same time, and each
+    reads the rows as they are at one moment. A call either completes, or raises an error and changes nothing.
+    :class:`ServerSet` has the same methods for tables on servers.
 
     Args:
         limits: The bounds of all tables, which apply where a table's specification sets none. Default: no bounds.
@@ -162,7 +163,7 @@ class HostedTables:
         Raises:
             NoInitialRow: An id has no row, and the table has ``initial_rows``.
         """
-        with self._held(name) as hosted:
+        with self._shared(name) as hosted:
             check_initial_rows(hosted, ids)
             return hosted.table.lookup(ids)
 
@@ -173,7 +174,7 @@ class HostedTables:
             (N,) bool, True for the ids that have a row, and (found, dim) in the table's dtype, the rows of these ids
             in the order of ``ids``.
         """
-        with self._held(name) as hosted:
+        with self._shared(name) as hosted:
             found = hosted.table.contains(ids)
             # A lookup sums one row, which turns a signalling NaN into a quiet NaN. The rows of a cold store are
             # arbitrary bytes and must not change, so the rows are read without a sum.
@@ -225,7 +226,7 @@ class HostedTables:
         Returns:
             For each read, (N, dim) in the table's dtype. No row is made.
         """
-        with self._held_all(read.table for read in reads) as hosted:
+        with self._several(self._shared, (read.table for read in reads)) as hosted:
             rows = []
             for read, each in zip(reads, hosted, strict=True):
                 dtype = value_dtype(each.spec.dtype)
@@ -236,10 +237,10 @@ class HostedTables:
     def read_each(self, reads: Sequence[RowRead], out: Sequence[Tensor]) -> None:
         """Writes what :meth:`pull_each` returns to ``out``: (N, dim) for each read, in the dtype of its table."""
         if len(reads) == 1:
-            with self._held(reads[0].table) as one:
+            with self._shared(reads[0].table) as one:
                 read_rows([one], reads, out)
             return
-        with self._held_all(read.table for read in reads) as hosted:
+        with self._several(self._shared, (read.table for read in reads)) as hosted:
             read_rows(hosted, reads, out)
 
     def update_each(self, updates: Sequence[RowUpdate]) -> None:
@@ -247,7 +248,7 @@ class HostedTables:
 
         If one update fails, no row of this process is updated.
         """
-        with self._held_all(update.table for update in updates) as hosted:
+        with self._several(self._held, (update.table for update in updates)) as hosted:
             update_rows(hosted, updates)
 
     def delete(self, name: str, ids: Tensor) -> int:
@@ -257,7 +258,7 @@ class HostedTables:
 
     def exists(self, name: str, ids: Tensor) -> Tensor:
         """Returns (N,) bool, True for the ids that have a row."""
-        with self._held(name) as hosted:
+        with self._shared(name) as hosted:
             return hosted.table.contains(ids)
 
     def ids(self, name: str) -> Tensor:
@@ -266,7 +267,7 @@ class HostedTables:
 
     def whole(self, name: str, call: Callable[[Table], _Result]) -> _Result:
         """Returns the result of a call that reads all rows of a table. Other calls do not wait for it."""
-        with self._held(name) as hosted:
+        with self._shared(name) as hosted:
             table = hosted.table
         try:
             return call(table)  # without the lock, because it takes seconds for a large table
@@ -277,7 +278,7 @@ class HostedTables:
 
     def stats(self, name: str) -> TableStats:
         """Returns the statistics of a table."""
-        with self._held(name, use=False) as hosted:
+        with self._shared(name, use=False) as hosted:
             return hosted.table.stats()
 
     def used_bytes(self) -> int:
@@ -437,15 +438,21 @@ class HostedTables:
             raise ValueError("the tables are closed")
         return self._tables
 
+    def _held(self, name: str, use: bool = True) -> AbstractContextManager[Hosted]:
+        """Locks a table, for a call that changes it, and yields it."""
+        return self._locked(name, lambda hosted: hosted.lock, use)
+
+    def _shared(self, name: str, use: bool = True) -> AbstractContextManager[Hosted]:
+        """Shares the lock of a table with other readers, for a call that changes nothing, and yields the table."""
+        return self._locked(name, lambda hosted: hosted.lock.shared(), use)
+
     @contextmanager
-    def _held(self, name: str, use: bool = True) -> Iterator[Hosted]:
-        """Locks a table and yields it."""
+    def _locked(self, name: str, lock: Callable[[Hosted], AbstractContextManager[None]], use: bool) -> Iterator[Hosted]:
         while True:
-            tables = self._named()
-            hosted = tables.get(name)
+            hosted = self._named().get(name)
             if hosted is None:
                 raise self.no_table(name)
-            with hosted.lock:
+            with lock(hosted):
                 if (
                     not hosted.dropped
                 ):  # else it was dropped before the lock was taken, and a new table may have its name
@@ -455,12 +462,14 @@ class HostedTables:
                     return
 
     @contextmanager
-    def _held_all(self, names: Iterable[str]) -> Iterator[list[Hosted]]:
-        """Locks several tables, and yields them in the order of ``names``."""
+    def _several(
+        self, held: Callable[[str], AbstractContextManager[Hosted]], names: Iterable[str]
+    ) -> Iterator[list[Hosted]]:
+        """Locks several tables by ``_held`` or ``_shared``, and yields them in the order of ``names``."""
         names = list(names)
         with ExitStack() as locks:
-            held = {name: locks.enter_context(self._held(name)) for name in sorted(set(names))}
-            yield [held[name] for name in names]
+            tables = {name: locks.enter_context(held(name)) for name in sorted(set(names))}
+            yield [tables[name] for name in names]
 
 
 def _made(name: str, spec: TableSpec, limits: Limits) -> Table:

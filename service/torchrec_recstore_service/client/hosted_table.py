@@ -5,7 +5,6 @@ Tests: tests/service/test_hosted.py.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.arguments import among
+from torchrec_recstore_service.client.read_write_lock import ReadWriteLock
 from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.protocol import NoInitialRow
 from torchrec_recstore_service.wire.row_requests import InitialRows, RowRead, RowUpdate
@@ -31,8 +31,8 @@ class Hosted:
     name: str
     spec: TableSpec
     table: Table
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    """Held during every call that reads or changes the rows."""
+    lock: ReadWriteLock = field(default_factory=ReadWriteLock)
+    """Held during every call that uses the rows: shared by calls that read, alone by a call that changes them."""
     dropped: bool = False
     last_used: float = field(default_factory=time.monotonic)
     """The time, on the monotonic clock, of the last call that read or changed the rows."""
@@ -51,7 +51,7 @@ def read_rows(tables: Sequence[Hosted], reads: Sequence[RowRead], out: Sequence[
     """Reads rows.
 
     Args:
-        tables: The table of each read, which the caller has locked.
+        tables: The table of each read, whose lock the caller shares.
         reads: The ids whose rows are read.
         out: For each read, (N, dim), contiguous, in the dtype of its table. The tensor that receives the rows.
 

@@ -16,7 +16,7 @@ int64_t table_image_bytes(int64_t table) { return tables().get(table)->image_byt
 // Returns the distinct ids that have no row in memory, in the order of their first occurrence.
 Tensor table_absent(int64_t table, Tensor ids) {
   ids = checked_ids(ids);
-  return id_tensor(absent_ids(*LockedTable(tables().get(table)), id_data(ids), ids.size(0), executor()));
+  return id_tensor(absent_ids(*SharedTable(tables().get(table)), id_data(ids), ids.size(0), executor()));
 }
 
 // Returns (N,) bool: test(table, id) for each id.
@@ -24,7 +24,7 @@ template <class Test>
 Tensor tested(int64_t table, Tensor ids, const Test& test) {
   ids = checked_ids(ids);
   Tensor out = empty({ids.size(0)}, ScalarType::Bool);
-  const LockedTable owner(tables().get(table));
+  const SharedTable owner(tables().get(table));
   for (int64_t i = 0; i < ids.size(0); ++i) mutable_data<bool>(out)[i] = test(*owner, id_data(ids)[i]);
   return out;
 }
@@ -44,7 +44,7 @@ Tensor table_admits(int64_t table, Tensor ids, bool lookup) {
 Tensor table_leaving(int64_t table, Tensor ids, int64_t new_rows) {
   ids = checked_ids(ids);
   if (new_rows < 0 || new_rows > int64_t{kNoSlot}) throw InvalidArgument("new_rows must be within 0 and 2**32 - 1");
-  return id_tensor(leaving_ids(*LockedTable(tables().get(table)), id_data(ids), ids.size(0), new_rows, executor()));
+  return id_tensor(leaving_ids(*SharedTable(tables().get(table)), id_data(ids), ids.size(0), new_rows, executor()));
 }
 
 // Returns the images of the rows, (N, image bytes) uint8.
@@ -52,9 +52,8 @@ Tensor table_images(int64_t table, Tensor ids) {
   ids = checked_ids(ids);
   const auto owner = tables().get(table);
   const Tensor images = recycled({ids.size(0), owner->image_bytes()}, ScalarType::Byte);
-  const LockedTable locked(owner);
-  owner->settle_passes(executor());
-  read_images(*owner, id_data(ids), ids.size(0), mutable_data<char>(images), executor());
+  const SharedTable shared(owner, executor());
+  read_images(*shared, id_data(ids), ids.size(0), mutable_data<char>(images), executor());
   return images;
 }
 
@@ -75,7 +74,7 @@ void table_bring_back(int64_t table, Tensor ids, Tensor images, bool looked_up) 
   bring_back(*LockedTable(owner), id_data(ids), ids.size(0), static_cast<const char*>(images.const_data_ptr()), looked_up, executor());
 }
 
-Tensor table_expired(int64_t table) { return id_tensor(expired_ids(*LockedTable(tables().get(table)), executor())); }
+Tensor table_expired(int64_t table) { return id_tensor(expired_ids(*SharedTable(tables().get(table)), executor())); }
 
 // ids: their rows are about to be written to the cold store.
 void table_note_cold(int64_t table, Tensor ids) {

@@ -17,9 +17,8 @@ RowTensors table_export(int64_t table, Tensor ids) {
   ids = checked_ids(ids);
   const auto owner = tables().get(table);
   const RowTensors rows = empty_rows(*owner, ids.size(0));
-  const LockedTable locked(owner);
-  owner->settle_passes(executor());
-  read_rows(*owner, id_data(ids), ids.size(0), images_of(rows), executor());
+  const SharedTable shared(owner, executor());
+  read_rows(*shared, id_data(ids), ids.size(0), images_of(rows), executor());
   return rows;
 }
 
@@ -43,7 +42,7 @@ void table_import(int64_t table, Tensor ids, Tensor weights, Tensor elements, Te
   write_rows(*owner, id_data(ids), n, images, executor());
 }
 
-bool table_is_being_saved(int64_t table) { return LockedTable(tables().get(table))->snapshot() != nullptr; }
+bool table_is_being_saved(int64_t table) { return SharedTable(tables().get(table))->snapshot() != nullptr; }
 
 int64_t table_mark(int64_t table) { return LockedTable(tables().get(table))->rows().mark(); }
 

@@ -48,7 +48,7 @@ int64_t table_create(std::string name, int64_t column_begin, int64_t column_end,
 void table_destroy(int64_t table) {
   const auto removed = tables().remove(table);
   if (removed == nullptr) return;
-  const std::lock_guard<std::mutex> lock(removed->mutex());
+  const std::lock_guard<TableMutex> lock(removed->mutex());
   removed->close();
 }
 
@@ -102,13 +102,13 @@ Tensor table_remove(int64_t table, Tensor ids) {
 Tensor table_contains(int64_t table, Tensor ids) {
   ids = checked_ids(ids);
   Tensor out = empty({ids.size(0)}, ScalarType::Bool);
-  contains(*LockedTable(tables().get(table)), id_data(ids), ids.size(0), mutable_data<bool>(out), executor());
+  contains(*SharedTable(tables().get(table)), id_data(ids), ids.size(0), mutable_data<bool>(out), executor());
   return out;
 }
 
 Tensor table_ids(int64_t table) {
   Tensor out = [&] {
-    const LockedTable owner(tables().get(table));
+    const SharedTable owner(tables().get(table));
     Tensor ids = empty({owner->size()}, ScalarType::Long);
     owner->ids(mutable_data<int64_t>(ids));
     return ids;
@@ -120,8 +120,7 @@ Tensor table_ids(int64_t table) {
 
 // Returns rows, bytes, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold hits, refused times.
 std::vector<int64_t> table_stats(int64_t table) {
-  const LockedTable owner(tables().get(table));
-  owner->settle_passes(executor());
+  const SharedTable owner(tables().get(table), executor());
   const Counters& c = owner->counters();
   const int64_t refused_times = owner->wall_clock() == nullptr ? 0 : owner->wall_clock()->refused();
   return {owner->size(), owner->bytes(), c.lookups, c.misses, c.inserts, c.updates, c.steps, c.refused, c.evicted, c.expired, c.cold_hits, refused_times};
@@ -129,7 +128,7 @@ std::vector<int64_t> table_stats(int64_t table) {
 
 // Returns what admission has counted: ids (N,) int64, their counts (N,) uint8, and their generations (N,) uint8.
 std::tuple<Tensor, Tensor, Tensor> table_sightings(int64_t table) {
-  const LockedTable owner(tables().get(table));
+  const SharedTable owner(tables().get(table));
   const Sightings* sightings = owner->sightings();
   const int64_t n = sightings == nullptr ? 0 : sightings->size();
   std::tuple<Tensor, Tensor, Tensor> found{empty({n}, ScalarType::Long), empty({n}, ScalarType::Byte), empty({n}, ScalarType::Byte)};
@@ -151,7 +150,7 @@ void table_set_sightings(int64_t table, Tensor ids, Tensor counts, Tensor genera
 }
 
 // The number of updates, which the bias correction of Adam and LAMB uses.
-int64_t table_optimizer_steps(int64_t table) { return LockedTable(tables().get(table))->optimizer_steps(); }
+int64_t table_optimizer_steps(int64_t table) { return SharedTable(tables().get(table))->optimizer_steps(); }
 
 void table_set_optimizer_steps(int64_t table, int64_t steps) {
   if (steps < 0 || steps > int64_t{1} << 62) throw InvalidArgument("optimizer steps must be within 0 and 2**62, got " + std::to_string(steps));
@@ -159,7 +158,7 @@ void table_set_optimizer_steps(int64_t table, int64_t steps) {
 }
 
 // The number of training lookups, which is the clock of the rows' last steps.
-int64_t table_steps(int64_t table) { return LockedTable(tables().get(table))->clock(); }
+int64_t table_steps(int64_t table) { return SharedTable(tables().get(table))->clock(); }
 
 void table_set_steps(int64_t table, int64_t steps) {
   if (steps < 0 || steps >= int64_t{0xFFFFFFFF}) throw InvalidArgument("steps must be within 0 and 2**32 - 2, got " + std::to_string(steps));
@@ -169,7 +168,7 @@ void table_set_steps(int64_t table, int64_t steps) {
 // The times of the steps, by which rows expire; empty if rows do not expire after a time. WallClock::state() explains
 // the numbers.
 std::vector<int64_t> table_times(int64_t table) {
-  const LockedTable owner(tables().get(table));
+  const SharedTable owner(tables().get(table));
   return owner->wall_clock() == nullptr ? std::vector<int64_t>{} : owner->wall_clock()->state();
 }
 
