@@ -1,11 +1,13 @@
 """Measures the cost of limited memory: eviction, resident memory, and training with most rows in a cold store.
 
-    python benchmarks/tiers.py [--parts eviction,memory,tiers] [--ids 20000000] [--dim 64] [--batch-size 2048]
+    python benchmarks/tiers.py [--parts eviction,pauses,memory,tiers] [--ids 20000000] [--dim 64] [--batch-size 2048]
 
 Prints a JSON row for each part. The sides of a part are interleaved in one process.
 
 - eviction: Forward and backward of a kernel over one full table of ``--rows`` rows, with one tenth of new ids in each
   batch, with LRU, with LFU, and without a limit.
+- pauses: The steps of a full table of 0.5, 2 and 8 million rows with 20,000 ids, of which 2,000 are new: the longest
+  step and the steps that evict rows over the median step.
 - memory: The resident memory of a table that has seen three times ``--rows`` ids, divided by the memory of an unbounded
   table of ``--rows`` rows.
 - tiers: The samples per second of the DLRM of dlrm.py. Each of its 26 features draws its ids by a Zipf law of
@@ -52,6 +54,7 @@ from torchrec_recstore.store.cold_store import id_bytes, split
 NEW = 0.1  # the fraction of new ids in a batch
 BLOCK_STEPS = 10  # many rows are evicted together, so means over several steps are compared
 AHEAD = 3  # the number of batches in a pipeline
+PAUSES_DIM = 16
 SHARE = 0.1  # the fraction of the ids that have room in DRAM
 
 
@@ -137,6 +140,40 @@ def eviction(arguments: argparse.Namespace) -> None:
             "resident": {name: each.rows for name, each in after.items()},
         }
     )
+
+
+def pauses(arguments: argparse.Namespace) -> None:
+    """Measures how long the steps are that evict rows, and prints a JSON row for each size of the table."""
+    batch, new = 20_000, 2000
+    for rows in (500_000, 2_000_000, 8_000_000):
+        row: dict[str, Any] = {"benchmark": "pauses", "rows": rows, "dim": PAUSES_DIM, "batch": batch, "new_ids": new}
+        for name, policy in {"lru": LRU(), "lfu": LFU(half_life_steps=100)}.items():
+            generator = torch.Generator().manual_seed(0)
+            options = TableOptions(max_rows=rows, eviction=policy)
+            table = Table(PAUSES_DIM, optimizer=RowWiseAdagrad(), options=options)
+            hot = torch.randperm(rows // 2, generator=generator)
+            fill(table, torch.arange(-rows, 0), 100_000)
+            fill(table, hot, 100_000)
+            kernel = PooledKernel([table], [0], "sum")
+            offsets, grad = torch.arange(batch + 1), torch.randn(batch, PAUSES_DIM, generator=generator) * 0.01
+            step_s: dict[bool, list[float]] = {False: [], True: []}  # by whether the step evicts rows
+            evicted = table.stats().evicted
+            for step in range(3 * rows // 32 // new + 20):
+                known = hot[torch.randint(0, len(hot), (batch - new,), generator=generator)]
+                ids = torch.cat([known, 2**40 + torch.arange(step * new, (step + 1) * new)])
+                begin = clock()
+                kernel(ids, offsets, train=True).backward(grad)
+                seconds = clock() - begin
+                before, evicted = evicted, table.stats().evicted
+                if step >= 10:
+                    step_s[evicted > before].append(seconds)
+            every = step_s[False] + step_s[True]
+            row[f"{name}_step_ms"] = spread(every)
+            row[f"{name}_evicting_step_ms"] = spread(step_s[True])
+            row[f"{name}_evicting_steps"] = len(step_s[True])
+            row[f"{name}_max_over_median"] = round(max(every) / statistics.median(every), 1)
+            table.close()
+        emit(row)
 
 
 def memory(arguments: argparse.Namespace) -> None:
@@ -323,7 +360,7 @@ def tiers(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Measures the requested parts."""
-    parts = {"eviction": eviction, "memory": memory, "tiers": tiers}
+    parts = {"eviction": eviction, "pauses": pauses, "memory": memory, "tiers": tiers}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(parts))
     parser.add_argument("--dim", type=int, default=64)

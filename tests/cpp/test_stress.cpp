@@ -35,6 +35,7 @@ constexpr int64_t kColumns = 6;
 constexpr int64_t kMaxRows = 600;
 constexpr int64_t kIds = 4000;
 constexpr int64_t kBags = 40;
+constexpr size_t kMostPending = 3;  // more pending passes could pin more than kMaxRows rows
 
 std::shared_ptr<Table> make_table(const char* name, OptimizerKind kind, const Bounds& bounds = {}) {
   TableConfig config;
@@ -188,8 +189,10 @@ class Stress {
     const int64_t handle = registry_.add(begun(trained_, data->batch(), data->out.data(), worker.executor, data));
     if (worker.below(3) == 0) {
       const std::lock_guard<std::mutex> lock(passes_mutex_);
-      passes_.push_back({data, handle});
-      return;
+      if (passes_.size() < kMostPending) {
+        passes_.push_back({data, handle});
+        return;
+      }
     }
     std::vector<float> grad_weights(data->ids.size());
     if (worker.below(2) == 0) registry_.get(handle)->weight_gradients_only(data->grad.data(), grad_weights.data(), worker.executor);
