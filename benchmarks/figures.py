@@ -193,6 +193,10 @@ def _bounded_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             what = f"kernel step of a full table of {r['rows']:,} rows, {r['new_ids'] / r['batch']:.0%} new ids"
             ratios = [f"{r[f'{policy}_over_unbounded']['median']:.2f}x" for policy in ("lru", "lfu")]
             lines.append((f"{what}: time with LRU, with LFU, over an unbounded table", ", ".join(ratios)))
+        if r["benchmark"] == "pauses":
+            what = f"kernel step of {r['batch']:,} ids in a full table of {r['rows']:,} rows"
+            most = [f"{r[f'{policy}_max_over_median']}x" for policy in ("lru", "lfu")]
+            lines.append((f"{what}: longest step over the median one, with LRU, with LFU", ", ".join(most)))
         if r["benchmark"] == "bounded_memory":
             what = f"resident memory of a table bounded to {r['rows']:,} rows over an unbounded table of as many rows"
             lines.append((what, f"{r['bounded_over_unbounded']}x"))
@@ -224,6 +228,10 @@ def _service_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         if r["benchmark"] == "service_latency":
             p50, p99 = r["pull_ms"]["median"], r["pull_ms"]["p99"]
             lines.append((f"{what}, one client: p50 and p99 of pull", f"{p50:.2f} ms, {p99:.2f} ms"))
+        if r["benchmark"] == "service_beside":
+            what = f"read of {r['ids']} ids beside reads of {r['large_ids']:,} ids, {r['where']}: p99 over p99 at rest"
+            times = [f"{r[f'beside_{which}_table_p99_over_rest']}x" for which in ("same", "other")]
+            lines.append((f"{what}, for one table, for two tables", ", ".join(times)))
         if r["benchmark"] == "service_clients":
             lines.append(
                 (f"{what}, {r['clients']} clients, one server: ids/s of pull", f"{r['million_ids_per_second']}M")

@@ -183,27 +183,29 @@ void a_read_of_the_bookkeeping_settles_passes_and_then_shares() {
   table->mutex().unlock();
 }
 
-// Until `done`, each of several readers keeps the table until another one has it, so that it is never free of readers,
-// unless a writer waits.
+// Until `done`, each of several readers keeps the lock until a later one has it, so that it is never free of readers
+// unless a writer keeps the later ones out.
 void a_stream_of_readers_does_not_starve_a_writer() {
   TableMutex mutex;
   std::atomic<bool> done{false};
   std::atomic<int> inside{0};
+  std::atomic<int64_t> entries{0};
   std::vector<std::thread> readers;
   for (int r = 0; r < 3; ++r) {
     readers.emplace_back([&] {
       while (!done) {
         const std::shared_lock<TableMutex> lock(mutex);
         ++inside;
-        const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(5);
-        while (inside < 2 && !done && std::chrono::steady_clock::now() < until) std::this_thread::yield();
+        const int64_t entry = ++entries;
+        const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
+        while (entries == entry && !done && std::chrono::steady_clock::now() < until) std::this_thread::yield();
         --inside;
       }
     });
   }
   Event written;
   std::thread writer([&] {
-    for (int i = 0; i < 100; ++i) {
+    for (int i = 0; i < 20; ++i) {
       const std::lock_guard<TableMutex> lock(mutex);
       CHECK(inside == 0);
     }
@@ -257,8 +259,10 @@ void readers_wait_behind_a_waiting_writer() {
     const std::lock_guard<TableMutex> lock(mutex);
     CHECK(order++ == 0);
   });
+  const auto until = std::chrono::steady_clock::now() + kDeadline;
   while (mutex.try_lock_shared()) {  // until the writer waits
     mutex.unlock_shared();
+    CHECK(std::chrono::steady_clock::now() < until);
     std::this_thread::yield();
   }
   std::thread reader([&] {

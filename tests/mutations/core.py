@@ -8,6 +8,13 @@ CSRC = "torchrec_recstore/csrc"
 
 CORE = [
     Mutation(
+        f"{CSRC}/forward.cpp",
+        "const auto locks = group.lock_shared();",
+        "const auto locks = group.lock();",
+        ["test_locks"],
+        "Evaluation lookups of one table take turns.",
+    ),
+    Mutation(
         f"{CSRC}/index_find.inl",
         "lines[i] += step & (0u - passed);",
         "lines[i] += kFirstStep & (0u - passed);",

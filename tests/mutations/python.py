@@ -129,6 +129,13 @@ SERVICE = [
         "A write whose last parts are missing is applied in part.",
     ),
     Mutation(
+        "service/torchrec_recstore_service/client/read_write_lock.py",
+        "with self._turnstile:",
+        "if True:",
+        ["tests/service/test_read_write_lock.py::test_neither_readers_nor_writers_starve"],
+        "Readers that follow each other keep a writer from a table of a server for ever.",
+    ),
+    Mutation(
         "service/torchrec_recstore_service/client/hosted_table.py",
         "wanted = among(known, missing)",
         "wanted = ~among(known, missing)",

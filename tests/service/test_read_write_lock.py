@@ -45,18 +45,20 @@ def test_readers_share_it_and_a_writer_has_it_alone() -> None:
 
 def test_neither_readers_nor_writers_starve() -> None:
     lock, done = ReadWriteLock(), threading.Event()
-    inside = 0
+    inside = entries = 0
     counting = threading.Lock()
 
     def reads() -> None:
-        """Keeps the lock until another reader has it, so that it is never free unless a writer waits."""
-        nonlocal inside
+        """Keeps the lock until a later reader has it, so that it is never free unless a writer keeps readers out."""
+        nonlocal inside, entries
         while not done.is_set():
             with lock.shared():
                 with counting:
                     inside += 1
-                until = time.monotonic() + 0.005
-                while inside < 2 and not done.is_set() and time.monotonic() < until:
+                    entries += 1
+                    entry = entries
+                until = time.monotonic() + 0.1
+                while entries == entry and not done.is_set() and time.monotonic() < until:
                     time.sleep(0)
                 with counting:
                     inside -= 1
@@ -81,7 +83,7 @@ def test_neither_readers_nor_writers_starve() -> None:
         with ThreadPoolExecutor(4) as threads:
             streams = [threads.submit(stream) for _ in range(3)]
             try:
-                threads.submit(other, 50).result(DEADLINE_S)
+                threads.submit(other, 20).result(DEADLINE_S)
             finally:
                 done.set()
             for each in streams:
