@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,15 @@ def _seed_and_threads() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _client_of_the_process() -> Iterator[None]:
+    """Closes the client that all calls of ``RecStoreClient()`` return, so that each test begins without its tables."""
+    yield
+    module = sys.modules.get("torchrec_recstore_service.client.recstore_client")  # without an import of it
+    if module is not None:
+        module.RecStoreClient().close()
 
 
 @pytest.fixture

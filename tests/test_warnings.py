@@ -134,6 +134,9 @@ SAY_WHAT_TO_DO = {
     "RecStorePlanner, or pass enumerator=RecStoreEnumerator(topology, ...) to TorchRec's planner",
     "TorchRec's planner does not carry the options of table(s) ... to the ranks: use RecStorePlanner",
     "a backward of this lookup in evaluation mode loses a gradient: ...",  # See the error of the same cause.
+    "RecStoreClient(role=...) has no effect: all clients are equal",
+    "init_func of init_data has no effect with initialize_values=False: options.initializer applies",
+    "is_gdata of init_data has no effect: there is no graph",
     "part_policy of init_data has no effect: a hash of the id selects its server",
     "set_ps_backend(...) has no effect: the client selects the transport itself",
     "state_dict does not contain the rows of tables on servers: client.save(name) saves them on the servers, and "

@@ -11,12 +11,20 @@ from typing import TYPE_CHECKING
 from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
-    from torchrec_recstore_service.client import RecStoreClient
+    from torchrec_recstore_service.client import RecStoreClient, get_kv_client
     from torchrec_recstore_service.wire.protocol import NoInitialRow, ServerRestartedError, ServerSetError, ServiceError
 
 __version__ = "0.2.0"
 
-__all__ = ["NoInitialRow", "RecStoreClient", "ServerRestartedError", "ServerSetError", "ServiceError", "get_include"]
+__all__ = [
+    "NoInitialRow",
+    "RecStoreClient",
+    "ServerRestartedError",
+    "ServerSetError",
+    "ServiceError",
+    "get_include",
+    "get_kv_client",
+]
 
 
 def get_include() -> str:
@@ -32,5 +40,6 @@ __getattr__, __dir__ = lazy_names(
         "ServerRestartedError": "wire.protocol",
         "ServerSetError": "wire.protocol",
         "ServiceError": "wire.protocol",
+        "get_kv_client": "client",
     },
 )

@@ -269,7 +269,8 @@ def too_many_clients() -> None:
 
 @situation(
     "NoInitialRow",
-    "table 't_ones' has rows that an init_func makes, and an id has none yet: call init_data with that init_func first",
+    "table 't_ones' has rows that an init_func or row_func makes, and an id has none yet: call init_data with that "
+    "function first",
 )
 def other_clients_rows(error_server: RecStoreServer) -> None:
     def ones(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -202,7 +202,7 @@ def test_results_are_those_of_the_python_client(
     for client in (here, there):
         client.init_data("seven", (400, 7), torch.float16)  # parts of rows that end within four bytes
     assert _same_bits(driver.rows("seven", large, 7), here.pull("seven", large).float())
-    there.init_data("made", (9, 8), torch.float32, lambda shape, dtype: torch.rand(shape, dtype=dtype))
+    there.init_data("made", (9, 8), torch.float32, row_func=lambda shape, dtype: torch.rand(shape, dtype=dtype))
     assert driver.call("pull", "made").startswith("NoInitialRow|")
     driver.close()  # by a signal
     end = time.monotonic() + 60

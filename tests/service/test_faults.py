@@ -47,7 +47,7 @@ class _Oracle:
     """Returns the rows after the given number of training steps."""
 
     def __init__(self) -> None:
-        self._client = RecStoreClient()
+        self._client = RecStoreClient(private=True)
         self._client.init_data("t", (400, 8), torch.float32, optimizer=Adagrad(lr=0.1))
         self._rows = [self._client.pull("t", IDS)]
 

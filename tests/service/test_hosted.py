@@ -242,7 +242,7 @@ def test_initial_rows_are_for_ids_without_a_row() -> None:
         lambda: tables.update("t", ids(4, 5), ones(2), (ids(4, 6), rows[:2])),
         lambda: tables.pull("t", ids(1, 4)),
     ):
-        with pytest.raises(NoInitialRow, match="table 't' has rows that an init_func makes") as raised:
+        with pytest.raises(NoInitialRow, match="table 't' has rows that an init_func or row_func makes") as raised:
             call()
         assert raised.value.pending is not None
         assert raised.value.pending.tolist() == [0, 1]

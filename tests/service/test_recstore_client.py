@@ -35,7 +35,7 @@ def zeros(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 
 
 def client_with(**arguments: object) -> RecStoreClient:
-    client = RecStoreClient()
+    client = RecStoreClient(private=True)
     client.init_data("t", (100, DIM), **arguments)  # type: ignore[arg-type]
     return client
 
@@ -69,15 +69,15 @@ def test_the_defaults_are_a_tables() -> None:
     assert client.pull("u", torch.arange(50)).abs().max() <= 10_000**-0.5
 
 
-@pytest.mark.parametrize("init_func", [None, normal])
-def test_init_data_again(init_func: Callable[[tuple[int, int], torch.dtype], Tensor] | None) -> None:
+@pytest.mark.parametrize("row_func", [None, normal])
+def test_init_data_again(row_func: Callable[[tuple[int, int], torch.dtype], Tensor] | None) -> None:
     def client_with_it() -> RecStoreClient:
-        return client_with(init_func=init_func, optimizer=SGD(lr=1.0))
+        return client_with(row_func=row_func, optimizer=SGD(lr=1.0))
 
     client = client_with_it()
     client.push("t", IDS, torch.ones(5, DIM))
-    client.init_data("t", (100, DIM), torch.float32, init_func, optimizer=SGD(lr=1.0))
-    client.init_data("t", [100, DIM], init_func=init_func, optimizer=SGD(lr=1.0), options=TableOptions())
+    client.init_data("t", (100, DIM), torch.float32, row_func=row_func, optimizer=SGD(lr=1.0))
+    client.init_data("t", [100, DIM], row_func=row_func, optimizer=SGD(lr=1.0), options=TableOptions())
     assert client.exists("t", IDS).all()
     for arguments, error in [
         ({"shape": (100, DIM + 1)}, "dim is 4, not 5"),
@@ -86,22 +86,22 @@ def test_init_data_again(init_func: Callable[[tuple[int, int], torch.dtype], Ten
         ({"optimizer": SGD(lr=2.0)}, r"optimizer.lr is 1.0, not 2.0$"),
         ({"optimizer": RowWiseAdagrad(lr=1.0)}, r"optimizer is SGD\(.*, not RowWiseAdagrad\("),
         ({"options": TableOptions(seed=1)}, r"options.seed is 0, not 1"),
-        ({"init_func": zeros}, "initial_rows is"),
+        ({"row_func": zeros}, "initial_rows is"),
     ]:
-        given = {"shape": (100, DIM), "init_func": init_func, "optimizer": SGD(lr=1.0), **arguments}
+        given = {"shape": (100, DIM), "row_func": row_func, "optimizer": SGD(lr=1.0), **arguments}
         with pytest.raises(ValueError, match=rf"table 't' exists already with another specification: .*{error}"):
             client.init_data("t", **given)  # type: ignore[arg-type]
     assert client.pull("t", IDS).unique().tolist() == [1.0]
     assert client.pull("t", torch.tensor([77])).equal(client_with_it().pull("t", torch.tensor([77])))
 
 
-def test_rows_of_an_init_func_depend_on_the_id_alone() -> None:
+def test_rows_of_a_row_func_depend_on_the_id_alone() -> None:
     ids = torch.arange(-30, 30)
-    once = client_with(init_func=normal).pull("t", ids)
+    once = client_with(row_func=normal).pull("t", ids)
     assert len(once.unique()) == once.numel()
     for order in (ids, ids.flip(0), ids[torch.randperm(60)]):
         torch.manual_seed(int(order[0]) + 100)
-        client = client_with(init_func=normal, optimizer=SGD(lr=1.0))
+        client = client_with(row_func=normal, optimizer=SGD(lr=1.0))
         before = torch.get_rng_state()
         for part in order.split(7):
             client.update("t", part.repeat(2), torch.ones(2 * len(part), DIM))
@@ -111,8 +111,8 @@ def test_rows_of_an_init_func_depend_on_the_id_alone() -> None:
         client.delete("t", ids)
         assert torch.equal(client.pull("t", ids), once)
         assert torch.equal(client.pull("t", ids[[3, 3, 0]]), once[[3, 3, 0]])
-    other = client_with(init_func=normal, options=TableOptions(seed=1))
-    other.init_data("u", (100, DIM), init_func=normal)
+    other = client_with(row_func=normal, options=TableOptions(seed=1))
+    other.init_data("u", (100, DIM), row_func=normal)
     assert not torch.equal(other.pull("t", ids), once)
     assert not torch.equal(other.pull("u", ids), once)
 
@@ -121,14 +121,14 @@ def test_the_default_device_is_the_callers() -> None:
     def on_cpu(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return torch.rand(shape, dtype=dtype, device="cpu")
 
-    rows = client_with(init_func=on_cpu).pull("t", IDS)
+    rows = client_with(row_func=on_cpu).pull("t", IDS)
     with torch.device("meta"):
-        client = client_with(init_func=on_cpu)
+        client = client_with(row_func=on_cpu)
         assert torch.equal(client.pull("t", IDS), rows)
 
 
-def test_an_init_func_of_another_dtype_is_rounded_once() -> None:
-    client = client_with(dtype=torch.bfloat16, init_func=lambda shape, dtype: torch.rand(shape[1], dtype=torch.float64))
+def test_a_row_func_of_another_dtype_is_rounded_once() -> None:
+    client = client_with(dtype=torch.bfloat16, row_func=lambda shape, dtype: torch.rand(shape[1], dtype=torch.float64))
     rows = client.pull("t", IDS)
     assert rows.dtype is torch.bfloat16
     client.update("t", IDS, torch.zeros(5, DIM))
@@ -137,7 +137,7 @@ def test_an_init_func_of_another_dtype_is_rounded_once() -> None:
 
 
 def test_some_ids_have_a_row_and_others_an_initial_one() -> None:
-    client = client_with(init_func=normal)
+    client = client_with(row_func=normal)
     rows = client.pull("t", IDS)
     client.push("t", IDS[[0, 3]], torch.zeros(2, DIM))
     expected = rows.clone()
@@ -148,36 +148,36 @@ def test_some_ids_have_a_row_and_others_an_initial_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("init_func", "kind", "error"),
+    ("row_func", "kind", "error"),
     [
         (lambda shape, dtype: 1.0, TypeError, "floating-point tensor of shape .1, 4., got float"),
         (lambda shape, dtype: torch.ones(shape).long(), TypeError, "got torch.int64"),
         (lambda shape, dtype: torch.ones(2, 3), ValueError, r"got \(2, 3\)"),
-        (3, TypeError, "init_func must be callable, got int"),
+        (3, TypeError, "row_func must be callable, got int"),
     ],
 )
-def test_an_init_func_that_makes_no_row(init_func: object, kind: type[Exception], error: str) -> None:
+def test_a_row_func_that_makes_no_row(row_func: object, kind: type[Exception], error: str) -> None:
     client = RecStoreClient()
     with pytest.raises(kind, match=f"table 't': .*{error}"):
-        client.init_data("t", (10, DIM), init_func=init_func)  # type: ignore[arg-type]
+        client.init_data("t", (10, DIM), row_func=row_func)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no table 't'"):
         client.stats("t")
 
 
-def test_an_init_func_with_a_memory() -> None:
+def test_a_row_func_with_a_memory() -> None:
     calls: list[object] = []
 
     def counting(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         calls.append(shape)
         return torch.full(shape, float(len(calls)))
 
-    with pytest.raises(ValueError, match="table 't': init_func returns another row in each call"):
-        client_with(init_func=counting)
+    with pytest.raises(ValueError, match="table 't': row_func returns another row in each call"):
+        client_with(row_func=counting)
 
 
 def test_an_update_goes_on_where_rows_leave_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another client deletes rows between the client's calls of exists and update."""
-    client = client_with(init_func=normal, optimizer=SGD(lr=1.0))
+    client = client_with(row_func=normal, optimizer=SGD(lr=1.0))
     rows = client.pull("t", IDS)
     client.push("t", IDS, torch.zeros(5, DIM))
     update, given = HostedTables.update, []
@@ -196,7 +196,7 @@ def test_an_update_goes_on_where_rows_leave_in_between(monkeypatch: pytest.Monke
 
 def test_an_update_that_was_refused_is_not_refused_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are deleted before every attempt, after exists has found them. The client sends initial rows of all ids."""
-    client = client_with(init_func=normal, optimizer=SGD(lr=1.0))
+    client = client_with(row_func=normal, optimizer=SGD(lr=1.0))
     rows = client.pull("t", IDS)
     client.push("t", IDS, torch.zeros(5, DIM))
     update, given = HostedTables.update, []
@@ -268,7 +268,7 @@ def test_prefetches_run_beside_the_caller_in_few_threads(monkeypatch: pytest.Mon
 
 def test_torchs_generator_stays_the_callers() -> None:
     """A prefetch makes no initial rows in its thread, because that would change the caller's random generator."""
-    client = client_with(init_func=normal)
+    client = client_with(row_func=normal)
     rows = client.pull("t", torch.arange(400))
     torch.manual_seed(1)
     expected = torch.rand(1000)
@@ -281,7 +281,7 @@ def test_torchs_generator_stays_the_callers() -> None:
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    client = client_with(init_func=normal, optimizer=SGD(lr=1.0))
+    client = client_with(row_func=normal, optimizer=SGD(lr=1.0))
     client.update("t", IDS, torch.ones(5, DIM))
     rows = client.pull("t", IDS)
     client.save(tmp_path / "saved")
@@ -301,12 +301,14 @@ def test_save_and_load(tmp_path: Path) -> None:
         lambda: fresh.update("t", unknown, torch.ones(2, DIM)),
         lambda: fresh.wait_for_prefetch(fresh.prefetch("t", unknown)),
     ):
-        with pytest.raises(ValueError, match=r"table 't' has rows that an init_func makes.* call init_data with"):
+        with pytest.raises(
+            ValueError, match=r"table 't' has rows that an init_func or row_func makes.* call init_data with"
+        ):
             call()
     assert fresh.stats("t").rows == 5
     with pytest.raises(ValueError, match="initial_rows is"):
-        fresh.init_data("t", (100, DIM), init_func=zeros, optimizer=SGD(lr=1.0))
-    fresh.init_data("t", (100, DIM), init_func=normal, optimizer=SGD(lr=1.0))
+        fresh.init_data("t", (100, DIM), row_func=zeros, optimizer=SGD(lr=1.0))
+    fresh.init_data("t", (100, DIM), row_func=normal, optimizer=SGD(lr=1.0))
     assert torch.equal(fresh.pull("t", unknown)[:1], client.pull("t", unknown)[:1])
     client.load(tmp_path / "saved")
     assert torch.equal(client.pull("t", IDS), rows - 1)
@@ -357,9 +359,9 @@ def bad_calls(client: RecStoreClient) -> list[tuple[Callable[[], object], type[E
             "cold_store",
         ),
         (
-            lambda: init("n", (10, 4), init_func=normal, options=TableOptions(initializer=UniformInit(0, 1))),
+            lambda: init("n", (10, 4), row_func=normal, options=TableOptions(initializer=UniformInit(0, 1))),
             ValueError,
-            "'n': init_func and options.initializer",
+            "'n': row_func and options.initializer",
         ),
         (lambda: client.stats("u"), ValueError, "no table 'u'"),
         (lambda: client.spec("n"), ValueError, "no table 'n'"),
@@ -387,7 +389,7 @@ def test_tensors_that_are_allowed() -> None:
     client.push("t", ids[:1], torch.full((1, DIM), torch.nan))
     assert client.pull("t", ids[:1]).isnan().all()
     none = torch.empty(0, dtype=torch.int64)
-    for one in (client, client_with(init_func=normal)):
+    for one in (client, client_with(row_func=normal)):
         assert one.pull("t", none).shape == (0, DIM)
         one.update("t", none, torch.empty(0, DIM))
         one.push("t", none, torch.empty(0, DIM))
@@ -428,7 +430,7 @@ def test_arguments_of_the_client() -> None:
 
 def test_bounds_by_updates() -> None:
     options = TableOptions(max_rows=3, eviction=LRU(), admission=MinFrequency(2))
-    client = client_with(options=options, init_func=normal, optimizer=SGD(lr=1.0))
+    client = client_with(options=options, row_func=normal, optimizer=SGD(lr=1.0))
     rows = client.pull("t", torch.arange(5))
     for number in (0, 1, 2, 3):
         for _ in range(2):
@@ -438,7 +440,7 @@ def test_bounds_by_updates() -> None:
 
 
 def test_many_threads_of_one_client() -> None:
-    client = client_with(init_func=normal, optimizer=SGD(lr=1.0))
+    client = client_with(row_func=normal, optimizer=SGD(lr=1.0))
     ids = torch.arange(120)
     rows = client.pull("t", ids)
 
@@ -461,7 +463,7 @@ def test_it_does_without_torchrec_and_grpc(tmp_path: Path) -> None:
 import sys, torch
 from torchrec_recstore_service import RecStoreClient
 client = RecStoreClient()
-client.init_data("t", (10, 4), init_func=lambda shape, dtype: torch.rand(shape, dtype=dtype))
+client.init_data("t", (10, 4), row_func=lambda shape, dtype: torch.rand(shape, dtype=dtype))
 client.update("t", torch.tensor([1]), torch.ones(1, 4))
 client.save({str(tmp_path / "saved")!r})
 client.load({str(tmp_path / "saved")!r})
@@ -475,6 +477,6 @@ print([name for name in ("torchrec", "fbgemm_gpu", "grpc", "google.protobuf") if
 
     # This process gets the same rows, because initial rows do not depend on the process.
     client = RecStoreClient()
-    client.init_data("t", (10, 4), init_func=lambda shape, dtype: torch.rand(shape, dtype=dtype))
+    client.init_data("t", (10, 4), row_func=lambda shape, dtype: torch.rand(shape, dtype=dtype))
     client.load(tmp_path / "saved")
     assert str(client.pull("t", torch.tensor([1, 2])).tolist()) == rows

@@ -57,7 +57,7 @@ class Both:
         servers: Sequence[str] | None = None,
         prefix: str = "t",
     ) -> None:
-        self.client = RecStoreClient(servers)
+        self.client = RecStoreClient(servers, private=True)
         names = [f"{prefix}{dim}" for dim in DIMS]
         self.here = [Table(dim, dtype, optimizer, options, name=name) for dim, name in zip(DIMS, names, strict=True)]
         self.remote = [
@@ -354,6 +354,6 @@ def test_what_is_refused() -> None:
     for offsets in ([0, 10, 19], [1, 10, 20], [0, 20, 10], [0, 20]):
         with pytest.raises(ValueError, match="offsets must ascend from 0 to 20, with equal bags for 2 features"):
             kernel(IDS, torch.tensor(offsets), train=True)
-    client.init_data("u", (10, 4), init_func=lambda shape, dtype: torch.ones(shape, dtype=dtype))
-    with pytest.raises(NoInitialRow, match="table 'u' has rows that an init_func makes"):
+    client.init_data("u", (10, 4), row_func=lambda shape, dtype: torch.ones(shape, dtype=dtype))
+    with pytest.raises(NoInitialRow, match="table 'u' has rows that an init_func or row_func makes"):
         client.pull_each([RowRead("u", IDS)])

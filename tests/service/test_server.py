@@ -106,27 +106,27 @@ def test_no_ids(client: RecStoreClient) -> None:
     assert client.delete(name, none) == 0
 
 
-def test_an_init_func_makes_the_same_rows_for_every_client(client: RecStoreClient, servers: list[str]) -> None:
+def test_a_row_func_makes_the_same_rows_for_every_client(client: RecStoreClient, servers: list[str]) -> None:
     name = _name()
     local = RecStoreClient()
     for each in (client, local):
-        each.init_data(name, (10, 16), torch.float32, _normal, optimizer=Adagrad(lr=0.1))
+        each.init_data(name, (10, 16), torch.float32, row_func=_normal, optimizer=Adagrad(lr=0.1))
     ids, grads = _batch(7, 300)
     assert torch.equal(client.pull(name, ids), local.pull(name, ids))
     assert not client.exists(name, ids).any()
     for each in (client, local):
         each.update(name, ids[:200], grads[:200])
     assert torch.equal(client.pull(name, ids), local.pull(name, ids))
-    with pytest.raises(ValueError, match="init_func"):
+    with pytest.raises(ValueError, match="row_func"):
         RecStoreClient(servers).pull(name, ids)
     assert torch.equal(RecStoreClient(servers).pull(name, ids[:200]), local.pull(name, ids[:200]))
 
 
-def test_rows_of_an_init_func_that_another_client_deletes(client: RecStoreClient, servers: list[str]) -> None:
+def test_rows_of_a_row_func_that_another_client_deletes(client: RecStoreClient, servers: list[str]) -> None:
     name, ids = _name(), torch.arange(-100, 100)
     other = RecStoreClient(servers)
     for each in (client, other):
-        each.init_data(name, (10, 8), torch.float32, _normal, optimizer=SGD(lr=1.0))
+        each.init_data(name, (10, 8), torch.float32, row_func=_normal, optimizer=SGD(lr=1.0))
     errors: list[BaseException] = []
     done = threading.Event()
 
@@ -193,7 +193,7 @@ def test_init_data_again(client: RecStoreClient, servers: list[str]) -> None:
     client.init_data(name, (10, 8), torch.float32)
     RecStoreClient(servers).init_data(name, (10, 8), torch.float32)
     assert torch.equal(client.pull(name, torch.arange(3)), torch.ones(3, 8))
-    for change in ({"shape": (10, 9)}, {"dtype": torch.float16}, {"optimizer": SGD(lr=1.0)}, {"init_func": _ones}):
+    for change in ({"shape": (10, 9)}, {"dtype": torch.float16}, {"optimizer": SGD(lr=1.0)}, {"row_func": _ones}):
         arguments = {"shape": (10, 8), "dtype": torch.float32, **change}
         with pytest.raises(ValueError, match="exists already with another specification"):
             client.init_data(name, **arguments)

@@ -190,7 +190,7 @@ def test_invalid_requests_change_nothing(server: RecStoreServer) -> None:
     client = RecStoreClient([server.address])
     for name in ("bad_a", "bad_b"):
         client.init_data(name, (9, 4), optimizer=OPTIMIZER)
-    client.init_data("bad_made", (9, 4), init_func=lambda shape, dtype: torch.ones(shape, dtype=dtype))
+    client.init_data("bad_made", (9, 4), row_func=lambda shape, dtype: torch.ones(shape, dtype=dtype))
     raw = RawConnection(server.address)
     a, b, made = (pb.TableIds(table=name, ids=1) for name in ("bad_a", "bad_b", "bad_made"))
     huge = pb.TableIds(table="bad_b", ids=2**64 - 1)

@@ -63,7 +63,7 @@ def _use(client: RecStoreClient) -> list[Tensor]:
         results += [client.pull(name, torch.cat([IDS, IDS[:5], torch.tensor([2**62])])), client.pull(name, IDS[:0])]
         results += [client.exists(name, torch.tensor([1, 2**62, -1])), client.exists(name, IDS[:0])]
         results += [torch.tensor(client.delete(name, torch.tensor([5, 2**62, 7]))), client.exists(name, IDS)]
-    client.init_data("made", (9, 8), torch.float32, lambda shape, dtype: torch.rand(shape, dtype=dtype))
+    client.init_data("made", (9, 8), torch.float32, row_func=lambda shape, dtype: torch.rand(shape, dtype=dtype))
     client.update("made", IDS[:9], _grads(3, 9))
     return [*results, client.pull("made", IDS[:20])]
 

@@ -23,7 +23,7 @@ ops = torch.ops.recstore_ops
 
 @pytest.fixture
 def client() -> RecStoreClient:
-    client = RecStoreClient()
+    client = RecStoreClient(private=True)
     client.init_data("t", (10, DIM), optimizer=SGD(lr=0.5))
     return client
 
@@ -52,7 +52,7 @@ def expected(client: RecStoreClient, ids: Tensor, grads: Tensor) -> tuple[Tensor
 
 def assert_steps(run: Callable[[Tensor, Tensor], tuple[Tensor, ...]], client: RecStoreClient) -> None:
     """Checks that two calls of ``run`` have the effects of the client's methods."""
-    other = RecStoreClient()
+    other = RecStoreClient(private=True)
     other.init_data("t", (10, DIM), optimizer=SGD(lr=0.5))
     steps = client.stats("t").steps
     assert steps == 0
@@ -118,7 +118,7 @@ def test_compile_a_prefetch(client: RecStoreClient) -> None:
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx(client: RecStoreClient, mode: str) -> None:
-    traced_with = RecStoreClient()
+    traced_with = RecStoreClient(private=True)
     traced_with.init_data("t", (10, DIM), optimizer=SGD(lr=0.5))
     graph = make_fx(lambda ids, grads: step(traced_with.handle, ids, grads), tracing_mode=mode)(IDS, GRADS)
     called = [node.target.name().split("::")[1] for node in graph.graph.nodes if "recstore" in str(node.target)]
@@ -149,7 +149,7 @@ def test_fakes_know_dim_and_dtype(client: RecStoreClient) -> None:
     with pytest.raises(ValueError, match="tables of several dtypes"):
         make_fx(ahead, tracing_mode="fake")(IDS)
     client.close()
-    alone = RecStoreClient()
+    alone = RecStoreClient(private=True)
     alone.init_data("half", (10, 3), torch.bfloat16)
     client = alone
     graph = make_fx(ahead, tracing_mode="fake")(IDS)
@@ -183,7 +183,7 @@ def test_opcheck(client: RecStoreClient, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_client_that_is_gone(name: str) -> None:
-    client = RecStoreClient()
+    client = RecStoreClient(private=True)
     client.init_data("t", (10, DIM))
     arguments = CASES[name](client)
     op = getattr(ops, name)

@@ -4,6 +4,6 @@ Importing this package registers ``torch.ops.recstore_ops.emb_read`` and the oth
 """
 
 from torchrec_recstore_service.client import torch_ops as torch_ops  # registers the ops
-from torchrec_recstore_service.client.recstore_client import RecStoreClient
+from torchrec_recstore_service.client.recstore_client import RecStoreClient, get_kv_client
 
-__all__ = ["RecStoreClient"]
+__all__ = ["RecStoreClient", "get_kv_client"]

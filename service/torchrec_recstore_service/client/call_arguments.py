@@ -6,11 +6,12 @@ Tests: tests/service/test_recstore_client.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from torchrec_recstore.options import TableOptions
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store.arguments import check_ids, check_rows
 from torchrec_recstore_service.wire.table_spec import TableSpec
@@ -53,12 +54,45 @@ def checked_shape(name: str, shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def checked_offset(name: str, base_offset: object, rows: int) -> range:
+def checked_init_func(
+    name: str, part_policy: object, init_func: object, row_func: object, options: TableOptions
+) -> tuple[object, Any]:
+    """Checks the functions that make initial rows, and returns ``part_policy`` and ``init_func``.
+
+    ``init_data`` once had them in the opposite order: a function is never a ``part_policy``.
+
+    Raises:
+        TypeError, ValueError: A function is not one, both arguments are functions, or two functions, or a function and
+            an initializer, define the initial rows.
+    """
+    if callable(part_policy):
+        if callable(init_func):
+            raise TypeError(
+                f"table {name!r}: part_policy and init_func are both functions: pass init_func by its name only"
+            )
+        part_policy, init_func = init_func, part_policy
+    makers = {"init_func": init_func, "row_func": row_func}
+    for argument, function in makers.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"table {name!r}: {argument} must be callable, got {type(function).__name__}")
+    given = [argument for argument, function in makers.items() if function is not None]
+    given += ["options.initializer"] if options.initializer is not None else []
+    if len(given) > 1:
+        raise ValueError(f"table {name!r}: {' and '.join(given[:2])} both define initial rows: give only one")
+    return part_policy, init_func
+
+
+def checked_offset(name: str, base_offset: object, rows: int, is_gdata: object) -> range:
     """Checks the first id of a table and returns the range of its ids.
 
     Raises:
-        TypeError, ValueError: ``base_offset`` is not an int, or an id of the range does not fit 64 bits.
+        TypeError, ValueError: ``base_offset`` is not an int, or an id of the range does not fit 64 bits. Or
+            ``is_gdata``, which is before it in the order of the arguments, is not a bool.
     """
+    if not isinstance(is_gdata, bool):
+        raise TypeError(
+            f"table {name!r}: is_gdata must be a bool, got {type(is_gdata).__name__}: pass base_offset by its name"
+        )
     if isinstance(base_offset, bool) or not isinstance(base_offset, int):
         raise TypeError(f"table {name!r}: base_offset must be an int, got {type(base_offset).__name__}")
     if not -(2**63) <= base_offset < 2**63:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from torchrec_recstore.utils import warn_user
 from torchrec_recstore_service.client.background import Prefetches, Updates
 from torchrec_recstore_service.client.call_arguments import (
     checked_ids,
+    checked_init_func,
     checked_name,
     checked_offset,
     checked_rows,
@@ -30,7 +33,7 @@ from torchrec_recstore_service.client.call_arguments import (
     split_by_range,
 )
 from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.initial_rows import InitFunc, InitialRowMaker
+from torchrec_recstore_service.client.initial_rows import InitFunc, RowByRow, WholeTable
 from torchrec_recstore_service.client.remote_kernels import ClientTable, RemotePooledKernel, RemoteSequenceKernel
 from torchrec_recstore_service.wire.protocol import NoInitialRow
 from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
@@ -49,10 +52,31 @@ _Part = tuple[str, Tensor, Callable[[], _Read], Tensor | None]  # table, ids, re
 _clients: weakref.WeakValueDictionary[int, RecStoreClient] = weakref.WeakValueDictionary()
 _of_servers: weakref.WeakValueDictionary[Servers, RecStoreClient] = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
+_of_process: list[RecStoreClient] = []  # none, or the client of the process
+_making = threading.Lock()  # held while the client of the process is made
+os.register_at_fork(after_in_child=lambda: _of_process.clear())
+os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_making.release)
 
 
-class RecStoreClient:
+class _OneOfProcess(type):
+    """Returns the client of the process for a call without servers. RecStore's programs make it in many places."""
+
+    def __call__(cls, servers: Sequence[str] | None = None, **arguments: Any) -> Any:
+        if servers is not None or arguments.get("private"):
+            return super().__call__(servers, **arguments)
+        with _making:
+            if not _of_process:
+                _of_process.append(super().__call__(servers, **arguments))
+            else:
+                _of_process[0]._check_same(**arguments)
+            return _of_process[0]
+
+
+class RecStoreClient(metaclass=_OneOfProcess):
     """A client of named embedding tables, which are in this process or on parameter servers.
+
+    All calls of ``RecStoreClient()`` without servers return the same client, until it is closed. A call with servers
+    makes a client of its own each time.
 
     A table takes any int64 id. Rows are created when they are written or updated. ``pull`` creates no rows: an id
     without a row reads as its initial row. Methods may be called from any thread. Arguments are checked before anything
@@ -61,8 +85,12 @@ class RecStoreClient:
     Args:
         servers: The address of each server, as ``host:port``, in any order. Ids are distributed over the servers by
             hash. The first client of new servers makes them a set. Default: None, the tables are in this process.
+        private: Whether a client without servers has tables of its own, which no other client of this process sees.
+            Default: False, it is the client of the process.
         library_path: Has no effect, and a warning says so: the package contains its library. It is accepted for
             programs that were written for RecStore. Default: None.
+        role: Has no effect, and a warning says so. It is accepted for programs that were written for RecStore.
+            Default: "default".
         token: The token of the servers, if they require one.
         tls_ca: The path of a PEM file with the CA certificates that sign the servers' certificates. Connections are
             encrypted if it is given.
@@ -88,11 +116,15 @@ class RecStoreClient:
         client.update("user", ids, torch.ones(2, 64))
     """
 
+    __signature__: ClassVar[inspect.Signature]  # of __init__, because the metaclass hides it
+
     def __init__(
         self,
         servers: Sequence[str] | None = None,
         *,
+        private: bool = False,
         library_path: str | Path | None = None,
+        role: str = "default",
         token: str | None = None,
         tls_ca: str | Path | None = None,
         tls_cert: str | Path | None = None,
@@ -115,7 +147,7 @@ class RecStoreClient:
         self._closed = False
         self._process = os.getpid()
         self._specs: dict[str, TableSpec] = {}
-        self._makers: dict[str, InitialRowMaker] = {}  # of tables with an init_func
+        self._makers: dict[str, WholeTable | RowByRow] = {}  # of tables with an init_func or a row_func
         self._ranges: dict[str, range] = {}  # the ids that init_data has named, by table
         self._said: set[str] = set()
         self._prefetches: Prefetches[list[tuple[str, Tensor, _Read, Tensor | None]]] = Prefetches(_THREADS)
@@ -124,35 +156,45 @@ class RecStoreClient:
         self.handle = next(_handles)
         """The number that identifies this client in the ``torch.ops.recstore_ops.emb_*`` ops."""
         _clients[self.handle] = self
-        if library_path is not None:
-            warn_user(f"RecStoreClient(library_path={str(library_path)!r}) has no effect: there is no library to load")
+        self._warn_of(library_path, role)
 
     def init_data(
         self,
         name: str,
         shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
-        init_func: InitFunc | None = None,
         part_policy: object = None,
+        init_func: InitFunc | None = None,
+        is_gdata: bool = True,
         base_offset: int = 0,
+        initialize_values: bool = True,
         *,
+        row_func: InitFunc | None = None,
         optimizer: Optimizer = RowWiseAdagrad(lr=0.01),  # noqa: B008  (frozen)
         options: TableOptions = TableOptions(),  # noqa: B008  (frozen)
     ) -> None:
         """Creates a table without rows. A table that was created with the same arguments is not changed.
+
+        Without ``init_func`` and ``row_func``, the initializer of ``options`` makes the initial rows of all ids.
 
         Args:
             name: The name of the table. The name and ``options.seed`` determine the initial rows.
             shape: (rows, dim). ``rows`` is not a limit: it is the value of ``options.expected_rows`` if that is None.
             dtype: The dtype of the weights: ``torch.float32``, ``float16``, ``bfloat16`` or ``int8``.
                 Rows of an ``int8`` table are read and written as float32. Default: ``float32``.
-            init_func: A function ``(shape, dtype) -> tensor`` that makes initial rows. This client calls it with
-                ``(1, dim)`` when the row of an id is needed for the first time; torch's default generator is then
-                seeded for the id. Default: None, the initializer of ``options`` makes the initial rows.
-            part_policy: Has no effect, and a warning says so: ids are distributed over the servers by hash. Default:
-                None.
-            base_offset: The first id of the table, for ``prefetch(ids)`` without a table's name: the ids from
-                ``base_offset`` to ``base_offset + rows - 1`` are then the table's. It changes no id. Default: 0.
+            part_policy: Has no effect, and a warning says so: ids are distributed over the servers by hash. A function
+                in its place is ``init_func``. Default: None.
+            init_func: A function ``(shape, dtype) -> tensor`` that makes the initial rows of the ids from
+                ``base_offset`` to ``base_offset + rows - 1``. It is called once, with the whole shape, and this client
+                keeps the rows, at most 4 GiB. Other ids have no initial row. Default: None.
+            is_gdata: Has no effect, and a warning says so if it is False. Default: True.
+            base_offset: The first id of the table, for ``init_func`` and for ``prefetch(ids)`` without a table's name:
+                the ids from ``base_offset`` to ``base_offset + rows - 1`` are then the table's. It changes no id.
+                Default: 0.
+            initialize_values: If False, ``init_func`` is not called, and a warning says so. Default: True.
+            row_func: A function ``(shape, dtype) -> tensor`` that makes the initial row of any id. This client calls it
+                with ``(1, dim)`` when the row of an id is needed for the first time; torch's default generator is then
+                seeded for the id. Default: None.
             optimizer: The optimizer that :meth:`update` applies.
             options: The options of the table. ``cold_store`` must be None. ``max_rows`` counts the rows of all servers.
                 Each :meth:`update` is one step.
@@ -162,28 +204,40 @@ class RecStoreClient:
         """
         tables = self._open()
         rows, dim = checked_shape(checked_name(name), shape)
+        ids = checked_offset(name, base_offset, rows, is_gdata)
         if not isinstance(options, TableOptions):
             raise TypeError(f"table {name!r}: options must be TableOptions, got {type(options).__name__}")
         if options.expected_rows is None:
             options = replace(options, expected_rows=rows)
+        part_policy, init_func = checked_init_func(name, part_policy, init_func, row_func, options)
         spec = TableSpec(dim, dtype, optimizer, options)
-        maker = None
+        if init_func is not None and not initialize_values:
+            warn_user("init_func of init_data has no effect with initialize_values=False: options.initializer applies")
+            init_func = None
+        maker: WholeTable | RowByRow | None = None
         if init_func is not None:
-            if not callable(init_func):
-                raise TypeError(f"table {name!r}: init_func must be callable, got {type(init_func).__name__}")
-            if options.initializer is not None:
-                raise ValueError(
-                    f"table {name!r}: init_func and options.initializer both define initial rows: give only one"
-                )
-            maker = InitialRowMaker(init_func, name, options.seed, dim, value_dtype(dtype))
+            maker = WholeTable(init_func, name, options.seed, ids, dim, value_dtype(dtype))
+        elif row_func is not None:
+            maker = RowByRow(row_func, name, options.seed, dim, value_dtype(dtype))
+        if maker is not None:
             spec = replace(spec, initial_rows=maker.digest)
-        ids = checked_offset(name, base_offset, rows)
         tables.create(name, spec)
         self._specs[name], self._ranges[name] = spec, ids
         if part_policy is not None and self._first("part_policy"):
             warn_user("part_policy of init_data has no effect: a hash of the id selects its server")
+        if not is_gdata and self._first("is_gdata"):
+            warn_user("is_gdata of init_data has no effect: there is no graph")
         if maker is not None:
             self._makers[name] = maker
+
+    def data_name_list(self) -> list[str]:
+        """Returns the names of the tables that :meth:`init_data` of this client has made or found."""
+        return list(self._ranges)
+
+    def get_data_meta(self, name: str) -> tuple[torch.dtype, tuple[int, int]]:
+        """Returns the dtype of the weights of a table, and (rows, dim), where ``rows`` is ``options.expected_rows``."""
+        spec = self.spec(name)
+        return spec.dtype, (spec.options.expected_rows or 0, spec.dim)
 
     def pull(self, name: str, ids: Tensor) -> Tensor:
         """Reads rows.
@@ -264,15 +318,15 @@ class RecStoreClient:
         self._open()
         self._updates.wait(handle)
 
-    def prefetch(self, name: str | Tensor, ids: Tensor | None = None) -> int:
-        """Starts a :meth:`pull` in another thread.
+    def prefetch(self, ids: Tensor | str, name: str | Tensor | None = None) -> int:
+        """Starts a :meth:`pull` in another thread. The two arguments may have either order, as their types tell.
 
         ``prefetch(ids)`` without a name reads each id from the table that has it: the client's only table, or the table
         whose ids ``init_data`` has named by ``base_offset`` and ``shape``.
 
         Args:
-            name: The name of the table.
             ids: (N,) of integers. The ids whose rows are read. The tensor may be changed after this call.
+            name: The name of the table. Default: None.
 
         Returns:
             A handle for :meth:`wait_for_prefetch` or :meth:`wait_and_get`. A row that is written before that call is
@@ -282,13 +336,16 @@ class RecStoreClient:
             ValueError: There is no name, and an id belongs to no table, to two tables or to a table of another dim than
                 the other ids.
         """
-        if isinstance(name, Tensor):
-            if ids is not None:
-                raise TypeError("prefetch takes ids, or the name of a table and ids")
-            parts = self._parts_by_range(name)
+        if not isinstance(ids, Tensor) and (isinstance(ids, str) or isinstance(name, Tensor)):
+            ids, name = name, ids  # type: ignore[assignment]
+        if isinstance(ids, Tensor) and isinstance(name, Tensor):
+            raise TypeError("prefetch takes ids, or ids and the name of a table")
+        table, wanted = cast(str | None, name), cast(Tensor, ids)  # _reading checks them
+        if table is None:
+            parts = self._parts_by_range(wanted)
         else:
-            copied, read = self._reading(name, ids.clone() if isinstance(ids, Tensor) else ids)
-            parts = [(name, copied, read, None)]
+            copied, read = self._reading(table, wanted.clone() if isinstance(wanted, Tensor) else wanted)
+            parts = [(table, copied, read, None)]
         return self._prefetches.start(lambda: [(table, some, read(), place) for table, some, read, place in parts])
 
     def wait_for_prefetch(self, handle: int) -> Tensor:
@@ -515,6 +572,8 @@ class RecStoreClient:
         An update that has failed and that nobody has waited for gives a warning.
         """
         self._closed = True
+        if self in _of_process:
+            _of_process.remove(self)
         if os.getpid() == self._process:  # a forked process must not close the tables of its parent
             self._updates.warn_of_errors()
             self._prefetches.close()
@@ -541,6 +600,23 @@ class RecStoreClient:
         if os.getpid() != self._process:  # a forked process has neither the threads nor usable locks
             raise ValueError(f"{self!r}: the client was made in another process; make one in each")
         return self._tables
+
+    def _check_same(self, library_path: object = None, role: str = "default", **access: object) -> None:
+        """Checks the arguments of a call that returns this client, which was made with other ones perhaps."""
+        access.pop("private", None)
+        for argument, value in access.items():
+            if self._access[argument] != value:
+                raise ValueError(
+                    f"the client of this process was made with {argument}={self._access[argument]}, and "
+                    f"{argument}={value} is given: pass private=True for a client of its own, or close the first one"
+                )
+        self._warn_of(library_path, role)
+
+    def _warn_of(self, library_path: object, role: str) -> None:
+        if library_path is not None:
+            warn_user(f"RecStoreClient(library_path={str(library_path)!r}) has no effect: there is no library to load")
+        if role != "default":
+            warn_user(f"RecStoreClient(role={role!r}) has no effect: all clients are equal")
 
     def _check_no_init_func(self, calls: Sequence[RowRead] | Sequence[RowUpdate]) -> None:
         for call in calls:
@@ -590,10 +666,13 @@ class RecStoreClient:
         return whole
 
     def _update(self, tables: HostedTables | ServerSet, spec: TableSpec, name: str, ids: Tensor, grads: Tensor) -> None:
-        """Updates rows of a table with an ``init_func``, and sends the initial rows of ids without a row."""
+        """Updates rows of a table with a function of initial rows, and sends those of the ids without a row."""
         for attempt in range(_ATTEMPTS):
-            # After a refused attempt, initial rows are sent for all ids: the next attempt then lacks none.
-            missing = torch.unique(ids[~tables.exists(name, ids)] if attempt == 0 else ids)
+            # After a refused attempt, initial rows are sent for all ids that have one: the next attempt lacks none.
+            missing = ~tables.exists(name, ids)
+            if attempt:
+                missing |= self._maker(name, spec).makes(ids)
+            missing = torch.unique(ids[missing])
             initial = (missing, self._maker(name, spec).rows(missing).float()) if len(missing) else None
             try:
                 tables.update(name, ids, grads, initial)
@@ -603,11 +682,19 @@ class RecStoreClient:
                     raise
                 ids, grads = ids[error.pending], grads[error.pending]
 
-    def _maker(self, name: str, spec: TableSpec) -> InitialRowMaker:
+    def _maker(self, name: str, spec: TableSpec) -> WholeTable | RowByRow:
         maker = self._makers.get(name)
         if maker is None or maker.digest != spec.initial_rows:
             raise NoInitialRow(name)
         return maker
+
+
+RecStoreClient.__signature__ = inspect.signature(RecStoreClient.__init__)
+
+
+def get_kv_client() -> RecStoreClient:
+    """Returns the client of the process, as ``RecStoreClient()`` does, for programs that were written for RecStore."""
+    return RecStoreClient()
 
 
 def client_of_servers(servers: Servers) -> RecStoreClient:

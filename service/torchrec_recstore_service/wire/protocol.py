@@ -84,8 +84,8 @@ class NoInitialRow(ValueError):
 
     def __init__(self, name: str, pending: Tensor | None = None) -> None:
         super().__init__(
-            f"table {name!r} has rows that an init_func makes, and an id has none yet: "
-            "call init_data with that init_func first"
+            f"table {name!r} has rows that an init_func or row_func makes, and an id has none yet: "
+            "call init_data with that function first"
         )
         self.pending = pending
 
