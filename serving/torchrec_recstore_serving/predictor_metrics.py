@@ -11,6 +11,7 @@ from typing import Any
 
 from torchrec_recstore_service.server.listening import host_and_port
 from torchrec_recstore_service.server.metrics import Numbers, add_gauges
+from torchrec_recstore_service.server.metrics_endpoint import MetricsEndpoint
 
 _GAUGES = {
     "seconds_behind": "The age of the served rows in seconds.",
@@ -66,7 +67,7 @@ class PredictorMetrics:
         self._registry = registry
         host, port = host_and_port(address)
         try:
-            self._server, self._thread = prometheus.start_http_server(port, host, registry=registry)
+            self._endpoint = MetricsEndpoint(registry, host, port)
         except OSError as error:
             raise OSError(f"--metrics {address}: {error.strerror}") from error
 
@@ -81,6 +82,4 @@ class PredictorMetrics:
 
     def close(self) -> None:
         """Stops listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._endpoint.close()

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torchrec_recstore.store import TableStats
 from torchrec_recstore_service.client.hosted import HostedTables
+from torchrec_recstore_service.server.metrics_endpoint import MetricsEndpoint
 
 _LABELS = 10_000
 _GAUGES = ("rows", "cold_rows", "bytes", "steps")
@@ -90,8 +91,8 @@ class Metrics:
 
         registry.register(OfTables())
         self._registry = registry
-        self._server, self._thread = prometheus.start_http_server(port, host.strip("[]"), registry=registry)
-        self.port: int = self._server.server_port
+        self._endpoint = MetricsEndpoint(registry, host.strip("[]"), port)
+        self.port = self._endpoint.port
 
     def call(self, method: str, outcome: str, seconds: float) -> None:
         """See :meth:`Observer.call`."""
@@ -112,6 +113,4 @@ class Metrics:
 
     def close(self) -> None:
         """Stops listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._endpoint.close()

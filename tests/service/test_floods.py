@@ -1,0 +1,94 @@
+"""Tests of a server under floods: silent connections, and frames of HTTP/2 as fast as a client can send them.
+
+Threads, memory and files of the server stay bounded, and a client with a token waits at most a second longer.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.recstore_server import RecStoreServer
+from tests.redis_server import free_port
+from tests.secrets import write_secret
+from tests.service.flood import FLOODS
+from tests.service.test_limits import numbers, resident_mb
+from torchrec_recstore_service import RecStoreClient
+from torchrec_recstore_service.server.metrics_endpoint import MOST_CLIENTS
+
+TOKEN = "0123456789abcdef"
+SECONDS = 5.0
+MOST_CONNECTIONS = 200
+MORE_THREADS = 24
+MORE_MB = 150
+MORE_FILES = MOST_CONNECTIONS + MOST_CLIENTS + 32
+IDS = torch.arange(100)
+
+
+@dataclass
+class Flooded:
+    server: RecStoreServer
+    metrics: str
+    client: RecStoreClient
+
+    def used(self) -> tuple[int, float, int]:
+        """Returns the threads, the resident memory in MB and the open files of the server."""
+        process = Path(f"/proc/{self.server.pid}")
+        return len(os.listdir(process / "task")), resident_mb(self.server), len(os.listdir(process / "fd"))
+
+    def bears(self, kind: str, address: str) -> None:
+        """Floods an address, and checks what the server uses and how long calls take meanwhile."""
+        before = self.used()
+        longest, most = 0.0, before
+        command = [sys.executable, "-m", "tests.service.flood", kind, address, f"{SECONDS}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as flood:
+            while flood.poll() is None:
+                begin = time.monotonic()
+                self.client.update("t", IDS, torch.ones(100, 8))
+                self.client.pull("t", IDS)
+                longest = max(longest, time.monotonic() - begin)
+                most = tuple(map(max, most, self.used()))  # type: ignore[assignment]
+                time.sleep(0.02)
+            assert flood.stdout is not None
+            print(kind, flood.stdout.read().strip(), f"longest {longest:.2f} s; used before {before}, at most {most}")
+        assert flood.returncode == 0
+        assert longest < 1.0
+        assert most[0] <= before[0] + MORE_THREADS
+        assert most[1] <= before[1] + MORE_MB
+        assert most[2] <= before[2] + MORE_FILES
+        begin = time.monotonic()
+        assert numbers(self.metrics)["recstore_connections"] <= MOST_CONNECTIONS
+        assert time.monotonic() - begin < 1.0
+
+
+@pytest.fixture
+def flooded(tmp_path: Path) -> Iterator[Flooded]:
+    metrics, token = f"127.0.0.1:{free_port()}", tmp_path / "token"
+    write_secret(token, TOKEN)
+    flags = ["--token-file", str(token), "--metrics", metrics, "--max-connections", f"{MOST_CONNECTIONS}"]
+    server = RecStoreServer(tmp_path / "data", *flags)
+    with RecStoreClient([server.address], token=TOKEN, shared_memory=False) as client:
+        client.init_data("t", (100, 8))
+        client.update("t", IDS, torch.ones(100, 8))
+        yield Flooded(server, metrics, client)
+    server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["half_requests", "silent"])
+def test_silent_connections_to_the_metrics(flooded: Flooded, kind: str) -> None:
+    flooded.bears(kind, flooded.metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["half_prefaces", "silent", *FLOODS])
+def test_floods_of_the_port(flooded: Flooded, kind: str) -> None:
+    flooded.bears(kind, flooded.server.address)
