@@ -48,6 +48,10 @@ def serve(
     max_calls: MaxCalls = 32,
     max_connections: MaxConnections = 1024,
     max_request_memory: MaxRequestMemory = 4.0,
+    rows_port: Annotated[
+        int,
+        typer.Option(help="Port for rows by TCP, on the host of --listen. Port 0 chooses a free port."),
+    ] = 0,
     max_write: Annotated[
         int,
         typer.Option(
@@ -154,6 +158,7 @@ def serve(
             *(listen, tls_cert, tls_key, client_ca, token_file, metrics),
             *(max_calls, max_connections, max_request_memory),
         )
+        listening = replace(listening, rows_port=rows_port)
         bounds = options_of_flags(
             max_rows=max_rows,
             eviction=eviction,

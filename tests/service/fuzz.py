@@ -33,7 +33,7 @@ from torchrec_recstore_service.server.calls import CallThreads, RequestMemory
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.handlers import Handlers
 from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions
-from torchrec_recstore_service.server.metrics import NoObserver
+from torchrec_recstore_service.server.native import CallCounts
 from torchrec_recstore_service.server.server import ParameterServer
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import VERSION, VERSION_KEY
@@ -206,14 +206,15 @@ def fuzz(calls: int, seed: int, directory: Path, report: Callable[[str], object]
     """
     tables = HostedTables(Limits(max_tables=20, max_rows=1000, eviction=LRU()))
     data = DataDirectory(directory)
-    service = ParameterServer(tables, data, NoObserver())
+    service = ParameterServer(tables, data, CallCounts())
+    options = ListenOptions("127.0.0.1:0")
     server = GrpcServer(
-        ListenOptions("127.0.0.1:0"),
+        options,
         SERVICE.full_name,
         lambda handlers: add_ParameterServerServicer_to_server(service, handlers),
         ("Save", "Load", "Look"),
     )
-    service.begin(server)
+    service.begin(options, server)
     server.start()
     client = RecStoreClient([server.address], shared_memory=False)
     for table in (KEPT, *OTHERS):

@@ -19,8 +19,8 @@ from torchrec_recstore.options import TableOptions
 from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server import received, reservations
 from torchrec_recstore_service.server.applied import AppliedRequests
-from torchrec_recstore_service.server.calls import CallRefusedError
 from torchrec_recstore_service.server.data_directory import DataDirectory
+from torchrec_recstore_service.server.native import CallRefusedError
 from torchrec_recstore_service.server.set_calls import SetCalls
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.table_spec import TableSpec

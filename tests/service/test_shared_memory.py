@@ -340,17 +340,16 @@ def _in_process(data: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int)
     from torchrec_recstore_service.client.hosted import HostedTables
     from torchrec_recstore_service.server.data_directory import DataDirectory
     from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions
-    from torchrec_recstore_service.server.metrics import NoObserver
+    from torchrec_recstore_service.server.native import CallCounts
     from torchrec_recstore_service.server.server import ParameterServer
     from torchrec_recstore_service.wire.recstore_pb2_grpc import add_ParameterServerServicer_to_server
 
     monkeypatch.setattr(served, "SEGMENT_BYTES", segment_bytes)
-    service = ParameterServer(HostedTables(), DataDirectory(data / "served"), NoObserver())
+    service = ParameterServer(HostedTables(), DataDirectory(data / "served"), CallCounts())
     name = pb.DESCRIPTOR.services_by_name["ParameterServer"].full_name
-    server = GrpcServer(
-        ListenOptions("127.0.0.1:0"), name, lambda server: add_ParameterServerServicer_to_server(service, server)
-    )
-    service.begin(server)
+    options = ListenOptions("127.0.0.1:0")
+    server = GrpcServer(options, name, lambda server: add_ParameterServerServicer_to_server(service, server))
+    service.begin(options, server)
     server.start()
     yield server.address
     server.stop()

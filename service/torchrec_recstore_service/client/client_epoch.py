@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torchrec_recstore_service.wire.agreement import run_label
 from torchrec_recstore_service.wire.protocol import ServerRestartedError
 
 
@@ -63,7 +62,7 @@ class ClientEpoch:
 
     def run(self, label: str, address: str) -> str:
         """Returns the name of the run of a server for a call. ``label`` is the label of its epoch."""
-        return run_label(label, self.runs.of.get(address, ""))
+        return f"{label}/{self.runs.of.get(address, '')}"  # run_label in wire/agreement.py
 
     def resumed(self, known: Runs, table: str) -> None:
         """Finds the runs of the servers again, after a server has refused a call as one for an earlier run.

@@ -6,9 +6,11 @@ Tests: tests/service/test_connections.py and test_faults.py.
 from __future__ import annotations
 
 import os
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,11 +18,12 @@ import grpc
 import torch
 from torch import Tensor
 
-from torchrec_recstore.network import check_token
+from torchrec_recstore.network import check_token, host_of
 from torchrec_recstore.utils import leave_to_parent
 from torchrec_recstore_service.client.client_epoch import ClientEpoch, Runs, writes_lost
-from torchrec_recstore_service.client.shared_memory import DoesNotFitError, ServedError, SharedMemory
+from torchrec_recstore_service.client.shared_memory import DoesNotFitError, RowConnections, ServedError, shared_memory
 from torchrec_recstore_service.client.streams import Streams
+from torchrec_recstore_service.client.tcp_rows import TcpConnection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.addresses import Backoff
 from torchrec_recstore_service.wire.protocol import (
@@ -44,6 +47,7 @@ from torchrec_recstore_service.wire.recstore_pb2_grpc import ParameterServerStub
 from torchrec_recstore_service.wire.table_rows import TableRows
 
 _LONG_CALL_S = 24 * 3600.0  # the deadline of a save or load, whose time is not known; keepalive detects a dead server
+_BY_MEMORY, _BY_TCP = 8, 64  # connections for rows to one server; more calls at the same time than these go by gRPC
 _PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -120,9 +124,10 @@ class Connection:
         if access.token is not None:
             self._metadata.append((TOKEN_KEY, token_value(access.token)))
         self._streams = Streams(self._channel, self._metadata)
-        self._memory: SharedMemory | None = None
-        if access.shared_memory:
-            self._memory = SharedMemory(lambda left: self._unary("Attach", pb.AttachRequest(), left))
+        makers = [(shared_memory, _BY_MEMORY)] if access.shared_memory else []
+        attach = partial(self._unary, "Attach", pb.AttachRequest())
+        self._roads = [RowConnections(attach, make, most) for make, most in [*makers, (self._by_tcp, _BY_TCP)]]
+        self._context = None if access.tls_ca is None else _tls(access)
         self._process = os.getpid()
         leave_to_parent(self)  # the destructor of a channel waits for locks and threads of gRPC
 
@@ -268,8 +273,8 @@ class Connection:
 
     def close(self) -> None:
         """Closes the connection."""
-        if self._memory is not None:
-            self._memory.close()
+        for road in self._roads:
+            road.close()
         self._channel.close()
 
     def _unary(self, method: str, request: Any, left: float) -> Any:
@@ -284,30 +289,36 @@ class Connection:
             raise self._unfit(table)
         return found, received[1].view(-1, max(1, row_bytes))
 
+    def _by_tcp(self, offer: pb.AttachReply) -> TcpConnection | None:
+        if not offer.rows_port:
+            return None
+        return TcpConnection(host_of(self.address).strip("[]"), offer.rows_port, self._access.token, self._context)
+
     def _carry(self, left: float, method: str, *arguments: Any) -> Any:
-        """Calls a method of :class:`SharedMemoryConnection` if that is possible, and else of :class:`Streams`.
+        """Calls a method of a connection by shared memory if that is possible, else by TCP, else of :class:`Streams`.
 
         Args:
             left: The time left in seconds.
             method: The name of the method.
             arguments: Its arguments.
         """
-        connection = None if self._memory is None else self._memory.take(left)
-        if self._memory is None or connection is None:
-            return getattr(self._streams, method)(*arguments, left)
-        done = False
-        try:
-            result = getattr(connection, method)(*arguments, left)
-            done = True
-            return result
-        except DoesNotFitError:
-            done = True
-            return getattr(self._streams, method)(*arguments, left)
-        except ServedError:
-            done = True
-            raise
-        finally:
-            self._memory.give_back(connection) if done else self._memory.drop(connection)
+        for road in self._roads:
+            connection = road.take(left)
+            if connection is None:
+                continue
+            done = False
+            try:
+                result = getattr(connection, method)(*arguments, left)
+                done = True
+                return result
+            except DoesNotFitError:
+                done = True
+            except ServedError:
+                done = True
+                raise
+            finally:
+                road.give_back(connection) if done else road.drop(connection)
+        return getattr(self._streams, method)(*arguments, left)
 
     def _unfit(self, table: str) -> ServiceError:
         return ServiceError(f"{self._named(table)} has answered with a wrong number of rows")
@@ -321,28 +332,25 @@ class Connection:
                 seconds.
             write: The number of the write, by which the server applies it once. Default: None, for a read.
         """
-
-        def in_run(label: str, left: float) -> _Result:
-            return attempt(self._epoch.run(label, self.address), left)
-
-        label = self._epoch.label(table)
+        label = self._epoch.runs.label or self._epoch.label(table)
         try:
-            return self._call(table, in_run, label)
+            return self._call(table, attempt, label)
         except ServerRestartedError as error:
             if write is not None and error.repeated:  # the lost answer's attempt may be in the save that was loaded
                 raise writes_lost(error) from None
             label = self._epoch.after(error, label, table, write)
-        return self._call(table, in_run, label)
+        return self._call(table, attempt, label)
 
     def _call(
-        self, table: str, attempt: Callable[..., _Result], *arguments: object, timeout_s: float | None = None
+        self, table: str, attempt: Callable[..., _Result], label: str | None = None, timeout_s: float | None = None
     ) -> _Result:
         """Calls ``attempt``, and repeats it as long as the server cannot be reached and there is time left.
 
         Args:
             table: The name of the table, for errors.
             attempt: A function that makes the call once. Its last argument is the time left in seconds.
-            arguments: The arguments before it.
+            label: The label of the epoch of the call. ``attempt`` then gets the name of the server's run before the
+                time. Default: None, for a call that is for no epoch.
             timeout_s: The timeout of one attempt in seconds. The time for repetitions then begins with the first
                 failure. Default: None, which means that all attempts share the timeout of ``access``.
         """
@@ -355,7 +363,9 @@ class Connection:
         while True:
             known = self._epoch.runs
             try:
-                return attempt(*arguments, left)
+                if label is None:
+                    return attempt(left)
+                return attempt(self._epoch.run(label, self.address), left)
             except grpc.RpcError as error:
                 repeated = backoff is not None
                 if backoff is None:
@@ -412,3 +422,10 @@ def _channel(address: str, access: Access) -> Any:
         content(access.tls_ca), content(access.tls_key), content(access.tls_cert)
     )
     return grpc.secure_channel(address, credentials, _OPTIONS)
+
+
+def _tls(access: Access) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=access.tls_ca)
+    if access.tls_cert is not None and access.tls_key is not None:
+        context.load_cert_chain(access.tls_cert, access.tls_key)
+    return context

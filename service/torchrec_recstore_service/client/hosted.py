@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,6 +81,16 @@ class HostedTables:
         # Locks are taken in this order, and a table's own lock is taken last.
         self._files = threading.Lock()  # allows one save or load at a time
         self._lock = threading.RLock()  # guards the set of tables
+        self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Returns a context during which nobody changes rows without the locks of the tables."""
+        self._made: Callable[[Hosted], object] = lambda hosted: None
+        self._gone: Callable[[str], object] = lambda name: None
+
+    def watch(self, made: Callable[[Hosted], object], gone: Callable[[str], object]) -> None:
+        """Calls ``made`` with each table, also later ones, and ``gone`` with the name of one that is deleted."""
+        self._made, self._gone = made, gone
+        for hosted in self._named().values():
+            made(hosted)
 
     def create(self, name: str, spec: TableSpec) -> None:
         """Creates a table. A table that exists with the same specification is not changed.
@@ -101,7 +111,8 @@ class HostedTables:
                             f"table {name!r} cannot be made: the server has {most} tables, the most of --max-tables"
                         )
                     self._check_counters(name, spec)
-                    self._named()[name] = Hosted(name, spec, _made(name, spec, self._limits))
+                    made = self._named()[name] = Hosted(name, spec, _made(name, spec, self._limits))
+                    self._made(made)
                     return
         if there.spec != spec:
             raise ValueError(f"table {name!r} exists already with another specification: {there.spec.difference(spec)}")
@@ -153,6 +164,7 @@ class HostedTables:
         return dropped
 
     def _drop(self, hosted: Hosted) -> None:
+        self._gone(hosted.name)
         del self._named()[hosted.name]
         hosted.dropped = True
         _close(hosted)
@@ -404,7 +416,10 @@ class HostedTables:
         with ExitStack() as locks:
             present = [locks.enter_context(self._held(name)) for name in sorted(loaded.tables) if name in tables]
             exchange_all((hosted.table, loaded.tables.pop(hosted.name)) for hosted in present)
-        tables.update((name, Hosted(name, loaded.specs[name], table)) for name, table in loaded.tables.items())
+        fresh = {name: Hosted(name, loaded.specs[name], table) for name, table in loaded.tables.items()}
+        tables.update(fresh)
+        for hosted in fresh.values():
+            self._made(hosted)
 
     def close(self) -> None:
         """Frees the tables. It may be called twice. It waits for the end of a save or load."""
@@ -418,6 +433,7 @@ class HostedTables:
     def _snapshots(self, saved: dict[str, Hosted], snapshots: ExitStack) -> list[SavedShard]:
         """Opens snapshots of all tables at one moment, while no call reads or changes any of the tables."""
         with ExitStack() as locks:
+            locks.enter_context(self.alone())
             for _, hosted in sorted(saved.items()):  # locks of several tables are taken in the order of their names
                 locks.enter_context(hosted.lock)
             for name in [name for name, hosted in saved.items() if hosted.dropped]:

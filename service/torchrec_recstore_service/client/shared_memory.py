@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol
 
 import grpc
 import numpy as np
@@ -20,13 +20,12 @@ from torchrec_recstore_service.wire.protocol import ERROR_KEY
 from torchrec_recstore_service.wire.segment import MESSAGE_BYTES, Segment, is_available, is_same_user
 from torchrec_recstore_service.wire.table_rows import TableRows, aligned, pieces
 
-_MOST_CONNECTIONS = 8  # to one server; more calls at the same time than these go by gRPC
 _SETTINGS_BYTES = 256  # enough for the numbers of a header, and for those of a table in a header
 _ALIGNING_BYTES = 256  # the most that four arrays of a call take beside their contents
 _HELLO_S = 5.0
 _AGAIN_S = 10.0  # the time after which a client that has got no connection asks for one again
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
-_Result = TypeVar("_Result")
+MESSAGE_CODES = {code.value[0]: code for code in grpc.StatusCode}
+"""gRPC's status codes by their numbers."""
 
 
 class CallError(grpc.RpcError):  # type: ignore[misc]
@@ -171,55 +170,79 @@ class SharedMemoryConnection:
         try:
             self._socket.send(message)
         except TimeoutError:
-            raise _late() from None
+            raise call_late() from None
         except OSError as error:
-            raise _gone(error) from None
+            raise call_gone(error) from None
 
     def _receive(self) -> pb.SegmentReply:
         self._socket.settimeout(max(0.001, self._end - time.monotonic()))
         try:
             message = self._socket.recv(MESSAGE_BYTES)
         except TimeoutError:
-            raise _late() from None
+            raise call_late() from None
         except OSError as error:
-            raise _gone(error) from None
+            raise call_gone(error) from None
         if not message:
-            raise _gone("the connection was closed")
+            raise call_gone("the connection was closed")
         reply: pb.SegmentReply = pb.SegmentReply.FromString(message)
         if reply.code:
-            raise ServedError(_CODES[reply.code], reply.details, reply.error)
+            raise ServedError(MESSAGE_CODES[reply.code], reply.details, reply.error)
         return reply
 
 
+def shared_memory(offer: pb.AttachReply) -> SharedMemoryConnection | None:
+    """Makes a connection by shared memory, if the server offers one and this system has it."""
+    return SharedMemoryConnection(offer) if offer.socket and is_available() else None
+
+
 class DoesNotFitError(Exception):
-    """A call does not fit into the segment, so that it has to go by gRPC."""
+    """A call does not fit into the segment, so that it has to go another way."""
 
 
 class ServedError(CallError):
     """The server has answered a call with an error. The connection can be used again."""
 
 
-class SharedMemory:
-    """The connections of a client to one server by shared memory.
+class RowConnection(Protocol):
+    """A connection for one call on rows at a time. It has the methods of :class:`Streams`, too."""
 
-    A call takes a connection for itself. If there is none, because the server is on another host, runs as another user
-    or has too many connections, calls go by gRPC.
+    def is_alive(self) -> bool:
+        """Returns whether the server is still there. To be called between two calls."""
+
+    def close(self) -> None:
+        """Closes the connection. The server then forgets it."""
+
+
+class RowConnections:
+    """The connections of a client to one server for rows, by shared memory or by TCP.
+
+    A call takes a connection for itself. If there is none, because the server does not offer one or has too many, calls
+    go another way.
 
     Args:
-        attach: The function that asks the server for its address, with the time left in seconds.
+        attach: The function that asks the server for what it offers, with the time left in seconds.
+        make: The function that makes a connection. It returns None, or raises OSError, if there can be none.
+        most: The largest number of connections.
     """
 
-    def __init__(self, attach: Callable[[float], pb.AttachReply]) -> None:
+    def __init__(
+        self,
+        attach: Callable[[float], pb.AttachReply],
+        make: Callable[[pb.AttachReply], RowConnection | None],
+        most: int,
+    ) -> None:
         self._attach = attach
+        self._make = make
+        self._most = most
         self._lock = threading.Lock()
-        self._idle: list[SharedMemoryConnection] = []
+        self._idle: list[RowConnection] = []
         self._open = 0
         self._offer: pb.AttachReply | None = None
-        self._not_before = 0.0 if is_available() else float("inf")
+        self._not_before = 0.0
         self._closed = False
 
-    def take(self, left_s: float) -> SharedMemoryConnection | None:
-        """Returns a connection, which the caller gives back. None if calls have to go by gRPC.
+    def take(self, left_s: float) -> RowConnection | None:
+        """Returns a connection, which the caller gives back. None if the call has to go another way.
 
         Raises:
             grpc.RpcError: The server cannot be reached.
@@ -233,7 +256,7 @@ class SharedMemory:
                 if connection.is_alive():
                     return connection
                 self._drop(connection)
-            if self._open >= _MOST_CONNECTIONS or time.monotonic() < self._not_before:
+            if self._open >= self._most or time.monotonic() < self._not_before:
                 return None
             self._open += 1
             offer = self._offer
@@ -241,8 +264,7 @@ class SharedMemory:
         try:
             if offer is None:
                 offer = self._attach(left_s)
-            if offer.socket:
-                made = SharedMemoryConnection(offer)
+            made = self._make(offer)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
@@ -257,7 +279,7 @@ class SharedMemory:
             self._not_before = time.monotonic() + _AGAIN_S
         return made
 
-    def give_back(self, connection: SharedMemoryConnection) -> None:
+    def give_back(self, connection: RowConnection) -> None:
         """Takes a connection back after a call whose last reply has arrived."""
         with self._lock:
             if self._closed:
@@ -265,7 +287,7 @@ class SharedMemory:
             else:
                 self._idle.append(connection)
 
-    def drop(self, connection: SharedMemoryConnection) -> None:
+    def drop(self, connection: RowConnection) -> None:
         """Closes a connection whose call has not ended."""
         with self._lock:
             self._drop(connection)
@@ -277,18 +299,20 @@ class SharedMemory:
             while self._idle:
                 self._drop(self._idle.pop())
 
-    def _drop(self, connection: SharedMemoryConnection) -> None:
+    def _drop(self, connection: RowConnection) -> None:
         connection.close()
         self._open -= 1
         self._offer = None  # the server may be another one by now
 
 
-def _late() -> CallError:
+def call_late() -> CallError:
+    """Returns the error of a call whose time is over."""
     return CallError(grpc.StatusCode.DEADLINE_EXCEEDED, "the server has not answered")
 
 
-def _gone(reason: object) -> CallError:
-    return CallError(grpc.StatusCode.UNAVAILABLE, f"shared memory: {reason}")
+def call_gone(reason: object) -> CallError:
+    """Returns the error of a call whose server has gone."""
+    return CallError(grpc.StatusCode.UNAVAILABLE, f"the connection for rows has ended: {reason}")
 
 
 _of_this_process: weakref.WeakSet[SharedMemoryConnection] = weakref.WeakSet()

@@ -11,28 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
+from torchrec_recstore_service.server.native import Native
 
 PATIENCE_S = 0.25
 """The time for which a full server waits for a client before it ends the client's call."""
 RATE = 1 << 20
 """The number of bytes per second that a call must at least transfer, in the long run, if the server is full."""
 _LONGEST_TURN_S = 0.5
-
-
-class CallRefusedError(Exception):
-    """A call is refused with a gRPC status before the server has carried it out.
-
-    Args:
-        code: The status.
-        details: The message.
-        kind: The name of the error that clients raise. Default: "", for a :class:`ServiceError`.
-    """
-
-    def __init__(self, code: grpc.StatusCode, details: str, kind: str = "") -> None:
-        super().__init__(details)
-        self.code = code
-        self.kind = kind
 
 
 @dataclass(eq=False)
@@ -70,33 +55,33 @@ class Call:
         return 0.0 if since is None else self._late_s + time.monotonic() - since
 
 
-class RequestMemory:
-    """Counts the bytes of the requests of all running calls.
+class RequestMemory(Native):
+    """Counts the bytes of the requests of all running calls, also of those that the native library answers.
 
     Args:
         limit: The largest number of bytes.
     """
 
     def __init__(self, limit: int) -> None:
+        super().__init__("memory", limit)
         self.limit = limit
-        self._lock = threading.Lock()
-        self.held = 0
+
+    @property
+    def held(self) -> int:
         """The number of bytes that all calls keep now."""
+        return int(self.invoke("held"))
 
     def take(self, call: Call, size: int) -> bool:
         """Adds ``size`` bytes to those that ``call`` keeps. Returns False, and adds nothing, if that is too much."""
-        with self._lock:
-            if self.held + size > self.limit:
-                return False
-            self.held += size
-            call.held += size
-            return True
+        if not self.invoke("take", size):
+            return False
+        call.held += size
+        return True
 
     def give_back(self, call: Call) -> None:
         """Notes that ``call`` keeps no request any more."""
-        with self._lock:
-            self.held -= call.held
-            call.held = 0
+        self.invoke("give_back", call.held)
+        call.held = 0
 
 
 @dataclass

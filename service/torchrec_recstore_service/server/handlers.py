@@ -11,7 +11,8 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from torchrec_recstore_service.server.calls import Call, CallRefusedError, CallThreads, RequestMemory
+from torchrec_recstore_service.server.calls import Call, CallThreads, RequestMemory
+from torchrec_recstore_service.server.native import CallRefusedError
 from torchrec_recstore_service.wire.protocol import ERROR_KEY
 
 _OF_BYTES = "_of_bytes"

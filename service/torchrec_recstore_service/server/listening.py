@@ -77,6 +77,7 @@ class ListenOptions:
         max_calls: The largest number of calls that run at the same time. Default: 32.
         max_connections: The largest number of connections. Default: 1024.
         max_request_memory: The largest size in bytes of the requests of all running calls together. Default: 4 GiB.
+        rows_port: The port for calls on rows by TCP, on the host of ``listen``. Default: 0, a free port.
 
     Raises:
         ValueError: A value is invalid, or options contradict each other.
@@ -91,11 +92,14 @@ class ListenOptions:
     max_calls: int = 32
     max_connections: int = 1024
     max_request_memory: int = 1 << 32
+    rows_port: int = 0
 
     def __post_init__(self) -> None:
         for flag, number in (("--max-calls", self.max_calls), ("--max-connections", self.max_connections)):
             if number < 1:
                 raise ValueError(f"{flag} must be at least 1, got {number}")
+        if not 0 <= self.rows_port < 1 << 16:
+            raise ValueError(f"--rows-port must be from 0 to 65535, got {self.rows_port}")
         if self.max_request_memory < MESSAGE_BYTES:
             least = MESSAGE_BYTES / 2**30
             raise ValueError(f"--max-request-memory must be at least {least:.3f} GiB, the size of one message")
@@ -280,7 +284,11 @@ class GrpcServer:
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, handlers)
         reflection.enable_server_reflection((service, _HEALTH.strip("/"), reflection.SERVICE_NAME), handlers)
-        self.address = f"{options.listen.rpartition(':')[0]}:{_bind(self._server, options)}"
+        self.certificates = None
+        """The certificates of the server. None: connections are not encrypted."""
+        if options.tls_cert is not None and options.tls_key is not None:
+            self.certificates = watched_certificates(options.tls_cert, options.tls_key, options.client_ca)
+        self.address = f"{options.listen.rpartition(':')[0]}:{_bind(self._server, options.listen, self.certificates)}"
         """The address, ``host:port``, with the chosen port."""
 
     def start(self) -> None:
@@ -337,14 +345,13 @@ def _established(port: int) -> int:
     return count
 
 
-def _bind(server: grpc.Server, options: ListenOptions) -> int:
+def _bind(server: grpc.Server, listen: str, certificates: Watched[Certificates] | None) -> int:
     try:
-        if options.tls_cert is None or options.tls_key is None:
-            return int(server.add_insecure_port(options.listen))
-        certificates = watched_certificates(options.tls_cert, options.tls_key, options.client_ca)
-        return int(server.add_secure_port(options.listen, _credentials(certificates)))
+        if certificates is None:
+            return int(server.add_insecure_port(listen))
+        return int(server.add_secure_port(listen, _credentials(certificates)))
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {options.listen}: the address is in use or invalid") from error
+        raise OSError(f"cannot listen on {listen}: the address is in use or invalid") from error
 
 
 def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:

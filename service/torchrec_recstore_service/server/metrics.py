@@ -5,15 +5,18 @@ Tests: tests/service/test_limits.py.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any
 
 from torchrec_recstore.store import TableStats
 from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.metrics_endpoint import MetricsEndpoint
+from torchrec_recstore_service.server.native import CallCounts
 
-_LABELS = 10_000
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)  # kSeconds in counts.h
+_SECONDS_NAMES = (*map(str, _SECONDS), "+Inf")
 _GAUGES = ("rows", "cold_rows", "bytes", "steps")
 
 Numbers = Mapping[str, tuple[str, Callable[[], float]]]
@@ -28,31 +31,12 @@ def add_gauges(registry: Any, numbers: Numbers) -> None:
         prometheus.Gauge(f"recstore_{name}", description, registry=registry).set_function(number)
 
 
-class Observer(Protocol):
-    """The interface through which a server reports its calls."""
-
-    def call(self, method: str, outcome: str, seconds: float) -> None:
-        """Records the end of a call. ``outcome`` is ``ok``, ``cancelled`` or the name of an error class."""
-
-    def ids(self, operation: str, table: str, count: int) -> None:
-        """Records the number of ids that were pulled, pushed, updated or deleted."""
-
-
-class NoObserver:
-    """An observer that records nothing."""
-
-    def call(self, method: str, outcome: str, seconds: float) -> None:
-        """See :meth:`Observer.call`."""
-
-    def ids(self, operation: str, table: str, count: int) -> None:
-        """See :meth:`Observer.ids`."""
-
-
 class Metrics:
     """An HTTP endpoint for Prometheus with counts and times of calls and all fields of ``TableStats``.
 
     Args:
         tables: The tables whose statistics are reported.
+        counts: The counts and times of calls.
         host: The host to listen on.
         port: The port to listen on. 0 chooses a free port.
 
@@ -60,24 +44,38 @@ class Metrics:
         OSError: The address cannot be listened on.
     """
 
-    def __init__(self, tables: HostedTables, host: str, port: int) -> None:
+    def __init__(self, tables: HostedTables, counts: CallCounts, host: str, port: int) -> None:
         import prometheus_client as prometheus  # imported here, because most servers report no metrics
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         registry = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=registry)
         prometheus.PlatformCollector(registry=registry)
-        self._seconds = prometheus.Histogram(
-            "recstore_call_seconds", "The time of a call until its last reply.", ["method"], registry=registry
-        )
-        self._calls = prometheus.Counter(
-            "recstore_calls", "The number of calls by method and outcome.", ["method", "outcome"], registry=registry
-        )
-        self._ids = prometheus.Counter(
-            "recstore_ids", "The number of ids by operation and table.", ["operation", "table"], registry=registry
-        )
 
-        self._labels: set[tuple[str, str]] = set()
+        class OfCalls:
+            def collect(self) -> Iterator[Any]:
+                times: dict[str, dict[str, float]] = {}
+                seconds: dict[str, float] = {}
+                calls = CounterMetricFamily(
+                    "recstore_calls", "The number of calls by method and outcome.", labels=["method", "outcome"]
+                )
+                ids = CounterMetricFamily(
+                    "recstore_ids", "The number of ids by operation and table.", labels=["operation", "table"]
+                )
+                for kind, one, other, number in counts.all():
+                    if kind == "time":
+                        times.setdefault(one, {})[other] = number
+                    elif kind == "seconds":
+                        seconds[one] = number
+                    else:
+                        (calls if kind == "call" else ids).add_metric([one, other], number)
+                spent = HistogramMetricFamily(
+                    "recstore_call_seconds", "The time of a call until its last reply.", labels=["method"]
+                )
+                for method, classes in times.items():
+                    sums = itertools.accumulate([*(classes[str(i)] for i in range(len(_SECONDS))), classes[""]])
+                    spent.add_metric([method], list(zip(_SECONDS_NAMES, sums, strict=True)), seconds[method])
+                yield from (spent, calls, ids)
 
         class OfTables:
             def collect(self) -> Iterator[Any]:
@@ -89,23 +87,11 @@ class Metrics:
                         family.add_metric([name], getattr(counts, field.name))
                     yield family
 
+        registry.register(OfCalls())
         registry.register(OfTables())
         self._registry = registry
         self._endpoint = MetricsEndpoint(registry, host.strip("[]"), port)
         self.port = self._endpoint.port
-
-    def call(self, method: str, outcome: str, seconds: float) -> None:
-        """See :meth:`Observer.call`."""
-        self._seconds.labels(method).observe(seconds)
-        self._calls.labels(method, outcome).inc()
-
-    def ids(self, operation: str, table: str, count: int) -> None:
-        """See :meth:`Observer.ids`."""
-        self._labels.add((operation, table))
-        if len(self._labels) > _LABELS:  # of tables that were made and deleted: counters may start again
-            self._ids.clear()
-            self._labels = {(operation, table)}
-        self._ids.labels(operation, table).inc(count)
 
     def gauges(self, numbers: Numbers) -> None:
         """Reports further numbers."""

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import grpc
 
-from torchrec_recstore_service.server.calls import CallRefusedError
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.deadline import Deadline
+from torchrec_recstore_service.server.native import CallRefusedError
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.agreement import SLOTS
 

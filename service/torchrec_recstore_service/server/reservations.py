@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from torchrec_recstore_service.server.calls import CallRefusedError
+from torchrec_recstore_service.server.native import CallRefusedError
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 
 UNPREPARED_S = 1.0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.server.metrics import Observer
+from torchrec_recstore_service.server.native import CallCounts
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.messages import content, fields, new_message
@@ -69,7 +69,7 @@ class RowCalls:
     Args:
         tables: The tables.
         once: The function that carries out each numbered write once, in the epoch of its header.
-        observer: The observer that the ids of each call are reported to.
+        observer: The counts of calls and ids.
         check_epoch: The function that raises an error if the server is not in the epoch of a call.
         max_write_bytes: The largest size in bytes of the arrays of a write.
     """
@@ -78,7 +78,7 @@ class RowCalls:
         self,
         tables: HostedTables,
         once: _Once,
-        observer: Observer,
+        observer: CallCounts,
         check_epoch: Callable[[str], None],
         max_write_bytes: int,
     ) -> None:

@@ -17,7 +17,8 @@ from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions, host_and_port, stopped_by_signals
-from torchrec_recstore_service.server.metrics import Metrics, NoObserver
+from torchrec_recstore_service.server.metrics import Metrics
+from torchrec_recstore_service.server.native import CallCounts
 from torchrec_recstore_service.server.scheduled_saves import Schedule, ScheduledSaves
 from torchrec_recstore_service.server.server import ParameterServer
 from torchrec_recstore_service.wire import recstore_pb2 as pb
@@ -100,14 +101,14 @@ def _serve(
     options: ServerOptions, directory: DataDirectory, ready: Callable[[str], object], stop: threading.Event
 ) -> None:
     tables = HostedTables(options.limits)
-    metrics = None
+    metrics, counts = None, CallCounts()
     if options.listening.metrics is not None:
         host, port = host_and_port(options.listening.metrics)
         try:
-            metrics = Metrics(tables, host, port)
+            metrics = Metrics(tables, counts, host, port)
         except OSError as error:
             raise OSError(f"--metrics {options.listening.metrics}: {error.strerror}") from error
-    service = ParameterServer(tables, directory, metrics or NoObserver(), options.max_write_bytes)
+    service = ParameterServer(tables, directory, counts, options.max_write_bytes)
     server = GrpcServer(
         options.listening,
         pb.DESCRIPTOR.services_by_name["ParameterServer"].full_name,
@@ -116,7 +117,7 @@ def _serve(
     )
     if metrics is not None:
         metrics.gauges({**server.gauges(), **service.gauges()})
-    service.begin(server)
+    service.begin(options.listening, server)
     server.start()
     server.set_serving(True)
     ready(server.address)

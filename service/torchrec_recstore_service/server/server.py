@@ -15,12 +15,12 @@ import grpc
 
 from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.looks import look
-from torchrec_recstore_service.server.applied import AppliedRequests, ServerStoppingError
-from torchrec_recstore_service.server.calls import CallRefusedError
+from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.handlers import of_bytes
-from torchrec_recstore_service.server.listening import GrpcServer
-from torchrec_recstore_service.server.metrics import Observer
+from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions
+from torchrec_recstore_service.server.native import CallCounts, CallRefusedError, ServerStoppingError
+from torchrec_recstore_service.server.native_rows import NativeRows
 from torchrec_recstore_service.server.row_calls import RowCalls
 from torchrec_recstore_service.server.set_calls import SetCalls
 from torchrec_recstore_service.server.shared_memory_calls import SharedMemoryServer
@@ -60,7 +60,7 @@ class ParameterServer(ParameterServerServicer):
     Args:
         tables: The tables that are served.
         directory: The directory for checkpoints.
-        observer: The observer that every call is reported to.
+        observer: The counts of calls and ids.
         max_write_bytes: The largest size in bytes of the arrays of a write. The server collects all parts of a write
             before it carries out the write. Default: 128 MiB.
     """
@@ -69,7 +69,7 @@ class ParameterServer(ParameterServerServicer):
         self,
         tables: HostedTables,
         directory: DataDirectory,
-        observer: Observer,
+        observer: CallCounts,
         max_write_bytes: int = WRITE_BYTES,
     ) -> None:
         self._tables = tables
@@ -80,10 +80,13 @@ class ParameterServer(ParameterServerServicer):
         self._set = SetCalls(tables, directory, self._applied)
         self._rows = RowCalls(tables, self._set.write_once, observer, self._set.check, max_write_bytes)
         self._memory = SharedMemoryServer(self._rows, observer, _status)
+        self._native = NativeRows(tables, self._applied, self._set.gate, observer, self._rows, _status, max_write_bytes)
+        tables.alone = self._set.gate.exclusive
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         """Returns numbers for the metrics. See :meth:`GrpcServer.gauges`."""
         return {
+            **self._native.gauges(),
             "tables": ("The number of tables.", lambda: len(self._tables.specs())),
             "load_pending": (
                 "Whether rows are in memory that were read for a load, and that no call sees yet: 1 or 0.",
@@ -97,8 +100,9 @@ class ParameterServer(ParameterServerServicer):
             **self._memory.gauges(),
         }
 
-    def begin(self, listening: GrpcServer) -> None:
-        """See :meth:`SetCalls.begin`. Calls by shared memory have the token and the bounds of those by gRPC."""
+    def begin(self, options: ListenOptions, listening: GrpcServer) -> None:
+        """See :meth:`SetCalls.begin`. Calls on rows have the token and the bounds of those by gRPC."""
+        self._native.start(options, listening)
         self._set.begin()
         self._memory.start(listening.token, listening.memory)
 
@@ -122,8 +126,9 @@ class ParameterServer(ParameterServerServicer):
             raise
 
     def close(self) -> None:
-        """Ends the calls by shared memory, and frees the tables."""
+        """Ends the calls by shared memory and by TCP, and frees the tables."""
         self._memory.stop()
+        self._native.stop()
         self._tables.close()
 
     def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
@@ -215,7 +220,9 @@ class ParameterServer(ParameterServerServicer):
     def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachReply:
         """See recstore.proto."""
         with self._call("Attach", context):
-            return self._memory.offer()
+            offer = self._memory.offer()
+            offer.rows_port = self._native.port
+            return offer
 
     @contextmanager
     def _call(self, method: str, context: Any) -> Iterator[None]:

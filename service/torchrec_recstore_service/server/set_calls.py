@@ -17,9 +17,9 @@ import grpc
 
 from torchrec_recstore_service.client.hosted import HostedTables, Loaded
 from torchrec_recstore_service.server.applied import AppliedRequests
-from torchrec_recstore_service.server.calls import CallRefusedError
 from torchrec_recstore_service.server.data_directory import MANIFEST, DataDirectory, Membership
 from torchrec_recstore_service.server.deadline import Deadline
+from torchrec_recstore_service.server.native import CallRefusedError, RunGate
 from torchrec_recstore_service.server.received import ReceivedFiles
 from torchrec_recstore_service.server.reservations import Reservations
 from torchrec_recstore_service.server.set_resharding import joined, owned_by
@@ -80,7 +80,8 @@ class SetCalls:
         self._directory = directory
         self._applied = applied
         self._saving = threading.Lock()  # one save or load at a time
-        self._gate = _Gate()
+        self.gate = RunGate()
+        """The run of the server."""
         self._next: _Next | None = None  # what was read for a load
         self._next_deadline = Deadline(_KEPT_S, "recstore-load")
         self._reservations = Reservations()
@@ -168,9 +169,18 @@ class SetCalls:
     @contextmanager
     def changing(self, run: str) -> Iterator[None]:
         """Returns a context in which tables are changed. No epoch begins meanwhile. See :meth:`check` for errors."""
-        with self._gate.shared():
+        with self.gate.shared():
             self.check(run)
             yield
+
+    @property
+    def _run(self) -> str:
+        """The label of the run of the server. Empty if the server is in no epoch."""
+        return self.gate.run
+
+    @_run.setter
+    def _run(self, label: str) -> None:
+        self.gate.run = label
 
     def write_once(self, header: pb.WriteHeader, action: Callable[[], int]) -> int:
         """Carries out a numbered write once. See :class:`AppliedRequests`."""
@@ -361,7 +371,7 @@ class SetCalls:
         member = Membership(
             request.set, request.member, request.members, slots, request.epoch, request.token, name, runs
         )
-        with self._gate.exclusive(), self._changing:
+        with self.gate.exclusive(), self._changing:
             before = self._run
             self._run = ""  # a read that is running finds after it that the epoch has ended
             try:
@@ -536,41 +546,3 @@ def _manifest(
         "servers": list(servers),
         "slots": list(slots),
     }
-
-
-class _Gate:
-    """Lets many threads in at the same time, or one alone."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._inside = 0
-        self._alone = False
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        with self._condition:
-            while self._alone:
-                self._condition.wait()
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._inside -= 1
-                if self._inside == 0:
-                    self._condition.notify_all()
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        with self._condition:
-            while self._alone:
-                self._condition.wait()
-            self._alone = True
-            while self._inside:
-                self._condition.wait()
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._alone = False
-                self._condition.notify_all()

@@ -21,9 +21,9 @@ import torch
 from google.protobuf.message import DecodeError
 
 from torchrec_recstore.row_types import value_dtype
-from torchrec_recstore_service.server.calls import Call, CallRefusedError, RequestMemory
+from torchrec_recstore_service.server.calls import Call, RequestMemory
 from torchrec_recstore_service.server.credentials import Watched
-from torchrec_recstore_service.server.metrics import Observer
+from torchrec_recstore_service.server.native import CallCounts, CallRefusedError
 from torchrec_recstore_service.server.row_calls import RowCalls
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import PART_BYTES, Status, array_of, fill
@@ -74,11 +74,11 @@ class SharedMemoryServer:
 
     Args:
         calls: The calls on rows.
-        observer: The observer that every call is reported to.
+        observer: The counts of calls.
         status: The function that returns what a client is told of an error, by the method and the error.
     """
 
-    def __init__(self, calls: RowCalls, observer: Observer, status: Callable[[str, Exception], Status]) -> None:
+    def __init__(self, calls: RowCalls, observer: CallCounts, status: Callable[[str, Exception], Status]) -> None:
         self._calls = calls
         self._observer = observer
         self._status = status

@@ -328,12 +328,14 @@ class AttachRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("socket", "secret")
+    __slots__ = ("socket", "secret", "rows_port")
     SOCKET_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
+    ROWS_PORT_FIELD_NUMBER: _ClassVar[int]
     socket: str
     secret: bytes
-    def __init__(self, socket: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
+    rows_port: int
+    def __init__(self, socket: _Optional[str] = ..., secret: _Optional[bytes] = ..., rows_port: _Optional[int] = ...) -> None: ...
 
 class SegmentRequest(_message.Message):
     __slots__ = ("pull", "write", "ids", "rows", "initial_ids", "initial_rows")

@@ -16,6 +16,8 @@ from torchrec_recstore import ops  # noqa: F401  (the import loads the library)
 
 _ops = torch.ops.recstore_ops
 
+row_api: Callable[[], int] = _ops.row_api.default
+"""() -> the address of the functions on rows that a native library calls: RowApi in csrc/row_api.h."""
 rows_begin: Callable[[int, Tensor], Tensor] = _ops.rows_begin.default
 """(group, ids (N,) int64) -> the context of a step that looks up the rows of ids, for the update, without the rows."""
 rows_empty: Callable[[int, int], Tensor] = _ops.rows_empty.default

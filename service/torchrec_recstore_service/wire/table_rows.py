@@ -196,6 +196,20 @@ class TableRows:
             return -1
         return end
 
+    def window(self, at: int, size: int) -> npt.NDArray[np.uint8] | None:
+        """Returns the memory of the rows at ``at`` in the stream, (size,) uint8, if they lie there in one piece."""
+        if len(self.rows) > 1 or self.places is not None or size % self.row_bytes[0] or at % self.row_bytes[0]:
+            return None
+        return self.rows[0].numpy().reshape(-1)[at : at + size]
+
+    def stream(self) -> npt.NDArray[np.uint8]:
+        """Returns the stream of all rows, (size,) uint8: the memory of the rows if they lie there in one piece."""
+        if self.size and len(self.rows) == 1 and self.places is None:
+            return self.rows[0].numpy().reshape(-1)
+        stream = row_ops.rows_empty(1, self.size)[0]
+        self.take(stream, 0)
+        return stream.numpy()
+
     def take(self, window: Tensor, at: int) -> None:
         """Writes the rows of the stream that begin at ``at`` to memory, ``window``, (bytes,) uint8."""
         if len(window):

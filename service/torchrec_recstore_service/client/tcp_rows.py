@@ -1,0 +1,193 @@
+"""Reads and writes of rows by TCP, in the client: see "Calls on rows by TCP" in recstore.proto.
+
+Tests: tests/service/test_native_rows.py.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrec_recstore_service.client.shared_memory import MESSAGE_CODES, CallError, ServedError, call_gone, call_late
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.protocol import VERSION
+from torchrec_recstore_service.wire.table_rows import TableRows, pieces
+
+_CALL_BYTES, _CALL_IDS = 1 << 30, 1 << 22  # of a read
+_HELLO_S = 5.0
+_AHEAD = 1 << 16  # bytes that are read at once while the size of a reply is not known
+_PIECE = 1 << 18  # bytes that are written to a TLS connection at once
+
+
+class TcpConnection:
+    """A connection to a server for one call at a time. See :class:`Streams` for the methods.
+
+    Args:
+        host: The host of the server.
+        port: The port for calls on rows.
+        token: The token that the server requires, or None.
+        context: The context of TLS, or None for a connection without encryption.
+
+    Raises:
+        OSError: The server cannot be reached, or has refused the connection.
+    """
+
+    def __init__(self, host: str, port: int, token: str | None, context: ssl.SSLContext | None) -> None:
+        self._end = time.monotonic() + _HELLO_S
+        raw = socket.create_connection((host, port), _HELLO_S)
+        try:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket: Any = raw if context is None else context.wrap_socket(raw, server_hostname=host)
+            self._encrypted = context is not None
+            self._ahead = np.empty(_AHEAD, np.uint8)
+            self._view = memoryview(self._ahead)  # type: ignore[arg-type]
+            self._from = self._to = 0  # the bytes of _ahead that were received and not used
+            secret = b"" if token is None else token.encode()
+            hello = b"RECSTORE" + int(VERSION).to_bytes(4, "little") + len(secret).to_bytes(4, "little")
+            self._send(secret, [], hello)
+            self._receive()
+        except CallError as error:
+            raw.close()
+            raise OSError(str(error)) from None
+        except BaseException:
+            raw.close()
+            raise
+
+    def is_alive(self) -> bool:
+        """Returns whether the server is still there. To be called between two calls."""
+        return not select.select([self._socket], [], [], 0)[0]
+
+    def close(self) -> None:
+        """Closes the connection. The server then forgets it."""
+        self._socket.close()
+
+    def pull(self, epoch: str, call: TableRows, left_s: float) -> bool:
+        """See :meth:`Streams.pull`."""
+        self._end = time.monotonic() + left_s
+        most_tables = max(1, (1 << 20) // (512 + 4 * max(map(len, call.tables))))
+        for part in pieces(call.row_bytes, call.counts, _CALL_BYTES, most_ids=_CALL_IDS, most_tables=most_tables):
+            header = pb.PullHeader(epoch=epoch)
+            if call.is_plain:
+                header.table = call.label
+            else:
+                header.tables.extend(call.headers(part))
+            ids, begin, size = call.part(part)
+            self._send(pb.SegmentRequest(pull=header, ids=8 * ids.numel()).SerializeToString(), [ids.numpy()])
+            at, last = begin, False
+            while not last:
+                reply = self._receive()
+                last = reply.last
+                if reply.rows > begin + size - at:
+                    return False
+                memory = call.window(at, reply.rows)
+                if memory is not None:
+                    self._fill(memory)
+                    at += reply.rows
+                    continue
+                at = call.put(self._array(reply.rows), at)
+                if at < 0:
+                    return False
+            if at != begin + size:
+                return False
+        return True
+
+    def found(self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float) -> tuple[Tensor, Tensor]:
+        """See :meth:`Streams.found`."""
+        self._end = time.monotonic() + left_s
+        arrays: tuple[list[Tensor], list[Tensor]] = ([], [])
+        most = max(1, min(_CALL_IDS, _CALL_BYTES // max(1, row_bytes)))
+        for place in range(0, max(1, len(ids)), most):
+            some = ids[place : place + most]
+            self._send(pb.SegmentRequest(pull=header, ids=8 * some.numel()).SerializeToString(), [some.numpy()])
+            reply = self._receive()
+            for kind, size in zip(arrays, (reply.found, reply.rows), strict=True):
+                kind.append(torch.from_numpy(self._array(size)))
+        return torch.cat(arrays[0]), torch.cat(arrays[1])
+
+    def write(self, header: pb.WriteHeader, call: TableRows, initial: TableRows | None, left_s: float) -> int:
+        """See :meth:`Streams.write`."""
+        self._end = time.monotonic() + left_s
+        arrays: list[Any] = []
+        for some in (call, initial):
+            arrays += [np.empty(0, np.uint8)] * 2 if some is None else [some.ids.numpy(), some.stream()]
+        ids, rows, initial_ids, initial_rows = (array.nbytes for array in arrays)
+        request = pb.SegmentRequest(
+            write=header, ids=ids, rows=rows, initial_ids=initial_ids, initial_rows=initial_rows
+        )
+        self._send(request.SerializeToString(), arrays)
+        return int(self._receive().deleted)
+
+    def _send(self, message: bytes, arrays: Sequence[Any], head: bytes | None = None) -> None:
+        """Sends a message, after its size if there is no other head, and arrays."""
+        first = (len(message).to_bytes(4, "little") if head is None else head) + message
+        contents = [first, *(memoryview(array).cast("B") for array in arrays if array.nbytes)]
+        self._socket.settimeout(max(0.001, self._end - time.monotonic()))
+        try:
+            sent = 0 if self._encrypted else self._socket.sendmsg(contents)
+            for content in contents:
+                for place in range(sent, len(content), _PIECE):
+                    self._socket.sendall(content[place : place + _PIECE])
+                sent = max(0, sent - len(content))
+        except TimeoutError:
+            raise call_late() from None
+        except OSError as error:
+            self._receive()  # a server that refuses a request says why before it closes the connection
+            raise call_gone(error) from None
+
+    def _receive(self) -> pb.SegmentReply:
+        size = 4
+        has_size = False
+        while True:
+            if self._to - self._from >= size:
+                end = self._from + size
+                content = bytes(self._view[self._from : end])
+                self._from = end
+                if has_size:
+                    break
+                has_size, size = True, int.from_bytes(content, "little")
+                if size > _AHEAD:
+                    raise call_gone("the reply is too long")
+                continue
+            if self._from + size > _AHEAD or self._from == self._to:  # the rest moves to the beginning
+                rest = bytes(self._view[self._from : self._to])
+                self._view[: len(rest)] = rest
+                self._from, self._to = 0, len(rest)
+            self._to += self._read(self._view[self._to :])
+        reply: pb.SegmentReply = pb.SegmentReply.FromString(content)
+        if reply.code:
+            raise ServedError(MESSAGE_CODES[reply.code], reply.details, reply.error)
+        return reply
+
+    def _array(self, size: int) -> Any:
+        array = np.empty(size, np.uint8)
+        self._fill(array)
+        return array
+
+    def _fill(self, array: Any) -> None:
+        """Receives the bytes of an array, (n,) uint8."""
+        done = min(len(array), self._to - self._from)
+        array[:done] = self._ahead[self._from : self._from + done]
+        self._from += done
+        view = memoryview(array)
+        while done < len(view):
+            done += self._read(view[done:])
+
+    def _read(self, memory: memoryview) -> int:
+        self._socket.settimeout(max(0.001, self._end - time.monotonic()))
+        try:
+            got = int(self._socket.recv_into(memory))
+        except TimeoutError:
+            raise call_late() from None
+        except OSError as error:
+            raise call_gone(error) from None
+        if not got:
+            raise call_gone("the connection was closed")
+        return got

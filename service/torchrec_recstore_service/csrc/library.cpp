@@ -1,0 +1,142 @@
+// The functions of the library for Python's ctypes: see native.py. Objects are pointers, and no function throws.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <string>
+
+#include "row_server.h"
+
+using namespace recstore_service;
+
+extern "C" {
+
+// What a function reports besides its result: code is 0 if it has succeeded.
+struct NativeStatus {
+  int code;
+  char details[4096];
+  char error[64];
+};
+
+}  // extern "C"
+
+namespace {
+
+void set(NativeStatus* out, const Status& status) {
+  out->code = status.code;
+  std::snprintf(out->details, sizeof out->details, "%s", status.details.c_str());
+  std::snprintf(out->error, sizeof out->error, "%s", status.error.c_str());
+}
+
+template <class Call>
+auto guarded(NativeStatus* status, const Call& call) noexcept -> decltype(call()) {
+  try {
+    status->code = kOk;
+    return call();
+  } catch (const CallFailed& failed) {
+    set(status, failed.status());
+  } catch (const std::bad_alloc&) {
+    set(status, {kResourceExhausted, "out of memory", "MemoryError"});
+  } catch (const std::exception& failed) {
+    set(status, {kInternal, failed.what(), "OSError"});
+  }
+  return decltype(call())();
+}
+
+}  // namespace
+
+#define RECSTORE_EXPORT extern "C" __attribute__((visibility("default")))
+
+RECSTORE_EXPORT Applied* recstore_applied_new(int64_t most_clients, double kept_s) { return new Applied(static_cast<size_t>(most_clients), kept_s); }
+RECSTORE_EXPORT void recstore_applied_delete(Applied* applied) { delete applied; }
+// Returns the write that the caller has to carry out, for recstore_applied_finish; null if it has been carried out.
+RECSTORE_EXPORT Applied::Mine* recstore_applied_begin(Applied* applied, const char* client, int64_t size, uint64_t request, uint64_t done_before,
+                                                      uint64_t* deleted, NativeStatus* status) {
+  return guarded(status, [&]() -> Applied::Mine* {
+    Applied::Mine mine = applied->begin(std::string(client, static_cast<size_t>(size)), request, done_before, *deleted);
+    return mine == nullptr ? nullptr : new Applied::Mine(std::move(mine));
+  });
+}
+RECSTORE_EXPORT void recstore_applied_finish(Applied* applied, const char* client, int64_t size, uint64_t request, Applied::Mine* mine, int failed,
+                                             uint64_t deleted) {
+  applied->finish(std::string(client, static_cast<size_t>(size)), request, *mine, failed != 0, deleted);
+  delete mine;
+}
+RECSTORE_EXPORT void recstore_applied_begin_change(Applied* applied, NativeStatus* status) {
+  guarded(status, [&] { applied->begin_change(); });
+}
+RECSTORE_EXPORT void recstore_applied_end_change(Applied* applied) { applied->end_change(); }
+RECSTORE_EXPORT void recstore_applied_close(Applied* applied) { applied->close(); }
+RECSTORE_EXPORT void recstore_applied_reopen(Applied* applied) { applied->reopen(); }
+RECSTORE_EXPORT void recstore_applied_check_open(Applied* applied, NativeStatus* status) {
+  guarded(status, [&] { applied->check_open(); });
+}
+RECSTORE_EXPORT int64_t recstore_applied_clients(Applied* applied) { return applied->clients(); }
+RECSTORE_EXPORT void recstore_applied_each(Applied* applied, void (*visit)(const char*, uint64_t, int64_t, uint64_t)) { applied->for_each(visit); }
+RECSTORE_EXPORT void recstore_applied_add(Applied* applied, const char* client, uint64_t done_before, int64_t request, uint64_t deleted) {
+  applied->add(client, done_before, request, deleted);
+}
+
+RECSTORE_EXPORT RunGate* recstore_gate_new() { return new RunGate; }
+RECSTORE_EXPORT void recstore_gate_delete(RunGate* gate) { delete gate; }
+RECSTORE_EXPORT void recstore_gate_set_run(RunGate* gate, const char* label) { gate->set_run(label); }
+RECSTORE_EXPORT void recstore_gate_enter(RunGate* gate) { gate->enter(); }
+RECSTORE_EXPORT void recstore_gate_leave(RunGate* gate) { gate->leave(); }
+RECSTORE_EXPORT void recstore_gate_close(RunGate* gate) { gate->close(); }
+RECSTORE_EXPORT void recstore_gate_open(RunGate* gate) { gate->open(); }
+
+RECSTORE_EXPORT RequestMemory* recstore_memory_new(uint64_t limit) { return new RequestMemory(limit); }
+RECSTORE_EXPORT void recstore_memory_delete(RequestMemory* memory) { delete memory; }
+RECSTORE_EXPORT int recstore_memory_take(RequestMemory* memory, uint64_t bytes) { return memory->take(bytes) ? 1 : 0; }
+RECSTORE_EXPORT void recstore_memory_give_back(RequestMemory* memory, uint64_t bytes) { memory->give_back(bytes); }
+RECSTORE_EXPORT uint64_t recstore_memory_held(RequestMemory* memory) { return memory->held(); }
+
+RECSTORE_EXPORT Counts* recstore_counts_new() { return new Counts; }
+RECSTORE_EXPORT void recstore_counts_delete(Counts* counts) { delete counts; }
+RECSTORE_EXPORT void recstore_counts_call(Counts* counts, const char* method, const char* outcome, double seconds) {
+  counts->call(method, outcome, seconds);
+}
+RECSTORE_EXPORT void recstore_counts_ids(Counts* counts, const char* operation, const char* table, int64_t n) { counts->ids(operation, table, n); }
+RECSTORE_EXPORT void recstore_counts_each(Counts* counts, void (*visit)(const char*, const char*, const char*, double)) {
+  counts->for_each([&](const char* kind, const std::string& one, const std::string& other, double value) {
+    visit(kind, one.c_str(), other.c_str(), value);
+  });
+}
+
+// api: what the op row_api of the core returns. Returns null if the core has another version of it.
+RECSTORE_EXPORT RowCalls* recstore_calls_new(int64_t api, Applied* applied, RunGate* gate, Counts* counts, uint64_t most_write_bytes) {
+  const auto* functions = reinterpret_cast<const recstore::RowApi*>(api);
+  if (functions->version != recstore::kRowApiVersion) return nullptr;
+  return new RowCalls(*functions, *applied, *gate, *counts, most_write_bytes);
+}
+RECSTORE_EXPORT void recstore_calls_delete(RowCalls* calls) { delete calls; }
+RECSTORE_EXPORT void recstore_calls_add(RowCalls* calls, const char* name, int64_t table, int64_t group, int64_t dim, int64_t value_bytes,
+                                        double learning_rate) {
+  calls->add({name, table, group, dim, value_bytes, learning_rate});
+}
+RECSTORE_EXPORT void recstore_calls_remove(RowCalls* calls, const char* name) { calls->remove(name); }
+
+RECSTORE_EXPORT RowServer* recstore_server_new(RowCalls* calls, Counts* counts, RequestMemory* memory, int threads, int64_t most_connections,
+                                               uint64_t most_write_bytes, NativeStatus* status) {
+  return guarded(status, [&] { return new RowServer(*calls, *counts, *memory, threads, most_connections, most_write_bytes); });
+}
+RECSTORE_EXPORT void recstore_server_delete(RowServer* server) { delete server; }
+RECSTORE_EXPORT int recstore_server_listen(RowServer* server, const char* host, int port, NativeStatus* status) {
+  return guarded(status, [&] { return server->listen(host, port); });
+}
+RECSTORE_EXPORT void recstore_server_set_token(RowServer* server, const char* token) { server->set_token(token); }
+RECSTORE_EXPORT void recstore_server_set_tls(RowServer* server, const char* library, const char* cert, const char* key, const char* client_ca,
+                                             NativeStatus* status) {
+  guarded(status, [&] { server->set_tls(tls_context(library, cert, key, client_ca)); });
+}
+RECSTORE_EXPORT int recstore_server_next(RowServer* server, PythonCall* call) { return server->next(*call) ? 1 : 0; }
+RECSTORE_EXPORT int recstore_server_reply(RowServer* server, int64_t connection, int code, const char* details, const char* error, const char* found,
+                                          uint64_t found_bytes, const char* rows, uint64_t rows_bytes, uint64_t deleted, int last) {
+  return server->reply(connection, {{code, details, error}, found_bytes, rows_bytes, deleted, last != 0}, found, rows) ? 1 : 0;
+}
+RECSTORE_EXPORT void recstore_server_stop(RowServer* server, double seconds) { server->stop(seconds); }
+RECSTORE_EXPORT int64_t recstore_server_connections(RowServer* server) { return server->connections(); }
+RECSTORE_EXPORT int64_t recstore_server_running(RowServer* server) { return server->running(); }
+RECSTORE_EXPORT int64_t recstore_server_ended(RowServer* server) { return server->ended(); }

@@ -1,0 +1,744 @@
+#include "row_server.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <utility>
+
+namespace recstore_service {
+namespace {
+
+constexpr char kMagic[] = "RECSTORE";
+constexpr uint32_t kVersion = 2;  // VERSION in protocol.py
+constexpr size_t kHelloBytes = 16;
+constexpr size_t kMostTokenBytes = 4096;
+constexpr uint32_t kMostMessageBytes = uint32_t{1} << 20;
+constexpr uint64_t kMostPullBytes = uint64_t{8} << 22;
+constexpr size_t kChunk = size_t{1} << 16;      // bytes that are read at once before the size of a request is known
+constexpr size_t kOutBytes = (size_t{1} << 20) + 4096;
+constexpr size_t kAlignment = 64;
+constexpr int64_t kListener = 0;
+constexpr double kHelloS = 10, kMemoryS = 10, kDiscardS = 2;
+constexpr double kPatienceS = 0.25;        // PATIENCE_S in calls.py
+constexpr double kRate = 1 << 20;          // RATE in calls.py
+constexpr auto kWatchPause = std::chrono::milliseconds(25);
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+size_t rounded(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+struct Free {
+  void operator()(char* memory) const { std::free(memory); }
+};
+using Memory = std::unique_ptr<char, Free>;
+
+// Throws std::bad_alloc.
+Memory new_memory(size_t bytes) {
+  auto* memory = static_cast<char*>(std::aligned_alloc(kAlignment, std::max(kAlignment, rounded(bytes))));
+  if (memory == nullptr) throw std::bad_alloc();
+  return Memory(memory);
+}
+
+// Large buffers, whose pages are there already: new ones would cost more than the copy of the rows into them.
+class Recycled {
+ public:
+  Memory take(size_t bytes, size_t& size) {
+    size = bytes;
+    if (bytes <= kSmall) return new_memory(bytes);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (auto& [memory, has] : idle_) {
+        if (memory != nullptr && has >= bytes && has <= 4 * bytes) {
+          size = has;
+          idle_bytes_ -= has;
+          return std::move(memory);
+        }
+      }
+    }
+    return new_memory(bytes);
+  }
+  void give_back(Memory memory, size_t size) {
+    if (memory == nullptr || size <= kSmall) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (idle_bytes_ + size > kMostIdle) return;
+    for (auto& [place, has] : idle_) {
+      if (place != nullptr) continue;
+      place = std::move(memory);
+      has = size;
+      idle_bytes_ += size;
+      return;
+    }
+  }
+
+ private:
+  static constexpr size_t kSmall = size_t{1} << 15, kMostIdle = size_t{64} << 20;
+  std::mutex mutex_;
+  std::array<std::pair<Memory, size_t>, 16> idle_;
+  size_t idle_bytes_ = 0;
+};
+
+Recycled& recycled() {
+  static auto* shared = new Recycled;
+  return *shared;
+}
+
+// A buffer that is recycled at its end.
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(size_t bytes) : memory_(recycled().take(bytes, size_)) {}
+  Buffer(Buffer&& other) noexcept : memory_(std::move(other.memory_)), size_(other.size_) {}
+  Buffer& operator=(Buffer&& other) noexcept {
+    std::swap(memory_, other.memory_);
+    std::swap(size_, other.size_);
+    return *this;
+  }
+  ~Buffer() { recycled().give_back(std::move(memory_), size_); }
+  char* data() const { return memory_.get(); }
+  size_t size() const { return memory_ == nullptr ? 0 : size_; }
+
+ private:
+  Memory memory_;
+  size_t size_ = 0;
+};
+
+enum class State { kShake, kHello, kMessage, kMemory, kBody, kPython, kReply, kDiscard };
+
+bool same(const std::string& one, const std::string& other) {
+  unsigned char difference = one.size() == other.size() ? 0 : 1;
+  for (size_t i = 0; i < one.size() && i < other.size(); ++i) difference |= static_cast<unsigned char>(one[i] ^ other[i]);
+  return difference == 0;
+}
+
+}  // namespace
+
+struct Connection {
+  int64_t number = 0;
+  int fd = -1;
+  std::unique_ptr<TlsStream> tls;
+  std::atomic<State> state{State::kHello};
+  std::atomic<double> since{0};     // the time at which the present state began
+  std::atomic<uint64_t> moved{0};   // bytes that have been transferred in it
+  std::string token;
+  std::string in;  // bytes that have arrived and were not used yet
+  std::string message;
+  RowRequest request;
+  Buffer arrays;
+  std::array<size_t, 4> places{};
+  uint64_t held = 0;
+  uint64_t got = 0;        // bytes of the arrays that have arrived
+  uint64_t discarded = 0;  // bytes to discard before the end
+  double begin = 0;
+  std::string outcome;
+  std::unique_ptr<Pull> pull;
+  Buffer out;
+  size_t out_at = 0, out_end = 0;
+  bool close = false;
+  bool in_call = false;
+
+  void enter(State next) {
+    since = now();
+    moved = 0;
+    state = next;
+  }
+  // The time in seconds by which the client is late, as Call.late_s in calls.py.
+  double late_s() const { return now() - since.load() - static_cast<double>(moved.load()) / kRate; }
+  Arrays pointers() const {
+    Arrays pointers;
+    for (size_t i = 0; i < 4; ++i) pointers[i] = arrays.data() + places[i];
+    return pointers;
+  }
+  Io receive(char* to, size_t size, size_t& got_now) {
+    if (tls != nullptr) return tls->read(to, size, got_now);
+    const ssize_t n = recv(fd, to, size, 0);
+    if (n > 0) {
+      got_now = static_cast<size_t>(n);
+      return Io::kDone;
+    }
+    return n < 0 && (errno == EAGAIN || errno == EINTR) ? Io::kWantRead : Io::kEnd;
+  }
+  Io transmit(const char* from, size_t size, size_t& sent) {
+    if (tls != nullptr) return tls->write(from, size, sent);
+    const ssize_t n = send(fd, from, size, MSG_NOSIGNAL);
+    if (n >= 0) {
+      sent = static_cast<size_t>(n);
+      return Io::kDone;
+    }
+    return errno == EAGAIN || errno == EINTR ? Io::kWantWrite : Io::kEnd;
+  }
+};
+
+RowServer::RowServer(RowCalls& calls, Counts& counts, RequestMemory& memory, int threads, int64_t most_connections, uint64_t most_write_bytes)
+    : calls_(calls), counts_(counts), memory_(memory), most_connections_(most_connections), most_write_bytes_(most_write_bytes) {
+  epoll_ = epoll_create1(EPOLL_CLOEXEC);
+  wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (epoll_ < 0 || wake_ < 0) throw std::system_error(errno, std::generic_category());
+  epoll_event event{};
+  event.events = EPOLLIN;  // not once: it wakes all threads
+  event.data.u64 = static_cast<uint64_t>(-1);
+  epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event);
+  for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+  watcher_ = std::thread([this] { watch(); });
+}
+
+int RowServer::listen(const std::string& host, int port) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
+  const int failed = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
+  if (failed != 0) throw std::runtime_error(gai_strerror(failed));
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> all(found, freeaddrinfo);
+  std::string why = "the host has no address";
+  for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
+    const int fd = socket(each->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0) continue;
+    const int on = 1, off = 0;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (each->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    if (bind(fd, each->ai_addr, each->ai_addrlen) != 0 || ::listen(fd, 1024) != 0) {
+      why = std::strerror(errno);
+      ::close(fd);
+      continue;
+    }
+    sockaddr_storage address{};
+    socklen_t size = sizeof address;
+    getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size);
+    listener_ = fd;
+    epoll_event event{};
+    event.events = EPOLLIN | EPOLLONESHOT;
+    event.data.u64 = kListener;
+    epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+    return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
+                                               : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
+  }
+  throw std::runtime_error(why);
+}
+
+void RowServer::set_token(std::string token) {
+  const std::lock_guard<std::mutex> lock(settings_);
+  token_ = std::move(token);
+}
+
+std::string RowServer::token() {
+  const std::lock_guard<std::mutex> lock(settings_);
+  return token_;
+}
+
+void RowServer::set_tls(std::shared_ptr<TlsContext> tls) {
+  const std::lock_guard<std::mutex> lock(settings_);
+  tls_ = std::move(tls);
+}
+
+void RowServer::work() {
+  while (!stopped_) {
+    epoll_event event{};
+    const int n = epoll_wait(epoll_, &event, 1, -1);
+    if (n <= 0 || event.data.u64 == static_cast<uint64_t>(-1)) continue;
+    if (event.data.u64 == static_cast<uint64_t>(kListener)) {
+      accept();
+      continue;
+    }
+    std::shared_ptr<Connection> connection;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto found = connections_.find(static_cast<int64_t>(event.data.u64));
+      if (found != connections_.end()) connection = found->second;
+    }
+    if (connection != nullptr) handle(*connection);
+  }
+}
+
+void RowServer::accept() {
+  while (!stopping_) {
+    const int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) {
+      if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      if (errno == ECONNABORTED || errno == EINTR) continue;
+      break;
+    }
+    const int on = 1, idle = 20, interval = 5, probes = 2;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);  // a client that is gone is found after half a minute
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof interval);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+    auto made = std::make_shared<Connection>();
+    made->fd = fd;
+    std::shared_ptr<TlsContext> tls;
+    {
+      const std::lock_guard<std::mutex> lock(settings_);
+      tls = tls_;
+    }
+    if (tls != nullptr && (made->tls = tls->stream(fd)) == nullptr) {
+      ::close(fd);
+      continue;
+    }
+    made->enter(tls == nullptr ? State::kHello : State::kShake);
+    make_room();
+    epoll_event event{};
+    event.events = EPOLLIN | EPOLLONESHOT;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (stopping_ || static_cast<int64_t>(connections_.size()) >= 2 * most_connections_) {
+      ::close(fd);
+      continue;
+    }
+    made->number = next_++;
+    event.data.u64 = static_cast<uint64_t>(made->number);
+    connections_[made->number] = made;
+    epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+  }
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLONESHOT;
+  event.data.u64 = kListener;
+  if (!stopping_) epoll_ctl(epoll_, EPOLL_CTL_MOD, listener_, &event);
+}
+
+// Ends the connection that has done nothing for the longest time if there are too many. One that has shown no token yet
+// goes first.
+void RowServer::make_room() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (static_cast<int64_t>(connections_.size()) < most_connections_) return;
+  std::shared_ptr<Connection> oldest;
+  const auto rank = [](const Connection& c) { return std::make_pair(c.state == State::kMessage, c.since.load()); };
+  for (const auto& [number, each] : connections_) {
+    const State state = each->state;
+    if (state != State::kShake && state != State::kHello && state != State::kMessage) continue;
+    if (oldest == nullptr || rank(*each) < rank(*oldest)) oldest = each;
+  }
+  if (oldest != nullptr) ::shutdown(oldest->fd, SHUT_RDWR);
+}
+
+void RowServer::handle(Connection& c) {
+  Step step = Step::kAgain;
+  try {
+    while (step == Step::kAgain) {
+      switch (c.state.load()) {
+        case State::kShake: step = shake(c); break;
+        case State::kHello: step = hello(c); break;
+        case State::kMessage: step = message(c); break;
+        case State::kMemory: step = memory(c); break;
+        case State::kBody: step = body(c); break;
+        case State::kReply: step = send_out(c); break;
+        case State::kPython: return;
+        case State::kDiscard: step = fill(c, SIZE_MAX); break;
+      }
+    }
+  } catch (const std::exception&) {  // no memory
+    step = Step::kEnd;
+  }
+  // Another thread may go on with the connection as soon as it is armed.
+  if (step == Step::kWaitRead) return arm(c, EPOLLIN);
+  if (step == Step::kWaitWrite) return arm(c, EPOLLOUT);
+  if (step == Step::kEnd) end(c);
+}
+
+void RowServer::arm(Connection& c, uint32_t events) {
+  epoll_event event{};
+  event.events = events | EPOLLONESHOT;
+  event.data.u64 = static_cast<uint64_t>(c.number);
+  epoll_ctl(epoll_, EPOLL_CTL_MOD, c.fd, &event);
+}
+
+void RowServer::end(Connection& c) {
+  finish(c);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  epoll_ctl(epoll_, EPOLL_CTL_DEL, c.fd, nullptr);
+  if (c.tls != nullptr) c.tls->shutdown();
+  ::close(c.fd);
+  connections_.erase(c.number);
+  changed_.notify_all();
+}
+
+RowServer::Step RowServer::shake(Connection& c) {
+  switch (c.tls->accept()) {
+    case Io::kDone: c.enter(State::kHello); return Step::kAgain;
+    case Io::kWantRead: return Step::kWaitRead;
+    case Io::kWantWrite: return Step::kWaitWrite;
+    default: return Step::kEnd;
+  }
+}
+
+// Reads until `in` has `wanted` bytes.
+RowServer::Step RowServer::fill(Connection& c, size_t wanted) {
+  thread_local std::array<char, kChunk> chunk;
+  while (c.in.size() < wanted) {
+    size_t got = 0;
+    switch (c.receive(chunk.data(), chunk.size(), got)) {
+      case Io::kDone:
+        if (c.state == State::kDiscard) break;
+        c.in.append(chunk.data(), got);
+        c.moved += got;
+        break;
+      case Io::kWantRead: return Step::kWaitRead;
+      case Io::kWantWrite: return Step::kWaitWrite;
+      case Io::kEnd: return Step::kEnd;
+    }
+  }
+  return Step::kAgain;
+}
+
+RowServer::Step RowServer::hello(Connection& c) {
+  Step step = fill(c, kHelloBytes);
+  if (step != Step::kAgain) return step;
+  uint32_t version, size;
+  std::memcpy(&version, c.in.data() + 8, 4);
+  std::memcpy(&size, c.in.data() + 12, 4);
+  if (c.in.compare(0, 8, kMagic) != 0 || size > kMostTokenBytes) return Step::kEnd;
+  step = fill(c, kHelloBytes + size);
+  if (step != Step::kAgain) return step;
+  c.token = c.in.substr(kHelloBytes, size);
+  c.in.erase(0, kHelloBytes + size);
+  if (version != kVersion) {
+    return refuse(c, {kFailedPrecondition, "the client speaks version " + std::to_string(version) + " of the protocol, the server version 2", ""}, true);
+  }
+  if (!same(c.token, token())) return refuse(c, {kUnauthenticated, "the token is missing or wrong", ""}, true);
+  put(c, {}, nullptr, nullptr);
+  c.enter(State::kReply);
+  return Step::kAgain;
+}
+
+RowServer::Step RowServer::message(Connection& c) {
+  Step step = fill(c, 4);
+  if (step != Step::kAgain) return step;
+  uint32_t size;
+  std::memcpy(&size, c.in.data(), 4);
+  if (size > kMostMessageBytes) return refuse(c, {kInvalidArgument, "a message may have at most 1048576 bytes", "ValueError"}, true);
+  step = fill(c, 4 + size_t{size});
+  if (step != Step::kAgain) return step;
+  c.begin = now();
+  c.in_call = true;
+  ++running_;
+  c.outcome = "ok";
+  c.message = c.in.substr(4, size);
+  c.in.erase(0, 4 + size_t{size});
+  try {
+    if (stopping_) unavailable("the server stops");
+    if (!same(c.token, token())) throw CallFailed({kUnauthenticated, "the token is missing or wrong", ""});
+    c.request = parse_request(c.message.data(), c.message.size());
+  } catch (const CallFailed& failed) {
+    return refuse(c, failed.status(), true);  // the sizes of its arrays are not known
+  }
+  const uint64_t bytes = c.request.bytes();
+  const uint64_t most = c.request.is_pull ? kMostPullBytes : std::min(most_write_bytes_, memory_.limit());
+  for (const uint64_t each : c.request.sizes) {
+    if (each > most || bytes > most) {
+      const std::string what = c.request.is_pull ? "a read may have at most 4194304 ids"
+                                                 : "a write may have at most " + std::to_string(most_write_bytes_ / 128) + " ids and " +
+                                                       std::to_string(most_write_bytes_) + " bytes (--max-write)";
+      return refuse(c, {kInvalidArgument, what + ": split it", "ValueError"}, true);
+    }
+  }
+  c.enter(State::kMemory);
+  return Step::kAgain;
+}
+
+RowServer::Step RowServer::memory(Connection& c) {
+  const uint64_t bytes = c.request.bytes();
+  if (!memory_.take(bytes)) {
+    if (now() - c.since > kMemoryS || stopping_) {
+      return refuse(c, {kUnavailable, "the running requests of all clients take --max-request-memory: repeat the call", ""}, true);
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for_memory_.push_back(c.number);
+    return Step::kAway;
+  }
+  c.held = bytes;
+  size_t size = 0;
+  for (size_t i = 0; i < 4; ++i) {
+    c.places[i] = size;
+    size += rounded(c.request.sizes[i]);
+  }
+  c.arrays = Buffer(size);
+  c.got = 0;
+  c.enter(State::kBody);
+  return Step::kAgain;
+}
+
+RowServer::Step RowServer::body(Connection& c) {
+  for (size_t i = 0, before = 0; i < 4; before += c.request.sizes[i], ++i) {
+    const uint64_t size = c.request.sizes[i];
+    while (c.got < before + size) {
+      char* to = c.arrays.data() + c.places[i] + (c.got - before);
+      const size_t left = before + size - c.got;
+      size_t got = 0;
+      if (!c.in.empty()) {
+        got = std::min(left, c.in.size());
+        std::memcpy(to, c.in.data(), got);
+        c.in.erase(0, got);
+      } else {
+        switch (c.receive(to, left, got)) {
+          case Io::kDone: break;
+          case Io::kWantRead: return Step::kWaitRead;
+          case Io::kWantWrite: return Step::kWaitWrite;
+          case Io::kEnd: return Step::kEnd;
+        }
+      }
+      c.got += got;
+      c.moved += got;
+    }
+  }
+  return run(c);
+}
+
+RowServer::Step RowServer::run(Connection& c) {
+  try {
+    const Arrays arrays = c.pointers();
+    if (c.request.is_pull && (c.pull = calls_.pull(c.request, arrays)) != nullptr) {
+      c.enter(State::kReply);
+      return Step::kAgain;
+    }
+    RowReply reply;
+    std::vector<char> found;
+    if (calls_.run(c.request, arrays, reply, found)) {
+      put(c, reply, found.data(), nullptr);
+      c.enter(State::kReply);
+      return Step::kAgain;
+    }
+  } catch (const CallFailed& failed) {
+    return refuse(c, failed.status(), false);
+  }
+  c.enter(State::kPython);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for_python_.push_back(c.number);
+  changed_.notify_all();
+  return Step::kAway;
+}
+
+// Writes a reply into the connection's buffer. Throws std::bad_alloc.
+void RowServer::put(Connection& c, const RowReply& reply, const char* found, const char* rows) {
+  const std::string message = reply.serialized();
+  const auto size = static_cast<uint32_t>(message.size());
+  const size_t bytes = 4 + message.size() + reply.found + reply.rows;
+  if (c.out.size() < bytes) c.out = Buffer(bytes);
+  char* at = c.out.data();
+  std::memcpy(at, &size, 4);
+  std::memcpy(at + 4, message.data(), message.size());
+  at += 4 + message.size();
+  if (reply.found > 0) std::memcpy(at, found, reply.found);
+  if (reply.rows > 0) std::memcpy(at + reply.found, rows, reply.rows);
+  c.out_at = 0;
+  c.out_end = bytes;
+}
+
+RowServer::Step RowServer::refuse(Connection& c, const Status& status, bool close) {
+  RowReply reply;
+  reply.status = status;
+  c.outcome = status.error.empty() ? "refused" : status.error;
+  c.pull = nullptr;
+  put(c, reply, nullptr, nullptr);
+  c.close = close;
+  c.enter(State::kReply);
+  return Step::kAgain;
+}
+
+RowServer::Step RowServer::send_out(Connection& c) {
+  while (true) {
+    while (c.out_at < c.out_end) {
+      size_t sent = 0;
+      switch (c.transmit(c.out.data() + c.out_at, c.out_end - c.out_at, sent)) {
+        case Io::kDone: break;
+        case Io::kWantRead: return Step::kWaitRead;
+        case Io::kWantWrite: return Step::kWaitWrite;
+        case Io::kEnd: return Step::kEnd;
+      }
+      c.out_at += sent;
+      c.moved += sent;
+    }
+    if (c.pull == nullptr) break;
+    try {
+      const Pull::Part part = c.pull->next();
+      RowReply reply;
+      reply.rows = static_cast<uint64_t>(part.bytes);
+      reply.last = c.pull->is_done();
+      const std::string message = reply.serialized();
+      const size_t head = 4 + message.size();
+      // The rows begin at an aligned place, and the message ends there.
+      const size_t place = rounded(head), bytes = place + reply.rows;
+      if (c.out.size() < bytes) c.out = Buffer(bytes > kChunk ? std::max(bytes, kOutBytes) : bytes);
+      calls_.read(*c.pull, part, c.out.data() + place);
+      char* begin = c.out.data() + place - head;
+      const auto size = static_cast<uint32_t>(message.size());
+      std::memcpy(begin, &size, 4);
+      std::memcpy(begin + 4, message.data(), message.size());
+      c.out_at = place - head;
+      c.out_end = bytes;
+      if (reply.last) c.pull = nullptr;
+    } catch (const CallFailed& failed) {
+      refuse(c, failed.status(), false);
+    }
+  }
+  const bool close = c.close;
+  finish(c);
+  if (close) {  // what the client still sends is read for a moment, because the system would drop the reply otherwise
+    ::shutdown(c.fd, SHUT_WR);
+    c.in.clear();
+    c.enter(State::kDiscard);
+  } else {
+    c.enter(State::kMessage);
+  }
+  return Step::kAgain;
+}
+
+// Ends the call of a connection, if it has one, and gives its memory back.
+void RowServer::finish(Connection& c) {
+  if (c.in_call) {
+    const State state = c.state;
+    if (state != State::kReply && state != State::kPython) c.outcome = "cancelled";
+    counts_.call(c.request.is_pull ? "Pull" : "Write", c.outcome, now() - c.begin);
+    c.in_call = false;
+    --running_;
+  }
+  c.pull = nullptr;
+  c.out_at = c.out_end = 0;
+  c.arrays = Buffer();
+  if (c.out.size() > kChunk) c.out = Buffer();
+  if (c.in.empty() && c.in.capacity() > kChunk) c.in.shrink_to_fit();
+  if (c.held == 0) return;
+  memory_.give_back(std::exchange(c.held, 0));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const int64_t number : std::exchange(for_memory_, {})) {
+    const auto found = connections_.find(number);
+    if (found != connections_.end()) arm(*found->second, EPOLLOUT);  // a socket that can be written wakes a thread
+  }
+}
+
+bool RowServer::next(PythonCall& call) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return stopped_ || !for_python_.empty(); });
+    if (for_python_.empty()) return false;
+    const auto found = connections_.find(for_python_.front());
+    for_python_.pop_front();
+    if (found == connections_.end()) continue;
+    const Connection& c = *found->second;
+    call.connection = c.number;
+    call.message = c.message.data();
+    call.message_bytes = static_cast<int64_t>(c.message.size());
+    const Arrays arrays = c.pointers();
+    for (size_t i = 0; i < 4; ++i) {
+      call.arrays[i] = arrays[i];
+      call.sizes[i] = static_cast<int64_t>(c.request.sizes[i]);
+    }
+    return true;
+  }
+}
+
+bool RowServer::reply(int64_t number, const RowReply& reply, const char* found, const char* rows) {
+  std::shared_ptr<Connection> connection;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto there = connections_.find(number);
+    if (there == connections_.end()) return false;
+    connection = there->second;
+  }
+  Connection& c = *connection;
+  if (reply.status.code != kOk) c.outcome = reply.status.error.empty() ? "refused" : reply.status.error;
+  const std::string message = reply.serialized();
+  const auto size = static_cast<uint32_t>(message.size());
+  const std::pair<const char*, size_t> parts[] = {
+      {reinterpret_cast<const char*>(&size), 4}, {message.data(), message.size()}, {found, reply.found}, {rows, reply.rows}};
+  c.enter(State::kPython);
+  for (const auto& [data, bytes] : parts) {
+    for (size_t at = 0; at < bytes;) {
+      size_t sent = 0;
+      const Io io = c.transmit(data + at, bytes - at, sent);
+      if (io == Io::kEnd) {
+        c.outcome = "cancelled";
+        end(c);
+        return false;
+      }
+      if (io == Io::kDone) {
+        at += sent;
+        c.moved += sent;
+        continue;
+      }
+      pollfd wanted{c.fd, static_cast<short>(io == Io::kWantRead ? POLLIN : POLLOUT), 0};
+      ::poll(&wanted, 1, 1000);
+    }
+  }
+  if (!reply.last) return true;
+  finish(c);
+  c.enter(State::kMessage);
+  arm(c, EPOLLIN | EPOLLOUT);  // a thread looks whether the next request is there already
+  return true;
+}
+
+// Ends what keeps others waiting: connections that do not begin, and clients that are late while others wait for memory or
+// for Python.
+void RowServer::watch() {
+  while (!stopped_) {
+    std::this_thread::sleep_for(kWatchPause);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const bool others_wait = !for_memory_.empty() || !for_python_.empty() || stopping_;
+    const double time = now();
+    bool expired = false;
+    for (const auto& [number, each] : connections_) {
+      const State state = each->state;
+      const double age = time - each->since.load();
+      const bool beginning = state == State::kShake || state == State::kHello;
+      const bool transferring = state == State::kBody || state == State::kReply || (state == State::kPython && each->moved > 0);
+      if ((beginning && age > kHelloS) || (state == State::kDiscard && age > kDiscardS)) {
+        ::shutdown(each->fd, SHUT_RDWR);
+      } else if (others_wait && transferring && each->late_s() > kPatienceS) {
+        ++ended_;
+        ::shutdown(each->fd, SHUT_RDWR);
+      }
+      expired |= state == State::kMemory && age > kMemoryS;
+    }
+    if (!expired && !stopping_) continue;
+    for (const int64_t number : std::exchange(for_memory_, {})) {
+      const auto found = connections_.find(number);
+      if (found != connections_.end()) arm(*found->second, EPOLLOUT);
+    }
+  }
+}
+
+int64_t RowServer::connections() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return static_cast<int64_t>(connections_.size());
+}
+
+void RowServer::stop(double seconds) {
+  if (stopped_) return;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    stopping_ = true;
+    if (listener_ >= 0) {
+      epoll_ctl(epoll_, EPOLL_CTL_DEL, listener_, nullptr);
+      ::shutdown(listener_, SHUT_RDWR);
+    }
+    for (const auto& [number, each] : connections_) {
+      const State state = each->state;
+      if (state == State::kMessage || state == State::kShake || state == State::kHello) ::shutdown(each->fd, SHUT_RD);
+    }
+    changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return connections_.empty(); });
+    for (const auto& [number, each] : connections_) ::shutdown(each->fd, SHUT_RDWR);
+    stopped_ = true;
+    changed_.notify_all();
+  }
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(wake_, &one, sizeof one);
+  for (std::thread& thread : threads_) thread.join();
+  watcher_.join();
+  if (listener_ >= 0) ::close(listener_);
+  for (const auto& [number, each] : connections_) ::close(each->fd);
+  connections_.clear();
+  ::close(epoll_);
+  ::close(wake_);
+}
+
+}  // namespace recstore_service

@@ -1,0 +1,128 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "row_calls.h"
+#include "tls.h"
+
+namespace recstore_service {
+
+// Counts the bytes of the requests of all running calls, also of those that Python answers.
+class RequestMemory {
+ public:
+  explicit RequestMemory(uint64_t limit) : limit_(limit) {}
+  uint64_t limit() const { return limit_; }
+  uint64_t held() const { return held_.load(); }
+  // Adds bytes. Returns false, and adds nothing, if that is too much.
+  bool take(uint64_t bytes) {
+    uint64_t held = held_.load();
+    do {
+      if (bytes > limit_ || held > limit_ - bytes) return false;
+    } while (!held_.compare_exchange_weak(held, held + bytes));
+    return true;
+  }
+  void give_back(uint64_t bytes) { held_ -= bytes; }
+
+ private:
+  const uint64_t limit_;
+  std::atomic<uint64_t> held_{0};
+};
+
+// A call that Python answers.
+struct PythonCall {
+  int64_t connection;
+  const char* message;  // a SegmentRequest
+  int64_t message_bytes;
+  const char* arrays[4];
+  int64_t sizes[4];
+};
+
+struct Connection;
+
+// Takes the calls on rows of clients, each of which has a TCP connection for one call at a time. The first bytes of a
+// connection are "RECSTORE", the version of the protocol (uint32), the size of the token (uint32), and the token; the
+// server answers with a reply. A request is the size of a SegmentRequest (uint32), the SegmentRequest, and its arrays one
+// after the other. A reply is the size of a SegmentReply, the SegmentReply, and its arrays. Numbers are little-endian.
+//
+// A thread never waits for a client: any thread goes on with a connection that has something to do. So a slow client
+// takes no thread, and only as much memory as its request.
+class RowServer {
+ public:
+  // threads: the calls that run at the same time. Throws std::system_error.
+  RowServer(RowCalls& calls, Counts& counts, RequestMemory& memory, int threads, int64_t most_connections, uint64_t most_write_bytes);
+  ~RowServer() { stop(0); }
+
+  // Listens on an address, and returns the port. token: empty, or what clients must send. Throws std::runtime_error.
+  int listen(const std::string& host, int port);
+  // A connection whose token was replaced is closed at its next call.
+  void set_token(std::string token);
+  // New connections use the context. Null: no encryption.
+  void set_tls(std::shared_ptr<TlsContext> tls);
+
+  // Waits for a call for Python. Returns false when the server stops.
+  bool next(PythonCall& call);
+  // Sends a reply of a call, and waits until the client has read it. Returns false if the client has gone; the call has
+  // ended then. found and rows: the arrays, of the sizes in the reply.
+  bool reply(int64_t connection, const RowReply& reply, const char* found, const char* rows);
+
+  // Takes no more calls, waits for the running ones, and closes all connections after `seconds` at the latest.
+  void stop(double seconds);
+
+  int64_t connections();
+  int64_t running() const { return running_.load(); }
+  int64_t ended() const { return ended_.load(); }
+
+ private:
+  enum class Step { kAgain, kWaitRead, kWaitWrite, kAway, kEnd };
+
+  void work();
+  void watch();
+  void accept();
+  void handle(Connection& connection);
+  Step shake(Connection& c);
+  Step hello(Connection& c);
+  Step message(Connection& c);
+  Step memory(Connection& c);
+  Step body(Connection& c);
+  Step run(Connection& c);
+  Step send_out(Connection& c);
+  Step fill(Connection& c, size_t wanted);
+  Step refuse(Connection& c, const Status& status, bool close);
+  void finish(Connection& c);
+  void put(Connection& c, const RowReply& reply, const char* found, const char* rows);
+  void arm(Connection& c, uint32_t events);
+  void end(Connection& c);
+  void make_room();
+  std::string token();
+
+  RowCalls& calls_;
+  Counts& counts_;
+  RequestMemory& memory_;
+  const int64_t most_connections_;
+  const uint64_t most_write_bytes_;
+  int epoll_ = -1, wake_ = -1, listener_ = -1;
+  std::mutex settings_;
+  std::string token_;
+  std::shared_ptr<TlsContext> tls_;
+  std::mutex mutex_;  // guards the connections, the calls for Python, and those that wait for memory
+  std::condition_variable changed_;
+  std::unordered_map<int64_t, std::shared_ptr<Connection>> connections_;
+  std::deque<int64_t> for_python_;
+  std::deque<int64_t> for_memory_;
+  int64_t next_ = 1;
+  std::atomic<bool> stopping_{false}, stopped_{false};
+  std::atomic<int64_t> running_{0}, ended_{0};
+  std::vector<std::thread> threads_;
+  std::thread watcher_;
+};
+
+}  // namespace recstore_service

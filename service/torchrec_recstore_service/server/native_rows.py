@@ -1,0 +1,225 @@
+"""Calls on rows by TCP, which the native library answers without Python: csrc/row_server.h.
+
+Python answers the calls for which the library has no function: those on tables with a cold store or with initial rows,
+and those with an error in the request.
+
+Tests: tests/service/test_native_rows.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import ssl
+import threading
+from collections.abc import Callable
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore.row_types import value_dtype
+from torchrec_recstore_service.client.hosted import HostedTables
+from torchrec_recstore_service.client.hosted_table import Hosted
+from torchrec_recstore_service.server.applied import AppliedRequests
+from torchrec_recstore_service.server.listening import GRACE_S, GrpcServer, ListenOptions, host_and_port
+from torchrec_recstore_service.server.native import CallCounts, Native, NativeStatus, PythonCall, RunGate
+from torchrec_recstore_service.server.row_calls import RowCalls
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire import row_ops
+from torchrec_recstore_service.wire.protocol import PART_BYTES, Status, array_of
+
+_PYTHON_CALLS = 8  # threads for the calls that Python answers
+_LOOK_S = 0.5  # time after which a change of the token or of the certificates is seen
+
+_log = logging.getLogger(__name__)
+
+
+class NativeRows:
+    """The listener for calls on rows by TCP, and the tables that the library reads and writes.
+
+    Args:
+        tables: The tables.
+        applied: The writes that have been carried out.
+        gate: The run of the server.
+        counts: The counts of calls.
+        calls: The calls on rows in Python.
+        status: The function that returns what a client is told of an error, by the method and the error.
+        max_write_bytes: The largest size in bytes of the arrays of a write.
+    """
+
+    def __init__(
+        self,
+        tables: HostedTables,
+        applied: AppliedRequests,
+        gate: RunGate,
+        counts: CallCounts,
+        calls: RowCalls,
+        status: Callable[[str, Exception], Status],
+        max_write_bytes: int,
+    ) -> None:
+        self._python = calls
+        self._status = status
+        self._counts = counts
+        self._max_write_bytes = max_write_bytes
+        self._kept = (applied, gate)  # as long as the library uses them
+        self._calls = Native("calls", row_ops.row_api(), applied.handle, gate.handle, counts.handle, max_write_bytes)
+        self._server: Native | None = None
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.port = 0
+        """The port. 0: the server takes no calls by TCP beside those by gRPC."""
+        tables.watch(self._add, lambda name: self._calls.invoke("remove", name.encode()))
+
+    def start(self, options: ListenOptions, listening: GrpcServer) -> None:
+        """Takes calls.
+
+        Args:
+            options: The address, who may call the server, and how much at a time.
+            listening: The server for the other calls, with the token, the certificates and the memory of requests.
+
+        Raises:
+            OSError: The address cannot be listened on.
+        """
+        numbers = (options.max_calls, options.max_connections, self._max_write_bytes)
+        status = NativeStatus()
+        self._memory = listening.memory
+        handles = (self._calls.handle, self._counts.handle, self._memory.handle)
+        server = self._server = Native("server", *handles, *numbers, byref(status))
+        status.check()
+        token = listening.token
+        server.invoke("set_token", b"" if token is None else token.value.encode())
+        if listening.certificates is not None and not self._set_certificates(options):
+            return
+        host = host_and_port(options.listen)[0]
+        try:
+            self.port = server.checked("listen", host.encode(), options.rows_port)
+        except OSError as error:
+            raise OSError(f"--rows-port {options.rows_port}: {error}") from None
+        work = [self._answer_calls] * _PYTHON_CALLS
+        if options.token_file is not None or options.tls_cert is not None:
+            work.append(lambda: self._look(options, listening))
+        for number, function in enumerate(work):
+            self._threads.append(threading.Thread(target=function, name=f"recstore-rows-{number}", daemon=True))
+            self._threads[-1].start()
+
+    def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
+        """Returns numbers for the metrics. See :meth:`GrpcServer.gauges`."""
+
+        def number(function: str) -> Callable[[], float]:
+            return lambda: 0 if self._server is None else self._server.invoke(function)
+
+        return {
+            "row_connections": ("The number of connections for rows by TCP.", number("connections")),
+            "row_calls_running": ("The number of calls on rows by TCP that run.", number("running")),
+            "row_calls_ended": (
+                "The number of calls on rows by TCP that were ended because their client was slow.",
+                number("ended"),
+            ),
+        }
+
+    def stop(self) -> None:
+        """Refuses new calls, and waits for the running ones."""
+        self._stopping.set()
+        if self._server is not None:
+            self._server.invoke("stop", GRACE_S)
+            for thread in self._threads:
+                thread.join()
+            self._server.free()
+        self._calls.free()
+
+    def _add(self, hosted: Hosted) -> None:
+        """Lets the library read and write a table, if it has the functions for it."""
+        spec = hosted.spec
+        if spec.initial_rows or spec.temporary or hosted.kernel.cold_rows.tiers:
+            return
+        handles = (hosted.table.handle, hosted.kernel.group)
+        size = value_dtype(spec.dtype).itemsize
+        self._calls.invoke("add", hosted.name.encode(), *handles, spec.dim, size, hosted.table.optimizer.lr)
+
+    def _set_certificates(self, options: ListenOptions) -> bool:
+        assert self._server is not None
+        files = [
+            b"" if file is None else str(file).encode()
+            for file in (options.tls_cert, options.tls_key, options.client_ca)
+        ]
+        try:
+            self._server.checked("set_tls", _libssl().encode(), *files)
+        except OSError as error:
+            _log.warning("calls on rows from other hosts go by gRPC, which takes several times as long: %s", error)
+            return False
+        return True
+
+    def _look(self, options: ListenOptions, listening: GrpcServer) -> None:
+        """Tells the library of a new token and of new certificates."""
+        assert self._server is not None
+        certificates = None if listening.certificates is None else listening.certificates.value
+        while not self._stopping.wait(_LOOK_S):
+            if listening.token is not None:
+                self._server.invoke("set_token", listening.token.value.encode())
+            if listening.certificates is not None and listening.certificates.value is not certificates:
+                certificates = listening.certificates.value
+                self._set_certificates(options)
+
+    def _answer_calls(self) -> None:
+        assert self._server is not None
+        call = PythonCall()
+        while self._server.invoke("next", byref(call)):
+            try:
+                self._answer(call)
+            except Exception as error:
+                status = self._status("Rows", error)
+                self._reply(call, pb.SegmentReply(last=True), status=status)
+
+    def _answer(self, call: PythonCall) -> None:
+        request = pb.SegmentRequest.FromString(ctypes.string_at(call.message, call.message_bytes))
+        arrays = [_memory(address, size) for address, size in zip(call.arrays, call.sizes, strict=True)]
+        if request.HasField("write"):
+            header = request.write
+            specs = self._python.writable(header)
+            self._reply(call, pb.SegmentReply(last=True, deleted=self._python.apply(header, specs, *arrays)))
+            return
+        asked = request.pull
+        specs = self._python.readable(asked)
+        ids = array_of(arrays[0], torch.int64)
+        if asked.want != pb.PullHeader.ROWS:
+            found = self._python.found(asked, ids)
+            reply = pb.SegmentReply(last=True, found=len(found.found), rows=len(found.rows))
+            self._reply(call, reply, _address(found.found), _address(found.rows))
+            return
+        parts = self._python.parts(asked, specs, ids, PART_BYTES)
+        for number, part in enumerate(parts, 1):
+            rows = row_ops.rows_empty(1, part.size)[0]
+            part.read(rows)
+            if not self._reply(call, pb.SegmentReply(last=number == len(parts), rows=part.size), None, rows.data_ptr()):
+                return
+
+    def _reply(
+        self,
+        call: PythonCall,
+        reply: pb.SegmentReply,
+        found: int | None = None,
+        rows: int | None = None,
+        status: Status | None = None,
+    ) -> bool:
+        assert self._server is not None
+        code, details, error = (0, "", "") if status is None else status
+        sizes = (found, reply.found, rows, reply.rows, reply.deleted, reply.last)
+        return bool(self._server.invoke("reply", call.connection, code, details.encode(), error.encode(), *sizes))
+
+
+def _memory(address: int, size: int) -> Tensor:
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+
+
+def _address(content: bytes) -> int | None:
+    return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value if content else None
+
+
+def _libssl() -> str:
+    """Returns the path of the libssl that Python itself uses, or "" if that is a part of Python."""
+    assert ssl.OPENSSL_VERSION  # the library is mapped, because Python has loaded it
+    with open("/proc/self/maps") as maps:
+        return next((line.split()[-1] for line in maps if "/libssl" in line), "")
