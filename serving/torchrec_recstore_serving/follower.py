@@ -10,6 +10,7 @@ import math
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +42,8 @@ class FollowerState:
             of publisher and follower.
         fulls_loaded: The number of full exports that have been loaded.
         deltas_applied: The number of deltas that have been applied.
+        history_changes: The number of times that the follower has left a history. A publisher that continues from an
+            older checkpoint, while the place has lost the publications after it, begins another history.
         problem: The reason why the newest publication is not served. None: it is served, or is being applied.
     """
 
@@ -52,6 +55,7 @@ class FollowerState:
     seconds_behind: float
     fulls_loaded: int
     deltas_applied: int
+    history_changes: int
     problem: str | None
 
 
@@ -62,7 +66,8 @@ class Follower:
     :attr:`model` anew for each call: a publication may replace the model.
 
     If a publication is missing, damaged, or does not apply to the version before, the follower warns with the cause,
-    serves the rows that it has, and continues with the next full export.
+    serves the rows that it has, and continues with the next full export. If the place has lost the publication that is
+    served, and has publications of another publisher in its stead, the follower loads the newest full export at once.
 
     Args:
         source: The destination of the publisher: the path of a directory, or ``redis://host:port/db?stream=name``.
@@ -80,7 +85,7 @@ class Follower:
         """The reasons why files cannot be used, by the run and the number of the publication, and the kind of file."""
         self._problem: str | None = None
         self._told: set[str] = set()
-        self._fulls = self._deltas = 0
+        self._fulls = self._deltas = self._history_changes = 0
         self._polling = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -141,6 +146,7 @@ class Follower:
             seconds_behind=self.seconds_behind,
             fulls_loaded=self._fulls,
             deltas_applied=self._deltas,
+            history_changes=self._history_changes,
             problem=self._problem,
         )
 
@@ -214,15 +220,33 @@ class Follower:
     def _catch_up(self, latest: Latest, folder: Path) -> None:
         if self._at is None:
             self._load(latest, 0, folder)
-        elif latest.number < self._at.number or (latest.number == self._at.number and latest.run != self._at.run):
-            self._say(f"it has lost publication {self._at.number} and begun anew")
-            self._load(latest, 0, folder)
+        elif self._is_lost(self._at, latest):
+            self._say(f"it has lost publication {self._at.number}, and the publisher has begun another history")
+            if not self._load(latest, 0, folder):
+                return
+            self._history_changes += 1
         while self._at is not None and self._at.number < latest.number:
             cause = self._apply(self._at, latest, folder)
             if cause is not None:
                 self._say(f"publication {self._at.number + 1} cannot be applied: {cause}")
                 if not self._load(latest, self._at.number, folder):
                     break
+
+    def _is_lost(self, at: Publication, latest: Latest) -> bool:
+        """Returns whether the newest publication does not descend from ``at``. A publisher uses each number once."""
+        if latest.run == at.run:
+            return False
+        if latest.number <= at.number:
+            return True
+        with suppress(ValueError):  # The record cannot be read now.
+            try:
+                there = self._source.publication(at.number)
+                return (there.run, there.version) != (at.run, at.version)
+            except FileNotFoundError:  # It was deleted, as the publisher does with old ones.
+                with suppress(FileNotFoundError):
+                    base = self._source.publication(at.number + 1).base
+                    return base is not None and base != at.version
+        return False
 
     def _apply(self, at: Publication, latest: Latest, folder: Path) -> str | None:
         """Applies the delta after ``at``. Returns the reason if that is not possible."""

@@ -22,6 +22,7 @@ _GAUGES = {
 _COUNTERS = {
     "fulls_loaded": "The number of full exports that were loaded.",
     "deltas_applied": "The number of deltas that were applied.",
+    "history_changes": "The number of times that the follower has left a history that the place has lost.",
     "batches": "The number of calls of the model.",
 }
 

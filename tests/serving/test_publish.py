@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torchrec_recstore_serving.destinations import publications_at
 from ..checkpoint.models import batch as sharded_batch
 from ..checkpoint.models import recstore
 from ..distributed.workers import run_on_ranks
-from ..redis_server import RedisServer, needs_redis, redis_server
+from ..redis_server import RedisServer, needs_redis
 
 
 class Clicks(nn.Module):
@@ -46,23 +46,6 @@ class Clicks(nn.Module):
         """(B, L) -> (B, 1)."""
         out: Tensor = self.over(self.bag(ids))
         return out
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as started:
-        yield started
-
-
-@pytest.fixture(params=["directory", pytest.param("redis", marks=needs_redis)])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A destination without publications."""
-    if request.param == "directory":
-        return str(tmp_path / "published")
-    server: RedisServer = request.getfixturevalue("server")
-    with server.client() as client:
-        client.flushall()
-    return f"{server.url}/0?stream=clicks"
 
 
 def assert_follows(follower: Follower, model: nn.Module, folder: Path) -> None:
