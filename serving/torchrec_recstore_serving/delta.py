@@ -94,7 +94,7 @@ def open_base(base: str | Path | torch.jit.ScriptModule) -> torch.jit.ScriptModu
         if not Path(base).is_file():
             raise FileNotFoundError(f"there is no exported model at {base}")
         verify(base)
-        return _load_export(base)
+        return load_export(base)
     _check_served(base, "base")
     # A check would read all rows of a model with a hash index. Its version follows from the changed rows of each delta.
     if not is_hashed(base):
@@ -105,7 +105,7 @@ def open_base(base: str | Path | torch.jit.ScriptModule) -> torch.jit.ScriptModu
     return base
 
 
-def _load_export(path: str | Path) -> torch.jit.ScriptModule:
+def load_export(path: str | Path) -> torch.jit.ScriptModule:
     """Loads a served model from a file that :func:`verify` has passed.
 
     Raises:
@@ -301,7 +301,7 @@ def described(path: Path) -> dict[str, Any]:
 
 
 def _export(path: Path) -> dict[str, Any]:
-    served = _load_export(path)
+    served = load_export(path)
     modules = {path: module for path, module in served.named_modules() if hasattr(module, "has_ids")}
     of_tables = {f"{path}.{kind}".lstrip(".") for path in modules for kind in ("ids", "rows")}
     tables = {

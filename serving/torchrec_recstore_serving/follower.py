@@ -10,7 +10,8 @@ import math
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,12 +20,15 @@ import torch
 from safetensors import SafetensorError
 
 from torchrec_recstore.utils import warn_user
-from torchrec_recstore_serving.delta import open_base, read_delta
+from torchrec_recstore_serving.bad_reads import BadReads, last_line
+from torchrec_recstore_serving.delta import load_export, read_delta
 from torchrec_recstore_serving.destinations import publications_at
 from torchrec_recstore_serving.publications import Kind, Latest, Publication
+from torchrec_recstore_serving.verification import check_file
 
-# The errors of a file that is gone, damaged or of another model.
-_BROKEN = (FileNotFoundError, ValueError, RuntimeError, SafetensorError, torch.jit.Error)
+# The errors of a file that is gone, not whole, damaged or of another model, and of a machine without memory.
+_BAD = (OSError, MemoryError, ValueError, RuntimeError, SafetensorError, torch.jit.Error)
+_END_S = 1.0  # The longest time to wait for the end of a thread that only reads the source.
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class FollowerState:
         history_changes: The number of times that the follower has left a history. A publisher that continues from an
             older checkpoint, while the place has lost the publications after it, begins another history.
         problem: The reason why the newest publication is not served. None: it is served, or is being applied.
+        waits_for: The publication or the file that is loaded next: ``"publication 6"``, ``"a full export"``, or
+            ``"delta 5, which is read again in 1.5 s"``.
     """
 
     source: str
@@ -57,6 +63,7 @@ class FollowerState:
     deltas_applied: int
     history_changes: int
     problem: str | None
+    waits_for: str
 
 
 class Follower:
@@ -65,9 +72,11 @@ class Follower:
     Any number of threads may call :attr:`model`. A call sees one version of the rows from its beginning to its end. Get
     :attr:`model` anew for each call: a publication may replace the model.
 
-    If a publication is missing, damaged, or does not apply to the version before, the follower warns with the cause,
-    serves the rows that it has, and continues with the next full export. If the place has lost the publication that is
-    served, and has publications of another publisher in its stead, the follower loads the newest full export at once.
+    If a publication is missing, damaged, or does not apply to the version before, the follower warns with the cause and
+    serves the rows that it has. It reads the file again after pauses that grow up to a minute, or continues with the
+    next full export. A file whose checksum was wrong in eight reads in a row, each time with the same bytes, is not
+    read again. If the place has lost the publication that is served, and has publications of another publisher in its
+    stead, the follower loads the newest full export at once.
 
     Args:
         source: The destination of the publisher: the path of a directory, or ``redis://host:port/db?stream=name``.
@@ -81,13 +90,16 @@ class Follower:
         self._source = publications_at(source)
         self._served: tuple[torch.jit.ScriptModule, Publication] | None = None
         self._latest: Latest | None = None
-        self._unusable: dict[tuple[str, int, str], str] = {}
-        """The reasons why files cannot be used, by the run and the number of the publication, and the kind of file."""
+        self._bad = BadReads()
+        """The files that cannot be used, by the run and the number of the publication, and the kind of file."""
+        self._failed: tuple[str, int, Kind] | None = None
+        """The file for which the last poll ended."""
         self._problem: str | None = None
         self._told: set[str] = set()
         self._fulls = self._deltas = self._history_changes = 0
         self._polling = threading.Lock()
         self._stop = threading.Event()
+        self._loading = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -148,7 +160,17 @@ class Follower:
             deltas_applied=self._deltas,
             history_changes=self._history_changes,
             problem=self._problem,
+            waits_for=self._waits_for(),
         )
+
+    def _waits_for(self) -> str:
+        at, failed, latest = self._at, self._failed, self._latest
+        if failed is not None and not self._bad.is_final(failed):
+            _, number, kind = failed
+            return f"{'full export' if kind == 'full' else kind} {number}, {self._bad.next_read(failed)}"
+        if at is None or failed is not None:
+            return "a full export"
+        return f"publication {(at.number if latest is None else max(at.number, latest.number)) + 1}"
 
     def poll(self) -> bool:
         """Applies everything that has been published since the last call.
@@ -168,11 +190,13 @@ class Follower:
             if latest is None:
                 return False
             if not self._is_at(latest):
+                self._failed = None
                 with tempfile.TemporaryDirectory(prefix="recstore-follow-") as folder:
                     self._catch_up(latest, Path(folder))
             if self._is_at(latest):
-                self._problem = None
+                self._problem = self._failed = None
                 self._told.clear()
+                self._bad.clear()
             return self.version != before
 
     def start(self, every_s: float = 0.5) -> None:
@@ -190,10 +214,15 @@ class Follower:
             self._thread.start()
 
     def close(self) -> None:
-        """Stops the thread and releases the source. The model can still be called."""
+        """Stops the thread and releases the source. The model can still be called.
+
+        The call waits for a publication that is being loaded or applied, and for nothing else.
+        """
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        end = time.monotonic() + _END_S
+        while self._thread is not None and self._thread.is_alive() and (self._loading or time.monotonic() < end):
+            self._source.stop()  # again and again, because the thread may just have begun to wait
+            self._thread.join(0.01)
         self._source.close()
 
     def __enter__(self) -> Follower:
@@ -210,8 +239,9 @@ class Follower:
                 self.poll()
                 self._source.wait(0 if self._latest is None else self._latest.number, every_s)
             except Exception as error:
-                self._say(f"it cannot be read at the moment: {_last_line(error)}")
-                self._stop.wait(every_s)
+                if not self._stop.is_set():
+                    self._say(f"it cannot be read at the moment: {last_line(error)}")
+                    self._stop.wait(every_s)
 
     def _is_at(self, latest: Latest) -> bool:
         """Returns whether the newest publication is served."""
@@ -251,22 +281,29 @@ class Follower:
     def _apply(self, at: Publication, latest: Latest, folder: Path) -> str | None:
         """Applies the delta after ``at``. Returns the reason if that is not possible."""
         number = at.number + 1
-        if (latest.run, number, "delta") in self._unusable:
-            return self._unusable[latest.run, number, "delta"]
+        file: tuple[str, int, Kind] = (latest.run, number, "delta")
+        cause = self._bad.cause(file)
+        if cause is not None:
+            self._failed = file
+            return cause
         try:
             publication = self._source.publication(number)
             if publication.base is None:
                 return "it has no delta, because the publisher began anew"
             if publication.base != at.version:
                 return f"it is a delta of version {publication.base}, and the rows are of version {at.version}"
-            delta = read_delta(self._source.fetch(number, "delta", folder))
-            # Calls that run keep the model that they have.
-            model = copy.deepcopy(self.model)
-            model.apply_delta(delta)
-            if model.recstore_version() != publication.version:
-                raise ValueError("its delta is that of another publication")
-        except _BROKEN as error:
-            return self._unusable_for(error, latest, number, "delta")
+            delta = read_delta(self._checked(number, "delta", folder))
+            with self._changing():
+                # Calls that run keep the model that they have.
+                model = copy.deepcopy(self.model)
+                model.apply_delta(delta)
+                if model.recstore_version() != publication.version:
+                    raise ValueError("its delta is that of another publication")
+        except ConnectionError:
+            raise
+        except _BAD as error:
+            self._failed = file
+            return self._bad.add(file, error)
         self._served = model, publication
         self._deltas += 1
         return None
@@ -274,39 +311,56 @@ class Follower:
     def _load(self, latest: Latest, after: int, folder: Path) -> bool:
         """Loads the newest full export that can be used and has a number above ``after``."""
         for number in reversed(latest.fulls):
-            if number <= after or (latest.run, number, "full") in self._unusable:
+            file: tuple[str, int, Kind] = (latest.run, number, "full")
+            if number <= after:
+                continue
+            if self._bad.cause(file) is not None:
+                self._failed = file
                 continue
             try:
                 publication = self._source.publication(number)
-                model = open_base(self._source.fetch(number, "full", folder))
-                if model.recstore_version() != publication.version:
-                    raise ValueError("its full export is that of another publication")
-            except _BROKEN as error:
-                cause = self._unusable_for(error, latest, number, "full")
-                self._say(f"full export {number} cannot be loaded: {cause}")
+                path = self._checked(number, "full", folder)
+                with self._changing():
+                    model = load_export(path)
+                    if model.recstore_version() != publication.version:
+                        raise ValueError("its full export is that of another publication")
+            except ConnectionError:
+                raise
+            except _BAD as error:
+                self._failed = file
+                self._say(f"full export {number} cannot be loaded: {self._bad.add(file, error)}")
                 continue
             self._served = model, publication
             self._fulls += 1
             return True
         return False
 
-    def _unusable_for(self, error: Exception, latest: Latest, number: int, kind: Kind) -> str:
-        """Returns the reason why a file cannot be used. A file that is there is not tried again."""
-        cause = _last_line(error)
-        if not isinstance(error, FileNotFoundError):
-            self._unusable[latest.run, number, kind] = cause
-        return cause
+    def _checked(self, number: int, kind: Kind, folder: Path) -> Path:
+        """Returns a file of a publication after its bytes have been checked."""
+        path = self._source.fetch(number, kind, folder)
+        check_file(path, self._source.name_of(number, kind), on_block=self._check_open)
+        return path
+
+    def _check_open(self) -> None:
+        if self._stop.is_set() and threading.current_thread() is self._thread:
+            raise ConnectionError(f"{self._source} is closed")
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Makes :meth:`close` wait: the process must not end while torch loads a model."""
+        self._loading = True
+        try:
+            self._check_open()
+            yield
+        finally:
+            self._loading = False
 
     def _say(self, problem: str) -> None:
         """Keeps a problem for :attr:`state`, and warns about it once until the follower is up to date again."""
         self._problem = f"{self._source}: {problem}"
         if problem not in self._told:
             self._told.add(problem)
-            warn_user(f"{self._problem}: the present rows are served until the next full export is loaded")
-
-
-def _last_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            warn_user(f"{self._problem}: the present rows are served until the newest publication can be used")
 
 
 def follow(source: str | Path, *, every_s: float = 0.5, timeout_s: float = 60.0) -> Follower:

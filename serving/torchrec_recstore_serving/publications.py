@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -133,8 +133,14 @@ class Publications(Protocol):
             OSError: The place cannot be read.
         """
 
+    def name_of(self, number: int, kind: Kind) -> str:
+        """Returns the name of a file of a publication, for messages."""
+
     def wait(self, number: int, seconds: float) -> None:
         """Waits until there may be a publication after ``number``, but at most for ``seconds``."""
+
+    def stop(self) -> None:
+        """Ends the waits and reads of other threads, which may then raise any error, and all later waits."""
 
     def close(self) -> None:
         """Releases the place and its connection."""
@@ -198,6 +204,7 @@ class DirectoryPublications:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._lock: FileLock | None = None
+        self._stopped = threading.Event()
 
     def claim(self, run: str) -> Latest | None:
         """See :meth:`Publications.claim`."""
@@ -253,9 +260,17 @@ class DirectoryPublications:
         os.stat(path)
         return path
 
+    def name_of(self, number: int, kind: Kind) -> str:
+        """See :meth:`Publications.name_of`."""
+        return str(self.path_of(number, kind))
+
     def wait(self, number: int, seconds: float) -> None:
         """See :meth:`Publications.wait`."""
-        time.sleep(seconds)
+        self._stopped.wait(seconds)
+
+    def stop(self) -> None:
+        """See :meth:`Publications.stop`."""
+        self._stopped.set()
 
     def close(self) -> None:
         """See :meth:`Publications.close`."""

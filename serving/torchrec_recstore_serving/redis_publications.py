@@ -77,6 +77,7 @@ class RedisPublications:
             raise ValueError(f"{self._public}: the url cannot be parsed") from None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._run = ""
+        self._stopped = False
 
     def claim(self, run: str) -> Latest | None:
         """See :meth:`Publications.claim`."""
@@ -165,10 +166,19 @@ class RedisPublications:
                 if len(data) < _PART_BYTES:
                     return path
 
+    def name_of(self, number: int, kind: Kind) -> str:
+        """See :meth:`Publications.name_of`."""
+        return self._key(number, kind)
+
     def wait(self, number: int, seconds: float) -> None:
         """See :meth:`Publications.wait`."""
         milliseconds = max(1, int(1000 * min(seconds, _BLOCK_S)))
         self._once(lambda: self._client.xread({self._stream: f"{number}-0"}, count=1, block=milliseconds))
+
+    def stop(self) -> None:
+        """See :meth:`Publications.stop`."""
+        self._stopped = True
+        self._client.connection_pool.disconnect()
 
     def close(self) -> None:
         """See :meth:`Publications.close`."""
@@ -252,6 +262,8 @@ class RedisPublications:
 
     def _once(self, action: Callable[[], _Result]) -> _Result:
         """Calls ``action`` once."""
+        if self._stopped:
+            raise ConnectionError(f"{self} is closed")
         try:
             return action()
         except _PASSING as error:

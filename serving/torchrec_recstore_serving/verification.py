@@ -42,6 +42,19 @@ _PATTERNS = {
 }
 
 
+class DamagedError(ValueError):
+    """The bytes of a file are not those that were written. The message names the file.
+
+    Args:
+        message: The message.
+        contents: A checksum of the bytes.
+    """
+
+    def __init__(self, message: str, contents: str) -> None:
+        super().__init__(message)
+        self.contents = contents
+
+
 @cache
 def scripted_function(function: Callable[..., Any]) -> Any:
     """Compiles a function with TorchScript."""
@@ -155,12 +168,28 @@ def verify(path: str | Path) -> None:
         OSError: The file cannot be read.
         ValueError: The file is damaged, or it is of another format.
     """
-    with Path(path).open("rb") as file:
-        _, place = _kind_and_place(file)
-        checksum = _checksum(file, place)
+    check_file(Path(path), str(path))
+
+
+def check_file(path: Path, name: str, on_block: Callable[[], object] = lambda: None) -> None:
+    """Compares a file with its checksum; see :func:`verify`.
+
+    Args:
+        path: The file.
+        name: The name of the file in errors.
+        on_block: A callback that is called after each block of the file. Its error ends the check.
+
+    Raises:
+        OSError: The file cannot be read.
+        DamagedError: The checksum is wrong.
+        ValueError: The file has no checksum, or it is of another format.
+    """
+    with path.open("rb") as file:
+        _, place = _kind_and_place(file, name)
+        checksum = _checksum(file, place, name, on_block)
         file.seek(place)
         if file.read(_DIGITS) != checksum:
-            raise ValueError(f"{path} is damaged: its checksum does not fit")
+            raise DamagedError(f"{name} is damaged: its checksum does not fit", checksum.decode())
 
 
 def kind_of(path: str | Path) -> Kind:
@@ -171,7 +200,7 @@ def kind_of(path: str | Path) -> Kind:
         ValueError: The file is neither of them, or it is of another format.
     """
     with Path(path).open("rb") as file:
-        return _kind_and_place(file)[0]
+        return _kind_and_place(file, str(path))[0]
 
 
 def sign_export(path: Path) -> None:
@@ -196,13 +225,13 @@ def sign(path: Path) -> None:
         OSError: The file cannot be written.
     """
     with path.open("r+b") as file:
-        _, place = _kind_and_place(file)
-        checksum = _checksum(file, place)
+        _, place = _kind_and_place(file, str(path))
+        checksum = _checksum(file, place, str(path))
         file.seek(place)
         file.write(checksum)
 
 
-def _kind_and_place(file: BinaryIO) -> tuple[Kind, int]:
+def _kind_and_place(file: BinaryIO, name: str) -> tuple[Kind, int]:
     """Returns whether a file is an exported model or a delta, and the position of the checksum's digits."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -213,13 +242,13 @@ def _kind_and_place(file: BinaryIO) -> tuple[Kind, int]:
     searched = file.read(min(int.from_bytes(begin[:8], "little"), 100_000_000))  # safetensors' own limit of a header
     found = _PATTERNS[kind].search(searched)
     if found is None:
-        raise ValueError(f"{file.name} is neither an exported model nor a delta, or it is damaged: it has no checksum")
+        raise ValueError(f"{name} is neither an exported model nor a delta, or it is damaged: it has no checksum")
     if int(found[1]) != FORMAT:
-        raise ValueError(not_known(f"{file.name} has the format {int(found[1])}"))
+        raise ValueError(not_known(f"{name} has the format {int(found[1])}"))
     return kind, first + found.end(1) + 1
 
 
-def _checksum(file: BinaryIO, place: int) -> bytes:
+def _checksum(file: BinaryIO, place: int, name: str, on_block: Callable[[], object] = lambda: None) -> bytes:
     """Computes the checksum of a file with zeros in the place of its digits, or without them if they are at the end."""
     size = file.seek(0, os.SEEK_END)
     size = place if place + _DIGITS == size else size
@@ -229,8 +258,9 @@ def _checksum(file: BinaryIO, place: int) -> bytes:
     for begin in range(0, size, _BLOCK_BYTES):
         view = memoryview(block)[: min(_BLOCK_BYTES, size - begin)]
         if file.readinto(view) != len(view):  # type: ignore[attr-defined]
-            raise ValueError(f"{file.name} has become shorter while it was read")
+            raise ValueError(f"{name} has become shorter while it was read")
         for byte in range(max(begin, place), min(begin + len(view), place + _DIGITS)):
             view[byte - begin] = ord("0")
         state = after(state, torch.frombuffer(view, dtype=torch.uint8))
+        on_block()
     return str(scripted_function(hexadecimal)(state)).encode()

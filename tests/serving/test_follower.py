@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import copy
+import re
+import resource
 import shutil
+import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from torchrec_recstore.inference import DeltaPublisher, Follower
 from torchrec_recstore.utils import RecStoreWarning
+from torchrec_recstore_serving import bad_reads
 
 from ..redis_server import RedisServer
-from .test_publish import Clicks, assert_follows, change, publish
+from .test_predictor import FollowCommand
+from .test_publish import Clicks, assert_follows, change, publish, trained, wait_for
 
 DELTAS = 8
 
@@ -70,3 +77,141 @@ def test_a_history_that_forked(lost: str, place: str, tmp_path: Path, request: p
             publish(publisher)
             assert follower.poll()
             assert follower.state.history_changes == 1
+
+
+def next_read(follower: Follower, pauses: list[float]) -> bool:
+    """Polls when the file that could not be used is read again; before this time, a poll does not read it."""
+    said = re.search(r"again in ([\d.]+) s", follower.state.waits_for)
+    if said is not None:
+        pauses.append(float(said[1]))
+        assert not follower.poll(), "it is not read yet"
+        wait_for(lambda: "again in 0.0 s" in follower.state.waits_for)
+        time.sleep(0.05)
+    return follower.poll()
+
+
+def test_a_read_that_fails_for_a_moment(tmp_path: Path) -> None:
+    """A file that is missing or not whole yet is read again, with growing pauses."""
+    place, model = tmp_path / "published", trained()
+    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher, Follower(place) as follower:
+        publish(publisher)
+        assert follower.poll()
+        change(model, 0)
+        publish(publisher)
+        delta = place / "000000000002.delta"
+        whole = delta.read_bytes()
+        pauses: list[float] = []
+        for present in (None, b"", whole[: len(whole) // 2], whole[:-1]):
+            delta.unlink()
+            if present is not None:
+                delta.write_bytes(present)
+            else:
+                delta.mkdir()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RecStoreWarning)
+                assert not next_read(follower, pauses)
+            assert "publication 2 cannot be applied: " in str(follower.state.problem)
+            assert str(delta) in str(follower.state.problem)
+            assert follower.state.waits_for.startswith("delta 2, which is read again in ")
+            if present is None:
+                delta.rmdir()
+                delta.touch()
+        assert pauses == sorted(pauses)
+        assert pauses[-1] > 2 * pauses[0]
+        delta.write_bytes(whole)
+        assert next_read(follower, pauses)
+        assert_follows(follower, model, tmp_path)
+        assert (follower.state.problem, follower.state.waits_for) == (None, "publication 3")
+
+
+def test_a_moment_without_memory(tmp_path: Path) -> None:
+    place = tmp_path / "published"
+    model = trained()
+    model.dense = dense = nn.Parameter(torch.zeros(100_000_000 // 4))
+    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher, Follower(place) as follower:
+        publish(publisher)
+        assert follower.poll()
+        with torch.no_grad():
+            dense += 1
+        publish(publisher)
+        used = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + 20_000_000, before[1]))
+        try:
+            with pytest.warns(RecStoreWarning, match="publication 2 cannot be applied: .*[mM]emory"):
+                assert not follower.poll()
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        assert next_read(follower, [])
+        assert follower.state.problem is None
+
+
+@pytest.mark.parametrize("kind", ["delta", "full"])
+def test_a_checksum_that_is_wrong_again_and_again(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damaged bytes are given up after eight reads, until the next full export."""
+    monkeypatch.setattr(bad_reads, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(bad_reads, "_LONGEST_PAUSE_S", 0.02)
+    place, model = tmp_path / "published", trained()
+    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher, Follower(place) as follower:
+        publish(publisher)
+        if kind == "delta":
+            assert follower.poll()
+            change(model, 0)
+            publish(publisher)
+        file = place / ("000000000002.delta" if kind == "delta" else "000000000001.pt")
+        good = file.read_bytes()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RecStoreWarning)
+            for bit, reads, end in (
+                (1, 5, False),
+                (2, 5, False),
+                (2, 3, True),
+            ):  # The bytes change once, as in a file that is being copied.
+                file.write_bytes(good[:-100] + bytes([good[-100] ^ bit]) + good[-99:])
+                for _ in range(reads):
+                    next_read(follower, [])
+                assert f"{file.name} is damaged: its checksum does not fit" in str(follower.state.problem)
+                assert ("again in" in follower.state.waits_for) == (not end)
+        assert "in 8 reads" in str(follower.state.problem)
+        assert follower.state.waits_for == "a full export"
+        file.write_bytes(good)
+        time.sleep(0.1)
+        assert not follower.poll(), "it is not read again"
+        publisher._writer._next_full = 0  # type: ignore[union-attr]
+        change(model, 1)
+        publish(publisher)
+        assert follower.poll()
+        assert_follows(follower, model, tmp_path)
+        assert follower.state.problem is None
+
+
+def test_close_does_not_wait_for_the_next_look(place: str, request: pytest.FixtureRequest) -> None:
+    with DeltaPublisher(trained(), place, every_s=0) as publisher:
+        publish(publisher)
+        for paused in (False, True) if "://" in place else (False,):
+            follower = Follower(place)
+            follower.start(every_s=60)
+            wait_for(lambda follower=follower: follower.version is not None)  # type: ignore[misc]
+            server: RedisServer = request.getfixturevalue("server")
+            try:
+                if paused:
+                    server.pause()
+                    time.sleep(0.1)
+                begin = time.monotonic()
+                follower.close()
+                assert time.monotonic() - begin < 2
+            finally:
+                server.resume()
+            assert follower.model.recstore_version() == follower.version
+
+
+def test_sigterm_does_not_wait_for_the_next_look(place: str) -> None:
+    with DeltaPublisher(trained(), place, every_s=0) as publisher:
+        publish(publisher)
+    command = FollowCommand(place, "--http", "127.0.0.1:0", "--poll-every", "60", "--report-every", "60")
+    wait_for(lambda: command.http("/health")[0] == 200)
+    begin = time.monotonic()
+    command.command.terminate()
+    assert command.command.wait(60) == 0, command.command.stderr
+    assert time.monotonic() - begin < 5
+    assert command.lines()[-1]["event"] == "stopped"
