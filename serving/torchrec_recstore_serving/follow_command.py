@@ -64,6 +64,12 @@ def follow(
     poll_every: Annotated[
         float, typer.Option(metavar="SECONDS", help="Longest time between two looks at the source.")
     ] = 0.2,
+    max_age: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", help="Age of the rows above which health checks say that the server is not ready."
+        ),
+    ] = None,
     report_every: Annotated[
         float, typer.Option(metavar="SECONDS", help="Time between two reports of the state with --json.")
     ] = 10.0,
@@ -97,6 +103,7 @@ def follow(
             threads=threads,
             poll_s=poll_every,
             report_s=report_every,
+            max_age_s=max_age,
         )
         begin = time.monotonic()
 

@@ -41,9 +41,12 @@ class FollowerState:
         number: The number of the publication that has these rows.
         newest: The number of the newest publication that is known.
         versions_behind: The number of publications that are not applied yet.
-        seconds_behind: The age of the rows in seconds: the time since the moment up to which they are known to be those
-            of the trained model. Infinity if no full export has been loaded yet. It needs equal clocks on the machines
-            of publisher and follower.
+        seconds_behind: The age of the rows in seconds, the larger of the two ages that follow. Infinity if no full
+            export has been loaded yet.
+        publication_age_s: The time in seconds since the moment up to which the rows are known to be those of the
+            trained model, by the publisher's clock. 0 if that clock is ahead.
+        arrival_age_s: The time in seconds since the follower has first seen that moment, by its own monotonic clock. It
+            grows when the publisher is gone, whatever the clocks say.
         fulls_loaded: The number of full exports that have been loaded.
         deltas_applied: The number of deltas that have been applied.
         history_changes: The number of times that the follower has left a history. A publisher that continues from an
@@ -59,6 +62,8 @@ class FollowerState:
     newest: int
     versions_behind: int
     seconds_behind: float
+    publication_age_s: float
+    arrival_age_s: float
     fulls_loaded: int
     deltas_applied: int
     history_changes: int
@@ -90,6 +95,10 @@ class Follower:
         self._source = publications_at(source)
         self._served: tuple[torch.jit.ScriptModule, Publication] | None = None
         self._latest: Latest | None = None
+        self._seen_s = 0.0
+        """The time by ``time.monotonic()`` at which the follower has first seen the newest publication."""
+        self._fresh = (-math.inf, -math.inf)
+        """The moment up to which the rows are right, by the publisher's clock, and when the follower has seen it."""
         self._bad = BadReads()
         """The files that cannot be used, by the run and the number of the publication, and the kind of file."""
         self._failed: tuple[str, int, Kind] | None = None
@@ -134,11 +143,12 @@ class Follower:
     @property
     def seconds_behind(self) -> float:
         """The age of the served rows in seconds; see :class:`FollowerState`."""
-        at, latest = self._at, self._latest
-        if at is None:
-            return math.inf
-        newest = latest is not None and (latest.run, latest.number) == (at.run, at.number)
-        return max(0.0, time.time() - (latest.time if newest and latest is not None else at.time))
+        return max(self._ages())
+
+    def _ages(self) -> tuple[float, float]:
+        """Returns the age of the rows by the publisher's clock, and since the arrival of the news."""
+        moment, arrival = self._fresh
+        return max(0.0, time.time() - moment), time.monotonic() - arrival
 
     @property
     def versions_behind(self) -> int:
@@ -149,13 +159,16 @@ class Follower:
     @property
     def state(self) -> FollowerState:
         """The state of the follower."""
+        publication_age_s, arrival_age_s = self._ages()
         return FollowerState(
             source=str(self._source),
             version=self.version,
             number=0 if self._at is None else self._at.number,
             newest=0 if self._latest is None else self._latest.number,
             versions_behind=self.versions_behind,
-            seconds_behind=self.seconds_behind,
+            seconds_behind=max(publication_age_s, arrival_age_s),
+            publication_age_s=publication_age_s,
+            arrival_age_s=arrival_age_s,
             fulls_loaded=self._fulls,
             deltas_applied=self._deltas,
             history_changes=self._history_changes,
@@ -185,8 +198,10 @@ class Follower:
             RecStoreWarning: A publication cannot be used. The message has the cause.
         """
         with self._polling:
-            before = self.version
-            self._latest = latest = self._source.latest()
+            before, now = self._served, time.monotonic()
+            latest = self._source.latest()
+            self._seen_s = self._seen_s if latest == self._latest else now
+            self._latest = latest
             if latest is None:
                 return False
             if not self._is_at(latest):
@@ -197,7 +212,10 @@ class Follower:
                 self._problem = self._failed = None
                 self._told.clear()
                 self._bad.clear()
-            return self.version != before
+                self._fresh = (latest.time, self._seen_s)
+            elif self._served is not before and self._at is not None:
+                self._fresh = (self._at.time, self._seen_s)
+            return self.version != (None if before is None else before[1].version)
 
     def start(self, every_s: float = 0.5) -> None:
         """Starts a thread that polls the source.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -18,10 +19,12 @@ from torchrec_recstore_serving import predictor_pb2 as pb
 from torchrec_recstore_serving.batching import Answer, Batcher
 from torchrec_recstore_serving.follower import Follower
 from torchrec_recstore_serving.predictor_http import HttpServer, failure
-from torchrec_recstore_serving.predictor_metrics import PredictorMetrics
+from torchrec_recstore_serving.predictor_metrics import AGES, PredictorMetrics
 from torchrec_recstore_serving.predictor_pb2_grpc import PredictorServicer, add_PredictorServicer_to_server
 from torchrec_recstore_serving.request_values import array_of, value_of
 from torchrec_recstore_serving.requests import JaggedArgument, Value, request_of
+
+_LOOK_S = 0.05  # The time between two looks at whether the server is ready.
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class PredictorOptions:
         threads: The number of threads that call the model.
         poll_s: The longest time between two looks at the source, in seconds.
         report_s: The time between two reports, in seconds.
+        max_age_s: The age of the rows in seconds above which the server is not ready. None: there is no limit.
 
     Raises:
         ValueError: A value is invalid.
@@ -50,13 +54,15 @@ class PredictorOptions:
     threads: int = 2
     poll_s: float = 0.2
     report_s: float = 10.0
+    max_age_s: float | None = None
 
     def __post_init__(self) -> None:
         for flag, value in (("--max-batch", self.max_batch), ("--threads", self.threads)):
             if value < 1:
                 raise ValueError(f"{flag} must be at least 1, got {value}")
-        for flag, seconds in (("--poll-every", self.poll_s), ("--report-every", self.report_s)):
-            if not (seconds > 0 and math.isfinite(seconds)):
+        times = {"--poll-every": self.poll_s, "--report-every": self.report_s, "--max-age": self.max_age_s}
+        for flag, seconds in times.items():
+            if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
                 raise ValueError(f"{flag} must be a positive number of seconds, got {seconds:g}")
         if self.http is not None:
             self.listening.check_address("--http", self.http)
@@ -88,6 +94,7 @@ class Predictor:
     def __init__(self, options: PredictorOptions) -> None:
         self.jagged = options.jagged or {}
         """See :func:`torchrec_recstore_serving.requests.request_of`."""
+        self._max_age_s = options.max_age_s
         self.follower = Follower(options.source)
         self._described: tuple[object, Mapping[str, Any]] = (None, {})
         """The model, and the arguments of its ``forward`` by name."""
@@ -113,7 +120,7 @@ class Predictor:
             ValueError: The arguments do not fit the model.
             ConnectionError: No full export has been loaded yet.
         """
-        if not self.is_ready():
+        if self.follower.version is None:
             raise ConnectionError(self.follower.state.problem or "no full export has been loaded yet")
         model = self.follower.model
         if self._described[0] is not model:  # torch makes the description anew in each call
@@ -122,16 +129,26 @@ class Predictor:
         _check_names(self._described[1], arguments)
         return self._batcher.submit(request_of(arguments, self.jagged), caller_s=caller_s)
 
-    def is_ready(self) -> bool:
-        """Returns whether a full export has been loaded."""
-        return self.follower.version is not None
+    def not_ready(self) -> str | None:
+        """Returns why the server is not ready: no full export has been loaded, or the rows are too old. None: it is."""
+        state = self.follower.state
+        if state.version is None:
+            return state.problem or "no full export has been loaded yet"
+        if self._max_age_s is None or state.seconds_behind <= self._max_age_s:
+            return None
+        return (
+            f"the rows are older than --max-age {self._max_age_s:g}: {state.publication_age_s:.1f} s by the clock of "
+            f"the publisher, and the last news of them arrived {state.arrival_age_s:.1f} s ago; "
+            f"{state.problem or f'the follower waits for {state.waits_for}'}"
+        )
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the follower and of the queue, for JSON."""
         state = asdict(self.follower.state)
-        if not math.isfinite(state["seconds_behind"]):
-            state["seconds_behind"] = None
-        return {**state, **self._batcher.report()}
+        for name in AGES:
+            if not math.isfinite(state[name]):
+                state[name] = None
+        return {**state, "not_ready": self.not_ready(), **self._batcher.report()}
 
     def report_gauges(self, numbers: Numbers) -> None:
         """Adds numbers to the metrics."""
@@ -165,7 +182,8 @@ def serve_predictions(
 ) -> None:
     """Runs a server until SIGTERM or SIGINT. This function must be called from the main thread.
 
-    The server takes calls at once, and refuses predictions until the first full export is loaded.
+    The server takes calls at once, and refuses predictions until the first full export is loaded. If the rows become
+    too old, it still answers predictions, and its health checks say that it is not ready.
 
     Args:
         options: The options.
@@ -194,11 +212,14 @@ def serve_predictions(
             server.start()
             predictor.follower.start(options.poll_s)
             ready(server.address, None if http is None else http.address)
-            while not stop.wait(0.05) and not predictor.is_ready():
-                pass
-            server.set_serving(True)
-            while not stop.wait(options.report_s):
-                report(predictor.state())
+            serving, reported = False, time.monotonic()
+            while not stop.wait(min(_LOOK_S, options.report_s)):
+                if serving != (predictor.not_ready() is None):
+                    serving = not serving
+                    server.set_serving(serving)
+                if time.monotonic() >= reported + options.report_s:
+                    reported = time.monotonic()
+                    report(predictor.state())
             server.stop()
             if http is not None:
                 http.close()

@@ -51,8 +51,8 @@ class Answering(Protocol):
     def state(self) -> dict[str, Any]:
         """Returns the state of the server."""
 
-    def is_ready(self) -> bool:
-        """Returns whether a full export has been loaded."""
+    def not_ready(self) -> str | None:
+        """Returns why the server is not ready. None: it is."""
 
 
 def failure(error: Exception) -> str:
@@ -132,8 +132,8 @@ class HttpServer:
 
     def health(self) -> tuple[int, bytes]:
         """Returns the answer to GET /health."""
-        there = self._predictor.is_ready()
-        return 200 if there else 503, _encoded({"serving": there})
+        reason = self._predictor.not_ready()
+        return 200 if reason is None else 503, _encoded({"serving": reason is None, "reason": reason})
 
     def state(self) -> tuple[int, bytes]:
         """Returns the answer to GET /state."""

@@ -13,8 +13,12 @@ from torchrec_recstore_service.server.listening import host_and_port
 from torchrec_recstore_service.server.metrics import Numbers, add_gauges
 from torchrec_recstore_service.server.metrics_endpoint import MetricsEndpoint
 
+AGES = ("seconds_behind", "publication_age_s", "arrival_age_s")
 _GAUGES = {
-    "seconds_behind": "The age of the served rows in seconds.",
+    "seconds_behind": "The age of the served rows in seconds: the larger of the two that follow.",
+    "publication_age_s": "The age of the served rows in seconds by the clock of the publisher.",
+    "arrival_age_s": "The time in seconds since the last news of the served rows has arrived.",
+    "not_ready": "Whether the server is not ready: 1 or 0.",
     "versions_behind": "The number of publications that are not applied.",
     "problem": "Whether the newest publication cannot be served: 1 or 0.",
     "number": "The number of the publication that is served.",
@@ -58,8 +62,10 @@ class PredictorMetrics:
         class OfFollower:
             def collect(self) -> Iterator[Any]:
                 now = {**state()}
-                now["problem"] = now["problem"] is not None
-                now["seconds_behind"] = math.inf if now["seconds_behind"] is None else now["seconds_behind"]
+                for name in ("problem", "not_ready"):
+                    now[name] = now[name] is not None
+                for name in AGES:
+                    now[name] = math.inf if now[name] is None else now[name]
                 for names, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
                     for name, text in names.items():
                         yield family(f"recstore_follow_{name}", text, value=now[name])

@@ -205,6 +205,8 @@ class DirectoryPublications:
         self._directory = directory
         self._lock: FileLock | None = None
         self._stopped = threading.Event()
+        self._kept: set[str] = set()
+        """The names of the publisher's newest full export, and of the files after it."""
 
     def claim(self, run: str) -> Latest | None:
         """See :meth:`Publications.claim`."""
@@ -225,18 +227,24 @@ class DirectoryPublications:
 
     def append(self, publication: Publication, before: Latest | None) -> Latest | None:
         """See :meth:`Publications.append`."""
-        if not self._has(before):
+        if not self._has(before) or (publication.base is not None and not self._is_whole()):
             return None
         after = latest_after(publication, before)
         self._write(self._record(publication.number), described(publication))
         self._write(self._directory / "latest.json", described(after))
+        kinds: list[Kind] = ["full"] if publication.full else ["delta"]
+        names = {
+            self._record(publication.number).name,
+            *(self.path_of(publication.number, kind).name for kind in kinds),
+        }
+        self._kept = names if publication.full else self._kept | names
         if publication.full:
             self._trim(after)
         return after
 
     def confirm(self, latest: Latest) -> bool:
         """See :meth:`Publications.confirm`."""
-        if not self._has(latest):
+        if not self._has(latest) or not self._is_whole():
             return False
         self._write(self._directory / "latest.json", described(latest))
         return True
@@ -287,6 +295,10 @@ class DirectoryPublications:
             make_directory(self._directory)
         known = None if before is None else (before.number, before.run)
         return known == (None if found is None else (found.number, found.run))
+
+    def _is_whole(self) -> bool:
+        """Returns whether nobody else has deleted what followers need."""
+        return self._kept <= set(os.listdir(self._directory))
 
     def _record(self, number: int) -> Path:
         return self._directory / f"{number:012d}.json"

@@ -354,7 +354,7 @@ class _Writer:
                 self._base.apply_delta(read_delta(info.path))
             there = self._append(info, full, moment)
         if not there:
-            warn_user(f"{self._place} has lost its newest publications: a full export is published")
+            warn_user(f"{self._place} has lost publications: a full export is published")
             self._resume()
             if not self._append(None, True, moment):
                 raise OSError(f"{self._place} loses its publications while they are written")

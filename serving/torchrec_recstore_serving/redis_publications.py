@@ -78,6 +78,10 @@ class RedisPublications:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._run = ""
         self._stopped = False
+        self._kept: list[str] = []
+        """The keys of the publisher's newest full export, and of the deltas after it."""
+        self._length = 0
+        """The number of entries, as the publisher has left them."""
 
     def claim(self, run: str) -> Latest | None:
         """See :meth:`Publications.claim`."""
@@ -113,6 +117,8 @@ class RedisPublications:
         def commit(pipeline: Any) -> bool:
             if keys and pipeline.exists(*keys) != len(keys):
                 return False
+            if publication.base is not None and not self._is_whole(pipeline):
+                return False
             pipeline.multi()
             pipeline.xadd(self._stream, fields, id=f"{number}-0")
             pipeline.set(self._key("latest"), described(after))
@@ -124,14 +130,20 @@ class RedisPublications:
         done = self._call(lambda: self._transaction(commit, before, described(after)))
         for kind in ("full", "delta"):
             self.path_of(number, kind).unlink(missing_ok=True)
+        if done:
+            self._length += 1
+            self._kept += keys
         if done and publication.full:
             self._call(lambda: self._trim(after))
+            self._kept, self._length = keys, self._call(lambda: int(self._client.xlen(self._stream)))
         return after if done else None
 
     def confirm(self, latest: Latest) -> bool:
         """See :meth:`Publications.confirm`."""
 
         def commit(pipeline: Any) -> bool:
+            if not self._is_whole(pipeline):
+                return False
             pipeline.multi()
             pipeline.set(self._key("latest"), described(latest))
             return True
@@ -209,6 +221,11 @@ class RedisPublications:
                 self._call(partial(self._client.set, keys[-1], data, ex=_UPLOAD_SECONDS))
                 if len(data) < _PART_BYTES:
                     return keys
+
+    def _is_whole(self, pipeline: Any) -> bool:
+        """Returns whether nobody else has deleted what followers need."""
+        there = not self._kept or pipeline.exists(*self._kept) == len(self._kept)
+        return bool(there and pipeline.xlen(self._stream) == self._length)
 
     def _transaction(self, commit: Callable[[Any], bool], before: Latest | None, after: str) -> bool:
         """Runs a transaction on condition that the newest publication is the one that this publisher knows.

@@ -8,21 +8,27 @@ import resource
 import shutil
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import nn
 
 from torchrec_recstore.inference import DeltaPublisher, Follower
 from torchrec_recstore.utils import RecStoreWarning
 from torchrec_recstore_serving import bad_reads
+from torchrec_recstore_serving import publish as publish_module
 
-from ..redis_server import RedisServer
+from ..redis_server import RedisServer, free_port
 from .test_predictor import FollowCommand
+from .test_predictor_access import scraped
 from .test_publish import Clicks, assert_follows, change, publish, trained, wait_for
 
 DELTAS = 8
+SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 def emptied(place: str, request: pytest.FixtureRequest) -> None:
@@ -132,7 +138,7 @@ def test_a_moment_without_memory(tmp_path: Path) -> None:
         publish(publisher)
         assert follower.poll()
         with torch.no_grad():
-            dense += 1
+            dense.add_(1)
         publish(publisher)
         used = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
         before = resource.getrlimit(resource.RLIMIT_AS)
@@ -215,3 +221,102 @@ def test_sigterm_does_not_wait_for_the_next_look(place: str) -> None:
     assert command.command.wait(60) == 0, command.command.stderr
     assert time.monotonic() - begin < 5
     assert command.lines()[-1]["event"] == "stopped"
+
+
+class ClockAhead:
+    """The clock of a machine that is an hour ahead."""
+
+    monotonic, sleep = staticmethod(time.monotonic), staticmethod(time.sleep)
+
+    @staticmethod
+    def time() -> float:
+        return time.time() + 3600
+
+
+def test_a_dead_publisher_with_a_clock_ahead(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Health checks fail when the rows are too old, whatever the clock of the publisher says."""
+    monkeypatch.setattr(publish_module, "time", ClockAhead)
+    model, port = trained(), free_port()
+    command = FollowCommand(
+        place, "--http", "127.0.0.1:0", "--poll-every", "0.02", "--max-age", "3", "--metrics", f"127.0.0.1:{port}"
+    )
+    health = health_pb2_grpc.HealthStub(grpc.insecure_channel(command.serving["address"]))
+    try:
+        assert command.http("/health") == (503, {"serving": False, "reason": "no full export has been loaded yet"})
+        with DeltaPublisher(model, place, every_s=0) as publisher:
+            publish(publisher)
+            wait_for(lambda: command.http("/health") == (200, {"serving": True, "reason": None}))
+            wait_for(lambda: health.Check(health_pb2.HealthCheckRequest()).status == SERVING)
+            end = time.monotonic() + 4
+            while time.monotonic() < end:  # A model that does not change is fresh while the publisher says so.
+                publish(publisher)
+                assert command.http("/health")[0] == 200
+            assert command.http("/state")[1]["publication_age_s"] == 0
+        wait_for(lambda: command.http("/health")[0] == 503)
+        document = command.http("/health")[1]
+        assert re.match(
+            r"the rows are older than --max-age 3: 0\.0 s by the clock of the publisher, and the last news of them "
+            r"arrived [\d.]+ s ago; the follower waits for publication 2",
+            document["reason"],
+        )
+        wait_for(lambda: health.Check(health_pb2.HealthCheckRequest()).status != SERVING)
+        state, metrics = command.http("/state")[1], scraped(port)
+        assert (state["not_ready"] is None, state["waits_for"]) == (False, "publication 2")
+        assert state["seconds_behind"] == state["arrival_age_s"] > 3
+        assert metrics["recstore_follow_arrival_age_s"] == metrics["recstore_follow_seconds_behind"] > 3
+        assert (metrics["recstore_follow_publication_age_s"], metrics["recstore_follow_not_ready"]) == (0, 1)
+        assert command.http("/predict", {"arguments": {"ids": [[1, 2, 3, 4]]}})[0] == 200, "it still answers"
+        monkeypatch.undo()
+        with DeltaPublisher(model, place, every_s=0) as publisher:
+            publish(publisher)
+            wait_for(lambda: command.http("/health")[0] == 200)
+    finally:
+        command.command.terminate()
+        assert command.command.wait(60) == 0, command.command.stderr
+
+
+def delete(place: str, what: str, server: Callable[[], RedisServer]) -> None:
+    """Deletes a part of what has been published, as an operator or another program might do."""
+    if "://" not in place:
+        names = {"entries": "000000000002.json", "a full export": "000000000001.pt", "a delta": "000000000002.delta"}
+        (Path(place) / names[what]).unlink()
+        return
+    with server().client() as client:
+        if what == "entries":
+            client.xtrim("clicks", maxlen=1, approximate=False)
+        elif what == "a full export":
+            assert client.delete("clicks:1:full:0") == 1
+        else:
+            assert client.delete("clicks:2:delta:0") == 1
+
+
+@pytest.mark.parametrize("changed", [True, False])
+@pytest.mark.parametrize("what", ["entries", "a full export", "a delta"])
+def test_publications_that_others_delete(
+    what: str,
+    changed: bool,
+    place: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "://" in place:
+        monkeypatch.setattr("torchrec_recstore_serving.redis_publications._INLINE_BYTES", 0)
+    model = trained()
+    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher:
+        for step in range(3):
+            publish(publisher)
+            change(model, step)
+        publish(publisher)
+        delete(place, what, lambda: request.getfixturevalue("server"))
+        if changed:
+            change(model, 3)
+        with pytest.warns(RecStoreWarning, match="has lost publications: a full export is published"):
+            publish(publisher)
+        with Follower(place) as follower:
+            assert follower.poll()
+            assert_follows(follower, model, tmp_path)
+        change(model, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RecStoreWarning)
+            publish(publisher)

@@ -163,7 +163,7 @@ def test_metrics_and_json(server: FollowCommand, folder: Path, model: nn.Module,
     documented = (ROOT / "docs" / "publishing.md").read_text()
     documented = documented[documented.index("`--metrics` is an address") :]
     names = re.findall(r"`(recstore_\w+)`", documented.partition("\n\n")[0])
-    assert len(names) == 18
+    assert len(names) == 21
     for name in names:
         assert any(found.startswith(name) for found in after), name
     assert after["recstore_connections"] >= 0

@@ -54,8 +54,8 @@ class Fake:
     def state(self) -> dict[str, Any]:
         return {}
 
-    def is_ready(self) -> bool:
-        return True
+    def not_ready(self) -> None:
+        return None
 
 
 @contextmanager

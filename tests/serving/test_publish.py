@@ -297,7 +297,7 @@ def test_a_place_that_loses_everything(place: str, tmp_path: Path, request: pyte
                         client.flushall()
                 else:
                     (Path(place) / "latest.json").unlink()
-            with pytest.warns(RecStoreWarning, match="has lost its newest publications: a full export is published"):
+            with pytest.warns(RecStoreWarning, match="has lost publications: a full export is published"):
                 publish(publisher)
         with pytest.warns(RecStoreWarning, match="publication 3 cannot be applied"):
             assert follower.poll()
