@@ -27,12 +27,19 @@ needs_cluster = pytest.mark.skipif(
 class RedisServer:
     """One server; ``start`` after ``stop`` or ``kill`` uses the same port and directory again."""
 
-    def __init__(self, directory: Path, *arguments: str, port: int | None = None, ping: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *arguments: str,
+        port: int | None = None,
+        ping: str | None = None,
+        password: str | None = None,
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.port = free_port() if port is None else port
-        self.url = f"redis://127.0.0.1:{self.port}"
-        self._arguments = arguments
+        self.url = f"redis://{f':{password}@' if password else ''}127.0.0.1:{self.port}"
+        self._arguments = (*arguments, "--requirepass", password) if password else arguments
         self._ping = ping or self.url
         self._process: subprocess.Popen[bytes] | None = None
         self.start()

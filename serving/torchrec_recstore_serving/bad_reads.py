@@ -9,8 +9,6 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from torchrec_recstore_serving.verification import DamagedError
-
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 60.0
 _LAST_READ = 8  # The pauses before the eighth read are 32 s together.
@@ -54,7 +52,7 @@ class BadReads:
     def add(self, file: Hashable, error: BaseException) -> str:
         """Records a failed read, and returns the reason."""
         bad = self._found.setdefault(file, _BadRead(""))
-        contents = error.contents if isinstance(error, DamagedError) else None
+        contents: str | None = getattr(error, "contents", None)
         bad.times = bad.times + 1 if contents == bad.contents else 1
         bad.cause, bad.contents = last_line(error), contents
         bad.pause_s = min(max(2 * bad.pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,12 @@ from torchrec_recstore_serving.library import load_library
 from torchrec_recstore_serving.row_formats import FORMATS, packed
 from torchrec_recstore_serving.served_model import dense_tensors, served_tables, tensor_at, version_of
 from torchrec_recstore_serving.served_tables import ServedTable
+from torchrec_recstore_serving.signing import Key, key_at
 from torchrec_recstore_serving.verification import (
-    DELTA_METADATA,
     FORMAT,
+    check_file,
     checksum_of,
+    delta_metadata,
     kind_of,
     scripted_function,
     sign,
@@ -66,25 +70,39 @@ class DeltaInfo:
     dense: tuple[str, ...]
 
 
-def read_delta(path: str | Path) -> dict[str, Tensor]:
+def read_delta(path: str | Path, *, key: str | Path | None = None) -> dict[str, Tensor]:
     """Reads the tensors of a delta, the argument of a served model's ``apply_delta``.
 
     ``safetensors.torch.load_file`` returns the same tensors. ``apply_delta`` checks the delta's checksum.
 
     Args:
         path: The delta's file.
+        key: The file of the key with which the delta must have been signed. Default: None, the signature is not
+            checked.
 
     Raises:
-        OSError, SafetensorError: The file is missing or damaged.
-        ValueError: The file is no delta, or it is of another format.
+        OSError, SafetensorError: The file is missing or damaged, or the key cannot be read.
+        ValueError: The file is no delta, or it is of another format; or with ``key``, see :func:`verify`.
     """
+    if key is not None:
+        return checked_delta(Path(path), str(path), key_at(key))
     kind_of(path)
     tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     return tensors
 
 
-def open_base(base: str | Path | torch.jit.ScriptModule) -> torch.jit.ScriptModule:
-    """Checks a served model and returns it. A path is loaded first.
+def checked_delta(
+    path: Path, name: str, key: Key | None, on_block: Callable[[], object] = lambda: None
+) -> dict[str, Tensor]:
+    """Reads a delta into memory, checks the bytes, and returns their tensors. See check_file for the errors."""
+    data = path.read_bytes()
+    check_file(BytesIO(data), name, key, on_block)
+    tensors: dict[str, Tensor] = safetensors.torch.load(data)
+    return tensors
+
+
+def open_base(base: str | Path | torch.jit.ScriptModule, key: Key | None = None) -> torch.jit.ScriptModule:
+    """Checks a served model and returns it. A path is loaded first, if it is signed with the key.
 
     Raises:
         ValueError: The model was not exported by this package, is damaged, or is of another format.
@@ -93,8 +111,11 @@ def open_base(base: str | Path | torch.jit.ScriptModule) -> torch.jit.ScriptModu
     if not isinstance(base, torch.jit.ScriptModule):
         if not Path(base).is_file():
             raise FileNotFoundError(f"there is no exported model at {base}")
-        verify(base)
-        return load_export(base)
+        if key is None:
+            verify(base)
+            return load_export(base)
+        with tempfile.TemporaryDirectory(prefix="recstore-base-") as folder:
+            return load_export(private_copy(Path(base), Path(folder), str(base), key))
     _check_served(base, "base")
     # A check would read all rows of a model with a hash index. Its version follows from the changed rows of each delta.
     if not is_hashed(base):
@@ -103,6 +124,25 @@ def open_base(base: str | Path | torch.jit.ScriptModule) -> torch.jit.ScriptModu
         except torch.jit.Error as error:
             raise ValueError(f"base cannot be used: {str(error).strip().splitlines()[-1]}") from error
     return base
+
+
+def private_copy(path: Path, folder: Path, name: str, key: Key, on_block: Callable[[], object] = lambda: None) -> Path:
+    """Copies an exported model into a folder of this process, and checks the copy: nobody can change it afterwards.
+
+    Returns:
+        The path of the copy.
+
+    Raises:
+        OSError, ValueError: See :func:`verify`.
+    """
+    copy = folder / "copy.pt"
+    with path.open("rb") as source, copy.open("w+b") as file:
+        while block := source.read(1 << 24):
+            file.write(block)
+            on_block()
+        file.flush()
+        check_file(file, name, key, on_block)
+    return copy
 
 
 def load_export(path: str | Path) -> torch.jit.ScriptModule:
@@ -144,7 +184,11 @@ def dtype_of(base: torch.jit.ScriptModule) -> torch.dtype:
 
 
 def write_delta(
-    served: nn.Module, base: torch.jit.ScriptModule, path: Path, changes: Sequence[ChangedRows] | None = None
+    served: nn.Module,
+    base: torch.jit.ScriptModule,
+    path: Path,
+    changes: Sequence[ChangedRows] | None = None,
+    key: Key | None = None,
 ) -> DeltaInfo:
     """Writes the differences between two served models into a file.
 
@@ -154,6 +198,7 @@ def write_delta(
         path: The file. It is written completely or not at all.
         changes: The rows that have changed, if ``served`` has one row in each table, whose id is the position of the
             table's changes in this list. Default: None, all rows of ``served`` are compared with those of ``base``.
+        key: The key with which the file is signed. Default: None, no signature.
 
     Returns:
         A description of the delta.
@@ -189,11 +234,11 @@ def write_delta(
             dense[f"dense/{name}"] = tensor.clone(memory_format=torch.contiguous_format)
     after = base.recstore_version_after(tensors | dense) if is_hashed(base) else version_of(served, base)
     versions = base.recstore_version(), after
-    for key, version in zip(("base", "version"), versions, strict=True):
-        tensors[key] = torch.tensor(list(version.encode()), dtype=torch.uint8)
+    for name, version in zip(("base", "version"), versions, strict=True):
+        tensors[name] = torch.tensor(list(version.encode()), dtype=torch.uint8)
     tensors |= dense | {"format": torch.tensor([FORMAT])}
     tensors["checksum"] = scripted_function(checksum_of)(tensors)
-    _write(tensors, path)
+    _write(tensors, path, key)
     names = tuple(name.removeprefix("dense/") for name in dense)
     return DeltaInfo(path, path.stat().st_size, *versions, found, names)
 
@@ -270,11 +315,11 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*pair)
 
 
-def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
+def _write(tensors: Mapping[str, Tensor], path: Path, key: Key | None) -> None:
     try:
         with whole_file(path) as beside:
-            safetensors.torch.save_file(dict(tensors), beside, metadata=DELTA_METADATA)
-            sign(beside)
+            safetensors.torch.save_file(dict(tensors), beside, metadata=delta_metadata(key))
+            sign(beside, key)
     except (OSError, SafetensorError) as error:  # safetensors raises SafetensorError in the place of an OSError.
         raise OSError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 

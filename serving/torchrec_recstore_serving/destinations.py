@@ -8,16 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchrec_recstore_serving.publications import DirectoryPublications, Publications
+from torchrec_recstore_serving.signing import Key
 
 _SCHEMES = ("redis", "rediss", "unix")
 
 
-def publications_at(place: str | Path) -> Publications:
+def publications_at(place: str | Path, key: Key | None = None) -> Publications:
     """Opens a place of publications.
 
     Args:
         place: The path of a directory, or ``redis://host:port/db?stream=name``. The schemes ``rediss://`` and
             ``unix://`` are accepted too.
+        key: The key with which publications are signed, and which a follower requires. Default: None.
 
     Raises:
         TypeError, ValueError: ``place`` is neither of them.
@@ -27,7 +29,7 @@ def publications_at(place: str | Path) -> Publications:
         raise TypeError(f"the place must be the path of a directory or the URL of a stream, got {place!r}")
     scheme, separator, _ = str(place).partition("://")
     if not separator:
-        return DirectoryPublications(Path(place))
+        return DirectoryPublications(Path(place), key)
     if scheme not in _SCHEMES:
         raise ValueError(
             f"a place of publications is a directory, or redis://host:port/db?stream=name, got {scheme}://"
@@ -36,4 +38,4 @@ def publications_at(place: str | Path) -> Publications:
         from torchrec_recstore_serving.redis_publications import RedisPublications
     except ModuleNotFoundError as error:
         raise ImportError(f"{error.name} is missing: pip install 'torchrec-recstore[redis]'") from error
-    return RedisPublications(str(place))
+    return RedisPublications(str(place), key)

@@ -53,6 +53,7 @@ from torchrec_recstore_serving.selection import (
     whole_table,
 )
 from torchrec_recstore_serving.served_model import copied_with, scriptable
+from torchrec_recstore_serving.signing import Key, key_at
 from torchrec_recstore_serving.static_modules import (
     PositionWeights,
     ProcessedFeatures,
@@ -86,6 +87,7 @@ def export_for_inference(
     min_frequency: int = 0,
     top_rows: int | None = None,
     index: str = "sorted",
+    key: str | Path | None = None,
 ) -> nn.Module:
     """Makes a model for inference from a trained model. The result runs without this package.
 
@@ -115,6 +117,8 @@ def export_for_inference(
             needs the library of :func:`torchrec_recstore.inference.load_library`; it searches many times as fast, a
             copy of the model shares the rows, and deltas take time for the changed rows only. docs/serving.md says when
             to take which. Default: ``"sorted"``.
+        key: The file of a secret key of at least 32 characters, with which the file at ``path`` is signed;
+            docs/publishing.md says why. Default: None, no signature.
 
     Returns:
         The model in evaluation mode, on the CPU, on every rank.
@@ -133,8 +137,12 @@ def export_for_inference(
             exported table reads them as zeros. Or float32 rows or dense tensors have NaN or infinity.
     """
     env = whole_environment()
+    signing: Key | None = None
     with refused_together(env):
         check_index(index)
+        if key is not None and path is None:
+            raise ValueError("key signs a file: pass path, too")
+        signing = key_at(key) if env.rank == 0 else None
     marks: dict[Table, int] = {}
     exported = read_model(model, dtype, min_frequency, top_rows, env, marks, path)
     version = ""
@@ -142,7 +150,7 @@ def export_for_inference(
         with refused_together(env):
             if env.rank == 0:
                 script = scripted(scriptable(exported, index=index))
-                save_script(script, Path(path))
+                save_script(script, Path(path), signing)
                 version = script.recstore_version()
         if index == "hash" and not min_frequency and top_rows is None:
             remember(marks, all_gathered(version, env)[0])
@@ -184,6 +192,7 @@ def export_delta(
     base: str | Path | torch.jit.ScriptModule,
     min_frequency: int = 0,
     top_rows: int | None = None,
+    key: str | Path | None = None,
 ) -> DeltaInfo:
     """Writes the differences between a model and an earlier export into a file. Collective if the model is sharded.
 
@@ -202,6 +211,8 @@ def export_delta(
             it. Deltas may have been applied to the loaded model.
         min_frequency: The value with which ``base`` was exported. Default: 0.
         top_rows: The value with which ``base`` was exported. Default: None.
+        key: The file of the secret key with which the delta is signed. If ``base`` is a file, it must have been signed
+            with the same key. Default: None, no signature.
 
     Returns:
         A description of the delta, on every rank.
@@ -211,13 +222,15 @@ def export_delta(
             different model. All of these errors are raised on every rank.
     """
     env = whole_environment()
+    signing: Key | None = None
     served: torch.jit.ScriptModule | None = None
     dtype: torch.dtype | None = None
     hashed, version = False, ""
     with refused_together(env):
         if env.rank == 0:
             check_path(Path(path))
-            served = open_base(base)
+            signing = key_at(key)
+            served = open_base(base, signing)
             dtype = dtype_of(served)
             hashed, version = is_hashed(served), served.recstore_version()
     dtype, hashed, version = all_gathered((dtype, hashed, version), env)[0]
@@ -233,7 +246,7 @@ def export_delta(
     info: DeltaInfo | None = None
     with refused_together(env):
         if served is not None:
-            info = write_delta(scriptable(exported), served, Path(path), changes)
+            info = write_delta(scriptable(exported), served, Path(path), changes, signing)
     info = all_gathered(info, env)[0]
     assert info is not None
     if chained:

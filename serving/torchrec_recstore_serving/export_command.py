@@ -56,6 +56,10 @@ def export(
             min=1, metavar="N", help="Export only the N most frequent rows of each table.", rich_help_panel=ROWS
         ),
     ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File with the secret key that signs OUT, and has signed --delta-of."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -79,7 +83,7 @@ def export(
         for name in tables or ():
             if (tables or []).count(name) > 1:
                 raise ValueError(f"--table {name} is named twice")
-        info = _export(checkpoint, output, tables, dtype or "int8", delta_of, min_frequency, top_rows)
+        info = _export(checkpoint, output, tables, dtype or "int8", delta_of, min_frequency, top_rows, key)
     if as_json:
         print_json(_as_json(info))
     else:
@@ -94,6 +98,7 @@ def _export(
     delta_of: Path | None,
     min_frequency: int,
     top_rows: int | None,
+    key: Path | None,
 ) -> ExportInfo | DeltaInfo:
     from torchrec_recstore.checkpoint.info import read_info
 
@@ -115,6 +120,7 @@ def _export(
                     dtype=DTYPES[dtype],
                     min_frequency=min_frequency,
                     top_rows=top_rows,
+                    key=key,
                     advance=advance,
                 )
             else:
@@ -124,6 +130,7 @@ def _export(
                     base=delta_of,
                     min_frequency=min_frequency,
                     top_rows=top_rows,
+                    key=key,
                     advance=advance,
                 )
     for warning in caught:

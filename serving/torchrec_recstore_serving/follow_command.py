@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +40,10 @@ def follow(
     listen: Listen,
     http: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Address for JSON over HTTP: POST /predict, GET /state.")
+    ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File with the secret key of the publisher. Nothing else is loaded."),
     ] = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -80,7 +85,8 @@ def follow(
     """Serve predictions of a published model over gRPC, with rows that follow the training, until SIGTERM or Ctrl-C.
 
     Loads the newest full export, applies all deltas after it, and continues to apply deltas. An address that other
-    machines can reach requires TLS and a token.
+    machines can reach requires TLS and a token. A model that is loaded runs code of its file: without --key, everyone
+    who may write to SOURCE is trusted.
 
     Example: recstore follow published --listen 127.0.0.1:7800 --http 127.0.0.1:7801
 
@@ -98,6 +104,7 @@ def follow(
             source=source,
             listening=listening,
             http=http,
+            key=key,
             jagged=dict(map(jagged_of, jagged or [])),
             max_batch=max_batch,
             threads=threads,
@@ -107,12 +114,13 @@ def follow(
         )
         begin = time.monotonic()
 
-        def ready(address: str, http_address: str | None) -> None:
+        def ready(address: str, http_address: str | None, trusts: str) -> None:
             if as_json:
                 said = {"event": "serving", "address": address, "http": http_address, "pid": os.getpid()}
-                print(json.dumps(said), flush=True)
+                print(json.dumps({**said, "trusts": trusts}), flush=True)
             else:
                 print(f"serving on {address}{f', http://{http_address}' if http_address else ''}", flush=True)
+                print(f"loads models of {trusts}", flush=True)
 
         def report(state: Mapping[str, Any]) -> None:
             if as_json:

@@ -21,9 +21,10 @@ from safetensors import SafetensorError
 
 from torchrec_recstore.utils import warn_user
 from torchrec_recstore_serving.bad_reads import BadReads, last_line
-from torchrec_recstore_serving.delta import load_export, read_delta
+from torchrec_recstore_serving.delta import checked_delta, load_export, private_copy
 from torchrec_recstore_serving.destinations import publications_at
 from torchrec_recstore_serving.publications import Kind, Latest, Publication
+from torchrec_recstore_serving.signing import key_at
 from torchrec_recstore_serving.verification import check_file
 
 # The errors of a file that is gone, not whole, damaged or of another model, and of a machine without memory.
@@ -85,14 +86,22 @@ class Follower:
 
     Args:
         source: The destination of the publisher: the path of a directory, or ``redis://host:port/db?stream=name``.
+        key: The file of the publisher's key. Nothing is loaded that is not signed with it. Default: None, everyone who
+            may write to the source is trusted.
 
     Raises:
-        TypeError, ValueError: ``source`` is neither of them.
+        TypeError, ValueError: ``source`` is neither of them; ``key`` is short, or other users can read it; or there is
+            no ``key``, and everyone can write to the source.
+        OSError: The key cannot be read.
         ImportError: The package ``redis`` is missing.
+
+    Warns:
+        RecStoreWarning: There is no ``key``, and other users can write to the source.
     """
 
-    def __init__(self, source: str | Path) -> None:
-        self._source = publications_at(source)
+    def __init__(self, source: str | Path, *, key: str | Path | None = None) -> None:
+        self._key = key_at(key)
+        self._source = publications_at(source, self._key)
         self._served: tuple[torch.jit.ScriptModule, Publication] | None = None
         self._latest: Latest | None = None
         self._seen_s = 0.0
@@ -105,11 +114,34 @@ class Follower:
         """The file for which the last poll ended."""
         self._problem: str | None = None
         self._told: set[str] = set()
+        self._told_of_writers: set[str] = set()
         self._fulls = self._deltas = self._history_changes = 0
         self._polling = threading.Lock()
         self._stop = threading.Event()
         self._loading = False
         self._thread: threading.Thread | None = None
+        try:
+            self._check_writers()
+        except ValueError:
+            self._source.close()
+            raise
+
+    @property
+    def trusts(self) -> str:
+        """Whose models are loaded. A model that is loaded runs code of its file."""
+        if self._key is not None:
+            return f"everyone who has the key {self._key.path}"
+        return f"{self._source.writers().trusted}, because there is no key"
+
+    def _check_writers(self) -> None:
+        writers = self._source.writers()
+        if self._key is not None or writers.danger is None:
+            return
+        if writers.anyone:
+            raise ValueError(f"{writers.danger}, or publish and follow with a key: a model that is loaded runs code")
+        if writers.danger not in self._told_of_writers:
+            self._told_of_writers.add(writers.danger)
+            warn_user(f"{writers.danger}, or publish and follow with a key")
 
     @property
     def model(self) -> torch.jit.ScriptModule:
@@ -192,7 +224,8 @@ class Follower:
             Whether the served rows have changed.
 
         Raises:
-            OSError: The source cannot be read. The model is as it was, and the call can be repeated.
+            OSError, ValueError: The source cannot be read, or its newest publication is not signed with the key, or
+                everyone can write to it. The model is as it was, and the call can be repeated.
 
         Warns:
             RecStoreWarning: A publication cannot be used. The message has the cause.
@@ -206,6 +239,7 @@ class Follower:
                 return False
             if not self._is_at(latest):
                 self._failed = None
+                self._check_writers()
                 with tempfile.TemporaryDirectory(prefix="recstore-follow-") as folder:
                     self._catch_up(latest, Path(folder))
             if self._is_at(latest):
@@ -310,7 +344,8 @@ class Follower:
                 return "it has no delta, because the publisher began anew"
             if publication.base != at.version:
                 return f"it is a delta of version {publication.base}, and the rows are of version {at.version}"
-            delta = read_delta(self._checked(number, "delta", folder))
+            path = self._source.fetch(number, "delta", folder)
+            delta = checked_delta(path, self._source.name_of(number, "delta"), self._key, self._check_open)
             with self._changing():
                 # Calls that run keep the model that they have.
                 model = copy.deepcopy(self.model)
@@ -337,7 +372,7 @@ class Follower:
                 continue
             try:
                 publication = self._source.publication(number)
-                path = self._checked(number, "full", folder)
+                path = self._checked_full(number, folder)
                 with self._changing():
                     model = load_export(path)
                     if model.recstore_version() != publication.version:
@@ -353,10 +388,13 @@ class Follower:
             return True
         return False
 
-    def _checked(self, number: int, kind: Kind, folder: Path) -> Path:
-        """Returns a file of a publication after its bytes have been checked."""
-        path = self._source.fetch(number, kind, folder)
-        check_file(path, self._source.name_of(number, kind), on_block=self._check_open)
+    def _checked_full(self, number: int, folder: Path) -> Path:
+        """Returns the file of a full export after its bytes have been checked."""
+        path, name = self._source.fetch(number, "full", folder), self._source.name_of(number, "full")
+        if self._key is not None and path.parent != folder:
+            return private_copy(path, folder, name, self._key, self._check_open)
+        with path.open("rb") as file:
+            check_file(file, name, self._key, self._check_open)
         return path
 
     def _check_open(self) -> None:
@@ -381,7 +419,9 @@ class Follower:
             warn_user(f"{self._problem}: the present rows are served until the newest publication can be used")
 
 
-def follow(source: str | Path, *, every_s: float = 0.5, timeout_s: float = 60.0) -> Follower:
+def follow(
+    source: str | Path, *, every_s: float = 0.5, timeout_s: float = 60.0, key: str | Path | None = None
+) -> Follower:
     """Loads a published model and keeps it up to date in a thread.
 
     Args:
@@ -389,17 +429,18 @@ def follow(source: str | Path, *, every_s: float = 0.5, timeout_s: float = 60.0)
             server, ``redis://host:port/db?stream=name``.
         every_s: The longest time between two looks at the source, in seconds. Default: 0.5.
         timeout_s: The time in seconds to wait for the first full export. Default: 60.
+        key: The file of the publisher's key; see :class:`Follower`. Default: None.
 
     Returns:
         The follower, which has loaded a full export and all deltas after it. Close it at the end.
 
     Raises:
-        TypeError, ValueError: ``source`` is neither of them.
+        TypeError, ValueError: See :class:`Follower`; or the newest publication is not signed with the key.
         TimeoutError: There was no full export that can be used.
         OSError: The source could not be read for this time.
         ImportError: The package ``redis`` is missing.
     """
-    follower = Follower(source)
+    follower = Follower(source, key=key)
     end = time.monotonic() + timeout_s
     try:
         while follower.version is None:

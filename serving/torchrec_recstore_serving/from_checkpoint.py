@@ -31,6 +31,7 @@ from torchrec_recstore_serving.selection import (
     warn_unless_finite,
 )
 from torchrec_recstore_serving.served_tables import ServedTable, ServedTables, served_table
+from torchrec_recstore_serving.signing import key_at
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def export_checkpoint(
     min_frequency: int = 0,
     top_rows: int | None = None,
     index: str = "sorted",
+    key: str | Path | None = None,
     advance: Callable[[int], object] = lambda rows: None,
 ) -> ExportInfo:
     """Writes the tables of a checkpoint into a file as one scripted module.
@@ -100,6 +102,7 @@ def export_checkpoint(
             :func:`torchrec_recstore.inference.export_for_inference`. Default: None, no limit.
         index: How the module searches ids; see :func:`torchrec_recstore.inference.export_for_inference`. With
             ``"hash"``, the module needs the native library and no FBGEMM. Default: ``"sorted"``.
+        key: The file of the secret key with which the file is signed. Default: None, no signature.
         advance: A callback that is called with the number of rows read since the last call. With ``min_frequency`` or
             ``top_rows``, all rows are read twice.
 
@@ -117,11 +120,12 @@ def export_checkpoint(
     output = Path(output)
     check_path(output)
     check_index(index)
+    signing = key_at(key)
     served, left_out = _served(checkpoint, tables, dtype, min_frequency, top_rows, advance)
     if index == "hash":
         hashed(served)
     script = scripted(served)
-    save_script(script, output)
+    save_script(script, output, signing)
     every: list[ServedTable] = list(served.tables)  # type: ignore[arg-type]
     infos = {
         table.name: ExportedTable(
@@ -143,6 +147,7 @@ def export_checkpoint_delta(
     base: str | Path | torch.jit.ScriptModule,
     min_frequency: int = 0,
     top_rows: int | None = None,
+    key: str | Path | None = None,
     advance: Callable[[int], object] = lambda rows: None,
 ) -> DeltaInfo:
     """Writes the differences between a checkpoint's tables and an earlier export into a file.
@@ -156,6 +161,7 @@ def export_checkpoint_delta(
             it.
         min_frequency: The value with which ``base`` was exported. Default: 0.
         top_rows: The value with which ``base`` was exported. Default: None.
+        key: The file of the secret key; see :func:`torchrec_recstore.inference.export_delta`. Default: None.
         advance: A callback that is called with the number of rows read since the last call.
 
     Returns:
@@ -165,12 +171,13 @@ def export_checkpoint_delta(
         FileNotFoundError, CheckpointError, TypeError, ValueError, OSError: See :func:`export_checkpoint`; or ``base``
             has other tables.
     """
-    base = open_base(base)
+    signing = key_at(key)
+    base = open_base(base, signing)
     output = Path(output)
     check_path(output)
     names = base.recstore_tables()
     served, _ = _served(checkpoint, names, dtype_of(base), min_frequency, top_rows, advance)
-    return write_delta(served, base, output)
+    return write_delta(served, base, output, key=signing)
 
 
 def _served(

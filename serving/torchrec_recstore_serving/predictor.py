@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -40,6 +41,7 @@ class PredictorOptions:
         threads: The number of threads that call the model.
         poll_s: The longest time between two looks at the source, in seconds.
         report_s: The time between two reports, in seconds.
+        key: The file of the publisher's key; see :class:`torchrec_recstore.inference.Follower`. None: there is none.
         max_age_s: The age of the rows in seconds above which the server is not ready. None: there is no limit.
 
     Raises:
@@ -54,6 +56,7 @@ class PredictorOptions:
     threads: int = 2
     poll_s: float = 0.2
     report_s: float = 10.0
+    key: Path | None = None
     max_age_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -95,7 +98,7 @@ class Predictor:
         self.jagged = options.jagged or {}
         """See :func:`torchrec_recstore_serving.requests.request_of`."""
         self._max_age_s = options.max_age_s
-        self.follower = Follower(options.source)
+        self.follower = Follower(options.source, key=options.key)
         self._described: tuple[object, Mapping[str, Any]] = (None, {})
         """The model, and the arguments of its ``forward`` by name."""
         self._metrics: PredictorMetrics | None = None
@@ -177,7 +180,7 @@ def _check_names(found: Mapping[str, Any], arguments: Mapping[str, Value]) -> No
 
 def serve_predictions(
     options: PredictorOptions,
-    ready: Callable[[str, str | None], object],
+    ready: Callable[[str, str | None, str], object],
     report: Callable[[Mapping[str, Any]], object],
 ) -> None:
     """Runs a server until SIGTERM or SIGINT. This function must be called from the main thread.
@@ -187,7 +190,8 @@ def serve_predictions(
 
     Args:
         options: The options.
-        ready: A function that is called with the address for gRPC and the address for HTTP when the server takes calls.
+        ready: A function that is called when the server takes calls, with the address for gRPC, the address for HTTP,
+            and whose models are loaded.
         report: A function that is called with the state every ``report_s`` seconds and at the end.
 
     Raises:
@@ -211,7 +215,7 @@ def serve_predictions(
             server.set_serving(False)
             server.start()
             predictor.follower.start(options.poll_s)
-            ready(server.address, None if http is None else http.address)
+            ready(server.address, None if http is None else http.address, predictor.follower.trusts)
             serving, reported = False, time.monotonic()
             while not stop.wait(min(_LOOK_S, options.report_s)):
                 if serving != (predictor.not_ready() is None):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import grp
+import hmac
 import json
 import os
+import pwd
+import stat
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torchrec_recstore.checkpoint.files import FileLock, is_staging, make_directory, whole_file
+from torchrec_recstore_serving.signing import Key, no_signature, wrong_signature
 
 Kind = Literal["full", "delta"]
 _SUFFIXES: dict[Kind, str] = {"full": ".pt", "delta": ".delta"}
@@ -139,6 +145,9 @@ class Publications(Protocol):
     def wait(self, number: int, seconds: float) -> None:
         """Waits until there may be a publication after ``number``, but at most for ``seconds``."""
 
+    def writers(self) -> Writers:
+        """Returns who may write to the place."""
+
     def stop(self) -> None:
         """Ends the waits and reads of other threads, which may then raise any error, and all later waits."""
 
@@ -149,44 +158,95 @@ class Publications(Protocol):
         """Returns the place without credentials, for messages."""
 
 
-def described(value: Publication | Latest) -> str:
-    """Returns a publication or the state of a place as JSON."""
-    return json.dumps(asdict(value))
+@dataclass(frozen=True)
+class Writers:
+    """Who may write to a place. A follower without a key trusts them, because a model that is loaded runs code.
+
+    Args:
+        trusted: All of them, for messages.
+        danger: Why others than the publisher may be among them, and how to prevent that. None: there are none that can
+            be seen.
+        anyone: Whether everyone may write, so that a follower without a key refuses the place.
+    """
+
+    trusted: str
+    danger: str | None = None
+    anyone: bool = False
 
 
-def latest_of(text: str | bytes, where: object) -> Latest:
+def described(value: Publication | Latest, key: Key | None = None) -> str:
+    """Returns a publication or the state of a place as JSON, with a signature if there is a key."""
+    fields = asdict(value)
+    return json.dumps(fields if key is None else {**fields, "signature": _signature(fields, key)})
+
+
+def _signature(fields: Mapping[str, Any], key: Key) -> str:
+    return key.sign("record", json.dumps(fields, sort_keys=True).encode())
+
+
+def latest_of(text: str | bytes, where: object, key: Key | None = None) -> Latest:
     """Returns the :class:`Latest` of a text that :func:`described` has made.
 
     Raises:
-        ValueError: The text is something else.
+        ValueError: The text is something else, or it is not signed with the key.
     """
-    fields = _fields(text, where)
+    fields = _fields(text, where, key)
     try:
         return Latest(**{**fields, "fulls": tuple(fields["fulls"])})
     except (TypeError, KeyError) as error:
         raise ValueError(f"{where} is not what a DeltaPublisher writes: {error}") from error
 
 
-def publication_of(text: str | bytes, where: object) -> Publication:
+def publication_of(text: str | bytes, number: int, where: object, key: Key | None = None) -> Publication:
     """Returns the :class:`Publication` of a text that :func:`described` has made.
 
     Raises:
-        ValueError: The text is something else.
+        ValueError: The text is something else, has another number, or is not signed with the key.
     """
     try:
-        return Publication(**_fields(text, where))
+        publication = Publication(**_fields(text, where, key))
     except TypeError as error:
         raise ValueError(f"{where} is not what a DeltaPublisher writes: {error}") from error
+    if publication.number != number:
+        raise ValueError(f"{where} is publication {publication.number}")
+    return publication
 
 
-def _fields(text: str | bytes, where: object) -> dict[str, Any]:
+def _fields(text: str | bytes, where: object, key: Key | None) -> dict[str, Any]:
     try:
         fields = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{where} is not what a DeltaPublisher writes: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{where} is not what a DeltaPublisher writes")
+    signature = fields.pop("signature", None)
+    if key is not None:
+        if not isinstance(signature, str):
+            raise no_signature(where, key)
+        expected = _signature(fields, key)
+        if not hmac.compare_digest(signature.encode(), expected.encode()):
+            raise wrong_signature(where, key, expected)
     return fields
+
+
+def _is_open(folder: Path) -> bool:
+    """Returns whether every user may replace the contents of a directory. In a sticky one, only its own files."""
+    mode = folder.stat().st_mode
+    return bool(mode & stat.S_IWOTH and not mode & stat.S_ISVTX)
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"the user {number}"
+
+
+def _group(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
 
 
 class DirectoryPublications:
@@ -199,10 +259,13 @@ class DirectoryPublications:
 
     Args:
         directory: The directory. The publisher creates it if it does not exist.
+        key: The key with which a publisher signs and which a follower requires. A publisher reads the number of the
+            newest publication whatever its signature is. Default: None.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, key: Key | None = None) -> None:
         self._directory = directory
+        self._key = key
         self._lock: FileLock | None = None
         self._stopped = threading.Event()
         self._kept: set[str] = set()
@@ -230,8 +293,8 @@ class DirectoryPublications:
         if not self._has(before) or (publication.base is not None and not self._is_whole()):
             return None
         after = latest_after(publication, before)
-        self._write(self._record(publication.number), described(publication))
-        self._write(self._directory / "latest.json", described(after))
+        self._write(self._record(publication.number), described(publication, self._key))
+        self._write(self._directory / "latest.json", described(after, self._key))
         kinds: list[Kind] = ["full"] if publication.full else ["delta"]
         names = {
             self._record(publication.number).name,
@@ -246,21 +309,21 @@ class DirectoryPublications:
         """See :meth:`Publications.confirm`."""
         if not self._has(latest) or not self._is_whole():
             return False
-        self._write(self._directory / "latest.json", described(latest))
+        self._write(self._directory / "latest.json", described(latest, self._key))
         return True
 
     def latest(self) -> Latest | None:
         """See :meth:`Publications.latest`."""
         path = self._directory / "latest.json"
         try:
-            return latest_of(path.read_bytes(), path)
+            return latest_of(path.read_bytes(), path, self._key if self._lock is None else None)
         except FileNotFoundError:
             return None
 
     def publication(self, number: int) -> Publication:
         """See :meth:`Publications.publication`."""
         path = self._record(number)
-        return publication_of(path.read_bytes(), path)
+        return publication_of(path.read_bytes(), number, path, self._key)
 
     def fetch(self, number: int, kind: Kind, folder: Path) -> Path:
         """See :meth:`Publications.fetch`."""
@@ -275,6 +338,23 @@ class DirectoryPublications:
     def wait(self, number: int, seconds: float) -> None:
         """See :meth:`Publications.wait`."""
         self._stopped.wait(seconds)
+
+    def writers(self) -> Writers:
+        """See :meth:`Publications.writers`."""
+        trusted = f"everyone who may write the directory {self}"
+        try:
+            folder = self._directory.resolve(strict=True)
+            anyone = next(filter(_is_open, (folder, *folder.parents)), None)
+            there = folder.stat()
+        except OSError:  # It does not exist yet.
+            return Writers(trusted)
+        trusted += f", which belongs to {_user(there.st_uid)}"
+        if anyone is not None:
+            return Writers(trusted, f"every user of this machine may write {anyone}: chmod o-w {anyone}", anyone=True)
+        group = _group(there.st_gid)
+        if there.st_mode & stat.S_IWGRP and group != _user(there.st_uid):
+            return Writers(trusted, f"the group {group} may write {folder}: chmod g-w {folder}")
+        return Writers(trusted)
 
     def stop(self) -> None:
         """See :meth:`Publications.stop`."""

@@ -21,13 +21,14 @@ from torchrec_recstore.sharders.gather import all_gathered, picklable, refused_t
 from torchrec_recstore.store import Table
 from torchrec_recstore.utils import warn_user
 from torchrec_recstore_serving.changes import ChangedRows, remember
-from torchrec_recstore_serving.delta import DeltaInfo, is_hashed, read_delta, write_delta
+from torchrec_recstore_serving.delta import DeltaInfo, checked_delta, is_hashed, write_delta
 from torchrec_recstore_serving.destinations import publications_at
 from torchrec_recstore_serving.export import read_changes, read_model
 from torchrec_recstore_serving.hashed_tables import check_index
 from torchrec_recstore_serving.publications import Latest, Publication
 from torchrec_recstore_serving.script import save_script, scripted
 from torchrec_recstore_serving.served_model import scriptable
+from torchrec_recstore_serving.signing import Key, key_at
 
 _PAUSE_S = 0.01
 _EXCHANGES = 32  # the largest number of exchanges between ranks within every_s
@@ -65,6 +66,8 @@ class DeltaPublisher:
         top_rows: The maximum number of published rows of each table. Default: None.
         index: How the published model searches ids, ``"hash"`` or ``"sorted"``; see ``export_for_inference``. Default:
             ``"hash"``.
+        key: The file of a secret key of at least 32 characters, with which everything that is published is signed.
+            Followers with the same key load nothing else. Rank 0 reads it. Default: None, no signature.
 
     Raises:
         TypeError, ValueError: An argument is invalid, or the destination holds something else. Or the Redis server
@@ -73,6 +76,9 @@ class DeltaPublisher:
         OSError: The destination cannot be written.
         ImportError: The package ``redis`` is missing, or ``index`` is ``"hash"`` and the native library cannot be
             loaded. All of these errors are raised on every rank.
+
+    Warns:
+        RecStoreWarning: There is no ``key``, and other users can write the destination.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class DeltaPublisher:
         min_frequency: int = 0,
         top_rows: int | None = None,
         index: str = "hash",
+        key: str | Path | None = None,
     ) -> None:
         for name, value in (("every_s", every_s), ("full_every_s", full_every_s)):
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -105,7 +112,7 @@ class DeltaPublisher:
         with refused_together(self._env):
             check_index(index)
             if self._env.rank == 0:
-                self._writer = _Writer(destination, full_every_s, index)
+                self._writer = _Writer(destination, full_every_s, index, key_at(key))
 
     def step(self) -> None:
         """Publishes the model if a publication is due. Call it after each training step. Collective.
@@ -260,11 +267,13 @@ class _Writer:
         destination: See :class:`DeltaPublisher`.
         full_every_s: See :class:`DeltaPublisher`.
         index: See :class:`DeltaPublisher`.
+        key: The key that signs the publications, if there is one.
     """
 
-    def __init__(self, destination: str | Path, full_every_s: float, index: str) -> None:
+    def __init__(self, destination: str | Path, full_every_s: float, index: str, key: Key | None) -> None:
         self._index = index
-        self._place = publications_at(destination)
+        self._key = key
+        self._place = publications_at(destination, key)
         self._full_every_s = full_every_s
         self._run = secrets.token_hex(8)
         self._latest: Latest | None = None
@@ -279,6 +288,9 @@ class _Writer:
         """The error of the last publication, until it has been raised."""
         try:
             self._latest = self._place.claim(self._run)
+            danger = None if key is not None else self._place.writers().danger
+            if danger is not None:
+                warn_user(f"{danger}, or publish and follow with a key")
         except BaseException:
             self._place.close()
             raise
@@ -351,7 +363,7 @@ class _Writer:
                 self._latest = now
         else:
             if info is not None:
-                self._base.apply_delta(read_delta(info.path))
+                self._base.apply_delta(checked_delta(info.path, str(info.path), self._key))
             there = self._append(info, full, moment)
         if not there:
             warn_user(f"{self._place} has lost publications: a full export is published")
@@ -364,7 +376,7 @@ class _Writer:
         assert self._base is not None
         path = self._place.path_of(self._number + 1, "delta")
         try:
-            return write_delta(scriptable(reading.exported), self._base, path, reading.changes)
+            return write_delta(scriptable(reading.exported), self._base, path, reading.changes, self._key)
         except ValueError as error:
             warn_user(f"a full export is published without a delta: {error}")
             return None
@@ -374,7 +386,7 @@ class _Writer:
         assert self._base is not None
         number = self._number + 1
         if full:
-            save_script(self._base, self._place.path_of(number, "full"))
+            save_script(self._base, self._place.path_of(number, "full"), self._key)
         base = None if info is None else info.base
         publication = Publication(number, self._base.recstore_version(), base, moment, full, self._run)
         latest = self._place.append(publication, self._latest)

@@ -18,17 +18,19 @@ from redis.retry import Retry
 
 from torchrec_recstore.checkpoint.files import whole_file
 from torchrec_recstore.options import RedisStore
-from torchrec_recstore_service.wire.addresses import Backoff
+from torchrec_recstore_service.wire.addresses import Backoff, is_loopback
 from torchrec_recstore_serving.publications import (
     Kind,
     Latest,
     Publication,
+    Writers,
     described,
     first_kept,
     latest_after,
     latest_of,
     publication_of,
 )
+from torchrec_recstore_serving.signing import Key
 
 _PART_BYTES = 1 << 24
 _INLINE_BYTES = 1 << 16  # A delta up to this size is in its entry.
@@ -51,13 +53,15 @@ class RedisPublications:
 
     Args:
         url: The URL of the server, with ``stream=NAME`` in its query.
+        key: See :class:`torchrec_recstore_serving.publications.DirectoryPublications`. Default: None.
         retry_seconds: The time in seconds for which a failed write is repeated. Default: 30.
 
     Raises:
         ValueError: The URL has no stream, or cannot be parsed.
     """
 
-    def __init__(self, url: str, retry_seconds: float = 30.0) -> None:
+    def __init__(self, url: str, key: Key | None = None, retry_seconds: float = 30.0) -> None:
+        self._signing = key
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query))
         self._stream = query.pop("stream", "")
@@ -103,7 +107,7 @@ class RedisPublications:
         """See :meth:`Publications.append`."""
         number = publication.number
         after = latest_after(publication, before)
-        fields: dict[str, Any] = {"publication": described(publication), "parts": 0}
+        fields: dict[str, Any] = {"publication": described(publication, self._signing), "parts": 0}
         keys: list[str] = []
         delta = self.path_of(number, "delta")
         if publication.base is not None and delta.stat().st_size <= _INLINE_BYTES:
@@ -121,13 +125,13 @@ class RedisPublications:
                 return False
             pipeline.multi()
             pipeline.xadd(self._stream, fields, id=f"{number}-0")
-            pipeline.set(self._key("latest"), described(after))
+            pipeline.set(self._key("latest"), described(after, self._signing))
             for key in keys:
                 pipeline.persist(key)
                 pipeline.zadd(self._key("keys"), {key: number})
             return True
 
-        done = self._call(lambda: self._transaction(commit, before, described(after)))
+        done = self._call(lambda: self._transaction(commit, before, described(after, self._signing)))
         for kind in ("full", "delta"):
             self.path_of(number, kind).unlink(missing_ok=True)
         if done:
@@ -145,19 +149,20 @@ class RedisPublications:
             if not self._is_whole(pipeline):
                 return False
             pipeline.multi()
-            pipeline.set(self._key("latest"), described(latest))
+            pipeline.set(self._key("latest"), described(latest, self._signing))
             return True
 
-        return self._call(lambda: self._transaction(commit, latest, described(latest)))
+        return self._call(lambda: self._transaction(commit, latest, described(latest, self._signing)))
 
     def latest(self) -> Latest | None:
         """See :meth:`Publications.latest`."""
         text = self._once(lambda: self._client.get(self._key("latest")))
-        return None if text is None else latest_of(text, self)
+        required = None if self._run else self._signing
+        return None if text is None else latest_of(text, f"{self}, {self._key('latest')}", required)
 
     def publication(self, number: int) -> Publication:
         """See :meth:`Publications.publication`."""
-        return publication_of(self._entry(number)[b"publication"], f"{self}, {number}-0")
+        return publication_of(self._entry(number)[b"publication"], number, f"{self}, {number}-0", self._signing)
 
     def fetch(self, number: int, kind: Kind, folder: Path) -> Path:
         """See :meth:`Publications.fetch`."""
@@ -186,6 +191,16 @@ class RedisPublications:
         """See :meth:`Publications.wait`."""
         milliseconds = max(1, int(1000 * min(seconds, _BLOCK_S)))
         self._once(lambda: self._client.xread({self._stream: f"{number}-0"}, count=1, block=milliseconds))
+
+    def writers(self) -> Writers:
+        """See :meth:`Publications.writers`."""
+        known = self._client.connection_pool.connection_kwargs
+        if known.get("password") or known.get("ssl_certfile"):
+            return Writers(f"everyone who may write to {self}, which is asked with credentials")
+        trusted = f"everyone who reaches {self}, which is asked without a password"
+        if "path" in known or is_loopback(known.get("host", "localhost")):
+            return Writers(trusted, f"every user of this machine may write to {self}: set a password")
+        return Writers(trusted, f"everyone who reaches {self} may write to it: set a password", anyone=True)
 
     def stop(self) -> None:
         """See :meth:`Publications.stop`."""

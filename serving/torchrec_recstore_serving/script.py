@@ -20,6 +20,7 @@ from torchrec_recstore.checkpoint.files import whole_file
 from torchrec_recstore_serving.hashed_tables import HashedTable
 from torchrec_recstore_serving.served_model import dense_tensors, served_tables, tensor_at, version_of
 from torchrec_recstore_serving.served_tables import check_tensor, take_tensor  # noqa: F401
+from torchrec_recstore_serving.signing import Key
 from torchrec_recstore_serving.verification import (  # noqa: F401  (the methods of a served model call these)
     FORMAT,
     check_file_bytes,
@@ -57,8 +58,8 @@ _PLAIN = re.compile(r"(int|float|bool|str|List|Dict|Tuple|Optional|NoneType|[\[\
 _CODE_BYTES = 1 << 22  # An upper bound of a file's size without its tensors.
 
 
-def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
-    """Writes a scripted module completely or not at all.
+def save_script(script: torch.jit.ScriptModule, path: Path, key: Key | None = None) -> None:
+    """Writes a scripted module completely or not at all, and signs it if there is a key.
 
     Raises:
         OSError: The file cannot be written. The file at ``path`` is as it was.
@@ -70,7 +71,7 @@ def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
             with beside.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, _bytes(script) + _CODE_BYTES)
             script.save(str(beside))
-            sign_export(beside)
+            sign_export(beside, key)
     except OSError as error:
         if error.strerror is None:
             raise

@@ -5,9 +5,11 @@ TorchScript compiles the functions that compute checksums, so that a served mode
 
 from __future__ import annotations
 
+import hmac
 import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchrec_recstore.encoding import not_known
+from torchrec_recstore_serving.signing import Key, damaged, key_at, no_signature, wrong_signature
 
 FORMAT = 1
 """The number of the format of exported models and deltas."""
@@ -27,32 +30,31 @@ _BLOCK_BYTES = 1 << 19
 """The block size of :func:`checksum_after`. Data that is passed in several calls is split at multiples of it."""
 
 _EXPORT = b"recstore export %04d " % FORMAT
+_SIGNATURE = "recstore signature"
 _DIGITS = 16
+_SIGNATURE_DIGITS = 64
 _COMMENT_BYTES = len(_EXPORT) + _DIGITS
+_SIGNATURE_BYTES = len(_SIGNATURE) + 1 + _SIGNATURE_DIGITS + 1
 _NO_DIGITS = b"0" * _DIGITS
 _END = b"PK\x05\x06"  # The signature of the last record of a zip file: 22 bytes, and then the comment.
 _END_BYTES = 22
 
-DELTA_METADATA = {"recstore delta": f"{FORMAT:04d} {_NO_DIGITS.decode()}"}
-"""The entry of a delta's header, with zeros in the place of the checksum; see :func:`sign`."""
-
 _PATTERNS = {
-    "export": re.compile(_END + rb".{18}recstore export (\d{4}) [0-9a-f]{16}\Z", re.DOTALL),
+    "export": re.compile(
+        _END + rb".{18}(?:recstore signature [0-9a-f]{64} )?recstore export (\d{4}) [0-9a-f]{16}\Z", re.DOTALL
+    ),
     "delta": re.compile(rb'"recstore delta":"(\d{4}) [0-9a-f]{16}"'),
+}
+_SIGNATURES = {
+    "export": re.compile(_END + rb".{18}recstore signature ([0-9a-f]{64}) ", re.DOTALL),
+    "delta": re.compile(rb'"recstore signature":"([0-9a-f]{64})"'),
 }
 
 
-class DamagedError(ValueError):
-    """The bytes of a file are not those that were written. The message names the file.
-
-    Args:
-        message: The message.
-        contents: A checksum of the bytes.
-    """
-
-    def __init__(self, message: str, contents: str) -> None:
-        super().__init__(message)
-        self.contents = contents
+def delta_metadata(key: Key | None) -> dict[str, str]:
+    """Returns the entries of a delta's header, with zeros in the places of the checksum and signature; see sign."""
+    signature = {} if key is None else {_SIGNATURE: "0" * _SIGNATURE_DIGITS}
+    return {"recstore delta": f"{FORMAT:04d} {_NO_DIGITS.decode()}", **signature}
 
 
 @cache
@@ -153,43 +155,51 @@ def check_file_bytes(file: Tensor) -> None:
         raise ValueError("the file is damaged: its checksum does not fit")
 
 
-def verify(path: str | Path) -> None:
-    """Reads an exported model or a delta and compares the file with its checksum.
+def verify(path: str | Path, *, key: str | Path | None = None) -> None:
+    """Reads an exported model or a delta and compares the file with its checksum, and with its signature.
 
     The file's tensors and code are not loaded. ``torch.jit.load`` does not check a file, and loads files with flipped
     bits. So a server should call this function, or, if this package is not installed, the method ``verify`` of the
     served model with the bytes of the file.
 
+    A checksum shows damage, but everyone can compute it. A model that is loaded runs code of its file. If others can
+    write the file, verify and load a copy that they cannot write.
+
     Args:
         path: A file that ``export_for_inference``, ``export_checkpoint``, ``export_delta`` or
             ``export_checkpoint_delta`` has written.
+        key: The file of the key with which the file must have been signed. Default: None, the signature is not checked.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is damaged, or it is of another format.
+        OSError: The file or the key cannot be read.
+        ValueError: The file is damaged, or it is of another format; or with ``key``, it has no signature or the one of
+            another key.
     """
-    check_file(Path(path), str(path))
+    with Path(path).open("rb") as file:
+        check_file(file, str(path), key_at(key))
 
 
-def check_file(path: Path, name: str, on_block: Callable[[], object] = lambda: None) -> None:
-    """Compares a file with its checksum; see :func:`verify`.
+def check_file(file: BinaryIO, name: str, key: Key | None, on_block: Callable[[], object] = lambda: None) -> None:
+    """Compares a file with its checksum and its signature; see :func:`verify`.
 
     Args:
-        path: The file.
+        file: The file.
         name: The name of the file in errors.
+        key: The key. None: the signature is not checked.
         on_block: A callback that is called after each block of the file. Its error ends the check.
 
     Raises:
         OSError: The file cannot be read.
-        DamagedError: The checksum is wrong.
-        ValueError: The file has no checksum, or it is of another format.
+        ValueError: The checksum or the signature is wrong or missing, or the file is of another format.
     """
-    with path.open("rb") as file:
-        _, place = _kind_and_place(file, name)
-        checksum = _checksum(file, place, name, on_block)
-        file.seek(place)
-        if file.read(_DIGITS) != checksum:
-            raise DamagedError(f"{name} is damaged: its checksum does not fit", checksum.decode())
+    places = _places(file, name)
+    if key is not None and places.signature is None:
+        raise no_signature(name, key)
+    checksum, signature = _digests(file, places, name, key, on_block)
+    if key is not None and not hmac.compare_digest(signature, _digits(file, places.signature, _SIGNATURE_DIGITS)):
+        raise wrong_signature(name, key, signature.decode())
+    if checksum != _digits(file, places.checksum, _DIGITS):
+        raise damaged(f"{name} is damaged: its checksum does not fit", checksum.decode())
 
 
 def kind_of(path: str | Path) -> Kind:
@@ -200,44 +210,69 @@ def kind_of(path: str | Path) -> Kind:
         ValueError: The file is neither of them, or it is of another format.
     """
     with Path(path).open("rb") as file:
-        return _kind_and_place(file, str(path))[0]
+        return _places(file, str(path)).kind
 
 
-def sign_export(path: Path) -> None:
+def sign_export(path: Path, key: Key | None = None) -> None:
     """Appends the checksum to a zip file that ``torch.jit.save`` has written, as the comment of the zip file.
+
+    Args:
+        path: The file.
+        key: The key with which the file is signed. The signature is in the comment, too. Default: None, no signature.
 
     Raises:
         OSError: The file cannot be written.
     """
+    signature = b"" if key is None else f"{_SIGNATURE} {'0' * _SIGNATURE_DIGITS} ".encode()
+    comment = signature + _EXPORT + _NO_DIGITS
     with path.open("r+b") as file:
         file.seek(-_END_BYTES, os.SEEK_END)
         end = file.read()
         assert end.startswith(_END), "torch writes zip files without a comment (2.13)"
         file.seek(-2, os.SEEK_END)
-        file.write(_COMMENT_BYTES.to_bytes(2, "little") + _EXPORT + _NO_DIGITS)
-    sign(path)
+        file.write(len(comment).to_bytes(2, "little") + comment)
+    sign(path, key)
 
 
-def sign(path: Path) -> None:
-    """Replaces the zeros in the place of the checksum by the checksum.
+def sign(path: Path, key: Key | None = None) -> None:
+    """Replaces the zeros in the places of the signature and of the checksum.
 
     Raises:
         OSError: The file cannot be written.
     """
     with path.open("r+b") as file:
-        _, place = _kind_and_place(file, str(path))
-        checksum = _checksum(file, place, str(path))
-        file.seek(place)
+        places = _places(file, str(path))
+        if key is not None:  # The checksum is also one of the signature.
+            assert places.signature is not None
+            signature = _digests(file, places, str(path), key)[1]
+            file.seek(places.signature)
+            file.write(signature)
+        checksum = _digests(file, places, str(path), None)[0]
+        file.seek(places.checksum)
         file.write(checksum)
 
 
-def _kind_and_place(file: BinaryIO, name: str) -> tuple[Kind, int]:
-    """Returns whether a file is an exported model or a delta, and the position of the checksum's digits."""
+@dataclass(frozen=True)
+class _Places:
+    """The kind of a file, and the positions of its digits.
+
+    Args:
+        kind: Whether the file is an exported model or a delta.
+        checksum: The position of the checksum.
+        signature: The position of the signature. None: the file has none.
+    """
+
+    kind: Kind
+    checksum: int
+    signature: int | None
+
+
+def _places(file: BinaryIO, name: str) -> _Places:
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     begin = file.read(9)
     kind: Kind = "delta" if begin[8:] == b"{" and not begin.startswith(b"PK") else "export"
-    first = 8 if kind == "delta" else max(0, size - _END_BYTES - _COMMENT_BYTES)
+    first = 8 if kind == "delta" else max(0, size - _END_BYTES - _COMMENT_BYTES - _SIGNATURE_BYTES)
     file.seek(first)
     searched = file.read(min(int.from_bytes(begin[:8], "little"), 100_000_000))  # safetensors' own limit of a header
     found = _PATTERNS[kind].search(searched)
@@ -245,22 +280,45 @@ def _kind_and_place(file: BinaryIO, name: str) -> tuple[Kind, int]:
         raise ValueError(f"{name} is neither an exported model nor a delta, or it is damaged: it has no checksum")
     if int(found[1]) != FORMAT:
         raise ValueError(not_known(f"{name} has the format {int(found[1])}"))
-    return kind, first + found.end(1) + 1
+    signature = _SIGNATURES[kind].search(searched)
+    return _Places(kind, first + found.end(1) + 1, None if signature is None else first + signature.start(1))
 
 
-def _checksum(file: BinaryIO, place: int, name: str, on_block: Callable[[], object] = lambda: None) -> bytes:
-    """Computes the checksum of a file with zeros in the place of its digits, or without them if they are at the end."""
+def _digits(file: BinaryIO, place: int | None, count: int) -> bytes:
+    assert place is not None
+    file.seek(place)
+    return file.read(count)
+
+
+def _digests(
+    file: BinaryIO, places: _Places, name: str, key: Key | None, on_block: Callable[[], object] = lambda: None
+) -> tuple[bytes, bytes]:
+    """Computes the checksum and the signature of a file with zeros in their places.
+
+    Zeros stand in the place of the checksum for both, except that digits at the end are left out. Zeros stand in the
+    place of the signature for the signature. Without a key, the signature is that of nothing.
+    """
+    place = places.checksum
     size = file.seek(0, os.SEEK_END)
     size = place if place + _DIGITS == size else size
     file.seek(0)
     block = bytearray(_BLOCK_BYTES)
     after, state = scripted_function(checksum_after), torch.zeros(1, dtype=torch.int64)
+    signing = None if key is None else key.begin(f"{places.kind} {place} {places.signature}")
     for begin in range(0, size, _BLOCK_BYTES):
         view = memoryview(block)[: min(_BLOCK_BYTES, size - begin)]
         if file.readinto(view) != len(view):  # type: ignore[attr-defined]
             raise ValueError(f"{name} has become shorter while it was read")
-        for byte in range(max(begin, place), min(begin + len(view), place + _DIGITS)):
-            view[byte - begin] = ord("0")
+        _zero(view, begin, place, _DIGITS)
         state = after(state, torch.frombuffer(view, dtype=torch.uint8))
+        if signing is not None and places.signature is not None:
+            _zero(view, begin, places.signature, _SIGNATURE_DIGITS)
+            signing.update(view)
         on_block()
-    return str(scripted_function(hexadecimal)(state)).encode()
+    signature = b"" if signing is None else signing.hexdigest().encode()
+    return str(scripted_function(hexadecimal)(state)).encode(), signature
+
+
+def _zero(view: memoryview, begin: int, place: int, count: int) -> None:
+    for byte in range(max(begin, place), min(begin + len(view), place + count)):
+        view[byte - begin] = ord("0")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.errors.situations import situation
+from tests.secrets import write_secret
 from torchrec_recstore import RecStoreEmbeddingBag
 from torchrec_recstore.inference import (
     DeltaPublisher,
@@ -110,6 +111,37 @@ def an_export_from_the_future(tmp_path: Path) -> None:
     export_for_inference(bags(), file)
     file.write_bytes(file.read_bytes().replace(b"recstore export 0001", b"recstore export 0002"))
     verify(file)
+
+
+@situation(
+    "ValueError",
+    ".../model.pt has no signature, and the key .../key is required: write it with the same key",
+)
+def without_a_signature(tmp_path: Path) -> None:
+    key = write_secret(tmp_path / "key", "0123456789abcdef" * 2)
+    export_for_inference(bags(), tmp_path / "model.pt")
+    verify(tmp_path / "model.pt", key=key)
+
+
+@situation(
+    "ValueError",
+    ".../model.pt is not signed with the key .../key: it was changed, or was written with another key",
+)
+def of_another_key(tmp_path: Path) -> None:
+    key, other = (write_secret(tmp_path / name, f"{name}-0123456789abcdef0123456789abcdef") for name in ("key", "other"))
+    export_for_inference(bags(), tmp_path / "model.pt", key=other)
+    verify(tmp_path / "model.pt", key=key)
+
+
+@situation(
+    "ValueError",
+    "every user of this machine may write .../published: chmod o-w .../published, or publish and follow with a key: "
+    "a model that is loaded runs code",
+)
+def written_by_everyone(tmp_path: Path) -> None:
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published").chmod(0o777)
+    follow(tmp_path / "published")
 
 
 @situation("ValueError", "the model has the tables ['t_item'], base has ['t_user']")

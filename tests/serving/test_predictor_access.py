@@ -174,7 +174,8 @@ def test_metrics_and_json(server: FollowCommand, folder: Path, model: nn.Module,
     assert after["recstore_follow_deltas_applied_total"] == 0
     assert after["recstore_predict_seconds_count"] == after[ok]
     first, *states = server.lines()
-    assert set(first) == {"event", "address", "http", "pid"}
+    assert set(first) == {"event", "address", "http", "pid", "trusts"}
+    assert first["trusts"].startswith(f"everyone who may write the directory {folder / 'published'}, which belongs to ")
     # A follower that reads the state over HTTP, in a line of --json and as metrics finds the same names.
     state = https(server, folder, "/state", TOKEN)[1]
     for name in ("seconds_behind", "versions_behind", "number", "fulls_loaded", "deltas_applied", "batches", "problem"):

@@ -26,7 +26,9 @@ EXPECTED = re.compile("because the publisher began anew|No such file|has no publ
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    with redis_server(tmp_path / "redis", "--appendonly", "yes", "--appendfsync", "always") as started:
+    with redis_server(
+        tmp_path / "redis", "--appendonly", "yes", "--appendfsync", "always", password="correct-horse"
+    ) as started:
         yield started
 
 
