@@ -137,6 +137,7 @@ class Publications(Protocol):
         Raises:
             FileNotFoundError: The file is not there any more.
             OSError: The place cannot be read.
+            ValueError: There is no key, and everyone may write the file.
         """
 
     def name_of(self, number: int, kind: Kind) -> str:
@@ -328,7 +329,9 @@ class DirectoryPublications:
     def fetch(self, number: int, kind: Kind, folder: Path) -> Path:
         """See :meth:`Publications.fetch`."""
         path = self.path_of(number, kind)
-        os.stat(path)
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if self._key is None and mode & stat.S_IWOTH:
+            raise ValueError(f"every user of this machine may write {path} (mode {mode:04o}): chmod o-w {path}")
         return path
 
     def name_of(self, number: int, kind: Kind) -> str:
@@ -344,8 +347,8 @@ class DirectoryPublications:
         trusted = f"everyone who may write the directory {self}"
         try:
             folder = self._directory.resolve(strict=True)
-            anyone = next(filter(_is_open, (folder, *folder.parents)), None)
             there = folder.stat()
+            anyone = folder if there.st_mode & stat.S_IWOTH else next(filter(_is_open, folder.parents), None)
         except OSError:  # It does not exist yet.
             return Writers(trusted)
         trusted += f", which belongs to {_user(there.st_uid)}"

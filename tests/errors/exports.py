@@ -128,7 +128,9 @@ def without_a_signature(tmp_path: Path) -> None:
     ".../model.pt is not signed with the key .../key: it was changed, or was written with another key",
 )
 def of_another_key(tmp_path: Path) -> None:
-    key, other = (write_secret(tmp_path / name, f"{name}-0123456789abcdef0123456789abcdef") for name in ("key", "other"))
+    key, other = (
+        write_secret(tmp_path / name, f"{name}-0123456789abcdef0123456789abcdef") for name in ("key", "other")
+    )
     export_for_inference(bags(), tmp_path / "model.pt", key=other)
     verify(tmp_path / "model.pt", key=key)
 

@@ -85,6 +85,25 @@ def test_a_history_that_forked(lost: str, place: str, tmp_path: Path, request: p
             assert follower.state.history_changes == 1
 
 
+def test_an_old_record_of_the_newest_publication(tmp_path: Path) -> None:
+    """The cache of a network's file system may bring back an old file: the rows do not go back."""
+    place, model = tmp_path / "published", trained()
+    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher, Follower(place) as follower:
+        publish(publisher)
+        old = (place / "latest.json").read_bytes()
+        change(model, 0)
+        publish(publisher)
+        assert follower.poll()
+        new = (place / "latest.json").read_bytes()
+        (place / "latest.json").write_bytes(old)
+        assert not follower.poll()
+        assert (follower.state.number, follower.state.history_changes) == (2, 0)
+        (place / "latest.json").write_bytes(new)
+        assert not follower.poll()
+        assert_follows(follower, model, tmp_path)
+        assert follower.state.fulls_loaded == 1
+
+
 def next_read(follower: Follower, pauses: list[float]) -> bool:
     """Polls when the file that could not be used is read again; before this time, a poll does not read it."""
     said = re.search(r"again in ([\d.]+) s", follower.state.waits_for)

@@ -236,6 +236,18 @@ def test_a_directory_that_others_can_write(key: Path, tmp_path: Path) -> None:
             assert f"every user of this machine may write {folder}" in done.stderr
             Follower(place, key=key).close()
             folder.chmod(mode)
+        place.chmod(0o1777)  # In a sticky directory, others may make the files that come next.
+        with pytest.raises(ValueError, match=f"every user of this machine may write {place}: chmod o-w"):
+            before.poll()
+        place.chmod(0o755)
+        file = place / "000000000003.pt"
+        file.chmod(0o666)
+        with pytest.warns(
+            RecStoreWarning, match=rf"every user of this machine may write {file} \(mode 0666\): chmod o-w"
+        ):
+            Follower(place).poll()
+        file.chmod(0o644)
+        assert before.poll()
     place.chmod(0o775)
     if os.getuid() == 0:
         shutil.chown(place, group=1)  # not the group of the owner alone
