@@ -13,8 +13,10 @@ from torchrec.distributed import DistributedModelParallel
 from typer.testing import CliRunner, Result
 
 from tests.packages import PYTHON_PATH
+from tests.secrets import write_secret
 from torchrec_recstore import Table, TableOptions, UniformInit, save_checkpoint
 from torchrec_recstore.cli import app
+from torchrec_recstore.inference import read_delta, verify
 
 from ..checkpoint import models
 from ..terminal import run_in_terminal
@@ -77,6 +79,24 @@ def test_a_delta(trained: DistributedModelParallel, tmp_path: Path) -> None:
     refused = export(tmp_path / "later", tmp_path / "three", "--delta-of", tmp_path / "out.pt", "--dtype", "int8")
     assert refused.exit_code == 2
     assert refused.stderr.startswith("error: --delta-of takes tables and dtype from the export")
+
+
+def test_a_signed_file(trained: DistributedModelParallel, tmp_path: Path) -> None:
+    key = write_secret(tmp_path / "key", "0123456789abcdef" * 2)
+    other = write_secret(tmp_path / "other", "fedcba9876543210" * 2)
+    assert export(tmp_path / "full", tmp_path / "out.pt", "--key", key).exit_code == 0
+    models.train(trained)
+    save_checkpoint(trained, tmp_path / "later")
+    made = export(tmp_path / "later", tmp_path / "delta", "--delta-of", tmp_path / "out.pt", "--key", key)
+    assert (made.exit_code, made.stderr) == (0, "")
+    for file in (tmp_path / "out.pt", tmp_path / "delta"):
+        verify(file, key=key)
+    served = torch.jit.load(tmp_path / "out.pt")
+    assert served.apply_delta(read_delta(tmp_path / "delta", key=key))
+    refused = export(tmp_path / "later", tmp_path / "two", "--delta-of", tmp_path / "out.pt", "--key", other)
+    assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
+    assert f"{tmp_path / 'out.pt'} is not signed with the key {other}" in refused.stderr
+    assert not (tmp_path / "two").exists()
 
 
 def test_bad_input_in_one_line(trained: DistributedModelParallel, tmp_path: Path) -> None:

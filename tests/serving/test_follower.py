@@ -17,11 +17,12 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import nn
 
-from torchrec_recstore.inference import DeltaPublisher, Follower
+from torchrec_recstore.inference import DeltaPublisher, Follower, export_for_inference
 from torchrec_recstore.utils import RecStoreWarning
 from torchrec_recstore_serving import bad_reads
 from torchrec_recstore_serving import publish as publish_module
 
+from ..processes import ForkedCommand
 from ..redis_server import RedisServer, free_port
 from .test_predictor import FollowCommand
 from .test_predictor_access import scraped
@@ -83,6 +84,46 @@ def test_a_history_that_forked(lost: str, place: str, tmp_path: Path, request: p
             publish(publisher)
             assert follower.poll()
             assert follower.state.history_changes == 1
+
+
+def test_the_command_counts_a_lost_history(tmp_path: Path) -> None:
+    """A trainer that is killed has left its publications, which are then deleted."""
+    place, port = tmp_path / "published", free_port()
+    code = (
+        "import sys, time\n"
+        "from tests.serving.test_publish import DeltaPublisher, change, publish, trained\n"
+        "model, publisher = trained(), None\n"
+        "publisher = DeltaPublisher(model, sys.argv[1], every_s=0)\n"
+        "for step in range(4):\n"
+        "    change(model, step)\n"
+        "    publish(publisher)\n"
+        "print('published', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    trainer = ForkedCommand(["-c", code, str(place)])
+    command = FollowCommand(place, "--http", "127.0.0.1:0", "--poll-every", "0.02", "--metrics", f"127.0.0.1:{port}")
+    try:
+        wait_for(lambda: "published" in trainer.stdout or not trainer.process.is_alive())
+        assert "published" in trainer.stdout, trainer.stderr
+        wait_for(lambda: command.http("/state")[1]["number"] == 4)
+        trainer.kill()
+        model = trained()
+        with DeltaPublisher(model, tmp_path / "new", every_s=0, full_every_s=1e6) as publisher:
+            for step in range(1 + DELTAS):
+                change(model, step)
+                publish(publisher)
+        place.rename(tmp_path / "lost")
+        (tmp_path / "new").rename(place)
+        wait_for(lambda: command.http("/state")[1]["number"] == 1 + DELTAS)
+        state = command.http("/state")[1]
+        assert (state["history_changes"], state["problem"]) == (1, None)
+        assert scraped(port)["recstore_follow_history_changes_total"] == 1
+        export_for_inference(model, tmp_path / "full.pt", index="hash")
+        assert state["version"] == torch.jit.load(tmp_path / "full.pt").recstore_version()
+    finally:
+        trainer.kill()
+        command.command.terminate()
+        assert command.command.wait(60) == 0, command.command.stderr
 
 
 def test_an_old_record_of_the_newest_publication(tmp_path: Path) -> None:
