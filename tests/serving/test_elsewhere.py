@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
+from tests.secrets import write_secret
 from torchrec_recstore.checkpoint import save_checkpoint
 from torchrec_recstore.inference import (
     DeltaPublisher,
@@ -187,12 +188,13 @@ def test_in_cpp(exported: Path, program: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(NO_LIBRARY is not None, reason=str(NO_LIBRARY))
 def test_following_in_cpp(program: Path, tmp_path: Path) -> None:
-    """The program follows a publisher, answers by the newest version, and names it."""
+    """The program follows a publisher with a key, whose signatures it does not check, and names the version."""
     model, ids = RecStoreEmbedding(50, 4, name="t", lr=0.3), torch.arange(6)
     torch.save([ids], tmp_path / "inputs.pt")
     arguments = ("--follow", tmp_path / "published", "--library", load_library())
+    key = write_secret(tmp_path / "key", "0123456789abcdef" * 2)
     publisher = DeltaPublisher(
-        model, tmp_path / "published", every_s=0.01, full_every_s=3600, dtype=torch.float32, index="hash"
+        model, tmp_path / "published", every_s=0.01, full_every_s=3600, dtype=torch.float32, index="hash", key=key
     )
     follower = subprocess.Popen(
         [program, *map(str, arguments)], text=True, env={},
