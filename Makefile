@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SERVING := serving/torchrec_recstore_serving/csrc
-SOURCES := $(wildcard torchrec_recstore/csrc/*.* torchrec_recstore/csrc/ops/*.* $(SERVING)/*.* $(SERVING)/ops/*.*)
+SERVICE := service/torchrec_recstore_service/csrc
+SOURCES := $(wildcard torchrec_recstore/csrc/*.* torchrec_recstore/csrc/ops/*.* $(SERVICE)/*.* $(SERVING)/*.* $(SERVING)/ops/*.*)
 CORE := $(notdir $(wildcard torchrec_recstore/csrc/*.cpp $(SERVING)/*.cpp))
 INCLUDES := -I torchrec_recstore/csrc -I $(SERVING)
 vpath %.cpp torchrec_recstore/csrc $(SERVING)
@@ -139,4 +140,4 @@ package: $(VENV)/.dev-requirements  ## build wheels and sdists in dist/, and try
 	tests/package/install.sh dist/*.tar.gz
 
 clean:  ## remove builds and the virtual environment
-	rm -rf $(VENV) build dist *.egg-info */build */*.egg-info torchrec_recstore/*.so serving/*/*.so
+	rm -rf $(VENV) build dist *.egg-info */build */*.egg-info torchrec_recstore/*.so service/*/*.so serving/*/*.so

@@ -67,8 +67,10 @@ def test_sdist_of_a_plugin_holds_its_files_and_what_it_compiles(copy: Path, proj
     names = files_of(made)
     assert {name for name in tracked() if name.startswith(f"{project}/")} <= {f"{project}/{name}" for name in names}
     assert not [name for name in names if name.endswith((".so", ".pyc", ".o"))]
-    core = {"native_build.py", "torchrec_recstore/csrc/memory.cpp", "torchrec_recstore/csrc/mix.h"}
-    assert ({f"core/{name}" for name in core} <= names) == (project == "serving")
+    core = {"native_build.py", "torchrec_recstore/csrc/row_api.h"}
+    if project == "serving":
+        core |= {"torchrec_recstore/csrc/memory.cpp", "torchrec_recstore/csrc/mix.h"}
+    assert {f"core/{name}" for name in core} <= names
 
 
 SCRIPTS = {f"benchmarks/{name}.json" for name in ("results", "quality", "scale")}
@@ -78,15 +80,14 @@ SCRIPTS = {f"benchmarks/{name}.json" for name in ("results", "quality", "scale")
     ("package", "library", "tag"),
     [
         ("torchrec_recstore", "_C.abi3.so", "cp310-abi3-linux_x86_64"),
-        ("torchrec_recstore_service", None, "py3-none-any"),
+        ("torchrec_recstore_service", "_rows.abi3.so", "cp310-abi3-linux_x86_64"),
         ("torchrec_recstore_serving", "_serving.abi3.so", "cp310-abi3-linux_x86_64"),
     ],
 )
-def test_wheel(copy: Path, package: str, library: str | None, tag: str) -> None:
+def test_wheel(copy: Path, package: str, library: str, tag: str) -> None:
     project = copy / PROJECTS[package].relative_to(ROOT)
     setup_py(project, "build_py", "--build-lib", "build/lib")
-    if library is not None:  # newer than its sources: it is not compiled again
-        shutil.copy(PACKAGES[package] / library, project / "build/lib" / package)
+    shutil.copy(PACKAGES[package] / library, project / "build/lib" / package)  # newer than its sources: not compiled
     setup_py(project, "build", "--build-lib", "build/lib", "bdist_wheel", "--skip-build", "--dist-dir", "wheels")
     (made,) = (project / "wheels").iterdir()
     assert made.name.endswith(f"-{tag}.whl")
@@ -97,7 +98,7 @@ def test_wheel(copy: Path, package: str, library: str | None, tag: str) -> None:
     ours = {
         f"{package}/{name.removeprefix(root)}" for name in tracked() if name.startswith(root) and "/csrc/" not in name
     }
-    ours |= {f"{package}/{library}"} if library else set()
+    ours.add(f"{package}/{library}")
     if package == "torchrec_recstore":
         scripts = {name for name in tracked() if name.startswith(("examples/", "benchmarks/"))} - SCRIPTS
         ours |= {f"{package}/{name}" for name in scripts}
@@ -168,9 +169,8 @@ COMMON = ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli"]
 def test_what_is_imported_is_required(folder: str, package: str, extras: list[str]) -> None:
     known = {name.replace("-", "_").lower() for extra in extras for name in requirements(package)[extra]}
     if folder in ("examples", "benchmarks"):
-        known |= {
-            name.replace("-", "_") for wanted in requirements("torchrec_recstore_service").values() for name in wanted
-        }
+        plugins = (requirements(f"torchrec_recstore_{plugin}") for plugin in ("service", "serving"))
+        known |= {name.replace("-", "_") for plugin in plugins for wanted in plugin.values() for name in wanted}
     if package == "torchrec_recstore_serving":  # it exports TorchRec's models, of whom has them
         known |= {name.replace("-", "_") for name in requirements()["torchrec-cpu"]} | {"torchrec"}
     own = {path.stem for each in {folder, "examples"} for path in (ROOT / each).rglob("*")} | set(PACKAGES)
