@@ -134,6 +134,7 @@ SAY_WHAT_TO_DO = {
     "RecStorePlanner, or pass enumerator=RecStoreEnumerator(topology, ...) to TorchRec's planner",
     "TorchRec's planner does not carry the options of table(s) ... to the ranks: use RecStorePlanner",
     "a backward of this lookup in evaluation mode loses a gradient: ...",  # See the error of the same cause.
+    "calls on rows from other hosts go by gRPC, which takes several times as long: ...",  # names the missing package
     "RecStoreClient(role=...) has no effect: all clients are equal",
     "init_func of init_data has no effect with initialize_values=False: options.initializer applies",
     "is_gdata of init_data has no effect: there is no graph",

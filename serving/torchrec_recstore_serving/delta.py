@@ -97,7 +97,13 @@ def checked_delta(
     """Reads a delta into memory, checks the bytes, and returns their tensors. See check_file for the errors."""
     data = path.read_bytes()
     check_file(BytesIO(data), name, key, on_block)
-    tensors: dict[str, Tensor] = safetensors.torch.load(data)
+    try:
+        tensors: dict[str, Tensor] = safetensors.torch.load(data)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        # safetensors 0.8 panics where it has no memory for a copy, and a panic is no Exception.
+        raise MemoryError(f"{name}: out of memory for its tensors") from None
     return tensors
 
 

@@ -29,7 +29,7 @@ from torchrec_recstore.store import Table
 from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.server.data_directory import DataDirectory
-from torchrec_recstore_service.server.metrics import NoObserver
+from torchrec_recstore_service.server.native import CallCounts
 from torchrec_recstore_service.server.server import ParameterServer
 from torchrec_recstore_serving.row_formats import DTYPES
 
@@ -128,7 +128,7 @@ def test_checkpoints_load_into_a_model() -> None:
 def test_a_server_goes_on_from_what_one_has_left(tmp_path: Path) -> None:
     shutil.copytree(FILES / "server", tmp_path / "server")
     tables = HostedTables(Limits(cold_store=RocksDBStore(str(tmp_path / "cold"))))
-    server = ParameterServer(tables, DataDirectory(tmp_path / "server"), NoObserver())
+    server = ParameterServer(tables, DataDirectory(tmp_path / "server"), CallCounts())
     assert_holds([hosted.table for hosted in fixed.hosted_tables(tables)], "server")
     assert tables.specs()["cold"].shard == (1, 3)
     assert tables.specs()["sgd"].lossless

@@ -94,16 +94,16 @@ CHECKPOINTS = [
 
 SERVICE = [
     Mutation(
-        "service/torchrec_recstore_service/server/applied.py",
-        "known.answers.pop(request, None)",
-        "pass",
+        "service/torchrec_recstore_service/csrc/applied.cpp",
+        "if (there != client->second.answers.end() && there->second == mine) client->second.answers.erase(there);",
+        ";",
         ["tests/service/test_applied.py"],
         "A write that failed cannot be repeated.",
     ),
     Mutation(
-        "service/torchrec_recstore_service/server/applied.py",
-        "for number in [number for number in known.answers if number < done_before]:",
-        "for number in [number for number in known.answers if number <= done_before]:",
+        "service/torchrec_recstore_service/csrc/applied.cpp",
+        "client.answers.erase(client.answers.begin(), client.answers.lower_bound(done_before));",
+        "client.answers.erase(client.answers.begin(), client.answers.upper_bound(done_before));",
         ["tests/service/test_applied.py"],
         "The server forgets a write that may still be repeated, and applies the write twice.",
     ),

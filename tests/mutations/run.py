@@ -23,6 +23,7 @@ from .mutation import Mutation
 ROOT = Path(__file__).parents[2]
 EXTENSION = "torchrec_recstore/_C.abi3.so"
 SERVING = "serving/torchrec_recstore_serving/_serving.abi3.so"
+ROWS = "service/torchrec_recstore_service/_rows.abi3.so"
 TIMEOUT_S = 3600
 PASSED, FAILED = 0, 1  # pytest's statuses; others say that tests were not found or could not run
 
@@ -39,7 +40,7 @@ class Copy:
             text=True,
             check=True,
         ).stdout.splitlines()
-        for name in [*files, EXTENSION, SERVING]:
+        for name in [*files, EXTENSION, SERVING, ROWS]:
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
@@ -114,19 +115,20 @@ class Copy:
     @contextmanager
     def mutated(self, mutation: Mutation) -> Iterator[None]:
         """Within the context the copy has the mistake, and is built with it."""
-        file, extension = self.folder / mutation.file, self.folder / EXTENSION
+        file = self.folder / mutation.file
+        project, library = ("service", ROWS) if mutation.file.startswith("service/") else (".", EXTENSION)
         before = file.read_text()
         file.write_text(mutation.mutated(before))
         try:
             if mutation.is_native and mutation.python_tests:
-                built = self._run(sys.executable, "setup.py", "-q", "build_ext", "--inplace")
+                built = self._run("sh", "-c", f"cd {project} && {sys.executable} setup.py -q build_ext --inplace")
                 assert built.returncode == 0, built.stdout + built.stderr
             if mutation.cpp_tests:
                 self.build_cpp_tests(mutation.cpp_tests)
             yield
         finally:
             file.write_text(before)
-            shutil.copy2(ROOT / EXTENSION, extension)
+            shutil.copy2(ROOT / library, self.folder / library)
 
     def finds(self, mutation: Mutation) -> bool:
         with self.mutated(mutation):

@@ -24,6 +24,7 @@ from torchrec_recstore_service.wire.table_rows import TableRows, pieces
 _CALL_BYTES, _CALL_IDS = 1 << 30, 1 << 22  # of a read
 _HELLO_S = 5.0
 _AHEAD = 1 << 16  # bytes that are read at once while the size of a reply is not known
+_MESSAGE = 32  # bytes of a reply without an error, or more
 _PIECE = 1 << 18  # bytes that are written to a TLS connection at once
 
 
@@ -50,6 +51,7 @@ class TcpConnection:
             self._ahead = np.empty(_AHEAD, np.uint8)
             self._view = memoryview(self._ahead)  # type: ignore[arg-type]
             self._from = self._to = 0  # the bytes of _ahead that were received and not used
+            self._most = _AHEAD
             secret = b"" if token is None else token.encode()
             hello = b"RECSTORE" + int(VERSION).to_bytes(4, "little") + len(secret).to_bytes(4, "little")
             self._send(secret, [], hello)
@@ -81,6 +83,8 @@ class TcpConnection:
                 header.tables.extend(call.headers(part))
             ids, begin, size = call.part(part)
             self._send(pb.SegmentRequest(pull=header, ids=8 * ids.numel()).SerializeToString(), [ids.numpy()])
+            # Of a large reply, no more is read ahead than its message, because the rest would be copied twice.
+            self._most = _AHEAD if size < _AHEAD else _MESSAGE
             at, last = begin, False
             while not last:
                 reply = self._receive()
@@ -101,6 +105,7 @@ class TcpConnection:
 
     def found(self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float) -> tuple[Tensor, Tensor]:
         """See :meth:`Streams.found`."""
+        self._most = _AHEAD
         self._end = time.monotonic() + left_s
         arrays: tuple[list[Tensor], list[Tensor]] = ([], [])
         most = max(1, min(_CALL_IDS, _CALL_BYTES // max(1, row_bytes)))
@@ -160,7 +165,7 @@ class TcpConnection:
                 rest = bytes(self._view[self._from : self._to])
                 self._view[: len(rest)] = rest
                 self._from, self._to = 0, len(rest)
-            self._to += self._read(self._view[self._to :])
+            self._to += self._read(self._view[self._to : self._from + max(size, self._most)])
         reply: pb.SegmentReply = pb.SegmentReply.FromString(content)
         if reply.code:
             raise ServedError(MESSAGE_CODES[reply.code], reply.details, reply.error)

@@ -11,7 +11,7 @@ namespace recstore_service {
 namespace {
 
 constexpr int64_t kPartIds = int64_t{1} << 16;
-constexpr int64_t kPartBytes = int64_t{1} << 20;
+constexpr int64_t kPartBytes = int64_t{1} << 19;
 constexpr uint64_t kBytesAWrittenId = 128;  // see BYTES_A_WRITTEN_ID in protocol.py
 constexpr const char* kInvalid = "recstore invalid argument: ";
 constexpr const char* kNoMemory = "recstore out of memory: ";

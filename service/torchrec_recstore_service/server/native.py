@@ -52,7 +52,8 @@ class NativeStatus(ctypes.Structure):
         if error == ServerStoppingError.__name__:
             raise ServerStoppingError(details)
         if error in REMOTE_ERRORS:
-            raise REMOTE_ERRORS[error](details)
+            raised = REMOTE_ERRORS[error](details)
+            raise raised
         raise CallRefusedError(next(code for code in grpc.StatusCode if code.value[0] == self.code), details)
 
 
