@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SERVING := serving/torchrec_recstore_serving/csrc
 SERVICE := service/torchrec_recstore_service/csrc
-SOURCES := $(wildcard torchrec_recstore/csrc/*.* torchrec_recstore/csrc/ops/*.* $(SERVICE)/*.* $(SERVING)/*.* $(SERVING)/ops/*.*)
-CORE := $(notdir $(wildcard torchrec_recstore/csrc/*.cpp $(SERVING)/*.cpp))
-INCLUDES := -I torchrec_recstore/csrc -I $(SERVING)
-vpath %.cpp torchrec_recstore/csrc $(SERVING)
+SOURCES := $(wildcard torchrec_recstore/csrc/*.* torchrec_recstore/csrc/ops/*.* $(SERVING)/*.* $(SERVING)/ops/*.* $(SERVICE)/*.*)
+# The names of these files differ, because their objects lie in one folder. library.cpp is the interface for Python.
+CORE := $(notdir $(wildcard torchrec_recstore/csrc/*.cpp $(SERVING)/*.cpp) $(filter-out %/library.cpp,$(wildcard $(SERVICE)/*.cpp)))
+INCLUDES := -I torchrec_recstore/csrc -I $(SERVING) -I $(SERVICE)
+vpath %.cpp torchrec_recstore/csrc $(SERVING) $(SERVICE)
 
 .PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-mutations parity matrix lint proto bench big docs wheel package clean
 .DEFAULT_GOAL := help
@@ -80,7 +81,7 @@ build/cpp/%.o: %.cpp $(filter %.h %.inl,$(SOURCES))
 # The linker replaces the functions that the core allocates memory with, so that the test can make them fail.
 build/cpp/test_faults: WRAP := -Wl,--wrap=mmap,--wrap=mremap,--wrap=aligned_alloc
 build/cpp/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(CPP_OBJECTS)
-	$(CXX) $(SANITIZE) $(INCLUDES) $< $(CPP_OBJECTS) $(WRAP) -o $@
+	$(CXX) $(SANITIZE) $(INCLUDES) $< $(CPP_OBJECTS) $(WRAP) -ldl -o $@
 
 .PHONY: $(CPP_TESTS:%=run-%)
 $(CPP_TESTS:%=run-%): run-%: %
@@ -96,11 +97,12 @@ build/tsan/%.o: %.cpp $(filter %.h %.inl,$(SOURCES))
 	$(CXX) $(TSAN) $(INCLUDES) -c $< -o $@
 
 build/tsan/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(TSAN_OBJECTS)
-	$(CXX) $(TSAN) $(INCLUDES) $< $(TSAN_OBJECTS) -o $@
+	$(CXX) $(TSAN) $(INCLUDES) $< $(TSAN_OBJECTS) -ldl -o $@
 
-test-tsan: build/tsan/test_stress build/tsan/test_serving  ## the multithreaded work of the core, under ThreadSanitizer
+test-tsan: build/tsan/test_stress build/tsan/test_serving build/tsan/test_row_server  ## the multithreaded work of the core, under ThreadSanitizer
 	tests/cpp/under_tsan.sh build/tsan/test_stress
 	tests/cpp/under_tsan.sh build/tsan/test_serving
+	tests/cpp/under_tsan.sh build/tsan/test_row_server
 
 test-mutations: build $(VENV)/.dev-requirements $(CPP_TESTS)  ## one mistake at a time in a copy of the code; a test of make test must fail for each
 	$(BIN)/python -m tests.mutations.run $(ARGS)

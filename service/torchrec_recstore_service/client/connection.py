@@ -309,7 +309,7 @@ class Connection:
             done = False
             try:
                 result = getattr(connection, method)(*arguments, left)
-                done = True
+                done = result is not False  # replies that were not read may follow
                 return result
             except DoesNotFitError:
                 done = True

@@ -22,7 +22,7 @@ from torchrec_recstore_service.wire.protocol import VERSION
 from torchrec_recstore_service.wire.table_rows import TableRows, pieces
 
 _CALL_BYTES, _CALL_IDS = 1 << 30, 1 << 22  # of a read
-_HELLO_S = 5.0
+_CONNECT_S, _HELLO_S = 1.0, 5.0
 _AHEAD = 1 << 16  # bytes that are read at once while the size of a reply is not known
 _MESSAGE = 32  # bytes of a reply without an error, or more
 _PIECE = 1 << 18  # bytes that are written to a TLS connection at once
@@ -43,8 +43,9 @@ class TcpConnection:
 
     def __init__(self, host: str, port: int, token: str | None, context: ssl.SSLContext | None) -> None:
         self._end = time.monotonic() + _HELLO_S
-        raw = socket.create_connection((host, port), _HELLO_S)
+        raw = socket.create_connection((host, port), _CONNECT_S)  # a port that a firewall blocks does not answer
         try:
+            raw.settimeout(_HELLO_S)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket: Any = raw if context is None else context.wrap_socket(raw, server_hostname=host)
             self._encrypted = context is not None
@@ -65,7 +66,9 @@ class TcpConnection:
 
     def is_alive(self) -> bool:
         """Returns whether the server is still there. To be called between two calls."""
-        return not select.select([self._socket], [], [], 0)[0]
+        arrived = select.poll()  # select cannot have a file descriptor above 1023
+        arrived.register(self._socket, select.POLLIN)
+        return self._from == self._to and not arrived.poll(0)
 
     def close(self) -> None:
         """Closes the connection. The server then forgets it."""

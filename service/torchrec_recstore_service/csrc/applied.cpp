@@ -65,8 +65,9 @@ Applied::Mine Applied::begin(const std::string& name, uint64_t request, uint64_t
       if (client.answers.size() >= kMostAnswers) {
         invalid("client '" + name + "' may repeat 1024 requests: it must send a higher done_before");
       }
+      Mine mine = client.answers[request] = std::make_shared<Answer>();
       ++running_;
-      return client.answers[request] = std::make_shared<Answer>();
+      return mine;
     }
     const Mine answer = there->second;
     changed_.wait(lock, [&] { return answer->done; });

@@ -13,6 +13,7 @@ namespace {
 constexpr int64_t kPartIds = int64_t{1} << 16;
 constexpr int64_t kPartBytes = int64_t{1} << 19;
 constexpr uint64_t kBytesAWrittenId = 128;  // see BYTES_A_WRITTEN_ID in protocol.py
+constexpr size_t kMostNameBytes = 1000;      // of tables in an error, about
 constexpr const char* kInvalid = "recstore invalid argument: ";
 constexpr const char* kNoMemory = "recstore out of memory: ";
 
@@ -34,7 +35,6 @@ Pull::Part Pull::next() {
   while (table_ < static_cast<int64_t>(tables_.size())) {
     const int64_t count = counts_[table_];
     if (begin_ >= count) {
-      first_ += count;
       ++table_;
       begin_ = 0;
       continue;
@@ -113,6 +113,7 @@ void RowCalls::read(const Pull& pull, const Pull::Part& part, char* out) {
   for (const Pull::Piece& piece : part.pieces) {
     const ServedTable& table = *pull.tables_[piece.table];
     const int64_t n = piece.end - piece.begin;
+    std::fill(out + place, out + aligned(place), '\0');  // no old bytes of the memory go to the client
     place = aligned(place);
     rows.push_back({table.table, table.group, pull.ids_ + firsts[piece.table] + piece.begin, n, out + place, table.value_bytes != 4,
                     pull.zeros_[piece.table], 0.0});
@@ -202,14 +203,19 @@ void RowCalls::check_still_in(const std::string& run) {
 // Throws what native_errors in ops.py raises for the same error.
 void RowCalls::fail(int status, const recstore::RowError& error, const std::vector<TableRef>& tables) const {
   std::string who = tables.size() == 1 ? "table '" + tables[0]->name + "'" : "tables ";
-  if (tables.size() > 1) {
-    for (const TableRef& table : tables) who += (&table == &tables[0] ? "" : ", ") + table->name;
+  for (size_t t = 0; tables.size() > 1 && t < tables.size(); ++t) {
+    if (who.size() > kMostNameBytes) {
+      who += " and others";
+      break;
+    }
+    who += (t == 0 ? "" : ", ") + tables[t]->name;
   }
   if (status == recstore::kRowsNoMemory) {
     throw CallFailed({kResourceExhausted, who + ": out of memory: " + without(error.text, kNoMemory), "MemoryError"});
   }
   if (status == recstore::kRowsClosed) invalid(who + " is closed");
-  const std::string text = without(error.text, kInvalid);
+  std::string text = without(error.text, kInvalid);
+  while (!is_utf8(text.data(), text.size())) text.pop_back();  // the end of a long message may be within a character
   invalid(text.rfind("table '", 0) == 0 ? text : who + ": " + text);
 }
 

@@ -59,7 +59,6 @@ class Pull {
   const int64_t* ids_;
   int64_t table_ = 0;  // where the next part begins
   int64_t begin_ = 0;
-  int64_t first_ = 0;  // the position in ids_ of the first id of table_
 };
 
 // The reads and writes of rows. What is not regular - a table that has a cold store, a request with an error or for another run - is left to

@@ -18,27 +18,24 @@ class Reader {
   // Moves to the next field. Returns false at the end of the message.
   bool next() {
     if (at_ == end_) return false;
-    const uint64_t tag = varint();
+    const uint64_t tag = varint(kShortVarint);
     field_ = tag >> 3;
     type_ = tag & 7;
     if (field_ == 0 || field_ >= (uint64_t{1} << 29)) damaged();
     return true;
   }
-  uint64_t field() const { return field_; }
+  // The number of the field; 0 if the type is not the expected one, which makes the field one that is not known.
+  uint64_t field(const char* types) const { return field_ < std::strlen(types) && types[field_] == '0' + static_cast<char>(type_) ? field_ : 0; }
 
-  uint64_t number() {
-    expect(0);
-    return varint();
-  }
+  uint64_t number() { return varint(kVarint); }
+  uint64_t enumeration() { return static_cast<uint32_t>(number()); }  // protobuf takes the lower bits
   double real() {
-    expect(1);
     double value;
     std::memcpy(&value, take(sizeof value), sizeof value);
     return value;
   }
   Reader message() {
-    expect(2);
-    const uint64_t size = varint();
+    const uint64_t size = varint(kShortVarint);
     return {take(size), size};
   }
   std::string text() {
@@ -48,21 +45,19 @@ class Reader {
   }
   void skip() {
     switch (type_) {
-      case 0: varint(); break;
+      case 0: varint(kVarint); break;
       case 1: take(8); break;
-      case 2: take(varint()); break;
+      case 2: take(varint(kShortVarint)); break;
       case 5: take(4); break;
       default: damaged();
     }
   }
 
  private:
-  void expect(uint64_t type) const {
-    if (type_ != type) damaged();
-  }
-  uint64_t varint() {
+  static constexpr int kVarint = 70, kShortVarint = 35;  // the bits of a number, and of a tag or a size
+  uint64_t varint(int bits) {
     uint64_t value = 0;
-    for (int shift = 0; shift < 70; shift += 7) {
+    for (int shift = 0; shift < bits; shift += 7) {
       const auto byte = static_cast<uint8_t>(*take(1));
       if (shift < 64) value |= static_cast<uint64_t>(byte & 0x7F) << shift;
       if (byte < 0x80) return value;
@@ -85,7 +80,7 @@ class Reader {
 TableIds table_ids(Reader reader) {
   TableIds table;
   while (reader.next()) {
-    switch (reader.field()) {
+    switch (reader.field("-2001")) {
       case 1: table.table = reader.text(); break;
       case 2: table.ids = reader.number(); break;
       case 3: table.zeros = reader.number() != 0; break;
@@ -99,10 +94,10 @@ TableIds table_ids(Reader reader) {
 void read_pull(Reader reader, RowRequest& request) {
   request.is_pull = true;
   while (reader.next()) {
-    switch (reader.field()) {
+    switch (reader.field("-2202")) {
       case 1: request.table = reader.text(); break;
       case 2: request.epoch = reader.text(); break;
-      case 3: request.want = static_cast<Want>(reader.number()); break;
+      case 3: request.want = static_cast<Want>(reader.enumeration()); break;
       case 4: request.tables.push_back(table_ids(reader.message())); break;
       default: reader.skip();
     }
@@ -112,13 +107,13 @@ void read_pull(Reader reader, RowRequest& request) {
 void read_write(Reader reader, RowRequest& request) {
   request.is_pull = false;
   while (reader.next()) {
-    switch (reader.field()) {
+    switch (reader.field("-222000002")) {
       case 1: request.table = reader.text(); break;
       case 2: request.epoch = reader.text(); break;
       case 3: request.client = reader.text(); break;
       case 4: request.request = reader.number(); break;
       case 5: request.done_before = reader.number(); break;
-      case 6: request.kind = static_cast<Kind>(reader.number()); break;
+      case 6: request.kind = static_cast<Kind>(reader.enumeration()); break;
       case 7: request.ids = reader.number(); break;
       case 8: request.float32 = reader.number() != 0; break;
       case 9: request.tables.push_back(table_ids(reader.message())); break;
@@ -149,11 +144,14 @@ RowRequest parse_request(const char* data, size_t size) {
   RowRequest request;
   bool has_call = false;
   for (Reader reader(data, size); reader.next();) {
-    const uint64_t field = reader.field();
-    if (field == 1 || field == 2) {  // a later call replaces an earlier one
-      const auto sizes = request.sizes;
-      request = {};
-      request.sizes = sizes;
+    const uint64_t field = reader.field("-220000");
+    if (field == 1 || field == 2) {
+      const bool is_pull = field == 1;
+      if (has_call && request.is_pull != is_pull) {  // the call replaces the one before; one of the same kind is added to it
+        const auto sizes = request.sizes;
+        request = {};
+        request.sizes = sizes;
+      }
       has_call = true;
       field == 1 ? read_pull(reader.message(), request) : read_write(reader.message(), request);
     } else if (field >= 3 && field <= 6) {

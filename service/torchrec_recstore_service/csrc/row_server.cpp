@@ -35,6 +35,8 @@ constexpr int64_t kListener = 0;
 constexpr double kHelloS = 10, kMemoryS = 10, kDiscardS = 2;
 constexpr double kPatienceS = 0.25;        // PATIENCE_S in calls.py
 constexpr double kRate = 1 << 20;          // RATE in calls.py
+constexpr int kMostAccepted = 64;          // connections that a thread takes before it looks for other work
+constexpr int kMostDiscarded = 16;         // chunks, likewise
 constexpr auto kWatchPause = std::chrono::milliseconds(25);
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -101,7 +103,7 @@ class Buffer {
  public:
   Buffer() = default;
   explicit Buffer(size_t bytes) : memory_(recycled().take(bytes, size_)) {}
-  Buffer(Buffer&& other) noexcept : memory_(std::move(other.memory_)), size_(other.size_) {}
+  Buffer(Buffer&& other) noexcept : size_(other.size_), memory_(std::move(other.memory_)) {}
   Buffer& operator=(Buffer&& other) noexcept {
     std::swap(memory_, other.memory_);
     std::swap(size_, other.size_);
@@ -112,11 +114,12 @@ class Buffer {
   size_t size() const { return memory_ == nullptr ? 0 : size_; }
 
  private:
+  size_t size_ = 0;  // before memory_, whose initializer sets it
   Memory memory_;
-  size_t size_ = 0;
 };
 
-enum class State { kShake, kHello, kMessage, kMemory, kBody, kPython, kReply, kDiscard };
+// kRun: the server works, so that the client is not late.
+enum class State { kShake, kHello, kMessage, kMemory, kBody, kRun, kPython, kReply, kDiscard };
 
 bool same(const std::string& one, const std::string& other) {
   unsigned char difference = one.size() == other.size() ? 0 : 1;
@@ -127,8 +130,13 @@ bool same(const std::string& one, const std::string& other) {
 }  // namespace
 
 struct Connection {
+  ~Connection() {
+    if (fd >= 0) ::close(fd);
+  }
+
   int64_t number = 0;
   int fd = -1;
+  bool leaves = false;  // it was shut down to make room; guarded by the mutex of the server
   std::unique_ptr<TlsStream> tls;
   std::atomic<State> state{State::kHello};
   std::atomic<double> since{0};     // the time at which the present state began
@@ -140,8 +148,7 @@ struct Connection {
   Buffer arrays;
   std::array<size_t, 4> places{};
   uint64_t held = 0;
-  uint64_t got = 0;        // bytes of the arrays that have arrived
-  uint64_t discarded = 0;  // bytes to discard before the end
+  uint64_t got = 0;  // bytes of the arrays that have arrived
   double begin = 0;
   std::string outcome;
   std::unique_ptr<Pull> pull;
@@ -157,6 +164,11 @@ struct Connection {
   }
   // The time in seconds by which the client is late, as Call.late_s in calls.py.
   double late_s() const { return now() - since.load() - static_cast<double>(moved.load()) / kRate; }
+  // Whether the client has done its part, and the server has not come to it.
+  bool is_ready(short events) const {
+    pollfd ready{fd, events, 0};
+    return ::poll(&ready, 1, 0) > 0;
+  }
   Arrays pointers() const {
     Arrays pointers;
     for (size_t i = 0; i < 4; ++i) pointers[i] = arrays.data() + places[i];
@@ -191,8 +203,21 @@ RowServer::RowServer(RowCalls& calls, Counts& counts, RequestMemory& memory, int
   event.events = EPOLLIN;  // not once: it wakes all threads
   event.data.u64 = static_cast<uint64_t>(-1);
   epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event);
-  for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
-  watcher_ = std::thread([this] { watch(); });
+  try {
+    for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+    watcher_ = std::thread([this] { watch(); });
+  } catch (const std::exception&) {  // the system has no more threads
+    stop(0);
+    ::close(epoll_);
+    ::close(wake_);
+    throw;
+  }
+}
+
+RowServer::~RowServer() {
+  stop(0);
+  ::close(epoll_);
+  ::close(wake_);
 }
 
 int RowServer::listen(const std::string& host, int port) {
@@ -249,7 +274,14 @@ void RowServer::work() {
     const int n = epoll_wait(epoll_, &event, 1, -1);
     if (n <= 0 || event.data.u64 == static_cast<uint64_t>(-1)) continue;
     if (event.data.u64 == static_cast<uint64_t>(kListener)) {
-      accept();
+      try {
+        accept();
+      } catch (const std::exception&) {  // no memory for the connection
+      }
+      if (!stopping_) {
+        event.events = EPOLLIN | EPOLLONESHOT;
+        epoll_ctl(epoll_, EPOLL_CTL_MOD, listener_, &event);
+      }
       continue;
     }
     std::shared_ptr<Connection> connection;
@@ -263,48 +295,44 @@ void RowServer::work() {
 }
 
 void RowServer::accept() {
-  while (!stopping_) {
+  for (int accepted = 0; accepted < kMostAccepted && !stopping_; ++accepted) {
     const int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) std::this_thread::sleep_for(std::chrono::milliseconds(100));
       if (errno == ECONNABORTED || errno == EINTR) continue;
-      break;
+      return;
     }
+    std::shared_ptr<Connection> made;
+    try {
+      made = std::make_shared<Connection>();
+    } catch (const std::bad_alloc&) {
+      ::close(fd);
+      throw;
+    }
+    made->fd = fd;  // closed with the connection
     const int on = 1, idle = 20, interval = 5, probes = 2;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);  // a client that is gone is found after half a minute
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof interval);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-    auto made = std::make_shared<Connection>();
-    made->fd = fd;
     std::shared_ptr<TlsContext> tls;
     {
       const std::lock_guard<std::mutex> lock(settings_);
       tls = tls_;
     }
-    if (tls != nullptr && (made->tls = tls->stream(fd)) == nullptr) {
-      ::close(fd);
-      continue;
-    }
+    if (tls != nullptr && (made->tls = tls->stream(fd)) == nullptr) continue;
     made->enter(tls == nullptr ? State::kHello : State::kShake);
     make_room();
     epoll_event event{};
     event.events = EPOLLIN | EPOLLONESHOT;
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (stopping_ || static_cast<int64_t>(connections_.size()) >= 2 * most_connections_) {
-      ::close(fd);
-      continue;
-    }
+    if (stopping_ || static_cast<int64_t>(connections_.size()) >= 2 * most_connections_) continue;
     made->number = next_++;
     event.data.u64 = static_cast<uint64_t>(made->number);
     connections_[made->number] = made;
-    epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) connections_.erase(made->number);
   }
-  epoll_event event{};
-  event.events = EPOLLIN | EPOLLONESHOT;
-  event.data.u64 = kListener;
-  if (!stopping_) epoll_ctl(epoll_, EPOLL_CTL_MOD, listener_, &event);
 }
 
 // Ends the connection that has done nothing for the longest time if there are too many. One that has shown no token yet
@@ -316,10 +344,12 @@ void RowServer::make_room() {
   const auto rank = [](const Connection& c) { return std::make_pair(c.state == State::kMessage, c.since.load()); };
   for (const auto& [number, each] : connections_) {
     const State state = each->state;
-    if (state != State::kShake && state != State::kHello && state != State::kMessage) continue;
+    if (each->leaves || (state != State::kShake && state != State::kHello && state != State::kMessage)) continue;
     if (oldest == nullptr || rank(*each) < rank(*oldest)) oldest = each;
   }
-  if (oldest != nullptr) ::shutdown(oldest->fd, SHUT_RDWR);
+  if (oldest == nullptr) return;
+  oldest->leaves = true;
+  ::shutdown(oldest->fd, SHUT_RDWR);
 }
 
 void RowServer::handle(Connection& c) {
@@ -333,7 +363,8 @@ void RowServer::handle(Connection& c) {
         case State::kMemory: step = memory(c); break;
         case State::kBody: step = body(c); break;
         case State::kReply: step = send_out(c); break;
-        case State::kPython: return;
+        case State::kRun:
+        case State::kPython: return;  // another thread has the connection
         case State::kDiscard: step = fill(c, SIZE_MAX); break;
       }
     }
@@ -353,12 +384,14 @@ void RowServer::arm(Connection& c, uint32_t events) {
   epoll_ctl(epoll_, EPOLL_CTL_MOD, c.fd, &event);
 }
 
+// The caller has a reference to the connection, whose socket is closed with the last one.
 void RowServer::end(Connection& c) {
+  c.outcome = "cancelled";
   finish(c);
   const std::lock_guard<std::mutex> lock(mutex_);
   epoll_ctl(epoll_, EPOLL_CTL_DEL, c.fd, nullptr);
   if (c.tls != nullptr) c.tls->shutdown();
-  ::close(c.fd);
+  ::shutdown(c.fd, SHUT_RDWR);
   connections_.erase(c.number);
   changed_.notify_all();
 }
@@ -375,11 +408,14 @@ RowServer::Step RowServer::shake(Connection& c) {
 // Reads until `in` has `wanted` bytes.
 RowServer::Step RowServer::fill(Connection& c, size_t wanted) {
   thread_local std::array<char, kChunk> chunk;
-  while (c.in.size() < wanted) {
+  for (int discarded = 0; c.in.size() < wanted;) {
     size_t got = 0;
     switch (c.receive(chunk.data(), chunk.size(), got)) {
       case Io::kDone:
-        if (c.state == State::kDiscard) break;
+        if (c.state == State::kDiscard) {
+          if (++discarded == kMostDiscarded) return Step::kWaitRead;
+          break;
+        }
         c.in.append(chunk.data(), got);
         c.moved += got;
         break;
@@ -423,6 +459,7 @@ RowServer::Step RowServer::message(Connection& c) {
   c.in_call = true;
   ++running_;
   c.outcome = "ok";
+  c.request = {};
   c.message = c.in.substr(4, size);
   c.in.erase(0, 4 + size_t{size});
   try {
@@ -453,8 +490,10 @@ RowServer::Step RowServer::memory(Connection& c) {
       return refuse(c, {kUnavailable, "the running requests of all clients take --max-request-memory: repeat the call", ""}, true);
     }
     const std::lock_guard<std::mutex> lock(mutex_);
-    for_memory_.push_back(c.number);
-    return Step::kAway;
+    if (!memory_.take(bytes)) {  // what is given back from now on wakes the connection
+      for_memory_.push_back(c.number);
+      return Step::kAway;
+    }
   }
   c.held = bytes;
   size_t size = 0;
@@ -462,7 +501,11 @@ RowServer::Step RowServer::memory(Connection& c) {
     c.places[i] = size;
     size += rounded(c.request.sizes[i]);
   }
-  c.arrays = Buffer(size);
+  try {
+    c.arrays = Buffer(size);
+  } catch (const std::bad_alloc&) {
+    return refuse(c, {kResourceExhausted, "out of memory", "MemoryError"}, true);
+  }
   c.got = 0;
   c.enter(State::kBody);
   return Step::kAgain;
@@ -495,6 +538,7 @@ RowServer::Step RowServer::body(Connection& c) {
 }
 
 RowServer::Step RowServer::run(Connection& c) {
+  c.enter(State::kRun);
   try {
     const Arrays arrays = c.pointers();
     if (c.request.is_pull && (c.pull = calls_.pull(c.request, arrays)) != nullptr) {
@@ -510,6 +554,9 @@ RowServer::Step RowServer::run(Connection& c) {
     }
   } catch (const CallFailed& failed) {
     return refuse(c, failed.status(), false);
+  } catch (const std::bad_alloc&) {
+    if (!c.request.is_pull) throw;  // the client asks again, because the write may have been carried out
+    return refuse(c, {kResourceExhausted, "out of memory", "MemoryError"}, false);
   }
   c.enter(State::kPython);
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -559,6 +606,7 @@ RowServer::Step RowServer::send_out(Connection& c) {
       c.moved += sent;
     }
     if (c.pull == nullptr) break;
+    c.enter(State::kRun);
     try {
       const Pull::Part part = c.pull->next();
       RowReply reply;
@@ -577,8 +625,11 @@ RowServer::Step RowServer::send_out(Connection& c) {
       c.out_at = place - head;
       c.out_end = bytes;
       if (reply.last) c.pull = nullptr;
+      c.enter(State::kReply);
     } catch (const CallFailed& failed) {
       refuse(c, failed.status(), false);
+    } catch (const std::bad_alloc&) {
+      refuse(c, {kResourceExhausted, "out of memory", "MemoryError"}, false);
     }
   }
   const bool close = c.close;
@@ -596,8 +647,6 @@ RowServer::Step RowServer::send_out(Connection& c) {
 // Ends the call of a connection, if it has one, and gives its memory back.
 void RowServer::finish(Connection& c) {
   if (c.in_call) {
-    const State state = c.state;
-    if (state != State::kReply && state != State::kPython) c.outcome = "cancelled";
     counts_.call(c.request.is_pull ? "Pull" : "Write", c.outcome, now() - c.begin);
     c.in_call = false;
     --running_;
@@ -607,9 +656,15 @@ void RowServer::finish(Connection& c) {
   c.arrays = Buffer();
   if (c.out.size() > kChunk) c.out = Buffer();
   if (c.in.empty() && c.in.capacity() > kChunk) c.in.shrink_to_fit();
+  if (c.message.capacity() > kChunk) c.message = std::string();
   if (c.held == 0) return;
   memory_.give_back(std::exchange(c.held, 0));
   const std::lock_guard<std::mutex> lock(mutex_);
+  wake_waiters();
+}
+
+// Lets the connections that wait for memory try again. The caller has the mutex.
+void RowServer::wake_waiters() {
   for (const int64_t number : std::exchange(for_memory_, {})) {
     const auto found = connections_.find(number);
     if (found != connections_.end()) arm(*found->second, EPOLLOUT);  // a socket that can be written wakes a thread
@@ -620,7 +675,7 @@ bool RowServer::next(PythonCall& call) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     changed_.wait(lock, [&] { return stopped_ || !for_python_.empty(); });
-    if (for_python_.empty()) return false;
+    if (stopped_) return false;
     const auto found = connections_.find(for_python_.front());
     for_python_.pop_front();
     if (found == connections_.end()) continue;
@@ -657,7 +712,6 @@ bool RowServer::reply(int64_t number, const RowReply& reply, const char* found, 
       size_t sent = 0;
       const Io io = c.transmit(data + at, bytes - at, sent);
       if (io == Io::kEnd) {
-        c.outcome = "cancelled";
         end(c);
         return false;
       }
@@ -670,6 +724,7 @@ bool RowServer::reply(int64_t number, const RowReply& reply, const char* found, 
       ::poll(&wanted, 1, 1000);
     }
   }
+  c.enter(State::kPython);  // Python reads the next rows, for which the client waits
   if (!reply.last) return true;
   finish(c);
   c.enter(State::kMessage);
@@ -678,32 +733,35 @@ bool RowServer::reply(int64_t number, const RowReply& reply, const char* found, 
 }
 
 // Ends what keeps others waiting: connections that do not begin, and clients that are late while others wait for memory or
-// for Python.
+// for Python. All other calls, too, take memory from the same RequestMemory.
 void RowServer::watch() {
+  uint64_t refusals = memory_.refusals();
+  double refused = -kPatienceS;
   while (!stopped_) {
     std::this_thread::sleep_for(kWatchPause);
     const std::lock_guard<std::mutex> lock(mutex_);
-    const bool others_wait = !for_memory_.empty() || !for_python_.empty() || stopping_;
     const double time = now();
-    bool expired = false;
+    if (std::exchange(refusals, memory_.refusals()) != memory_.refusals()) refused = time;
+    const bool for_memory = time - refused < kPatienceS || stopping_;
+    const bool for_python = !for_python_.empty() || stopping_;
     for (const auto& [number, each] : connections_) {
       const State state = each->state;
       const double age = time - each->since.load();
       const bool beginning = state == State::kShake || state == State::kHello;
-      const bool transferring = state == State::kBody || state == State::kReply || (state == State::kPython && each->moved > 0);
-      if ((beginning && age > kHelloS) || (state == State::kDiscard && age > kDiscardS)) {
+      const short wanted = state == State::kBody ? POLLIN : POLLOUT;
+      const bool holds_memory = state == State::kBody || state == State::kReply || state == State::kPython;
+      const bool transfers = state != State::kPython || each->moved > 0;
+      const bool others_wait = (for_memory && holds_memory) || (for_python && state == State::kPython);
+      if (stopping_ && (beginning || state == State::kMessage)) {
+        ::shutdown(each->fd, SHUT_RD);
+      } else if ((beginning && age > kHelloS) || (state == State::kDiscard && age > kDiscardS)) {
         ::shutdown(each->fd, SHUT_RDWR);
-      } else if (others_wait && transferring && each->late_s() > kPatienceS) {
+      } else if (others_wait && transfers && each->late_s() > kPatienceS && !each->is_ready(wanted)) {
         ++ended_;
         ::shutdown(each->fd, SHUT_RDWR);
       }
-      expired |= state == State::kMemory && age > kMemoryS;
     }
-    if (!expired && !stopping_) continue;
-    for (const int64_t number : std::exchange(for_memory_, {})) {
-      const auto found = connections_.find(number);
-      if (found != connections_.end()) arm(*found->second, EPOLLOUT);
-    }
+    wake_waiters();  // calls by gRPC and by shared memory do not say that they give memory back
   }
 }
 
@@ -721,10 +779,6 @@ void RowServer::stop(double seconds) {
       epoll_ctl(epoll_, EPOLL_CTL_DEL, listener_, nullptr);
       ::shutdown(listener_, SHUT_RDWR);
     }
-    for (const auto& [number, each] : connections_) {
-      const State state = each->state;
-      if (state == State::kMessage || state == State::kShake || state == State::kHello) ::shutdown(each->fd, SHUT_RD);
-    }
     changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return connections_.empty(); });
     for (const auto& [number, each] : connections_) ::shutdown(each->fd, SHUT_RDWR);
     stopped_ = true;
@@ -733,12 +787,8 @@ void RowServer::stop(double seconds) {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(wake_, &one, sizeof one);
   for (std::thread& thread : threads_) thread.join();
-  watcher_.join();
+  if (watcher_.joinable()) watcher_.join();
   if (listener_ >= 0) ::close(listener_);
-  for (const auto& [number, each] : connections_) ::close(each->fd);
-  connections_.clear();
-  ::close(epoll_);
-  ::close(wake_);
 }
 
 }  // namespace recstore_service

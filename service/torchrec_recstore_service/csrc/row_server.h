@@ -26,15 +26,20 @@ class RequestMemory {
   bool take(uint64_t bytes) {
     uint64_t held = held_.load();
     do {
-      if (bytes > limit_ || held > limit_ - bytes) return false;
+      if (bytes > limit_ || held > limit_ - bytes) {
+        ++refusals_;
+        return false;
+      }
     } while (!held_.compare_exchange_weak(held, held + bytes));
     return true;
   }
   void give_back(uint64_t bytes) { held_ -= bytes; }
+  // How often take() has returned false: a call somewhere waits for memory, or was refused, if the number grows.
+  uint64_t refusals() const { return refusals_.load(); }
 
  private:
   const uint64_t limit_;
-  std::atomic<uint64_t> held_{0};
+  std::atomic<uint64_t> held_{0}, refusals_{0};
 };
 
 // A call that Python answers.
@@ -59,7 +64,8 @@ class RowServer {
  public:
   // threads: the calls that run at the same time. Throws std::system_error.
   RowServer(RowCalls& calls, Counts& counts, RequestMemory& memory, int threads, int64_t most_connections, uint64_t most_write_bytes);
-  ~RowServer() { stop(0); }
+  // No thread may be in next() or reply(), or have a call of next(), any more.
+  ~RowServer();
 
   // Listens on an address, and returns the port. token: empty, or what clients must send. Throws std::runtime_error.
   int listen(const std::string& host, int port);
@@ -74,7 +80,8 @@ class RowServer {
   // ended then. found and rows: the arrays, of the sizes in the reply.
   bool reply(int64_t connection, const RowReply& reply, const char* found, const char* rows);
 
-  // Takes no more calls, waits for the running ones, and closes all connections after `seconds` at the latest.
+  // Takes no more calls, waits for the running ones, and ends all connections after `seconds` at the latest. The calls that
+  // next() has returned can be answered until the destructor runs.
   void stop(double seconds);
 
   int64_t connections();
@@ -102,6 +109,7 @@ class RowServer {
   void arm(Connection& c, uint32_t events);
   void end(Connection& c);
   void make_room();
+  void wake_waiters();
   std::string token();
 
   RowCalls& calls_;

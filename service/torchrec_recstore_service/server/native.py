@@ -157,7 +157,8 @@ class Native:
         self.handle = native[f"{kind}_new"](*arguments)
         """The address of the object, for the library's functions."""
         self.free = weakref.finalize(self, native[f"{kind}_delete"], self.handle)
-        """Frees the object, once."""
+        """Frees the object, once. At the end of the process, nobody does: threads may use the object still."""
+        self.free.atexit = False
 
     def invoke(self, function: str, *arguments: Any) -> Any:
         """Calls a function of the object."""

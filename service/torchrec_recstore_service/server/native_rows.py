@@ -64,6 +64,10 @@ class NativeRows:
         self._max_write_bytes = max_write_bytes
         self._kept = (applied, gate)  # as long as the library uses them
         self._calls = Native("calls", row_ops.row_api(), applied.handle, gate.handle, counts.handle, max_write_bytes)
+        if self._calls.handle is None:
+            raise ImportError(
+                "torchrec_recstore and torchrec_recstore_service do not fit together: install the same version of both"
+            )
         self._server: Native | None = None
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -158,8 +162,8 @@ class NativeRows:
             if listening.token is not None:
                 self._server.invoke("set_token", listening.token.value.encode())
             if listening.certificates is not None and listening.certificates.value is not certificates:
-                certificates = listening.certificates.value
-                self._set_certificates(options)
+                if self._set_certificates(options):  # else the files change at this moment
+                    certificates = listening.certificates.value
 
     def _answer_calls(self) -> None:
         assert self._server is not None
@@ -173,7 +177,8 @@ class NativeRows:
 
     def _answer(self, call: PythonCall) -> None:
         request = pb.SegmentRequest.FromString(ctypes.string_at(call.message, call.message_bytes))
-        arrays = [_memory(address, size) for address, size in zip(call.arrays, call.sizes, strict=True)]
+        # Copies, because a cold store may keep them longer than the call.
+        arrays = [_memory(address, size).clone() for address, size in zip(call.arrays, call.sizes, strict=True)]
         if request.HasField("write"):
             header = request.write
             specs = self._python.writable(header)
@@ -205,7 +210,8 @@ class NativeRows:
         assert self._server is not None
         code, details, error = (0, "", "") if status is None else status
         sizes = (found, reply.found, rows, reply.rows, reply.deleted, reply.last)
-        return bool(self._server.invoke("reply", call.connection, code, details.encode(), error.encode(), *sizes))
+        texts = (details.encode(errors="replace"), error.encode())
+        return bool(self._server.invoke("reply", call.connection, code, *texts, *sizes))
 
 
 def _memory(address: int, size: int) -> Tensor:
