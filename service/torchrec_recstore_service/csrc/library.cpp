@@ -87,6 +87,34 @@ RECSTORE_EXPORT void recstore_gate_leave(RunGate* gate) { gate->leave(); }
 RECSTORE_EXPORT void recstore_gate_close(RunGate* gate) { gate->close(); }
 RECSTORE_EXPORT void recstore_gate_open(RunGate* gate) { gate->open(); }
 
+// Writes what a SegmentRequest says to `out`, which has at least eight times its size and 1000 bytes, for tests: texts in
+// hexadecimal, and a learning rate as its bits.
+RECSTORE_EXPORT void recstore_request_text(const char* message, int64_t size, char* out, NativeStatus* status) {
+  guarded(status, [&] {
+    const RowRequest request = parse_request(message, static_cast<size_t>(size));
+    const auto number = [&](uint64_t value) { out += std::sprintf(out, "%llu ", static_cast<unsigned long long>(value)); };
+    const auto text = [&](const std::string& value) {
+      for (const char c : value) out += std::sprintf(out, "%02x", static_cast<unsigned>(static_cast<unsigned char>(c)));
+      *out++ = ' ';
+    };
+    number(request.is_pull ? 1 : 0);
+    for (const std::string* each : {&request.table, &request.epoch, &request.client}) text(*each);
+    const auto kind = request.is_pull ? static_cast<uint64_t>(request.want) : static_cast<uint64_t>(request.kind);
+    for (const uint64_t each : {kind, request.request, request.done_before, request.ids, uint64_t{request.float32}}) number(each);
+    for (const uint64_t each : request.sizes) number(each);
+    for (const TableIds& each : request.tables) {
+      text(each.table);
+      number(each.ids);
+      number(each.zeros ? 1 : 0);
+      uint64_t rate = 0;
+      if (each.learning_rate.has_value()) std::memcpy(&rate, &*each.learning_rate, 8);
+      number(each.learning_rate.has_value() ? 1 : 0);
+      number(rate);
+    }
+    *out = 0;
+  });
+}
+
 RECSTORE_EXPORT RequestMemory* recstore_memory_new(uint64_t limit) { return new RequestMemory(limit); }
 RECSTORE_EXPORT void recstore_memory_delete(RequestMemory* memory) { delete memory; }
 RECSTORE_EXPORT int recstore_memory_take(RequestMemory* memory, uint64_t bytes) { return memory->take(bytes) ? 1 : 0; }

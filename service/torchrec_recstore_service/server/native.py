@@ -96,6 +96,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "gate_leave": (None, [c_void_p]),
     "gate_close": (None, [c_void_p]),
     "gate_open": (None, [c_void_p]),
+    "request_text": (None, [c_char_p, c_int64, c_char_p, _STATUS]),
     "memory_new": (c_void_p, [c_uint64]),
     "memory_delete": (None, [c_void_p]),
     "memory_take": (c_int, [c_void_p, c_uint64]),
