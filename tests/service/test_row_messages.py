@@ -34,9 +34,11 @@ def read_by_protobuf(message: bytes) -> str | None:
     header = getattr(request, call)
     is_pull = call == "pull"
     texts = [header.table, header.epoch, "" if is_pull else header.client]
-    numbers = [header.want % 2**32, 0, 0, 0, 0] if is_pull else [
-        *(header.kind % 2**32, header.request, header.done_before, header.ids, int(header.float32))
-    ]
+    numbers = (
+        [header.want % 2**32, 0, 0, 0, 0]
+        if is_pull
+        else [*(header.kind % 2**32, header.request, header.done_before, header.ids, int(header.float32))]
+    )
     said = [int(is_pull), *(text.encode().hex() for text in texts), *numbers]
     said += [request.ids, request.rows, request.initial_ids, request.initial_rows]
     for table in header.tables:

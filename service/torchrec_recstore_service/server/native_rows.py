@@ -161,9 +161,9 @@ class NativeRows:
         while not self._stopping.wait(_LOOK_S):
             if listening.token is not None:
                 self._server.invoke("set_token", listening.token.value.encode())
-            if listening.certificates is not None and listening.certificates.value is not certificates:
-                if self._set_certificates(options):  # else the files change at this moment
-                    certificates = listening.certificates.value
+            now = None if listening.certificates is None else listening.certificates.value
+            if now is not certificates and self._set_certificates(options):  # else the files change at this moment
+                certificates = now
 
     def _answer_calls(self) -> None:
         assert self._server is not None
@@ -189,8 +189,9 @@ class NativeRows:
         ids = array_of(arrays[0], torch.int64)
         if asked.want != pb.PullHeader.ROWS:
             found = self._python.found(asked, ids)
-            reply = pb.SegmentReply(last=True, found=len(found.found), rows=len(found.rows))
-            self._reply(call, reply, _address(found.found), _address(found.rows))
+            which, content = found.found, found.rows  # protobuf makes them anew each time; _reply needs their memory
+            reply = pb.SegmentReply(last=True, found=len(which), rows=len(content))
+            self._reply(call, reply, _address(which), _address(content))
             return
         parts = self._python.parts(asked, specs, ids, PART_BYTES)
         for number, part in enumerate(parts, 1):
