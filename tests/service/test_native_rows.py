@@ -310,6 +310,7 @@ def test_what_is_no_call_is_refused(start: Callable[..., tuple[RecStoreServer, s
 
 @pytest.mark.slow
 def test_a_hello_that_never_comes(own_server: RecStoreServer) -> None:
+    _client(own_server.address).close()
     raw = RawRows(own_server.address, hello=b"RECS")
     begin = time.monotonic()
     assert raw.is_closed()
