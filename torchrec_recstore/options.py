@@ -193,8 +193,7 @@ class Expiry:
                 raise ValueError("Expiry.max_jump_s needs seconds: steps are counted, and have no time that can jump")
         _check_positive(self, *_given(self, "seconds", "max_jump_s"))
 
-    def __repr__(self) -> str:
-        return set_fields(self)
+    __repr__ = set_fields
 
     @property
     def microseconds(self) -> int:
@@ -365,8 +364,7 @@ class Servers:
     tls_key: str | None = None
     timeout_s: float = 30.0
 
-    def __repr__(self) -> str:
-        return set_fields(self)
+    __repr__ = set_fields
 
     def __post_init__(self) -> None:
         # A tuple, so that the options can be compared and hashed.
@@ -446,8 +444,7 @@ class TableOptions:
     missing: Literal["zeros", "init"] = "zeros"
     servers: Servers | None = None
 
-    def __repr__(self) -> str:
-        return set_fields(self)
+    __repr__ = set_fields
 
     def __post_init__(self) -> None:
         if self.initializer is not None and not isinstance(self.initializer, UniformInit | NormalInit | ConstantInit):

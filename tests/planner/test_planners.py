@@ -114,15 +114,34 @@ def test_stock_tables_are_never_row_wise_on_the_cpu() -> None:
         "customized_kernel"
     )
     constraints["a"].compute_kernels = ["fused"]
-    with pytest.raises(PlannerError, match=r"for a\.[\s\S]*do not shard pooled tables by rows") as error:
+    fix = r"compute_kernels=\['fused'\]: set .* or compute_kernels to some of \['customized_kernel'\]$"
+    with pytest.raises(PlannerError, match=fix) as error:
         planner(2, constraints).plan(collection(a=100), [RecStoreSharder()])
     assert error.value.error_type == PlannerErrorType.STRICT_CONSTRAINTS
 
 
+NOT_FOR_RECSTORE = r"^no sharding option is left for table 'a' with sharding_types=\['{}'\], .*: set shard"
+
+
+@pytest.mark.parametrize("constraint", [RecStoreConstraints, ParameterConstraints])
+def test_a_sharding_type_that_does_not_exist_is_named(constraint: type[ParameterConstraints]) -> None:
+    constraints = {"a": constraint(sharding_types=["row_wyse"])}
+    types = r"to some of \['table_wise', 'column_wise', .*'row_wise', [^\]]*\]$"
+    with pytest.raises(PlannerError, match=NOT_FOR_RECSTORE.format("row_wyse") + f"ing_types {types}"):
+        planner(2, constraints).plan(collection(a=100), [RecStoreSharder()])
+
+
 def test_recstore_is_never_data_parallel() -> None:
     constraints = {"a": RecStoreConstraints(sharding_types=["data_parallel"])}
-    with pytest.raises(PlannerError, match="supports every sharding type but data_parallel"):
-        planner(2, constraints).plan(collection(a=100), [RecStoreSharder()])
+    planning = planner(2, constraints)
+    for _ in range(2):  # The options of an earlier plan do not count as those that found no room.
+        with pytest.raises(PlannerError, match=NOT_FOR_RECSTORE.format("data_parallel")) as error:
+            planning.plan(collection(a=100), [RecStoreSharder()])
+        assert "data_parallel" not in str(error.value).partition(": set ")[2]
+        assert str(error.value).endswith(" or compute_kernels to some of ['dense']")
+        constraints["a"].sharding_types = ["row_wise"]
+        planning.plan(collection(a=100), [RecStoreSharder()])
+        constraints["a"].sharding_types = ["data_parallel"]
 
 
 def test_between_kernels_the_planner_takes_the_one_that_fits() -> None:

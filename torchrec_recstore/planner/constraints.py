@@ -41,8 +41,7 @@ class RecStoreConstraints(ConstraintsSeams):
         if not isinstance(self.options, TableOptions):
             raise TypeError(f"RecStoreConstraints.options must be TableOptions, got {type(self.options).__name__}")
 
-    def __repr__(self) -> str:
-        return set_fields(self)
+    __repr__ = set_fields
 
     def __hash__(self) -> int:
         # The hash is the same in every process, as TorchRec's is: the planner compares it with that of a stored plan.

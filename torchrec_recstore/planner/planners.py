@@ -6,6 +6,7 @@ Tests: tests/planner/test_planners.py, tests/planner/test_statistics.py.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -56,12 +57,6 @@ logger = logging.getLogger("torchrec.distributed.planner.stats")
 _NO_ROOM = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 _MOST_NAMED = 5
 _Sharder = RecStoreCollectionSharder | RecStoreFeatureProcessedEmbeddingBagCollectionSharder
-
-_SUPPORT = (
-    f"RecStore (compute kernel {RECSTORE_KERNEL!r}) supports every sharding type but data_parallel for pooled tables, "
-    "and table_wise, column_wise and row_wise for sequence tables. TorchRec's own kernels support data_parallel; on "
-    "CPU, they do not shard pooled tables by rows."
-)
 
 
 class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
@@ -122,6 +117,7 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
                 for a table.
         """
         constraints: Mapping[str, ParameterConstraints] = constraints_of(self)
+        self.found = []
         try:
             with _without_warnings_of_data_parallel():
                 enumerated = super().enumerate(module, [self._offer(sharder) for sharder in sharders])
@@ -129,22 +125,34 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             # torchrec 1.8.0 raises this error if the constraints leave a table without options.
             if not str(error).startswith("No available sharding type"):
                 raise
-            raise PlannerError(f"{error}\n{_SUPPORT}", error_type=PlannerErrorType.STRICT_CONSTRAINTS) from error
+            named = re.search(r" constraints for (.+)\. Module: (.+), sharder: ", str(error))
+            said = self._without_option(*named.groups()) if named and named[1] in constraints else str(error)
+            raise PlannerError(said, error_type=PlannerErrorType.STRICT_CONSTRAINTS) from error
         names = {option.name for option in enumerated}
         here = {name for name, c in constraints.items() if c.device_group in (None, "", compute_device(self))}
         _check_names("statistics of", names, set(self.statistics))
         _check_names("constraints for", names, here)
         mine = {key for key, sharder in self.sharder_map.items() if isinstance(sharder, _Sharder)}
         wanted = [o for o in enumerated if o.module_type_key not in mine or _wanted(o, constraints.get(o.name))]
-        for name in names - {option.name for option in wanted}:
-            if _on_servers(constraints.get(name)):
-                raise PlannerError(
-                    f"no sharding option is left for table {name!r}: servers distribute its rows, so that its sharding "
-                    "type must be table_wise",
-                    error_type=PlannerErrorType.STRICT_CONSTRAINTS,
-                )
+        keys = {option.name: option.module_type_key for option in enumerated}
+        for name in sorted(keys.keys() - {option.name for option in wanted}):
+            said = self._without_option(name, keys[name])
+            raise PlannerError(said, error_type=PlannerErrorType.STRICT_CONSTRAINTS)
         self.found = wanted
         return wanted
+
+    def _without_option(self, name: str, key: str) -> str:
+        """Describes the error of a table that its constraint leaves no option; ``key`` is of its sharder."""
+        constraint, sharder, device = constraints_of(self)[name], self.sharder_map[key], compute_device(self)
+        asked, kernels = constraint.sharding_types, constraint.compute_kernels or [RECSTORE_KERNEL]
+        offers = {each: sharder.compute_kernels(each, device) for each in sharder.sharding_types(device)}
+        said = f"no sharding option is left for table {name!r} with sharding_types={asked}, compute_kernels={kernels}"
+        if _on_servers(constraint):
+            return f"{said}: servers distribute its rows, so that its sharding type must be table_wise"
+        types = [each for each, offered in offers.items() if not set(kernels).isdisjoint(offered)]
+        others = sorted({kernel for each in asked or offers for kernel in offers.get(each, ())})
+        fixes = {"sharding_types": types, "compute_kernels": others}
+        return f"{said}: set " + " or ".join(f"{field} to some of {of}" for field, of in fixes.items() if of)
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Estimates the options. The estimates of RecStore tables depend on the ``output_dtype`` of their lookups.
@@ -299,9 +307,10 @@ class RecStorePlanner(PlannerSeams):
         except PlannerError as error:
             enumerator, topology = self.searched
             # An enumerator of the user's class does not keep its options. TorchRec's message is all there is then.
-            if not isinstance(enumerator, RecStoreEnumerator) or error.error_type not in _NO_ROOM:
+            found = enumerator.found if isinstance(enumerator, RecStoreEnumerator) else []
+            if not found or error.error_type not in _NO_ROOM:
                 raise
-            lines = _shortages(enumerator.found, topology)
+            lines = _shortages(found, topology)
             raise PlannerError("\n".join([*lines, "", str(error)]), error_type=error.error_type) from None
         tables = [
             (path, module_plan, name)

@@ -5,7 +5,9 @@ Tests: tests/store/test_conformance.py.
 
 from __future__ import annotations
 
-from functools import singledispatch
+from collections.abc import Callable
+from functools import partial, singledispatch
+from typing import Any
 
 from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore
 from torchrec_recstore.plugins import plugin
@@ -38,33 +40,21 @@ def open_cold_store(options: object, *, name: str, row_bytes: int) -> ColdStore:
     )
 
 
-@open_cold_store.register
-def _open_rocksdb(options: RocksDBStore, *, name: str, row_bytes: int) -> ColdStore:
+def _rocksdb() -> type[ColdStore]:
+    # The import is here because few tables need the package.
+    from torchrec_recstore.store.rocksdb_store import RocksDBColdStore
+
+    return RocksDBColdStore
+
+
+def _open(packages: str, find: Callable[[], Any], options: object, *, name: str, row_bytes: int) -> ColdStore:
     try:
-        # The import is here because few tables need the package.
-        from torchrec_recstore.store.rocksdb_store import RocksDBColdStore
+        opened: ColdStore = find()(options, name=name, row_bytes=row_bytes)
     except ModuleNotFoundError as error:
-        raise _missing(options, "rocksdict", error) from error
-    return RocksDBColdStore(options, name=name, row_bytes=row_bytes)
-
-
-@open_cold_store.register
-def _open_redis(options: RedisStore, *, name: str, row_bytes: int) -> ColdStore:
-    return _of_service("redis_store", "redis hiredis", options, name, row_bytes)
-
-
-@open_cold_store.register
-def _open_servers(options: ServerStore, *, name: str, row_bytes: int) -> ColdStore:
-    return _of_service("server_store", "grpcio protobuf", options, name, row_bytes)
-
-
-def _of_service(store: str, packages: str, options: object, name: str, row_bytes: int) -> ColdStore:
-    try:
-        opened: ColdStore = plugin(store)(options, name=name, row_bytes=row_bytes)
-    except ModuleNotFoundError as error:
-        raise _missing(options, packages, error) from error
+        raise ImportError(f"{options!r} needs a package that is missing: pip install {packages} ({error})") from error
     return opened
 
 
-def _missing(options: object, packages: str, error: ModuleNotFoundError) -> ImportError:
-    return ImportError(f"{options!r} needs a package that is missing: pip install {packages} ({error})")
+open_cold_store.register(RocksDBStore, partial(_open, "rocksdict", _rocksdb))
+open_cold_store.register(RedisStore, partial(_open, "redis hiredis", partial(plugin, "redis_store")))
+open_cold_store.register(ServerStore, partial(_open, "grpcio protobuf", partial(plugin, "server_store")))
