@@ -344,6 +344,12 @@ def instruction_set() -> str:
     return cast(str, _ops.instruction_set())
 
 
+def check_integers(dtype: torch.dtype, features: Sequence[str]) -> None:
+    """Raises TypeError if the ids of a batch with ``features`` are not integers."""
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise TypeError(f"ids must be integers, got {dtype} for features {features}")
+
+
 def concatenated(tensors: Sequence[Tensor]) -> Tensor:
     """Returns tensors one after the other. A single tensor is returned itself, without a copy."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

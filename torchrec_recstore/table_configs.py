@@ -5,6 +5,7 @@ Tests: tests/sharders/test_embeddingbag.py, tests/modules/test_embedding_modules
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -32,6 +33,12 @@ def check_config(config: BaseEmbeddingConfig) -> None:
         raise ValueError(
             f"RecStore table {config.name!r}: use_virtual_table asks for TorchRec's own kernels: leave it out"
         )
+
+
+def missing_features(given: Sequence[str], configs: Iterable[BaseEmbeddingConfig]) -> str:
+    """Describes the features of tables that a batch with the features ``given`` lacks. Is empty if it has them all."""
+    lacking = [f"{name!r} of table {c.name!r}" for c in configs for name in c.feature_names if name not in given]
+    return f"the batch has no feature {', '.join(lacking)}: it has {list(given)}" if lacking else ""
 
 
 def check_init_fn(config: BaseEmbeddingConfig, options: TableOptions | None) -> None:

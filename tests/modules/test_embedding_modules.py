@@ -351,12 +351,32 @@ def test_bad_input() -> None:
         ebc(given)
     with pytest.raises(TypeError, match=r"ids must be integers, got torch.float32 for features \['f'\]"):
         ebc(KeyedJaggedTensor(["f"], torch.tensor([1.0]), lengths=torch.tensor([1])))
-    with pytest.raises(KeyError, match="'f'"):
+    with pytest.raises(KeyError, match=r"the batch has no feature 'f' of table 't': it has \['g'\]"):
         ebc(KeyedJaggedTensor(["g"], torch.tensor([1]), torch.ones(1), torch.tensor([1])))
     assert len(ebc.embedding_bags["t"].table) == 0
     tables = [EmbeddingConfig(name=f"t{dim}", num_embeddings=10, embedding_dim=dim) for dim in (4, 8)]
     with pytest.raises(ValueError, match="'t8' has 8, not 4"):
         RecStoreEmbeddingCollection(tables)
+
+
+@pytest.mark.parametrize("varying", [False, True])
+def test_missing_features_are_named_with_all_of_their_tables(varying: bool) -> None:
+    ids = {"values": torch.arange(3), "lengths": torch.ones(3, dtype=torch.int64)}
+    if varying:
+        order = (["a", "b"], torch.tensor([[0, 1], [0, 0]]))
+        ids |= {"stride_per_key_per_rank": [[2], [1]], "inverse_indices": order}
+    else:
+        ids["lengths"] = torch.tensor([1, 2])
+    lacking = r"no feature 'c' of table 't', 'd' of table 't', 'c' of table 'u': it has \['a', 'b'\]"
+    for kind, config in (
+        (RecStoreEmbeddingBagCollection, EmbeddingBagConfig),
+        (RecStoreEmbeddingCollection, EmbeddingConfig),
+    ):
+        names = {"t": ["c", "a", "d"], "u": ["c"]}
+        module = kind([config(name=n, num_embeddings=9, embedding_dim=4, feature_names=f) for n, f in names.items()])
+        for use in (module, module.prefetch):
+            with pytest.raises(KeyError, match=lacking):
+                use(KeyedJaggedTensor(["a", "b"], **ids))
 
 
 def test_an_initializer_of_the_options_goes_before_that_of_the_config() -> None:

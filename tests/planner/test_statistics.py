@@ -82,7 +82,7 @@ def test_batches_tell_ids_and_shares(kind: Any) -> None:
     assert (found.rows, found.rows_per_step, found.ns_per_id) == (None, None, None)
     (timed,) = measure_statistics([table], batches, SGD(lr=0.1)).values()  # type: ignore[list-item]
     assert 10 < (timed.ns_per_id or 0) < 1e12
-    with pytest.raises(ValueError, match="a batch has no feature 'b' of table 't'"):
+    with pytest.raises(ValueError, match="the batch has no feature 'b' of table 't'"):
         measure_statistics([table], [KeyedJaggedTensor(["a"], torch.tensor([1]), lengths=torch.tensor([1]))])  # type: ignore[list-item]  # fmt: skip
     with pytest.raises(ValueError, match="table 't': the batches have no ids"):
         measure_statistics([table], [])  # type: ignore[list-item]

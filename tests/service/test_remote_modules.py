@@ -259,12 +259,14 @@ def test_what_is_refused(client: RecStoreClient) -> None:
         (model.reset_parameters, "rows cannot be reset"),
         (model.share_memory, "cannot be shared by processes"),
         (lambda: copy.deepcopy(model), "cannot be copied"),
-        (lambda: pickle.dumps(model), "cannot be pickled"),
+        (lambda: pickle.dumps(model), "cannot be copied or pickled"),
         (lambda: model.to("meta"), "cannot be moved to the meta device"),
     ):
         with pytest.raises(RuntimeError, match=rf"table '{tables}a' belongs to RecStoreClient\(.*{error}"):
             call()
     assert model.to(torch.float64).double().device == torch.device("cpu")
+    with pytest.raises(KeyError, match=r"no feature 'f' of table '\w+', 'g' of table '\w+', 'h' of .*it has \['i'\]"):
+        model(KeyedJaggedTensor(["i"], torch.tensor([1]), torch.tensor([1.0]), torch.tensor([1])))
     with pytest.raises(TypeError, match="ids must be integers"):
         model(KeyedJaggedTensor(FEATURES, torch.rand(3), lengths=torch.ones(3, dtype=torch.int64)))
 

@@ -18,11 +18,12 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_recstore.checkpoint import load_dense_weights
+from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import ConstantInit, TableOptions, UniformInit
 from torchrec_recstore.planner import RecStoreConstraints
 from torchrec_recstore.sharders import RecStoreSharder, table_stats
 
-from .models import bag, batch, collection, sharded, tables
+from .models import bag, batch, collection, sequence, sequences, sharded, tables
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -269,3 +270,20 @@ def test_ids_beyond_the_hint_are_no_cause_for_warnings(caplog: pytest.LogCapture
     with caplog.at_level("WARNING"):
         other.module.input_dist(other.module.create_context(), batch(f=[[-5, 10**12]]))
     assert "Feature f has range" in caplog.text
+
+
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])
+@pytest.mark.parametrize("sequential", [False, True])
+def test_a_first_batch_without_a_feature_is_refused_and_leaves_nothing(
+    one_rank: None, sharding_type: str, sequential: bool
+) -> None:
+    make, config = (sequences, sequence) if sequential else (collection, bag)
+    tables = [config("t", ["f", "g"]), config("u", ["f"]), config("v", ["g"])]
+    model = sharded(make(*tables), sharding_type=sharding_type, optimizer=SGD(lr=0.1))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"no feature 'f' of table 't', 'f' of table 'u': it has \['h', 'g'\]"):
+            model(batch(h=[[1]], g=[[2]]))
+    out = model(batch(f=[[1]], h=[[1]], g=[[2]]))
+    values = [each.values() for each in out.values()] if sequential else [out.values()]
+    sum(each.sum() for each in values).backward()
+    assert sum(len(table) for table in model.module.recstore_tables()) == 4

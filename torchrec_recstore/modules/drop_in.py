@@ -32,21 +32,24 @@ class DropIn(TableModule):
         weight: Tensor | None,
         fused: bool,
         device: torch.device | str | int | None,
+        kept: tuple[float | None, float, bool, bool],
     ) -> None:
+        _check_shape(num_embeddings, arguments["dim"], kept[0], weight)
         super().__init__(arguments, LearningRate(arguments["optimizer"].lr), fused=fused, device=device)
         self.num_embeddings = num_embeddings
         self.embedding_dim: int = arguments["dim"]
         self.padding_idx = _padding_id(padding_idx, num_embeddings)
+        # The constructor does not use these arguments of torch's module itself.
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = kept
         self._kernels = EagerKernels()
         if weight is not None and self._owned is not None:
             load_table_state(self._owned.table, {"weight": weight})
 
-    def _keep(self, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool, sparse: bool) -> None:
-        """Keeps the arguments of torch's module that the constructor does not use itself."""
-        self.max_norm = max_norm
-        self.norm_type = norm_type
-        self.scale_grad_by_freq = scale_grad_by_freq
-        self.sparse = sparse
+    def extra_repr(self) -> str:
+        """Returns the arguments that the module's repr shows, as in torch."""
+        own = {"mode": getattr(self, "mode", None), "padding_idx": self.padding_idx}
+        shown = [f"{name}={value!r}" for name, value in own.items() if value is not None]
+        return ", ".join([str(self.num_embeddings), str(self.embedding_dim), *shown])
 
     @property
     def _trains(self) -> bool:
@@ -131,10 +134,9 @@ class RecStoreEmbedding(DropIn):
         name: str | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        _check_shape(num_embeddings, embedding_dim, max_norm, _weight)
         rows = (embedding_dim, _weight, dtype, optimizer_of(optimizer, lr), options, name, state_dtype)
-        super().__init__(_table_arguments(*rows), num_embeddings, padding_idx, _weight, fused, device)
-        self._keep(max_norm, norm_type, scale_grad_by_freq, sparse)
+        kept = (max_norm, norm_type, scale_grad_by_freq, sparse)
+        super().__init__(_table_arguments(*rows), num_embeddings, padding_idx, _weight, fused, device, kept)
         self.weight.requires_grad_(not _freeze)
 
     @classmethod
@@ -179,11 +181,6 @@ class RecStoreEmbedding(DropIn):
         ids = _int64_input(input).reshape(-1)
         out = self._rows(ids) if self.padding_idx is None else self._with_padding(ids, self.padding_idx)
         return to_device(out, CopyTarget(input.device, self.weight.dtype)).view(*input.shape, self.embedding_dim)
-
-    def extra_repr(self) -> str:
-        """Returns the arguments that the module's repr shows, as in torch."""
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
 
     def _with_padding(self, ids: Tensor, padding: int) -> Tensor:
         places = (ids != padding).nonzero().squeeze(1)
@@ -249,10 +246,9 @@ class RecStoreEmbeddingBag(DropIn):
         for argument, value in (("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
             if mode == "max" and value:
                 raise ValueError(f"{argument} must be False with mode='max', as in torch")
-        _check_shape(num_embeddings, embedding_dim, max_norm, _weight)
         rows = (embedding_dim, _weight, dtype, optimizer_of(optimizer, lr), options, name, state_dtype)
-        super().__init__(_table_arguments(*rows), num_embeddings, padding_idx, _weight, fused, device)
-        self._keep(max_norm, norm_type, scale_grad_by_freq, sparse)
+        kept = (max_norm, norm_type, scale_grad_by_freq, sparse)
+        super().__init__(_table_arguments(*rows), num_embeddings, padding_idx, _weight, fused, device, kept)
         self.mode = mode
         self.include_last_offset = include_last_offset
 
@@ -310,11 +306,6 @@ class RecStoreEmbeddingBag(DropIn):
         else:
             out = self._kernels.bags([self], [0], self.mode, bags, train=self._trains)
         return to_device(out, CopyTarget(input.device, self.weight.dtype))
-
-    def extra_repr(self) -> str:
-        """Returns the arguments that the module's repr shows, as in torch."""
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}{padding}"
 
     def _pooled_by_torch(self, bags: Bags) -> Tensor:
         """Returns the rows of the batch pooled by torch, for the cases that the native kernel does not support."""

@@ -21,11 +21,11 @@ from torchrec_recstore.kernels import RowService
 from torchrec_recstore.kernels.device_copies import to_host, weights_to_host
 from torchrec_recstore.modules.eager_kernels import Bags, EagerKernels, EagerTable
 from torchrec_recstore.modules.table_module import LearningRate, RemoteTableModule, TableModule, rows_device
-from torchrec_recstore.ops import concatenated
+from torchrec_recstore.ops import check_integers, concatenated
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.quantization import RefusesQuantization
-from torchrec_recstore.table_configs import ROW_DTYPES, check_config, check_init_fn, initializer_of
+from torchrec_recstore.table_configs import ROW_DTYPES, check_config, check_init_fn, initializer_of, missing_features
 
 _Config = TypeVar("_Config", bound=BaseEmbeddingConfig)
 
@@ -177,16 +177,15 @@ def _check_remote(
 class Features:
     """A batch from which each group of tables takes its features, with its weights if ``is_weighted``."""
 
-    def __init__(self, given: KeyedJaggedTensor, is_weighted: bool) -> None:
-        dtype = given.values().dtype
-        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-            raise TypeError(f"ids must be integers, got {dtype} for features {given.keys()}")
+    def __init__(self, given: KeyedJaggedTensor, is_weighted: bool, configs: Sequence[BaseEmbeddingConfig]) -> None:
+        check_integers(given.values().dtype, given.keys())
         if is_weighted and given.weights_or_none() is None:
             raise ValueError(f"is_weighted=True needs weights of the features {given.keys()}")
         self.device = given.values().device
         self._as_given = given
         self.given = given if self.device.type == "cpu" else _on_host(given, is_weighted)
         self._is_weighted = is_weighted
+        self._configs = configs
 
     @cached_property
     def as_given(self) -> dict[str, JaggedTensor]:
@@ -202,7 +201,7 @@ class Features:
         """Returns the ids of features, (N,) int64, on the CPU, feature by feature."""
         if self._has_all(names):
             return self.given.values().to(torch.int64)  # type: ignore[no-any-return]
-        return concatenated([self.jagged[name].values() for name in names]).to(torch.int64)
+        return concatenated([part.values() for part in self._parts(names)]).to(torch.int64)
 
     def bags(self, names: Sequence[str]) -> tuple[Bags, list[int] | None]:
         """Returns the bags of features, feature by feature, and None.
@@ -214,12 +213,18 @@ class Features:
         if self._has_all(names) and not varies:
             weights = self.given.weights().float() if self._is_weighted else None
             return Bags(self.ids(names), self.given.offsets().to(torch.int64), weights), None
-        parts = [self.jagged[name] for name in names]
+        parts = self._parts(names)
         lengths = [part.lengths().to(torch.int64) for part in parts]
         counts = [len(some) for some in lengths]
         padded = torch.cat([F.pad(some, (0, max(counts) - len(some))) for some in lengths])
         weights = concatenated([part.weights() for part in parts]).float() if self._is_weighted else None
         return Bags(self.ids(names), F.pad(padded.cumsum(0), (1, 0)), weights), counts if varies else None
+
+    def _parts(self, names: Sequence[str]) -> list[JaggedTensor]:
+        try:
+            return [self.jagged[name] for name in names]
+        except KeyError:
+            raise KeyError(missing_features(self.given.keys(), self._configs)) from None
 
     def _has_all(self, names: Sequence[str]) -> bool:
         return list(names) == list(self.given.keys())

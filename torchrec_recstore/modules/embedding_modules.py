@@ -111,15 +111,14 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
             RuntimeError: The module is on the meta device.
             ValueError, MemoryError, ColdStoreError: See :class:`torchrec_recstore.kernels.PooledKernel`.
         """
-        batch = Features(maybe_td_to_kjt(features, None), self._is_weighted)
-        flat_names = [name for names in self._feature_names for name in names]
-        inverse = reorder_inverse_indices(batch.given.inverse_indices_or_none(), flat_names).to("cpu")
+        batch = Features(maybe_td_to_kjt(features, None), self._is_weighted, self._configs)
+        inverse = batch.given.inverse_indices_or_none()
         pooled: dict[int, list[Tensor]] = {}
         whole: Tensor | None = None
         for numbers, trains in self._groups(self._poolings):
             group, counts = self._group(batch, numbers)
             out = self._kernels.bags(*group, train=trains)
-            if len(numbers) == len(self._poolings) and counts is None and inverse.numel() == 0:
+            if len(numbers) == len(self._poolings) and counts is None and inverse is None:
                 whole = out
                 break
             tables, feature_tables, *_ = group
@@ -129,8 +128,9 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
                 pooled[number] = [next(parts)[: next(sizes)] for _ in self._feature_names[number]]
         if whole is None:
             every = [part for number in range(len(self._poolings)) for part in pooled[number]]
-            if inverse.numel():
-                every = [part.index_select(0, which) for part, which in zip(every, inverse, strict=True)]
+            if inverse is not None:
+                order = reorder_inverse_indices(inverse, [name for names in self._feature_names for name in names])
+                every = [part.index_select(0, which) for part, which in zip(every, order.to("cpu"), strict=True)]
             whole = torch.cat(every, dim=1)
         lengths = [config.embedding_dim for config in self._configs for _ in config.feature_names]
         keys = [name for names in self._names_by_table for name in names]
@@ -143,7 +143,7 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         them, and reads the rows again that have been updated since, so that the results are the same. Without
         ``client``, see :meth:`torchrec_recstore.kernels.PooledKernel.prefetch`. In evaluation, nothing is done.
         """
-        batch = Features(maybe_td_to_kjt(features, None), self._is_weighted)
+        batch = Features(maybe_td_to_kjt(features, None), self._is_weighted, self._configs)
         for numbers, trains in self._groups(self._poolings):
             if trains:
                 self._kernels.prefetch_bags(*self._group(batch, numbers)[0])
@@ -245,7 +245,7 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
             KeyError, TypeError, RuntimeError: See :meth:`RecStoreEmbeddingBagCollection.forward`.
             ValueError, MemoryError, ColdStoreError: See :class:`torchrec_recstore.kernels.SequenceKernel`.
         """
-        batch = Features(maybe_td_to_kjt(features, None), False)
+        batch = Features(maybe_td_to_kjt(features, None), False, self._configs)
         rows: dict[int, Tensor] = {}
         for numbers, trains in self._groups([None] * len(self._configs)):
             rows.update(zip(numbers, self._kernels.rows(*self._group(batch, numbers), train=trains), strict=True))
@@ -264,7 +264,7 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Prepares the rows of a batch. See :meth:`RecStoreEmbeddingBagCollection.prefetch`."""
-        batch = Features(maybe_td_to_kjt(features, None), False)
+        batch = Features(maybe_td_to_kjt(features, None), False, self._configs)
         for numbers, trains in self._groups([None] * len(self._configs)):
             if trains:
                 self._kernels.prefetch_rows(*self._group(batch, numbers))

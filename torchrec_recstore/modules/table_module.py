@@ -268,11 +268,10 @@ class RemoteTableModule(RefusesQuantization, nn.Module):
         """Returns the dim, the optimizer and the client, which the module's repr shows."""
         return f"{self.table.dim}, optimizer={self.table.optimizer!r}, client={self.client!r}"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self._refuse("the module cannot be copied: make another module with the client")
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse("the module cannot be pickled: make a client and a module in each process")
+        self._refuse(
+            "the module cannot be copied or pickled: make another module with the client, in each process with its own"
+        )
 
     def _refuse(self, reason: str) -> NoReturn:
         raise RuntimeError(f"table {self.table.name!r} belongs to {self.client!r}: {reason}")

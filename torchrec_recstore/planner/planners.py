@@ -310,8 +310,8 @@ class RecStorePlanner(PlannerSeams):
             found = enumerator.found if isinstance(enumerator, RecStoreEnumerator) else []
             if not found or error.error_type not in _NO_ROOM:
                 raise
-            lines = _shortages(found, topology)
-            raise PlannerError("\n".join([*lines, "", str(error)]), error_type=error.error_type) from None
+            said = "\n".join([*_shortages(found, topology), "", str(error)])
+            raise PlannerError(said, error_type=error.error_type) from None
         tables = [
             (path, module_plan, name)
             for path, module_plan in plan.plan.items()

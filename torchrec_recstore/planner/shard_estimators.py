@@ -102,22 +102,10 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
 
 def _without_rows(option: ShardingOption) -> ShardingOption:
     """Returns ``option`` for a table without rows. TorchRec's estimate of it has only the inputs and outputs."""
-    return ShardingOption(
-        name=option.name,
-        tensor=ResidentParameter.of(option.tensor, rows=0),
-        module=option.module,
-        input_lengths=option.input_lengths,
-        batch_size=option.batch_size,
-        sharding_type=option.sharding_type,
-        partition_by=option.partition_by,
-        compute_kernel=option.compute_kernel,
-        shards=[Shard(size=shard.size, offset=shard.offset) for shard in option.shards],
-        cache_params=option.cache_params,
-        is_pooled=option.is_pooled,
-        feature_names=option.feature_names,
-        output_dtype=option.output_dtype,
-        num_poolings=option.num_poolings,
-    )
+    same = "name module input_lengths batch_size sharding_type partition_by compute_kernel cache_params is_pooled"
+    fields = {name: getattr(option, name) for name in (*same.split(), "feature_names", "output_dtype", "num_poolings")}
+    shards = [Shard(size=shard.size, offset=shard.offset) for shard in option.shards]
+    return ShardingOption(tensor=ResidentParameter.of(option.tensor, rows=0), shards=shards, **fields)
 
 
 def _dtype(option: ShardingOption) -> torch.dtype:

@@ -20,6 +20,7 @@ from torchrec_recstore.checkpoint.info import METADATA, read_info
 from torchrec_recstore.encoding import check_fields
 from torchrec_recstore.modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
 from torchrec_recstore.optim import Optimizer
+from torchrec_recstore.table_configs import missing_features
 
 FORMAT = "recstore statistics"
 VERSION = 1
@@ -115,10 +116,9 @@ def measure_statistics(
     samples = 0
     for batch in batches:
         samples += batch.stride()
+        if lacking := missing_features(batch.keys(), configs):
+            raise ValueError(lacking)
         for config in configs:
-            for name in config.feature_names:
-                if name not in batch.keys():  # noqa: SIM118  (KeyedJaggedTensor has no __contains__)
-                    raise ValueError(f"a batch has no feature {name!r} of table {config.name!r}: {batch.keys()}")
             of_table = KeyedJaggedTensor.from_jt_dict({name: batch[name] for name in config.feature_names})
             if len(of_table.values()):
                 own[config.name].append(of_table)

@@ -51,6 +51,7 @@ from torchrec_recstore.sharders.plan_entries import (
 from torchrec_recstore.sharders.row_state import ModuleState, RowState
 from torchrec_recstore.sharders.sharding_kernels import RecStoreLookup
 from torchrec_recstore.store import Table
+from torchrec_recstore.table_configs import missing_features
 from torchrec_recstore.table_parameter import GivenCopies
 from torchrec_recstore.torchrec_seams.models import Sharding, grouped_configs, grouped_configs_of_all_ranks
 from torchrec_recstore.utils import warn_user
@@ -61,11 +62,9 @@ def _int64_ids(features: Any) -> KeyedJaggedTensor:
     # block_bucketize_sparse_features (fbgemm-gpu 1.8.0) is wrong for int32 ids that are not less than num_embeddings.
     if not isinstance(features, KeyedJaggedTensor):
         features = maybe_td_to_kjt(features)
-    dtype = features.values().dtype
-    if dtype is torch.int64:
+    if features.values().dtype is torch.int64:
         return features
-    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        raise TypeError(f"ids must be integers, got {dtype} for features {features.keys()}")
+    ops.check_integers(features.values().dtype, features.keys())
     return _with_ids(features, features.values().to(torch.int64))
 
 
@@ -153,12 +152,16 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Any]:
         """Distributes a batch to the ranks, as TorchRec's method does, after converting the ids to int64.
 
-        Raises TypeError if the ids are not integers, and RuntimeError if a tensor from ``state_dict`` was written to.
+        Raises TypeError if the ids are not integers, RuntimeError if a tensor from ``state_dict`` was written to, and
+        ValueError if the first batch lacks a feature: later ones must have its features, in its order.
         """
         self._copies.check()
         features = _mixed_ids(_int64_ids(features), self._hashed_features())
         if not self.awaits_first_batch:
             return super().input_dist(ctx, features)
+        # TorchRec's own error names no table, and leaves a half-made distribution behind (torchrec 1.8.0).
+        if lacking := missing_features(features.keys(), self.table_configs):
+            raise ValueError(lacking)
         # TorchRec checks the ids of the first batch against num_embeddings (torchrec 1.8.0), which limits no ids here.
         with self.hidden_configs(self.recstore_table_names()):
             return super().input_dist(ctx, features)
