@@ -36,11 +36,6 @@ def value_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype is torch.int8 else dtype
 
 
-def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the data type of the stored weights of a table of ``dtype``: uint8 for 8-bit rows, else ``dtype``."""
-    return torch.uint8 if dtype is torch.int8 else dtype
-
-
 def stored_columns(dtype: torch.dtype, columns: int) -> int:
     """Returns the number of columns of the stored weights of ``columns`` columns of a table of ``dtype``."""
     return columns + GRID_BYTES if dtype is torch.int8 else columns
@@ -73,7 +68,7 @@ def as_stored(weights: Tensor, dtype: torch.dtype) -> Tensor:
 
     The weights are (N, columns) floating-point values, or stored weights of any data type.
     """
-    if weights.dtype is stored_dtype(dtype):
+    if weights.dtype is (torch.uint8 if dtype is torch.int8 else dtype):  # the stored weights of 8-bit rows are uint8
         return weights
     return _quantized(values(weights)) if dtype is torch.int8 else values(weights).to(dtype)
 

@@ -182,15 +182,10 @@ class Features:
         if is_weighted and given.weights_or_none() is None:
             raise ValueError(f"is_weighted=True needs weights of the features {given.keys()}")
         self.device = given.values().device
-        self._as_given = given
+        self.as_given = given  # on its own device
         self.given = given if self.device.type == "cpu" else _on_host(given, is_weighted)
         self._is_weighted = is_weighted
         self._configs = configs
-
-    @cached_property
-    def as_given(self) -> dict[str, JaggedTensor]:
-        """The features of the batch by name, on its device."""
-        return self._as_given.to_dict()  # type: ignore[no-any-return]
 
     @cached_property
     def jagged(self) -> dict[str, JaggedTensor]:

@@ -251,9 +251,9 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
             rows.update(zip(numbers, self._kernels.rows(*self._group(batch, numbers), train=trains), strict=True))
         if batch.device.type != "cpu":
             rows = _together(rows, batch.device)
-        found: dict[str, JaggedTensor] = {}
+        as_given, found = batch.as_given.to_dict(), {}
         for number, names in enumerate(self._names_by_table):
-            jagged = [batch.as_given[name] for name in self._feature_names[number]]
+            jagged = [as_given[name] for name in self._feature_names[number]]
             first = 0
             for name, one in zip(names, jagged, strict=True):
                 end = first + len(one.values())

@@ -269,9 +269,7 @@ class RemoteTableModule(RefusesQuantization, nn.Module):
         return f"{self.table.dim}, optimizer={self.table.optimizer!r}, client={self.client!r}"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse(
-            "the module cannot be copied or pickled: make another module with the client, in each process with its own"
-        )
+        self._refuse("the module cannot be copied or pickled: make another module, in each process with a client")
 
     def _refuse(self, reason: str) -> NoReturn:
         raise RuntimeError(f"table {self.table.name!r} belongs to {self.client!r}: {reason}")

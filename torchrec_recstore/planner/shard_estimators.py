@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -128,22 +128,21 @@ class MeasuredPerfConfig(RecStorePerfConfig):
     @fwd_comms(SHARDING_TYPES)  # type: ignore[untyped-decorator]
     def forward_comms_ms(self, context: ShardPerfContext) -> float:
         """Returns the estimated milliseconds of the collectives before and after the lookups."""
-        if not self._counts(context):
-            return default_forward_comms_ms(evaluator_of(context), context, self)
-        return sum(self._ms(context, each) for each in _traffic(context) if each.collective != "gradients")
+        return self._comms_ms(context, default_forward_comms_ms, of_gradients=False)
 
     @bwd_comms(SHARDING_TYPES)  # type: ignore[untyped-decorator]
     def backward_comms_ms(self, context: ShardPerfContext) -> float:
         """Returns the estimated milliseconds of the collectives with gradients."""
-        if not self._counts(context):
-            return default_backward_comms_ms(evaluator_of(context), context, self)
-        return sum(self._ms(context, each) for each in _traffic(context) if each.collective == "gradients")
+        return self._comms_ms(context, default_backward_comms_ms, of_gradients=True)
 
-    def _ms(self, context: ShardPerfContext, traffic: RankTraffic) -> float:
+    def _comms_ms(self, context: ShardPerfContext, default: Callable[..., float], *, of_gradients: bool) -> float:
+        if not self._counts(context):
+            return default(evaluator_of(context), context, self)
         bandwidths = context.comms_bandwidths
         assert bandwidths is not None
-        device = "cuda" if self._over_bus else "cpu"
-        return milliseconds(traffic, bandwidths.intra_host_bw, bandwidths.inter_host_bw, device)
+        speeds = (bandwidths.intra_host_bw, bandwidths.inter_host_bw, "cuda" if self._over_bus else "cpu")
+        exchanged = [each for each in _traffic(context) if (each.collective == "gradients") == of_gradients]
+        return sum(milliseconds(each, *speeds) for each in exchanged)
 
     def _counts(self, context: ShardPerfContext) -> bool:
         # On one rank no bytes are exchanged. TorchRec's formulas then prefer table-wise tables, which need no copies.

@@ -105,6 +105,14 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     _copies: GivenCopies
     _wall_clock: AgreedClock | None = None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if names := self.recstore_table_names():
+            raise TypeError(
+                f"RecStore table {names[0]!r}: a sharded model cannot be copied or pickled: save it with "
+                "save_checkpoint, and load it with load_checkpoint into a model that is sharded anew"
+            )
+        return super().__reduce_ex__(protocol)
+
     def remote_table_names(self) -> list[str]:
         """Returns the names of the RecStore tables whose rows are on servers, the same on every rank."""
         plan = self.module_sharding_plan

@@ -162,9 +162,22 @@ def _rank_major(pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence
     return torch.cat([part.reshape(-1) for rank in zip(*by_feature, strict=True) for part in rank])
 
 
+class _ShardedParameter(TableParameter):
+    """A parameter that cannot be frozen, which would change nothing: its kernel looks up and updates several tables."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        if not requires_grad:
+            raise RuntimeError(
+                f"RecStore table {self.table!r} cannot be frozen: call eval() of the module, or set learning rate 0"
+            )
+        return self
+
+    requires_grad = property(lambda self: True, requires_grad_)  # type: ignore[arg-type]
+
+
 def placeholder_parameter(name: str, dim: int) -> nn.Parameter:
     """Returns the empty parameter, (0, dim), that represents a table in TorchRec's modules and optimizers."""
-    parameter = TableParameter(torch.empty(0, dim), table=name)
+    parameter = _ShardedParameter(torch.empty(0, dim), table=name)
     # Dense optimizers that are built with in_backward_optimizer_filter then leave it out (torchrec 1.8.0).
     mark_as_optimized(parameter, EmptyFusedOptimizer())
     return parameter

@@ -76,8 +76,7 @@ class _WithoutBlocks(TableWiseEvaluator):  # type: ignore[misc]
     def use_min_dim_for_lookup(self, config: EmbeddingPerfEstimatorConfig) -> bool:
         return False
 
-    def use_block_usage_penalty(self, config: EmbeddingPerfEstimatorConfig) -> bool:
-        return False
+    use_block_usage_penalty = use_min_dim_for_lookup
 
 
 def evaluator_of(context: ShardPerfContext) -> EmbeddingShardingPerfEvaluator:
