@@ -24,7 +24,8 @@ class WithCore(sdist):
     """Adds the files of the repository that the library is made of."""
 
     def make_release_tree(self, base_dir: str, files: "list[str]") -> None:
-        super().make_release_tree(base_dir, files)
+        # The release tree would have the sources of the core beside itself, in the checkout.
+        super().make_release_tree(base_dir, [path for path in files if not path.startswith("..")])
         for path in (f"{CORE}/native_build.py", *SHARED, *glob.glob(f"{CSRC}/*.[hi]*")):
             target = os.path.join(base_dir, "core", os.path.relpath(path, CORE))
             os.makedirs(os.path.dirname(target), exist_ok=True)

@@ -265,7 +265,7 @@ def test_what_is_refused(client: RecStoreClient) -> None:
         with pytest.raises(RuntimeError, match=rf"table '{tables}a' belongs to RecStoreClient\(.*{error}"):
             call()
     assert model.to(torch.float64).double().device == torch.device("cpu")
-    with pytest.raises(KeyError, match=r"no feature 'f' of table '\w+', 'g' of table '\w+', 'h' of .*it has \['i'\]"):
+    with pytest.raises(ValueError, match=r"no feature 'f' of table '\w+', 'g' of table '\w+', 'h' of .*it has \['i'\]"):
         model(KeyedJaggedTensor(["i"], torch.tensor([1]), torch.tensor([1.0]), torch.tensor([1])))
     with pytest.raises(TypeError, match="ids must be integers"):
         model(KeyedJaggedTensor(FEATURES, torch.rand(3), lengths=torch.ones(3, dtype=torch.int64)))

@@ -219,7 +219,7 @@ class Features:
         try:
             return [self.jagged[name] for name in names]
         except KeyError:
-            raise KeyError(missing_features(self.given.keys(), self._configs)) from None
+            raise ValueError(missing_features(self.given.keys(), self._configs)) from None
 
     def _has_all(self, names: Sequence[str]) -> bool:
         return list(names) == list(self.given.keys())

@@ -106,7 +106,7 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
             (batch size, sum of dims) float32, on the device of ``features``: table by table, feature by feature.
 
         Raises:
-            KeyError: A feature is missing.
+            ValueError: A feature is missing.
             TypeError: The ids are not integers.
             RuntimeError: The module is on the meta device.
             ValueError, MemoryError, ColdStoreError: See :class:`torchrec_recstore.kernels.PooledKernel`.
@@ -242,7 +242,7 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
             are those of the input. With ``need_indices``, its weights are the ids.
 
         Raises:
-            KeyError, TypeError, RuntimeError: See :meth:`RecStoreEmbeddingBagCollection.forward`.
+            ValueError, TypeError, RuntimeError: See :meth:`RecStoreEmbeddingBagCollection.forward`.
             ValueError, MemoryError, ColdStoreError: See :class:`torchrec_recstore.kernels.SequenceKernel`.
         """
         batch = Features(maybe_td_to_kjt(features, None), False, self._configs)
