@@ -168,3 +168,4 @@ RECSTORE_EXPORT void recstore_server_stop(RowServer* server, double seconds) { s
 RECSTORE_EXPORT int64_t recstore_server_connections(RowServer* server) { return server->connections(); }
 RECSTORE_EXPORT int64_t recstore_server_running(RowServer* server) { return server->running(); }
 RECSTORE_EXPORT int64_t recstore_server_ended(RowServer* server) { return server->ended(); }
+RECSTORE_EXPORT int64_t recstore_server_waiting(RowServer* server) { return server->waiting(); }

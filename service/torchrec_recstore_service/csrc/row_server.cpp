@@ -473,6 +473,9 @@ RowServer::Step RowServer::message(Connection& c) {
   const uint64_t most = c.request.is_pull ? kMostPullBytes : std::min(most_write_bytes_, memory_.limit());
   for (const uint64_t each : c.request.sizes) {
     if (each > most || bytes > most) {
+      if (!c.request.is_pull && memory_.limit() < most_write_bytes_) {
+        return refuse(c, {kInvalidArgument, "a request may have at most " + std::to_string(memory_.limit()) + " bytes (--max-request-memory): split it", "ValueError"}, true);
+      }
       const std::string what = c.request.is_pull ? "a read may have at most 4194304 ids"
                                                  : "a write may have at most " + std::to_string(most_write_bytes_ / 128) + " ids and " +
                                                        std::to_string(most_write_bytes_) + " bytes (--max-write)";
@@ -763,6 +766,11 @@ void RowServer::watch() {
     }
     wake_waiters();  // calls by gRPC and by shared memory do not say that they give memory back
   }
+}
+
+int64_t RowServer::waiting() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::count_if(connections_.begin(), connections_.end(), [](const auto& each) { return each.second->state == State::kMemory; });
 }
 
 int64_t RowServer::connections() {

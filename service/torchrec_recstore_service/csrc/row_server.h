@@ -85,6 +85,8 @@ class RowServer {
   void stop(double seconds);
 
   int64_t connections();
+  // The number of connections that wait for memory.
+  int64_t waiting();
   int64_t running() const { return running_.load(); }
   int64_t ended() const { return ended_.load(); }
 

@@ -295,6 +295,11 @@ class GrpcServer:
         """Takes calls."""
         self._server.start()
 
+    def end_late(self) -> None:
+        """Ends the calls whose clients keep memory that other calls need."""
+        for threads in self._threads:
+            threads.end_late()
+
     def set_serving(self, serving: bool) -> None:
         """Sets the answer to health checks."""
         status = health_pb2.HealthCheckResponse

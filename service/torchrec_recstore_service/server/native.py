@@ -124,6 +124,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "server_stop": (None, [c_void_p, c_double]),
     "server_connections": (c_int64, [c_void_p]),
     "server_running": (c_int64, [c_void_p]),
+    "server_waiting": (c_int64, [c_void_p]),
     "server_ended": (c_int64, [c_void_p]),
 }
 

@@ -101,8 +101,7 @@ class NativeRows:
         except OSError as error:
             raise OSError(f"--rows-port {options.rows_port}: {error}") from None
         work = [self._answer_calls] * _PYTHON_CALLS
-        if options.token_file is not None or options.tls_cert is not None:
-            work.append(lambda: self._look(options, listening))
+        work.append(lambda: self._look(options, listening))
         for number, function in enumerate(work):
             self._threads.append(threading.Thread(target=function, name=f"recstore-rows-{number}", daemon=True))
             self._threads[-1].start()
@@ -155,10 +154,12 @@ class NativeRows:
         return True
 
     def _look(self, options: ListenOptions, listening: GrpcServer) -> None:
-        """Tells the library of a new token and of new certificates."""
+        """Tells the library of a new token and of new certificates, and ends late calls that hold its memory."""
         assert self._server is not None
         certificates = None if listening.certificates is None else listening.certificates.value
         while not self._stopping.wait(_LOOK_S):
+            if self._server.invoke("waiting"):
+                listening.end_late()  # calls by gRPC may hold the memory
             if listening.token is not None:
                 self._server.invoke("set_token", listening.token.value.encode())
             now = None if listening.certificates is None else listening.certificates.value
