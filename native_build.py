@@ -1,11 +1,13 @@
-"""What the setup.py of torchrec-recstore and that of torchrec-recstore-serving share: how native code is compiled."""
+"""What the three setup.py share: how native code is compiled, and how a plugin's sdist gets files of the core."""
 
 import importlib.util
 import os
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 
 FLAGS = [
     "-std=c++17",
@@ -62,3 +64,20 @@ class BuildOnTorch(build_ext):
                 made for each in pool.map(lambda file: compile_files([file], **options), files) for made in each
             ]
             super().build_extensions()
+
+
+class WithCore(sdist):
+    """Adds the files of the repository that the library of a plugin is made of, in the folder `core` of its sdist."""
+
+    core = ""
+    """The folder of the repository, or of these files in an sdist."""
+    core_files: "tuple[str, ...]" = ()
+    """Their paths, each beginning with `core`."""
+
+    def make_release_tree(self, base_dir: str, files: "list[str]") -> None:
+        # The release tree would have the sources of the core beside itself, in the checkout.
+        super().make_release_tree(base_dir, [path for path in files if not path.startswith("..")])
+        for path in (f"{self.core}/native_build.py", *self.core_files):
+            target = os.path.join(base_dir, "core", os.path.relpath(path, self.core))
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            shutil.copy(path, target)

@@ -2,16 +2,14 @@
 
 import glob
 import os
-import shutil
 import sys
 
 from setuptools import Extension, setup
-from setuptools.command.sdist import sdist
 
 # The repository, or in an sdist the folder with the files of the repository that the library is made of too.
 CORE = ".." if os.path.exists("../native_build.py") else "core"
 sys.path.insert(0, os.path.abspath(CORE))
-from native_build import FLAGS, BuildOnTorch  # noqa: E402
+from native_build import FLAGS, BuildOnTorch, WithCore  # noqa: E402
 
 CSRC = f"{CORE}/torchrec_recstore/csrc"
 OWN = "torchrec_recstore_serving/csrc"
@@ -20,16 +18,8 @@ SHARED = sorted([*glob.glob(f"{CSRC}/row_kernels*.cpp"), f"{CSRC}/memory.cpp", f
 HEADERS = sorted([*glob.glob(f"{CSRC}/*.[hi]*"), *glob.glob(f"{OWN}/**/*.h", recursive=True)])
 
 
-class WithCore(sdist):
-    """Adds the files of the repository that the library is made of."""
-
-    def make_release_tree(self, base_dir: str, files: "list[str]") -> None:
-        # The release tree would have the sources of the core beside itself, in the checkout.
-        super().make_release_tree(base_dir, [path for path in files if not path.startswith("..")])
-        for path in (f"{CORE}/native_build.py", *SHARED, *glob.glob(f"{CSRC}/*.[hi]*")):
-            target = os.path.join(base_dir, "core", os.path.relpath(path, CORE))
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            shutil.copy(path, target)
+class Sdist(WithCore):
+    core, core_files = CORE, (*SHARED, *glob.glob(f"{CSRC}/*.[hi]*"))
 
 
 setup(
@@ -47,6 +37,6 @@ setup(
             py_limited_api=True,
         ),
     ],
-    cmdclass={"build_ext": BuildOnTorch, "sdist": WithCore},
+    cmdclass={"build_ext": BuildOnTorch, "sdist": Sdist},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

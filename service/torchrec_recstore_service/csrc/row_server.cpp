@@ -13,11 +13,12 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <stdexcept>
 #include <utility>
+
+#include "buffer_pool.h"
 
 namespace recstore_service {
 namespace {
@@ -29,7 +30,6 @@ constexpr size_t kMostTokenBytes = 4096;
 constexpr uint32_t kMostMessageBytes = uint32_t{1} << 20;
 constexpr uint64_t kMostPullBytes = uint64_t{8} << 22;
 constexpr size_t kChunk = size_t{1} << 16;      // bytes that are read at once before the size of a request is known
-constexpr size_t kOutBytes = (size_t{1} << 20) + 4096;
 constexpr size_t kAlignment = 64;
 constexpr int64_t kListener = 0;
 constexpr double kHelloS = 10, kMemoryS = 10, kDiscardS = 2;
@@ -43,80 +43,16 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 size_t rounded(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-struct Free {
-  void operator()(char* memory) const { std::free(memory); }
-};
-using Memory = std::unique_ptr<char, Free>;
+using Buffer = recstore::BufferPool::Buffer;
 
 // Throws std::bad_alloc.
-Memory new_memory(size_t bytes) {
-  auto* memory = static_cast<char*>(std::aligned_alloc(kAlignment, std::max(kAlignment, rounded(bytes))));
-  if (memory == nullptr) throw std::bad_alloc();
-  return Memory(memory);
+Buffer new_buffer(size_t bytes) {
+  try {
+    return recstore::BufferPool::instance().take(bytes);
+  } catch (const recstore::OutOfMemory&) {
+    throw std::bad_alloc();
+  }
 }
-
-// Large buffers, whose pages are there already: new ones would cost more than the copy of the rows into them.
-class Recycled {
- public:
-  Memory take(size_t bytes, size_t& size) {
-    size = bytes;
-    if (bytes <= kSmall) return new_memory(bytes);
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      for (auto& [memory, has] : idle_) {
-        if (memory != nullptr && has >= bytes && has <= 4 * bytes) {
-          size = has;
-          idle_bytes_ -= has;
-          return std::move(memory);
-        }
-      }
-    }
-    return new_memory(bytes);
-  }
-  void give_back(Memory memory, size_t size) {
-    if (memory == nullptr || size <= kSmall) return;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (idle_bytes_ + size > kMostIdle) return;
-    for (auto& [place, has] : idle_) {
-      if (place != nullptr) continue;
-      place = std::move(memory);
-      has = size;
-      idle_bytes_ += size;
-      return;
-    }
-  }
-
- private:
-  static constexpr size_t kSmall = size_t{1} << 15, kMostIdle = size_t{64} << 20;
-  std::mutex mutex_;
-  std::array<std::pair<Memory, size_t>, 16> idle_;
-  size_t idle_bytes_ = 0;
-};
-
-Recycled& recycled() {
-  static auto* shared = new Recycled;
-  return *shared;
-}
-
-// A buffer that is recycled at its end.
-class Buffer {
- public:
-  Buffer() = default;
-  explicit Buffer(size_t bytes) : memory_(recycled().take(bytes, size_)) {}
-  Buffer(Buffer&& other) noexcept : size_(other.size_), memory_(std::move(other.memory_)) {}
-  Buffer& operator=(Buffer&& other) noexcept {
-    std::swap(memory_, other.memory_);
-    std::swap(size_, other.size_);
-    return *this;
-  }
-  ~Buffer() { recycled().give_back(std::move(memory_), size_); }
-  char* data() const { return memory_.get(); }
-  size_t size() const { return memory_ == nullptr ? 0 : size_; }
-
- private:
-  size_t size_ = 0;  // before memory_, whose initializer sets it
-  Memory memory_;
-};
 
 // kRun: the server works, so that the client is not late.
 enum class State { kShake, kHello, kMessage, kMemory, kBody, kRun, kPython, kReply, kDiscard };
@@ -153,7 +89,8 @@ struct Connection {
   std::string outcome;
   std::unique_ptr<Pull> pull;
   Buffer out;
-  size_t out_at = 0, out_end = 0;
+  size_t out_size = 0;
+  size_t out_at = 0, out_end = 0;  // the bytes of `out` that were not sent yet
   bool close = false;
   bool in_call = false;
 
@@ -171,8 +108,16 @@ struct Connection {
   }
   Arrays pointers() const {
     Arrays pointers;
-    for (size_t i = 0; i < 4; ++i) pointers[i] = arrays.data() + places[i];
+    for (size_t i = 0; i < 4; ++i) pointers[i] = static_cast<char*>(arrays.data()) + places[i];
     return pointers;
+  }
+  // Returns memory for a reply of so many bytes. Throws std::bad_alloc.
+  char* reply_memory(size_t bytes) {
+    if (out_size < bytes) {
+      out = new_buffer(bytes);
+      out_size = bytes;
+    }
+    return static_cast<char*>(out.data());
   }
   Io receive(char* to, size_t size, size_t& got_now) {
     if (tls != nullptr) return tls->read(to, size, got_now);
@@ -470,17 +415,15 @@ RowServer::Step RowServer::message(Connection& c) {
     return refuse(c, failed.status(), true);  // the sizes of its arrays are not known
   }
   const uint64_t bytes = c.request.bytes();
-  const uint64_t most = c.request.is_pull ? kMostPullBytes : std::min(most_write_bytes_, memory_.limit());
-  for (const uint64_t each : c.request.sizes) {
-    if (each > most || bytes > most) {
-      if (!c.request.is_pull && memory_.limit() < most_write_bytes_) {
-        return refuse(c, {kInvalidArgument, "a request may have at most " + std::to_string(memory_.limit()) + " bytes (--max-request-memory): split it", "ValueError"}, true);
-      }
-      const std::string what = c.request.is_pull ? "a read may have at most 4194304 ids"
-                                                 : "a write may have at most " + std::to_string(most_write_bytes_ / 128) + " ids and " +
-                                                       std::to_string(most_write_bytes_) + " bytes (--max-write)";
-      return refuse(c, {kInvalidArgument, what + ": split it", "ValueError"}, true);
-    }
+  const bool by_memory = !c.request.is_pull && memory_.limit() < most_write_bytes_;
+  const uint64_t most = c.request.is_pull ? kMostPullBytes : by_memory ? memory_.limit() : most_write_bytes_;
+  const auto& sizes = c.request.sizes;
+  if (bytes > most || *std::max_element(sizes.begin(), sizes.end()) > most) {  // the sum may have wrapped around
+    const std::string what = c.request.is_pull ? "a read may have at most 4194304 ids"
+                             : by_memory       ? "a request may have at most " + std::to_string(most) + " bytes (--max-request-memory)"
+                                               : "a write may have at most " + std::to_string(most / 128) + " ids and " + std::to_string(most) +
+                                                     " bytes (--max-write)";
+    return refuse(c, {kInvalidArgument, what + ": split it", "ValueError"}, true);
   }
   c.enter(State::kMemory);
   return Step::kAgain;
@@ -505,7 +448,7 @@ RowServer::Step RowServer::memory(Connection& c) {
     size += rounded(c.request.sizes[i]);
   }
   try {
-    c.arrays = Buffer(size);
+    c.arrays = new_buffer(size);
   } catch (const std::bad_alloc&) {
     return refuse(c, {kResourceExhausted, "out of memory", "MemoryError"}, true);
   }
@@ -518,7 +461,7 @@ RowServer::Step RowServer::body(Connection& c) {
   for (size_t i = 0, before = 0; i < 4; before += c.request.sizes[i], ++i) {
     const uint64_t size = c.request.sizes[i];
     while (c.got < before + size) {
-      char* to = c.arrays.data() + c.places[i] + (c.got - before);
+      char* to = c.pointers()[i] + (c.got - before);
       const size_t left = before + size - c.got;
       size_t got = 0;
       if (!c.in.empty()) {
@@ -573,8 +516,7 @@ void RowServer::put(Connection& c, const RowReply& reply, const char* found, con
   const std::string message = reply.serialized();
   const auto size = static_cast<uint32_t>(message.size());
   const size_t bytes = 4 + message.size() + reply.found + reply.rows;
-  if (c.out.size() < bytes) c.out = Buffer(bytes);
-  char* at = c.out.data();
+  char* at = c.reply_memory(bytes);
   std::memcpy(at, &size, 4);
   std::memcpy(at + 4, message.data(), message.size());
   at += 4 + message.size();
@@ -599,7 +541,7 @@ RowServer::Step RowServer::send_out(Connection& c) {
   while (true) {
     while (c.out_at < c.out_end) {
       size_t sent = 0;
-      switch (c.transmit(c.out.data() + c.out_at, c.out_end - c.out_at, sent)) {
+      switch (c.transmit(static_cast<char*>(c.out.data()) + c.out_at, c.out_end - c.out_at, sent)) {
         case Io::kDone: break;
         case Io::kWantRead: return Step::kWaitRead;
         case Io::kWantWrite: return Step::kWaitWrite;
@@ -619,9 +561,9 @@ RowServer::Step RowServer::send_out(Connection& c) {
       const size_t head = 4 + message.size();
       // The rows begin at an aligned place, and the message ends there.
       const size_t place = rounded(head), bytes = place + reply.rows;
-      if (c.out.size() < bytes) c.out = Buffer(bytes > kChunk ? std::max(bytes, kOutBytes) : bytes);
-      calls_.read(*c.pull, part, c.out.data() + place);
-      char* begin = c.out.data() + place - head;
+      char* rows = c.reply_memory(bytes) + place;
+      calls_.read(*c.pull, part, rows);
+      char* begin = rows - head;
       const auto size = static_cast<uint32_t>(message.size());
       std::memcpy(begin, &size, 4);
       std::memcpy(begin + 4, message.data(), message.size());
@@ -657,7 +599,10 @@ void RowServer::finish(Connection& c) {
   c.pull = nullptr;
   c.out_at = c.out_end = 0;
   c.arrays = Buffer();
-  if (c.out.size() > kChunk) c.out = Buffer();
+  if (c.out_size > kChunk) {
+    c.out = Buffer();
+    c.out_size = 0;
+  }
   if (c.in.empty() && c.in.capacity() > kChunk) c.in.shrink_to_fit();
   if (c.message.capacity() > kChunk) c.message = std::string();
   if (c.held == 0) return;
