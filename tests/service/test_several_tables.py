@@ -20,10 +20,10 @@ from tests.service.raw_connection import RawConnection
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import ConstantInit, TableOptions
 from torchrec_recstore_service import RecStoreClient
-from torchrec_recstore_service.client import shared_memory, streams
+from torchrec_recstore_service.client import streams
 from torchrec_recstore_service.client.remote_kernels import ClientTable, RemotePooledKernel
 from torchrec_recstore_service.wire import recstore_pb2 as pb
-from torchrec_recstore_service.wire import row_ops
+from torchrec_recstore_service.wire import row_ops, table_rows
 from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 from torchrec_recstore_service.wire.table_rows import Piece, TableRows, pieces, places_of_tables
 
@@ -91,7 +91,7 @@ def test_results_are_those_of_tables_in_the_process(
     prefix = f"{by_memory}{small_parts}_"
     expected = run(RecStoreClient(), prefix)
     if small_parts:  # of requests; replies have the size of the server
-        for module in (streams, shared_memory):
+        for module in (streams, table_rows):
             monkeypatch.setattr(module, "pieces", lambda *sizes, **most: pieces(*sizes[:2], 200, most_tables=2))
         monkeypatch.setattr(streams, "PART_BYTES", 100)
     with RecStoreClient([each.address for each in two_servers], shared_memory=by_memory) as client:
@@ -154,12 +154,13 @@ def counted_calls(metrics: list[str], before: list[Counter[str]], pulls: int) ->
 @pytest.mark.slow
 def test_an_update_is_applied_once_whatever_is_cut(proxy: Proxy) -> None:
     expected = RecStoreClient()
+    prefix = f"cut {proxy.address} "  # the tests by gRPC and by TCP share the server
     with RecStoreClient([proxy.address]) as client:
-        make(expected, "cut_")
-        make(client, "cut_")
+        make(expected, prefix)
+        make(client, prefix)
         for step in range(20):
             updates = [
-                RowUpdate(f"cut_{name}", ids_of(name, step), torch.ones(len(ids_of(name, step)), TABLES[name][0]))
+                RowUpdate(prefix + name, ids_of(name, step), torch.ones(len(ids_of(name, step)), TABLES[name][0]))
                 for name in TABLES
             ]
             expected.update_each(updates)
@@ -172,8 +173,8 @@ def test_an_update_is_applied_once_whatever_is_cut(proxy: Proxy) -> None:
         proxy.cut_after = None
         for name in TABLES:
             whole = torch.arange(-150, 150)
-            assert torch.equal(client.pull(f"cut_{name}", whole), expected.pull(f"cut_{name}", whole))
-            assert client.stats(f"cut_{name}").steps == expected.stats(f"cut_{name}").steps == 20
+            assert torch.equal(client.pull(prefix + name, whole), expected.pull(prefix + name, whole))
+            assert client.stats(prefix + name).steps == expected.stats(prefix + name).steps == 20
 
 
 def test_an_update_of_which_a_part_fails_changes_no_row() -> None:

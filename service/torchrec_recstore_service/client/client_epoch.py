@@ -60,10 +60,6 @@ class ClientEpoch:
         """Returns the label of the epoch for a call."""
         return self.runs.label or self._find_after("", table)
 
-    def run(self, label: str, address: str) -> str:
-        """Returns the name of the run of a server for a call. ``label`` is the label of its epoch."""
-        return f"{label}/{self.runs.of.get(address, '')}"  # run_label in wire/agreement.py
-
     def resumed(self, known: Runs, table: str) -> None:
         """Finds the runs of the servers again, after a server has refused a call as one for an earlier run.
 

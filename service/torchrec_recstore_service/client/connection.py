@@ -26,6 +26,7 @@ from torchrec_recstore_service.client.streams import Streams
 from torchrec_recstore_service.client.tcp_rows import TcpConnection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.addresses import Backoff
+from torchrec_recstore_service.wire.agreement import run_label
 from torchrec_recstore_service.wire.protocol import (
     ERROR_KEY,
     FRAME_BYTES,
@@ -236,12 +237,12 @@ class Connection:
     def save(self, request: pb.SaveRequest, label: str) -> pb.SaveReply:
         """Makes a phase of a save, in the epoch with this label. A phase can be repeated."""
 
-        def attempt(left: float) -> pb.SaveReply:
-            request.epoch = self._epoch.run(label, self.address)
+        def attempt(run: str, left: float) -> pb.SaveReply:
+            request.epoch = run
             reply: pb.SaveReply = self._unary("Save", request, left)
             return reply
 
-        return self._call("", attempt, timeout_s=_LONG_CALL_S)
+        return self._call("", attempt, label, timeout_s=_LONG_CALL_S)
 
     def load(self, request: pb.LoadRequest) -> None:
         """Makes a phase of a load. A phase can be repeated."""
@@ -365,7 +366,7 @@ class Connection:
             try:
                 if label is None:
                     return attempt(left)
-                return attempt(self._epoch.run(label, self.address), left)
+                return attempt(run_label(label, known.of.get(self.address, "")), left)
             except grpc.RpcError as error:
                 repeated = backoff is not None
                 if backoff is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import ERROR_KEY
 from torchrec_recstore_service.wire.segment import MESSAGE_BYTES, Segment, is_available, is_same_user
-from torchrec_recstore_service.wire.table_rows import TableRows, aligned, pieces
+from torchrec_recstore_service.wire.table_rows import TableRows, aligned
 
 _SETTINGS_BYTES = 256  # enough for the numbers of a header, and for those of a table in a header
 _ALIGNING_BYTES = 256  # the most that four arrays of a call take beside their contents
@@ -103,13 +103,7 @@ class SharedMemoryConnection:
         self._end = time.monotonic() + left_s
         most_tables = max(1, (MESSAGE_BYTES - _SETTINGS_BYTES) // (_SETTINGS_BYTES + 4 * max(map(len, call.tables))))
         most = self._segment.size
-        for part in pieces(call.row_bytes, call.counts, most, most_ids=most // 8, most_tables=most_tables):
-            header = pb.PullHeader(epoch=epoch)
-            if call.is_plain:
-                header.table = call.label
-            else:
-                header.tables.extend(call.headers(part))
-            ids, begin, size = call.part(part)
+        for header, ids, begin, size in call.reads(epoch, most, most // 8, most_tables):
             self._send_ids(header, ids)
             done, last = 0, False
             while not last:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrec_recstore_service.client.shared_memory import MESSAGE_CODES, CallError, ServedError, call_gone, call_late
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import VERSION
-from torchrec_recstore_service.wire.table_rows import TableRows, pieces
+from torchrec_recstore_service.wire.table_rows import TableRows
 
 _CALL_BYTES, _CALL_IDS = 1 << 30, 1 << 22  # of a read
 _CONNECT_S, _HELLO_S = 1.0, 5.0
@@ -78,13 +78,7 @@ class TcpConnection:
         """See :meth:`Streams.pull`."""
         self._end = time.monotonic() + left_s
         most_tables = max(1, (1 << 20) // (512 + 4 * max(map(len, call.tables))))
-        for part in pieces(call.row_bytes, call.counts, _CALL_BYTES, most_ids=_CALL_IDS, most_tables=most_tables):
-            header = pb.PullHeader(epoch=epoch)
-            if call.is_plain:
-                header.table = call.label
-            else:
-                header.tables.extend(call.headers(part))
-            ids, begin, size = call.part(part)
+        for header, ids, begin, size in call.reads(epoch, _CALL_BYTES, _CALL_IDS, most_tables):
             self._send(pb.SegmentRequest(pull=header, ids=8 * ids.numel()).SerializeToString(), [ids.numpy()])
             # Of a large reply, no more is read ahead than its message, because the rest would be copied twice.
             self._most = _AHEAD if size < _AHEAD else _MESSAGE

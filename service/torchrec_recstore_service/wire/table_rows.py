@@ -168,6 +168,31 @@ class TableRows:
             end - begin,
         )
 
+    def reads(
+        self, run: str, most_bytes: int, most_ids: int, most_tables: int | None = None
+    ) -> Iterator[tuple[pb.PullHeader, Tensor, int, int]]:
+        """Divides a read of the rows into calls.
+
+        Args:
+            run: The name of the server's run.
+            most_bytes: The largest size in bytes of the rows of a call.
+            most_ids: The largest number of ids of a call.
+            most_tables: The largest number of tables of a call. Default: None, no limit.
+
+        Yields:
+            The header of a call, its ids, (n,) int64, where its rows begin in the stream, and their size in bytes.
+        """
+        if self.is_plain and self.ids.numel() <= most_ids and self.size <= most_bytes:  # most calls
+            yield pb.PullHeader(table=self.label, epoch=run), self.ids, 0, self.size
+            return
+        for part in pieces(self.row_bytes, self.counts, most_bytes, most_ids=most_ids, most_tables=most_tables):
+            header = pb.PullHeader(epoch=run)
+            if self.is_plain:
+                header.table = self.label
+            else:
+                header.tables.extend(self.headers(part))
+            yield (header, *self.part(part))
+
     def put(self, window: npt.NDArray[np.uint8], at: int) -> int:
         """Writes rows that have been received to the memory of the rows.
 
@@ -184,10 +209,9 @@ class TableRows:
         end = at + len(window)
         if end > self.size:
             return -1
-        if len(self.rows) == 1 and self.places is None:
-            if len(window) % self.row_bytes[0] or at % self.row_bytes[0]:
-                return -1
-            self.rows[0].numpy().reshape(-1)[at:end] = window
+        memory = self.window(at, len(window))
+        if memory is not None:
+            memory[:] = window
             return end
         try:
             with ops.native_errors("rows"):
