@@ -59,10 +59,7 @@ class Proxy:
     """Passes bytes on to a server, and cuts or holds connections when a test says so."""
 
     def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._host, _, port = target.rpartition(":")
         self.cut_after: int | None = None
         """A number of bytes from the server, over all connections. After them one connection is cut, once."""
         self.held = threading.Event()
@@ -72,7 +69,18 @@ class Proxy:
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
         self._closed = False
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._listeners: dict[int, socket.socket] = {}
+        self.address = f"127.0.0.1:{self.in_front_of(int(port))}"
+
+    def in_front_of(self, port: int) -> int:
+        """Returns the port that stands for another port of the server."""
+        with self._lock:
+            listener = self._listeners.get(port)
+            if listener is None:
+                listener = self._listeners[port] = socket.create_server(("127.0.0.1", 0))
+                threading.Thread(target=self._accept, args=(listener, port), daemon=True).start()
+        own: int = listener.getsockname()[1]
+        return own
 
     def cut(self) -> None:
         """Ends all connections; new ones may be made."""
@@ -83,14 +91,15 @@ class Proxy:
 
     def close(self) -> None:
         self._closed = True
-        self._listener.close()
+        for listener in self._listeners.values():
+            listener.close()
         self.cut()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket, port: int) -> None:
         while not self._closed:
             try:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(self._target)
+                client, _ = listener.accept()
+                server = socket.create_connection((self._host, port))
             except OSError:
                 continue
             with self._lock:

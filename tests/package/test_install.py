@@ -22,8 +22,8 @@ def test_built_installed_and_run(tmp_path: Path) -> None:
     for project in PROJECTS.values():
         subprocess.run([*build, str(project)], check=True, capture_output=True)
     wheels, sdists = sorted(tmp_path.glob("*.whl")), sorted(tmp_path.glob("*.tar.gz"))
-    for wheel, tag in zip(wheels, ("cp310-abi3-linux_x86_64", "py3-none-any", "cp310-abi3-linux_x86_64"), strict=True):
-        assert wheel.name.endswith(f"-{tag}.whl")
+    assert len(wheels) == len(PROJECTS)
+    assert all(wheel.name.endswith("-cp310-abi3-linux_x86_64.whl") for wheel in wheels)
     for made in (wheels, sdists):
         assert [re.match(r"[a-z_]+", path.name)[0] for path in made] == list(PROJECTS)  # type: ignore[index]
         run = subprocess.run([ROOT / "tests/package/install.sh", *made], capture_output=True, text=True, check=False)

@@ -194,8 +194,9 @@ def test_updates_are_applied_once_whatever_is_cut(proxy: Proxy, server: RecStore
     oracle = RecStoreClient()
     client = RecStoreClient([proxy.address])
     ids = torch.arange(4000)
+    name = f"cut {proxy.address}"  # the tests by gRPC and by TCP share the server
     for each in (client, oracle):
-        each.init_data("cut", (10, 64), torch.float32, optimizer=Adagrad(lr=0.1))
+        each.init_data(name, (10, 64), torch.float32, optimizer=Adagrad(lr=0.1))
     chosen = random.Random(1)
     cuts = 0
     for step in range(30):
@@ -206,18 +207,18 @@ def test_updates_are_applied_once_whatever_is_cut(proxy: Proxy, server: RecStore
             timer.start()
         else:
             proxy.cut_after = chosen.choice([1, 9, 30, 60])
-        client.update("cut", ids, grads)
-        oracle.update("cut", ids, grads)
+        client.update(name, ids, grads)
+        oracle.update(name, ids, grads)
         if step % 2:
             timer.join()
         else:
             cuts += proxy.cut_after is None
             proxy.cut_after = None
     assert cuts > 5
-    assert torch.equal(client.pull("cut", ids), oracle.pull("cut", ids))
-    assert client.stats("cut").steps == 30
+    assert torch.equal(client.pull(name, ids), oracle.pull(name, ids))
+    assert client.stats(name).steps == 30
     proxy.cut_after = 300_000  # in the middle of a pull
-    assert torch.equal(client.pull("cut", ids), oracle.pull("cut", ids))
+    assert torch.equal(client.pull(name, ids), oracle.pull(name, ids))
     assert proxy.cut_after is None
 
 

@@ -24,6 +24,7 @@ from tests.recstore_server import Proxy, RecStoreServer
 from tests.redis_server import free_port
 from tests.secrets import write_secret
 from tests.service.test_limits import METADATA, SERVICE, numbers
+from tests.service.test_several_tables import TABLES
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore_service import RecStoreClient, ServiceError
@@ -37,13 +38,6 @@ from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 
 TOKEN = "correct-horse-battery"
 IDS = torch.arange(-100, 100)
-TABLES = {  # dim, dtype
-    "float": (8, torch.float32),
-    "odd_half": (5, torch.float16),
-    "odd_brain": (3, torch.bfloat16),
-    "eight": (6, torch.int8),
-    "odd_float": (1, torch.float32),
-}
 
 
 class RawRows:
@@ -97,17 +91,6 @@ class RawRows:
             while len(content) < size and (more := self.socket.recv(size - len(content))):
                 content += more
         return content if len(content) == size else b""
-
-
-@pytest.fixture
-def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes each read or write of rows by gRPC fail."""
-
-    def fail(*_: object) -> None:
-        raise AssertionError("the call went by gRPC")
-
-    for method in ("pull", "found", "write"):
-        monkeypatch.setattr(Streams, method, fail)
 
 
 @pytest.fixture

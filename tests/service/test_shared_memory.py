@@ -22,24 +22,12 @@ from tests.service.raw_connection import RawConnection
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore_service import RecStoreClient, ServerRestartedError, ServiceError
-from torchrec_recstore_service.client.streams import Streams
 from torchrec_recstore_service.server import shared_memory_calls as served
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire import segment
 
 IDS = torch.arange(-200, 200)
 DTYPES = {"float": torch.float32, "half": torch.float16, "eight": torch.int8}
-
-
-@pytest.fixture
-def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes each read or write of rows by gRPC fail."""
-
-    def fail(*_: object) -> None:
-        raise AssertionError("the call went by gRPC")
-
-    for method in ("pull", "found", "write"):
-        monkeypatch.setattr(Streams, method, fail)
 
 
 def _grads(step: int, n: int = 400) -> Tensor:
