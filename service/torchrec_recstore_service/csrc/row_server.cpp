@@ -580,6 +580,7 @@ RowServer::Step RowServer::send_out(Connection& c) {
   const bool close = c.close;
   finish(c);
   if (close) {  // what the client still sends is read for a moment, because the system would drop the reply otherwise
+    if (c.tls != nullptr) c.tls->shutdown();
     ::shutdown(c.fd, SHUT_WR);
     c.in.clear();
     c.enter(State::kDiscard);
