@@ -689,7 +689,9 @@ class RecStoreClient(metaclass=_OneOfProcess):
         return maker
 
 
-RecStoreClient.__signature__ = inspect.signature(RecStoreClient.__init__)
+# Sphinx finds the types of a text in the module of a class, and a signature has no module.
+_of_init = inspect.signature(RecStoreClient.__init__, eval_str=True)
+RecStoreClient.__signature__ = _of_init.replace(parameters=[*_of_init.parameters.values()][1:])  # without self
 
 
 def get_kv_client() -> RecStoreClient:
