@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.processes import ForkedCommand
-from tests.redis_server import free_port
+from tests.redis_server import RedisServer, free_port
+from torchrec_recstore import RecStoreClient
 
 
 class RecStoreServer:
@@ -53,6 +54,46 @@ class RecStoreServer:
 
     def kill(self) -> None:
         self._command.kill()
+
+
+class ServerPair:
+    """Two servers that are one, and the Redis server that says which of them answers."""
+
+    def __init__(
+        self, folder: Path, name: str = "first", lease: RedisServer | None = None, flags: tuple[str, ...] = ()
+    ) -> None:
+        self.lease = lease or RedisServer(folder / "redis")
+        flags = ("--replicate", name, "--lease", self.lease.url, *flags)
+        self.servers = [RecStoreServer(folder / f"{name}-{i}", *flags) for i in range(2)]
+        self.address = "/".join(server.address for server in self.servers)
+
+    def client(self, **arguments: object) -> RecStoreClient:
+        """Returns a client of the pair."""
+        return RecStoreClient([self.address], **arguments)  # type: ignore[arg-type]
+
+    def wait_for(self, said: str, server: int, count: int = 1) -> None:
+        """Waits until a server has said something so often."""
+        end = time.monotonic() + 30
+        while self.servers[server].stderr.count(said) < count:
+            assert time.monotonic() < end, self.servers[server].stderr
+            time.sleep(0.02)
+
+    def primary(self) -> int:
+        """Returns which server is the primary, when the other one is its backup."""
+        end = time.monotonic() + 30
+        while True:
+            said = [server.stderr.splitlines()[-1:] for server in self.servers]
+            for one, other in ((0, 1), (1, 0)):
+                if "is the backup" in "".join(said[one]) and "this server is the backup of" in "".join(said[other]):
+                    return one
+            assert time.monotonic() < end, said
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        for server in self.servers:
+            with suppress(Exception):
+                server.kill()
+        self.lease.kill()
 
 
 class Proxy:

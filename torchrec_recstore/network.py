@@ -18,7 +18,7 @@ def host_of(address: str, least_port: int = 1) -> str:
 
 
 def checked_addresses(addresses: Sequence[str], argument: str = "servers") -> tuple[str, ...]:
-    """Returns the addresses of servers, each ``host:port``. Error messages begin with ``argument``.
+    """Returns the addresses of servers: ``host:port`` or ``host:port/host:port``. Errors begin with ``argument``.
 
     Raises TypeError if they are not a sequence of str, and ValueError if there is none, or one has another form or
     occurs twice.
@@ -27,7 +27,7 @@ def checked_addresses(addresses: Sequence[str], argument: str = "servers") -> tu
         raise TypeError(f"{argument} must be a list of 'host:port', got {addresses!r}")
     if not addresses:
         raise ValueError(f"{argument} must name at least one 'host:port'")
-    for address in addresses:
+    for address in (one for each in addresses for one in each.split("/")):
         try:
             host_of(address)
         except ValueError as error:

@@ -33,6 +33,7 @@ from torchrec_recstore_service.access_flags import (
 
 BOUNDS = "Limits of each table"
 SAVES = "Saves on a schedule"
+PAIRS = "Replication"
 
 
 def serve(
@@ -127,9 +128,43 @@ def serve(
     tls_ca: Annotated[
         str | None,
         typer.Option(
-            metavar="PEM", help="File with the CA certificates of the servers, for --save-every.", rich_help_panel=SAVES
+            metavar="PEM",
+            help="File with the CA certificates of the servers, for --save-every and --replicate.",
+            rich_help_panel=SAVES,
         ),
     ] = None,
+    replicate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Keep all rows on a second server, which has the same NAME: each write is on both.",
+            rich_help_panel=PAIRS,
+        ),
+    ] = None,
+    lease: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Redis server that says which of the two answers, such as redis://host:6379/0.",
+            rich_help_panel=PAIRS,
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Address of this server for the other one. Default: that of --listen.",
+            rich_help_panel=PAIRS,
+        ),
+    ] = None,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over",
+            help="Begin with the last save of this server, because the server with newer rows is lost for good.",
+            rich_help_panel=PAIRS,
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a line of JSON with the address at the start, and another at the end.")
     ] = False,
@@ -150,6 +185,7 @@ def serve(
     with errors_in_one_line(), missing_in_one_line():
         from torchrec_recstore.option_flags import options_of_flags
         from torchrec_recstore_service.client.limits import limits_of
+        from torchrec_recstore_service.server.pair import PairOptions
         from torchrec_recstore_service.server.scheduled_saves import Schedule
         from torchrec_recstore_service.server.serve import ServerOptions
         from torchrec_recstore_service.server.serve import serve as run
@@ -170,12 +206,21 @@ def serve(
         )
         limits = replace(limits_of(bounds), max_tables=max_tables, max_counter_bytes=int(max_counter_memory * 2**30))
         idle_s = math.inf if drop_idle_after is None else 3600 * drop_idle_after
-        if save_every is None and (servers is not None or tls_ca is not None):
-            raise ValueError("--servers and --tls-ca need --save-every")
+        if save_every is None and servers is not None:
+            raise ValueError("--servers needs --save-every")
+        if save_every is None and replicate is None and tls_ca is not None:
+            raise ValueError("--tls-ca needs --save-every or --replicate")
+        pair = None
+        if replicate is not None and lease is not None:
+            pair = PairOptions(replicate, lease, advertise or listen, tls_ca, take_over)
+        elif replicate is not None or lease is not None or advertise is not None or take_over:
+            raise ValueError(
+                "--replicate and --lease must be given together, and --advertise and --take-over need them"
+            )
         schedule = None
         if save_every is not None:
             schedule = Schedule(save_every, keep, () if servers is None else servers.split(","), tls_ca)
-        options = ServerOptions(listening, data, limits, idle_s, schedule, max_write * 2**20)
+        options = ServerOptions(listening, data, limits, idle_s, schedule, max_write * 2**20, pair)
         begin = time.monotonic()
         addresses: list[str] = []
 

@@ -214,7 +214,8 @@ struct Served {
   Applied applied;
   RunGate gate;
   Counts counts;
-  RowCalls calls{kApi, applied, gate, counts, 1 << 24};
+  Replica replica;
+  RowCalls calls{kApi, applied, gate, replica, counts, 1 << 24};
   RequestMemory memory;
   RowServer server;
   std::vector<std::thread> python;

@@ -181,6 +181,9 @@ class _Context:
     def is_active(self) -> bool:
         return True
 
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
     def set_trailing_metadata(self, metadata: object) -> None:
         pass
 

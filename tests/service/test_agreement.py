@@ -382,7 +382,7 @@ def test_flags_of_the_schedule() -> None:
     assert "--save-every must be a positive number" in refused("--save-every", "0")
     assert "--keep must be at least 1" in refused("--save-every", "1", "--keep", "0")
     assert "--servers must be HOST:PORT" in refused("--save-every", "1", "--servers", "a,b")
-    assert "need --save-every" in refused("--servers", "a:1")
+    assert "--servers needs --save-every" in refused("--servers", "a:1")
 
 
 @pytest.mark.slow

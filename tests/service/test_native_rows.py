@@ -28,7 +28,7 @@ from tests.service.test_several_tables import TABLES
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore_service import RecStoreClient, ServiceError
-from torchrec_recstore_service.client.connection import Connection
+from torchrec_recstore_service.client.connection import Side
 from torchrec_recstore_service.client.streams import Streams
 from torchrec_recstore_service.client.tcp_rows import TcpConnection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
@@ -116,13 +116,13 @@ def _client(address: str, **arguments: Any) -> RecStoreClient:
 
 def _by_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections that are made from now on have no other way."""
-    made = Connection.__init__
+    made = Side.__init__
 
-    def make(self: Connection, *arguments: Any, **named: Any) -> None:
+    def make(self: Side, *arguments: Any, **named: Any) -> None:
         made(self, *arguments, **named)
-        self._roads = []
+        self.roads = []
 
-    monkeypatch.setattr(Connection, "__init__", make)
+    monkeypatch.setattr(Side, "__init__", make)
 
 
 def _grads(step: int, n: int = len(IDS), dim: int = 8) -> Tensor:
@@ -215,15 +215,15 @@ def test_tables_that_python_answers_give_the_same(
 def test_calls_go_by_grpc_if_the_port_cannot_be_reached(
     own_server: RecStoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Connection._by_tcp
+    made = Side._by_tcp
     closed = free_port()
     for port in (0, closed):
 
-        def elsewhere(self: Connection, offer: pb.AttachReply, port: int = port) -> TcpConnection | None:
+        def elsewhere(self: Side, offer: pb.AttachReply, port: int = port) -> TcpConnection | None:
             offer.rows_port = port
             return made(self, offer)
 
-        monkeypatch.setattr(Connection, "_by_tcp", elsewhere)
+        monkeypatch.setattr(Side, "_by_tcp", elsewhere)
         with _client(own_server.address) as client:
             before = client.pull("t", IDS)
             client.update("t", IDS, _grads(0))
@@ -332,13 +332,13 @@ def test_tls_and_replaced_certificates(
     flags = ["--tls-cert", now / "server.pem", "--tls-key", now / "server.key", "--client-ca", now / "ca.pem"]
     server, metrics = start(*map(str, flags))
     ports: list[int] = []
-    by_tcp = Connection._by_tcp
+    by_tcp = Side._by_tcp
 
-    def noted(self: Connection, offer: pb.AttachReply) -> TcpConnection | None:
+    def noted(self: Side, offer: pb.AttachReply) -> TcpConnection | None:
         ports.append(offer.rows_port)
         return by_tcp(self, offer)
 
-    monkeypatch.setattr(Connection, "_by_tcp", noted)
+    monkeypatch.setattr(Side, "_by_tcp", noted)
 
     def client(folder: Path) -> RecStoreClient:
         mine = {"tls_cert": folder / "client.pem", "tls_key": folder / "client.key"}
@@ -442,9 +442,9 @@ def test_a_write_is_carried_out_once_wherever_the_connection_is_cut(
         port = RawRows(own_server.address).port
     proxy = Proxy(f"127.0.0.1:{port}")
     cuts: list[int] = []
-    by_tcp = Connection._by_tcp
+    by_tcp = Side._by_tcp
 
-    def through_proxy(self: Connection, offer: pb.AttachReply) -> TcpConnection | None:
+    def through_proxy(self: Side, offer: pb.AttachReply) -> TcpConnection | None:
         offer.rows_port = int(proxy.address.rpartition(":")[2])
         connection = by_tcp(self, offer)
         if connection is not None:
@@ -468,7 +468,7 @@ def test_a_write_is_carried_out_once_wherever_the_connection_is_cut(
 
     def proxy_cut() -> None:
         if retry == "grpc":
-            monkeypatch.setattr(Connection, "_by_tcp", lambda self, offer: None)
+            monkeypatch.setattr(Side, "_by_tcp", lambda self, offer: None)
         proxy.cut()
 
     size = 4 + len(IDS) * 8 + len(IDS) * 32
@@ -476,7 +476,7 @@ def test_a_write_is_carried_out_once_wherever_the_connection_is_cut(
     expected.init_data("t", (400, 8), torch.float32, optimizer=Adagrad(lr=0.1))
     expected.push("t", IDS, torch.zeros(len(IDS), 8))
     for step, cut in enumerate((0, 2, 30, 500, len(IDS) * 8 + 60, size, size + 40, None)):
-        monkeypatch.setattr(Connection, "_by_tcp", through_proxy)
+        monkeypatch.setattr(Side, "_by_tcp", through_proxy)
         with RecStoreClient([own_server.address], shared_memory=False, timeout_s=20.0) as client:
             client.init_data("t", (400, 8), torch.float32, optimizer=Adagrad(lr=0.1))
             client.pull("t", IDS)

@@ -23,6 +23,7 @@ from torchrec_recstore_service.client.connection import Connection
 from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.data_directory import DataDirectory, Membership
+from torchrec_recstore_service.server.pair import Pair
 from torchrec_recstore_service.server.set_calls import SetCalls
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.agreement import to_resume
@@ -257,7 +258,7 @@ def test_a_server_that_is_killed_while_its_run_begins_waits_again(
     directory.set_last("stopped-0", {"checkpoint": "stopped-0", "epoch": "set/3/token", "applied": {}})
 
     def started() -> SetCalls:
-        calls = SetCalls(tables, directory, AppliedRequests())
+        calls = SetCalls(tables, directory, AppliedRequests(), Pair())
         calls.begin()
         return calls
 

@@ -21,6 +21,7 @@ from torchrec_recstore_service.server import received, reservations
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.native import CallRefusedError
+from torchrec_recstore_service.server.pair import Pair
 from torchrec_recstore_service.server.set_calls import SetCalls
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.table_spec import TableSpec
@@ -35,7 +36,7 @@ class Server:
     def __init__(self, path: Path) -> None:
         self.tables = HostedTables()
         self.directory = DataDirectory(path)
-        self.calls = SetCalls(self.tables, self.directory, AppliedRequests())
+        self.calls = SetCalls(self.tables, self.directory, AppliedRequests(), Pair())
         self.load("commit", "first", "")
         self.tables.create("t", TableSpec(4, torch.float32, SGD(lr=1.0), TableOptions()))
         self.tables.push("t", IDS, torch.ones(100, 4))

@@ -49,6 +49,7 @@ from torchrec_recstore_service.wire.table_rows import TableRows
 
 _LONG_CALL_S = 24 * 3600.0  # the deadline of a save or load, whose time is not known; keepalive detects a dead server
 _BY_MEMORY, _BY_TCP = 8, 64  # connections for rows to one server; more calls at the same time than these go by gRPC
+_HANGS_S = 8.0  # the time after which a call that one server of a pair has not answered goes to the other one
 _PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -110,7 +111,7 @@ class Connection:
     same time.
 
     Args:
-        address: The address of the server, ``host:port``.
+        address: The address of the server, ``host:port``, or ``host:port/host:port`` for a pair that is replicated.
         access: The credentials, certificates and timeout.
         epoch: The epoch of the calls. Default: None, for a connection without calls on tables.
     """
@@ -119,16 +120,9 @@ class Connection:
         self.address = address
         self._access = access
         self._epoch = epoch or ClientEpoch(lambda table: Runs("", {}))
-        self._channel = _channel(address, access)
-        self._stub: Any = ParameterServerStub(self._channel)  # type: ignore[no-untyped-call]
-        self._metadata = [(VERSION_KEY, VERSION)]
-        if access.token is not None:
-            self._metadata.append((TOKEN_KEY, token_value(access.token)))
-        self._streams = Streams(self._channel, self._metadata)
-        makers = [(shared_memory, _BY_MEMORY)] if access.shared_memory else []
-        attach = partial(self._unary, "Attach", pb.AttachRequest())
-        self._roads = [RowConnections(attach, make, most) for make, most in [*makers, (self._by_tcp, _BY_TCP)]]
-        self._context = None if access.tls_ca is None else _tls(access)
+        context = None if access.tls_ca is None else _tls(access)
+        self._sides = [Side(each, access, context) for each in address.split("/")]
+        self._side = self._sides[0]  # the server that has answered last
         self._process = os.getpid()
         leave_to_parent(self)  # the destructor of a channel waits for locks and threads of gRPC
 
@@ -211,7 +205,7 @@ class Connection:
 
         def attempt(epoch: str, left: float) -> Tensor:
             request = pb.IdsRequest(table=table, epoch=epoch)
-            replies = self._stub.Ids(request, timeout=left, metadata=self._metadata)
+            replies = self._side.stub.Ids(request, timeout=left, metadata=self._side.metadata)
             return from_bytes([reply.ids for reply in replies], torch.int64)
 
         return self._in_epoch(table, attempt)
@@ -274,12 +268,11 @@ class Connection:
 
     def close(self) -> None:
         """Closes the connection."""
-        for road in self._roads:
-            road.close()
-        self._channel.close()
+        for side in self._sides:
+            side.close()
 
     def _unary(self, method: str, request: Any, left: float) -> Any:
-        return getattr(self._stub, method)(request, timeout=left, metadata=self._metadata)
+        return self._side.unary(method, request, left)
 
     def _found(self, table: str, epoch: str, ids: Tensor, row_bytes: int, left: float) -> tuple[Tensor, Tensor]:
         want = pb.PullHeader.FOUND_ROWS if row_bytes else pb.PullHeader.FOUND
@@ -290,11 +283,6 @@ class Connection:
             raise self._unfit(table)
         return found, received[1].view(-1, max(1, row_bytes))
 
-    def _by_tcp(self, offer: pb.AttachReply) -> TcpConnection | None:
-        if not offer.rows_port:
-            return None
-        return TcpConnection(host_of(self.address).strip("[]"), offer.rows_port, self._access.token, self._context)
-
     def _carry(self, left: float, method: str, *arguments: Any) -> Any:
         """Calls a method of a connection by shared memory if that is possible, else by TCP, else of :class:`Streams`.
 
@@ -303,7 +291,8 @@ class Connection:
             method: The name of the method.
             arguments: Its arguments.
         """
-        for road in self._roads:
+        side = self._side
+        for road in side.roads:
             connection = road.take(left)
             if connection is None:
                 continue
@@ -319,7 +308,7 @@ class Connection:
                 raise
             finally:
                 road.give_back(connection) if done else road.drop(connection)
-        return getattr(self._streams, method)(*arguments, left)
+        return getattr(side.streams, method)(*arguments, left)
 
     def _unfit(self, table: str) -> ServiceError:
         return ServiceError(f"{self._named(table)} has answered with a wrong number of rows")
@@ -358,11 +347,13 @@ class Connection:
         if os.getpid() != self._process:
             self.check_process()
         end = time.monotonic() + self._access.timeout_s
-        left = timeout_s or self._access.timeout_s
+        is_pair = len(self._sides) > 1
+        most = min(_HANGS_S, self._access.timeout_s) if is_pair and timeout_s is None else float("inf")
+        left = min(most, timeout_s or self._access.timeout_s)
         backoff: Backoff | None = None
         unreached: grpc.RpcError | None = None
         while True:
-            known = self._epoch.runs
+            known, side = self._epoch.runs, self._side
             try:
                 if label is None:
                     return attempt(left)
@@ -373,7 +364,8 @@ class Connection:
                     backoff = Backoff(self._access.timeout_s if timeout_s is not None else end - time.monotonic())
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
                     unreached = error
-                if error.code() not in _PASSING or backoff.left_s <= 0:
+                hangs = is_pair and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                if (error.code() not in _PASSING and not hangs) or backoff.left_s <= 0:
                     # The last attempt has only the rest of the time, which may end while it connects.
                     late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is None
                     raised = self._error(table, unreached if late and unreached else error)
@@ -382,12 +374,14 @@ class Connection:
                     raise raised from None
                 if _kind(error) == SERVER_RESUMED:
                     self._epoch.resumed(known, table)
+                elif is_pair and self._side is side:  # the other server of the pair may be the primary now
+                    self._side = self._sides[1 - self._sides.index(side)]
             except ValueError as error:
                 if "closed channel" in str(error):
                     raise ValueError(f"{self._named(table)}: the client is closed") from None
                 raise
             backoff.pause()
-            left = timeout_s or max(0.001, backoff.left_s)
+            left = min(most, timeout_s or max(0.001, backoff.left_s))
 
     def _error(self, table: str, error: grpc.RpcError) -> Exception:
         code, details = error.code(), error.details() or ""
@@ -407,12 +401,44 @@ class Connection:
         return f"table {table!r} on server {self.address}" if table else f"server {self.address}"
 
 
+class Side:
+    """The channel and the connections for rows to one server: the only one, or one of a pair."""
+
+    def __init__(self, address: str, access: Access, context: ssl.SSLContext | None) -> None:
+        self._address, self._access, self._context = address, access, context
+        self._channel = channel_of(address, access)
+        self.stub: Any = ParameterServerStub(self._channel)  # type: ignore[no-untyped-call]
+        self.metadata = [(VERSION_KEY, VERSION)]
+        if access.token is not None:
+            self.metadata.append((TOKEN_KEY, token_value(access.token)))
+        self.streams = Streams(self._channel, self.metadata)
+        makers = [(shared_memory, _BY_MEMORY)] if access.shared_memory else []
+        attach = partial(self.unary, "Attach", pb.AttachRequest())
+        self.roads = [RowConnections(attach, make, most) for make, most in [*makers, (self._by_tcp, _BY_TCP)]]
+
+    def unary(self, method: str, request: Any, left: float) -> Any:
+        """Calls a method of gRPC, with the time left in seconds. Raises grpc.RpcError."""
+        return getattr(self.stub, method)(request, timeout=left, metadata=self.metadata)
+
+    def _by_tcp(self, offer: pb.AttachReply) -> TcpConnection | None:
+        if not offer.rows_port:
+            return None
+        return TcpConnection(host_of(self._address).strip("[]"), offer.rows_port, self._access.token, self._context)
+
+    def close(self) -> None:
+        """Closes the channel and the connections."""
+        for road in self.roads:
+            road.close()
+        self._channel.close()
+
+
 def _kind(error: grpc.RpcError) -> str:
     kind: str = dict(error.trailing_metadata() or ()).get(ERROR_KEY, "")
     return kind
 
 
-def _channel(address: str, access: Access) -> Any:
+def channel_of(address: str, access: Access) -> Any:
+    """Returns a channel of gRPC to a server. Raises OSError if a file of ``access`` cannot be read."""
     if access.tls_ca is None:
         return grpc.insecure_channel(address, _OPTIONS)
 

@@ -297,12 +297,19 @@ class HostedTables:
         """Returns the size in bytes of all tables in memory."""
         return sum(hosted.table.stats().bytes for hosted in list(self._named().values()) if not hosted.dropped)
 
-    def save(self, path: str | Path, overwrite: bool = False, more: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        path: str | Path,
+        overwrite: bool = False,
+        more: Mapping[str, Any] | None = None,
+        begun: Callable[[], object] | None = None,
+    ) -> None:
         """Saves all tables except temporary tables. On each server, the tables are saved as of one moment.
 
         The tables can be used during the save.
 
-        ``more`` are further values of the checkpoint's training state.
+        ``more`` are further values of the checkpoint's training state. ``begun`` is called at that moment, while no
+        call reads or changes a table.
 
         Raises:
             FileExistsError: ``path`` exists and ``overwrite`` is False, or ``path`` is not a checkpoint. Nothing is
@@ -315,7 +322,7 @@ class HostedTables:
                 saved = {name: hosted for name, hosted in self._named().items() if not hosted.spec.temporary}
             try:
                 with ExitStack() as snapshots:
-                    shards = self._snapshots(saved, snapshots)
+                    shards = self._snapshots(saved, snapshots, begun)
                     write_tables(shards, {name: hosted.spec for name, hosted in saved.items()}, destination, more)
             finally:
                 for hosted in saved.values():
@@ -430,7 +437,9 @@ class HostedTables:
                     hosted.dropped = True
                     hosted.table.close()
 
-    def _snapshots(self, saved: dict[str, Hosted], snapshots: ExitStack) -> list[SavedShard]:
+    def _snapshots(
+        self, saved: dict[str, Hosted], snapshots: ExitStack, begun: Callable[[], object] | None
+    ) -> list[SavedShard]:
         """Opens snapshots of all tables at one moment, while no call reads or changes any of the tables."""
         with ExitStack() as locks:
             locks.enter_context(self.alone())
@@ -438,6 +447,8 @@ class HostedTables:
                 locks.enter_context(hosted.lock)
             for name in [name for name, hosted in saved.items() if hosted.dropped]:
                 del saved[name]
+            if begun is not None:
+                begun()
             return [
                 SavedShard(
                     hosted.table.name,

@@ -58,7 +58,8 @@ class ServerSet:
     rows, at the same time. If the call fails on one server, other servers may have done their part.
 
     Args:
-        addresses: The address of each server of a set, ``host:port``, in any order.
+        addresses: The address of each server of a set, ``host:port``, in any order. ``host:port/host:port`` for a pair
+            that is replicated.
         access: The credentials, certificates and timeout. See :class:`Connection`.
 
     Raises:
@@ -70,7 +71,9 @@ class ServerSet:
 
     def __init__(self, addresses: Sequence[str], access: Access) -> None:
         self.addresses = checked_addresses(addresses)
-        open_to_others = [a for a in self.addresses if not is_loopback(host_of(a))]
+        if any(pair.count("/") > 1 for pair in self.addresses):
+            raise ValueError(f"servers: a pair has two addresses, got {max(self.addresses, key=len)}")
+        open_to_others = [a for pair in self.addresses for a in pair.split("/") if not is_loopback(host_of(a))]
         if access.token is not None and access.tls_ca is None and open_to_others:
             raise ValueError(f"token would be sent to {open_to_others[0]} unencrypted: pass tls_ca as well")
         self._epoch = ClientEpoch(self._agreed)

@@ -124,6 +124,12 @@ int64_t Applied::clients() {
   return static_cast<int64_t>(clients_.size());
 }
 
+void Applied::clear() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  clients_.clear();
+  order_.clear();
+}
+
 void Applied::add(const std::string& name, uint64_t done_before, int64_t request, uint64_t deleted) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = clients_.find(name);

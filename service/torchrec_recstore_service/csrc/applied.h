@@ -46,15 +46,19 @@ class Applied {
   int64_t clients();
 
   // Calls visit(client, done_before, request, deleted) for each write that has been carried out, and once with the request
-  // -1 for each client. Call close() before.
+  // -1 for each client. No write may run; those that wait for the gate do not.
   template <class Visit>
   void for_each(const Visit& visit) {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [name, client] : clients_) {
       visit(name.c_str(), client.done_before, int64_t{-1}, uint64_t{0});
-      for (const auto& [request, answer] : client.answers) visit(name.c_str(), client.done_before, static_cast<int64_t>(request), answer->deleted);
+      for (const auto& [request, answer] : client.answers) {
+        if (answer->done) visit(name.c_str(), client.done_before, static_cast<int64_t>(request), answer->deleted);
+      }
     }
   }
+  // Forgets all clients, before add().
+  void clear();
   // Adds a client, or a write that another server has carried out.
   void add(const std::string& client, uint64_t done_before, int64_t request, uint64_t deleted);
 

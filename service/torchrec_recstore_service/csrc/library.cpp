@@ -75,6 +75,7 @@ RECSTORE_EXPORT void recstore_applied_check_open(Applied* applied, NativeStatus*
 }
 RECSTORE_EXPORT int64_t recstore_applied_clients(Applied* applied) { return applied->clients(); }
 RECSTORE_EXPORT void recstore_applied_each(Applied* applied, void (*visit)(const char*, uint64_t, int64_t, uint64_t)) { applied->for_each(visit); }
+RECSTORE_EXPORT void recstore_applied_clear(Applied* applied) { applied->clear(); }
 RECSTORE_EXPORT void recstore_applied_add(Applied* applied, const char* client, uint64_t done_before, int64_t request, uint64_t deleted) {
   applied->add(client, done_before, request, deleted);
 }
@@ -82,10 +83,38 @@ RECSTORE_EXPORT void recstore_applied_add(Applied* applied, const char* client, 
 RECSTORE_EXPORT RunGate* recstore_gate_new() { return new RunGate; }
 RECSTORE_EXPORT void recstore_gate_delete(RunGate* gate) { delete gate; }
 RECSTORE_EXPORT void recstore_gate_set_run(RunGate* gate, const char* label) { gate->set_run(label); }
+RECSTORE_EXPORT void recstore_gate_set_end(RunGate* gate, double in_seconds) { gate->set_end(RunGate::now() + in_seconds); }
+RECSTORE_EXPORT int recstore_gate_has_ended(RunGate* gate) { return gate->has_ended() ? 1 : 0; }
 RECSTORE_EXPORT void recstore_gate_enter(RunGate* gate) { gate->enter(); }
 RECSTORE_EXPORT void recstore_gate_leave(RunGate* gate) { gate->leave(); }
 RECSTORE_EXPORT void recstore_gate_close(RunGate* gate) { gate->close(); }
 RECSTORE_EXPORT void recstore_gate_open(RunGate* gate) { gate->open(); }
+
+RECSTORE_EXPORT Replica* recstore_replica_new() { return new Replica; }
+RECSTORE_EXPORT void recstore_replica_delete(Replica* replica) { delete replica; }
+RECSTORE_EXPORT int recstore_replica_role(Replica* replica) { return static_cast<int>(replica->role()); }
+RECSTORE_EXPORT void recstore_replica_set_role(Replica* replica, int role) { replica->set_role(static_cast<Replica::Role>(role)); }
+RECSTORE_EXPORT void recstore_replica_lose(Replica* replica) { replica->lose(); }
+// Returns the lock of a turn, for recstore_replica_end_turn in the same thread.
+RECSTORE_EXPORT std::unique_lock<std::mutex>* recstore_replica_begin_turn(Replica* replica, int from_primary, NativeStatus* status) {
+  return guarded(status, [&] { return new std::unique_lock<std::mutex>(replica->turn(from_primary != 0)); });
+}
+RECSTORE_EXPORT void recstore_replica_end_turn(std::unique_lock<std::mutex>* turn) { delete turn; }
+RECSTORE_EXPORT void recstore_replica_send(Replica* replica, const char* message, uint64_t size, char* const* arrays, const uint64_t* sizes) {
+  replica->send(std::string(message, size), {arrays[0], arrays[1], arrays[2], arrays[3]}, {sizes[0], sizes[1], sizes[2], sizes[3]});
+}
+RECSTORE_EXPORT void recstore_replica_wait(Replica* replica, NativeStatus* status) {
+  guarded(status, [&] { replica->wait(replica->sent()); });
+}
+// library, ca, cert and key: see recstore_server_set_tls. ca: empty for no encryption.
+RECSTORE_EXPORT void recstore_replica_follow(Replica* replica, const char* host, int port, const char* secret, const char* library, const char* ca,
+                                             const char* cert, const char* key, NativeStatus* status) {
+  guarded(status, [&] {
+    const auto tls = *ca == 0 ? nullptr : tls_context(library, true, cert, key, ca);
+    replica->follow(host, port, secret, tls.get());
+  });
+}
+RECSTORE_EXPORT int recstore_replica_wait_lost(Replica* replica, double seconds) { return replica->wait_lost(seconds) ? 1 : 0; }
 
 // Writes what a SegmentRequest says to `out`, which has at least eight times its size and 1000 bytes, for tests: texts in
 // hexadecimal, and a learning rate as its bits.
@@ -134,10 +163,11 @@ RECSTORE_EXPORT void recstore_counts_each(Counts* counts, void (*visit)(const ch
 }
 
 // api: what the op row_api of the core returns. Returns null if the core has another version of it.
-RECSTORE_EXPORT RowCalls* recstore_calls_new(int64_t api, Applied* applied, RunGate* gate, Counts* counts, uint64_t most_write_bytes) {
+RECSTORE_EXPORT RowCalls* recstore_calls_new(int64_t api, Applied* applied, RunGate* gate, Replica* replica, Counts* counts,
+                                            uint64_t most_write_bytes) {
   const auto* functions = reinterpret_cast<const recstore::RowApi*>(api);
   if (functions->version != recstore::kRowApiVersion) return nullptr;
-  return new RowCalls(*functions, *applied, *gate, *counts, most_write_bytes);
+  return new RowCalls(*functions, *applied, *gate, *replica, *counts, most_write_bytes);
 }
 RECSTORE_EXPORT void recstore_calls_delete(RowCalls* calls) { delete calls; }
 RECSTORE_EXPORT void recstore_calls_add(RowCalls* calls, const char* name, int64_t table, int64_t group, int64_t dim, int64_t value_bytes,
@@ -155,9 +185,10 @@ RECSTORE_EXPORT int recstore_server_listen(RowServer* server, const char* host, 
   return guarded(status, [&] { return server->listen(host, port); });
 }
 RECSTORE_EXPORT void recstore_server_set_token(RowServer* server, const char* token) { server->set_token(token); }
+RECSTORE_EXPORT void recstore_server_set_backup(RowServer* server, int backup, const char* secret) { server->set_backup(backup != 0, secret); }
 RECSTORE_EXPORT void recstore_server_set_tls(RowServer* server, const char* library, const char* cert, const char* key, const char* client_ca,
                                              NativeStatus* status) {
-  guarded(status, [&] { server->set_tls(tls_context(library, cert, key, client_ca)); });
+  guarded(status, [&] { server->set_tls(tls_context(library, false, cert, key, client_ca)); });
 }
 RECSTORE_EXPORT int recstore_server_next(RowServer* server, PythonCall* call) { return server->next(*call) ? 1 : 0; }
 RECSTORE_EXPORT int recstore_server_reply(RowServer* server, int64_t connection, int code, const char* details, const char* error, const char* found,

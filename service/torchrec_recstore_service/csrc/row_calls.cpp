@@ -127,10 +127,11 @@ void RowCalls::read(const Pull& pull, const Pull::Part& part, char* out) {
   if (status != recstore::kRowsDone) fail(status, error, tables);
 }
 
-bool RowCalls::run(const RowRequest& request, const Arrays& arrays, RowReply& reply, std::vector<char>& found) {
+bool RowCalls::run(const RowRequest& request, const std::string& message, bool from_primary, const Arrays& arrays, RowReply& reply,
+                   std::vector<char>& found) {
   const std::vector<TableRef> tables = tables_of(request);
   if (tables.empty() || request.sizes[0] % 8 != 0 || !gate_.is_in(request.epoch)) return false;
-  if (!request.is_pull) return write(request, tables, arrays, reply);
+  if (!request.is_pull) return write(request, message, from_primary, tables, arrays, reply);
   if (request.want != Want::kFound || !request.tables.empty()) return false;
   const auto n = static_cast<int64_t>(request.sizes[0] / 8);
   found.resize(static_cast<size_t>(n));
@@ -144,7 +145,8 @@ bool RowCalls::run(const RowRequest& request, const Arrays& arrays, RowReply& re
   return true;
 }
 
-bool RowCalls::write(const RowRequest& request, const std::vector<TableRef>& tables, const Arrays& arrays, RowReply& reply) {
+bool RowCalls::write(const RowRequest& request, const std::string& message, bool from_primary, const std::vector<TableRef>& tables,
+                     const Arrays& arrays, RowReply& reply) {
   const auto n = static_cast<int64_t>(request.sizes[0] / 8);
   const bool several = !request.tables.empty();
   if (request.kind != Kind::kUpdate && (several || (request.kind != Kind::kPush && request.kind != Kind::kDelete))) return false;
@@ -168,16 +170,27 @@ bool RowCalls::write(const RowRequest& request, const std::vector<TableRef>& tab
   }
   if (first != n || (request.kind != Kind::kDelete && static_cast<uint64_t>(place) != request.sizes[1])) return false;
   uint64_t deleted = 0;
-  const Applied::Mine mine = applied_.begin(request.client, request.request, request.done_before, deleted);
-  if (mine != nullptr) {
-    recstore::RowError error;
-    gate_.enter();
-    const int status = gate_.is_in(request.epoch) ? apply(request, tables, rows, deleted, error) : recstore::kRowsClosed;
-    gate_.leave();
-    applied_.finish(request.client, request.request, mine, status != recstore::kRowsDone, deleted);
-    if (status == recstore::kRowsClosed) return false;
-    if (status != recstore::kRowsDone) fail(status, error, tables);
+  {
+    const RunGate::Inside inside(gate_);
+    if (!gate_.is_in(request.epoch)) return false;
+    const Applied::Mine mine = applied_.begin(request.client, request.request, request.done_before, deleted);
+    if (mine != nullptr) {
+      recstore::RowError error;
+      int status = recstore::kRowsClosed;
+      try {
+        const std::unique_lock<std::mutex> turn = replica_.turn(from_primary);
+        status = apply(request, tables, rows, deleted, error);
+        if (status == recstore::kRowsDone) replica_.send(message, arrays, request.sizes);
+      } catch (...) {
+        applied_.finish(request.client, request.request, mine, true, 0);
+        throw;
+      }
+      applied_.finish(request.client, request.request, mine, status != recstore::kRowsDone, deleted);
+      if (status == recstore::kRowsClosed) return false;
+      if (status != recstore::kRowsDone) fail(status, error, tables);
+    }
   }
+  replica_.wait(replica_.sent());  // also for a write that was carried out before, but perhaps not by the backup
   const char* operation = request.kind == Kind::kPush ? "push" : request.kind == Kind::kUpdate ? "update" : "delete";
   for (size_t t = 0; t < tables.size(); ++t) counts_.ids(operation, tables[t]->name, rows[t].n);
   reply.deleted = deleted;

@@ -11,6 +11,7 @@
 #include "applied.h"
 #include "counts.h"
 #include "row_api.h"
+#include "replica.h"
 #include "row_messages.h"
 #include "run_gate.h"
 
@@ -26,9 +27,6 @@ struct ServedTable {
   double learning_rate;  // of an update that has none of its own
 };
 using TableRef = std::shared_ptr<const ServedTable>;
-
-// The ids and arrays of a call, each aligned to kAlignment bytes.
-using Arrays = std::array<char*, 4>;
 
 // A read of rows that is answered in parts.
 class Pull {
@@ -65,8 +63,8 @@ class Pull {
 // Python, which has the functions and the errors for it.
 class RowCalls {
  public:
-  RowCalls(const recstore::RowApi& api, Applied& applied, RunGate& gate, Counts& counts, uint64_t most_write_bytes)
-      : api_(api), applied_(applied), gate_(gate), counts_(counts), most_write_bytes_(most_write_bytes) {}
+  RowCalls(const recstore::RowApi& api, Applied& applied, RunGate& gate, Replica& replica, Counts& counts, uint64_t most_write_bytes)
+      : api_(api), applied_(applied), gate_(gate), replica_(replica), counts_(counts), most_write_bytes_(most_write_bytes) {}
 
   void add(ServedTable table);
   void remove(const std::string& name);
@@ -76,12 +74,15 @@ class RowCalls {
   // Writes the rows of a part, whose tables lie at multiples of 4 bytes, to out, (part.bytes,).
   void read(const Pull& pull, const Pull::Part& part, char* out);
   // Answers a request that asks which ids have a row, or writes: sets the reply, and `found`. Returns false if Python has
-  // to do it. Throws CallFailed.
-  bool run(const RowRequest& request, const Arrays& arrays, RowReply& reply, std::vector<char>& found);
+  // to do it. message: the bytes of the request. from_primary: whether the server is the backup of the one that sends it.
+  // Throws CallFailed.
+  bool run(const RowRequest& request, const std::string& message, bool from_primary, const Arrays& arrays, RowReply& reply,
+           std::vector<char>& found);
 
  private:
   std::vector<TableRef> tables_of(const RowRequest& request);
-  bool write(const RowRequest& request, const std::vector<TableRef>& tables, const Arrays& arrays, RowReply& reply);
+  bool write(const RowRequest& request, const std::string& message, bool from_primary, const std::vector<TableRef>& tables, const Arrays& arrays,
+             RowReply& reply);
   int apply(const RowRequest& request, const std::vector<TableRef>& tables, const std::vector<recstore::RowsOfTable>& rows, uint64_t& deleted,
             recstore::RowError& error);
   void check_still_in(const std::string& run);
@@ -90,6 +91,7 @@ class RowCalls {
   const recstore::RowApi& api_;
   Applied& applied_;
   RunGate& gate_;
+  Replica& replica_;
   Counts& counts_;
   const uint64_t most_write_bytes_;
   std::mutex mutex_;

@@ -78,6 +78,7 @@ struct Connection {
   std::atomic<double> since{0};     // the time at which the present state began
   std::atomic<uint64_t> moved{0};   // bytes that have been transferred in it
   std::string token;
+  bool from_primary = false;
   std::string in;  // bytes that have arrived and were not used yet
   std::string message;
   RowRequest request;
@@ -106,11 +107,8 @@ struct Connection {
     pollfd ready{fd, events, 0};
     return ::poll(&ready, 1, 0) > 0;
   }
-  Arrays pointers() const {
-    Arrays pointers;
-    for (size_t i = 0; i < 4; ++i) pointers[i] = static_cast<char*>(arrays.data()) + places[i];
-    return pointers;
-  }
+  char* place(size_t i) const { return static_cast<char*>(arrays.data()) + places[i]; }
+  Arrays pointers() const { return {place(0), place(1), place(2), place(3)}; }
   // Returns memory for a reply of so many bytes. Throws std::bad_alloc.
   char* reply_memory(size_t bytes) {
     if (out_size < bytes) {
@@ -203,9 +201,19 @@ void RowServer::set_token(std::string token) {
   token_ = std::move(token);
 }
 
-std::string RowServer::token() {
+void RowServer::set_backup(bool backup, std::string secret) {
   const std::lock_guard<std::mutex> lock(settings_);
-  return token_;
+  backup_ = backup;
+  secret_ = std::move(secret);
+}
+
+// Returns whether the server takes calls of a connection with this token now.
+Status RowServer::check(const Connection& c) {
+  const std::lock_guard<std::mutex> lock(settings_);
+  if (backup_ && !secret_.empty() && same(c.token, secret_)) return {};
+  if (c.from_primary || !same(c.token, token_)) return {kUnauthenticated, "the token is missing or wrong", ""};
+  if (backup_) return {kUnavailable, "the server is not the primary of its pair", "NotPrimaryError"};
+  return {};
 }
 
 void RowServer::set_tls(std::shared_ptr<TlsContext> tls) {
@@ -386,7 +394,12 @@ RowServer::Step RowServer::hello(Connection& c) {
   if (version != kVersion) {
     return refuse(c, {kFailedPrecondition, "the client speaks version " + std::to_string(version) + " of the protocol, the server version 2", ""}, true);
   }
-  if (!same(c.token, token())) return refuse(c, {kUnauthenticated, "the token is missing or wrong", ""}, true);
+  {
+    const std::lock_guard<std::mutex> lock(settings_);
+    c.from_primary = backup_ && !secret_.empty() && same(c.token, secret_);
+  }
+  const Status refused = check(c);
+  if (refused.code != kOk) return refuse(c, refused, true);
   put(c, {}, nullptr, nullptr);
   c.enter(State::kReply);
   return Step::kAgain;
@@ -409,7 +422,8 @@ RowServer::Step RowServer::message(Connection& c) {
   c.in.erase(0, 4 + size_t{size});
   try {
     if (stopping_) unavailable("the server stops");
-    if (!same(c.token, token())) throw CallFailed({kUnauthenticated, "the token is missing or wrong", ""});
+    const Status refused = check(c);
+    if (refused.code != kOk) throw CallFailed(refused);
     c.request = parse_request(c.message.data(), c.message.size());
   } catch (const CallFailed& failed) {
     return refuse(c, failed.status(), true);  // the sizes of its arrays are not known
@@ -461,7 +475,7 @@ RowServer::Step RowServer::body(Connection& c) {
   for (size_t i = 0, before = 0; i < 4; before += c.request.sizes[i], ++i) {
     const uint64_t size = c.request.sizes[i];
     while (c.got < before + size) {
-      char* to = c.pointers()[i] + (c.got - before);
+      char* to = c.place(i) + (c.got - before);
       const size_t left = before + size - c.got;
       size_t got = 0;
       if (!c.in.empty()) {
@@ -493,7 +507,7 @@ RowServer::Step RowServer::run(Connection& c) {
     }
     RowReply reply;
     std::vector<char> found;
-    if (calls_.run(c.request, arrays, reply, found)) {
+    if (calls_.run(c.request, c.message, c.from_primary, arrays, reply, found)) {
       put(c, reply, found.data(), nullptr);
       c.enter(State::kReply);
       return Step::kAgain;
@@ -637,6 +651,7 @@ bool RowServer::next(PythonCall& call) {
       call.arrays[i] = arrays[i];
       call.sizes[i] = static_cast<int64_t>(c.request.sizes[i]);
     }
+    call.from_primary = c.from_primary ? 1 : 0;
     return true;
   }
 }

@@ -49,6 +49,7 @@ struct PythonCall {
   int64_t message_bytes;
   const char* arrays[4];
   int64_t sizes[4];
+  int from_primary;
 };
 
 struct Connection;
@@ -71,6 +72,9 @@ class RowServer {
   int listen(const std::string& host, int port);
   // A connection whose token was replaced is closed at its next call.
   void set_token(std::string token);
+  // secret: what the primary sends instead of a token. The server then takes the calls of the primary only. Empty: the
+  // server takes the calls of clients.
+  void set_backup(bool backup, std::string secret);
   // New connections use the context. Null: no encryption.
   void set_tls(std::shared_ptr<TlsContext> tls);
 
@@ -112,7 +116,7 @@ class RowServer {
   void end(Connection& c);
   void make_room();
   void wake_waiters();
-  std::string token();
+  Status check(const Connection& c);
 
   RowCalls& calls_;
   Counts& counts_;
@@ -121,7 +125,8 @@ class RowServer {
   const uint64_t most_write_bytes_;
   int epoll_ = -1, wake_ = -1, listener_ = -1;
   std::mutex settings_;
-  std::string token_;
+  std::string token_, secret_;
+  bool backup_ = false;
   std::shared_ptr<TlsContext> tls_;
   std::mutex mutex_;  // guards the connections, the calls for Python, and those that wait for memory
   std::condition_variable changed_;

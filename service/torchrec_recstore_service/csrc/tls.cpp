@@ -1,5 +1,6 @@
 #include "tls.h"
 
+#include <arpa/inet.h>
 #include <dlfcn.h>
 
 #include <climits>
@@ -10,18 +11,20 @@
 namespace recstore_service {
 namespace {
 
-// The part of OpenSSL's interface that a server needs, with the numbers of its headers. It is the same in OpenSSL 1.1.1
+// The part of OpenSSL's interface that is needed here, with the numbers of its headers. It is the same in OpenSSL 1.1.1
 // and 3 (https://docs.openssl.org/master/man3/).
 struct SSL;
 struct SSL_CTX;
 struct SSL_METHOD;
+struct X509_VERIFY_PARAM;
 constexpr int kFiletypePem = 1, kVerifyPeer = 1, kVerifyFailIfNoPeerCert = 2, kErrorWantRead = 2, kErrorWantWrite = 3;
-constexpr int kCtrlSetMinProtoVersion = 123, kCtrlMode = 33, kTls12 = 0x0303;
+constexpr int kCtrlSetHostName = 55, kCtrlSetMinProtoVersion = 123, kCtrlMode = 33, kTls12 = 0x0303;
 constexpr long kModePartialWrite = 1, kModeMovingBuffer = 2, kModeReleaseBuffers = 0x10;
 constexpr unsigned long kOpNoRenegotiation = 1ul << 30;
 
 struct OpenSsl {
   const SSL_METHOD* (*TLS_server_method)();
+  const SSL_METHOD* (*TLS_client_method)();
   SSL_CTX* (*SSL_CTX_new)(const SSL_METHOD*);
   void (*SSL_CTX_free)(SSL_CTX*);
   long (*SSL_CTX_ctrl)(SSL_CTX*, int, long, void*);
@@ -35,6 +38,11 @@ struct OpenSsl {
   void (*SSL_free)(SSL*);
   int (*SSL_set_fd)(SSL*, int);
   int (*SSL_accept)(SSL*);
+  int (*SSL_connect)(SSL*);
+  long (*SSL_ctrl)(SSL*, int, long, void*);
+  int (*SSL_set1_host)(SSL*, const char*);
+  X509_VERIFY_PARAM* (*SSL_get0_param)(SSL*);
+  int (*X509_VERIFY_PARAM_set1_ip_asc)(X509_VERIFY_PARAM*, const char*);
   int (*SSL_read)(SSL*, void*, int);
   int (*SSL_write)(SSL*, const void*, int);
   int (*SSL_shutdown)(SSL*);
@@ -59,6 +67,7 @@ struct OpenSsl {
     };
 #define RECSTORE_LOAD(name) load(loaded->name, #name)
     RECSTORE_LOAD(TLS_server_method);
+    RECSTORE_LOAD(TLS_client_method);
     RECSTORE_LOAD(SSL_CTX_new);
     RECSTORE_LOAD(SSL_CTX_free);
     RECSTORE_LOAD(SSL_CTX_ctrl);
@@ -72,6 +81,11 @@ struct OpenSsl {
     RECSTORE_LOAD(SSL_free);
     RECSTORE_LOAD(SSL_set_fd);
     RECSTORE_LOAD(SSL_accept);
+    RECSTORE_LOAD(SSL_connect);
+    RECSTORE_LOAD(SSL_ctrl);
+    RECSTORE_LOAD(SSL_set1_host);
+    RECSTORE_LOAD(SSL_get0_param);
+    RECSTORE_LOAD(X509_VERIFY_PARAM_set1_ip_asc);
     RECSTORE_LOAD(SSL_read);
     RECSTORE_LOAD(SSL_write);
     RECSTORE_LOAD(SSL_shutdown);
@@ -90,6 +104,10 @@ class Stream final : public TlsStream {
   Io accept() override {
     size_t none = 0;
     return step([&] { return ssl_.SSL_accept(state_); }, none);
+  }
+  Io connect() override {
+    size_t none = 0;
+    return step([&] { return ssl_.SSL_connect(state_); }, none);
   }
   Io read(char* to, size_t size, size_t& got) override {
     return step([&] { return ssl_.SSL_read(state_, to, length(size)); }, got);
@@ -123,29 +141,37 @@ class Stream final : public TlsStream {
 
 class Context final : public TlsContext, public std::enable_shared_from_this<Context> {
  public:
-  Context(const OpenSsl& ssl, const std::string& cert, const std::string& key, const std::string& client_ca)
-      : ssl_(ssl), context_(ssl.SSL_CTX_new(ssl.TLS_server_method())) {
+  Context(const OpenSsl& ssl, bool client, const std::string& cert, const std::string& key, const std::string& ca)
+      : ssl_(ssl), context_(ssl.SSL_CTX_new(client ? ssl.TLS_client_method() : ssl.TLS_server_method())) {
     if (context_ == nullptr) throw std::runtime_error("OpenSSL cannot make a context");
     ssl.SSL_CTX_ctrl(context_, kCtrlSetMinProtoVersion, kTls12, nullptr);
     ssl.SSL_CTX_ctrl(context_, kCtrlMode, kModePartialWrite | kModeMovingBuffer | kModeReleaseBuffers, nullptr);
     ssl.SSL_CTX_set_options(context_, kOpNoRenegotiation);
     const bool loaded = ssl.SSL_CTX_set_cipher_list(context_, "DEFAULT@SECLEVEL=2") == 1 &&
-                        ssl.SSL_CTX_use_certificate_chain_file(context_, cert.c_str()) == 1 &&
-                        ssl.SSL_CTX_use_PrivateKey_file(context_, key.c_str(), kFiletypePem) == 1 &&
-                        (client_ca.empty() || ssl.SSL_CTX_load_verify_locations(context_, client_ca.c_str(), nullptr) == 1);
+                        (cert.empty() || ssl.SSL_CTX_use_certificate_chain_file(context_, cert.c_str()) == 1) &&
+                        (key.empty() || ssl.SSL_CTX_use_PrivateKey_file(context_, key.c_str(), kFiletypePem) == 1) &&
+                        (ca.empty() || ssl.SSL_CTX_load_verify_locations(context_, ca.c_str(), nullptr) == 1);
     if (!loaded) {
       ssl.SSL_CTX_free(context_);
       throw std::runtime_error("OpenSSL cannot use the certificates");
     }
-    if (!client_ca.empty()) ssl.SSL_CTX_set_verify(context_, kVerifyPeer | kVerifyFailIfNoPeerCert, nullptr);
+    if (!ca.empty() || client) ssl.SSL_CTX_set_verify(context_, kVerifyPeer | kVerifyFailIfNoPeerCert, nullptr);
   }
   ~Context() override { ssl_.SSL_CTX_free(context_); }
 
-  std::unique_ptr<TlsStream> stream(int fd) override {
+  std::unique_ptr<TlsStream> stream(int fd, const std::string& host) override {
     SSL* state = ssl_.SSL_new(context_);
     if (state == nullptr) return nullptr;
+    auto stream = std::make_unique<Stream>(ssl_, shared_from_this(), state);
     ssl_.SSL_set_fd(state, fd);
-    return std::make_unique<Stream>(ssl_, shared_from_this(), state);
+    if (host.empty()) return stream;
+    in6_addr address;
+    const bool number = inet_pton(AF_INET, host.c_str(), &address) == 1 || inet_pton(AF_INET6, host.c_str(), &address) == 1;
+    if (number && ssl_.X509_VERIFY_PARAM_set1_ip_asc(ssl_.SSL_get0_param(state), host.c_str()) != 1) return nullptr;
+    if (number) return stream;
+    if (ssl_.SSL_set1_host(state, host.c_str()) != 1) return nullptr;
+    ssl_.SSL_ctrl(state, kCtrlSetHostName, 0, const_cast<char*>(host.c_str()));
+    return stream;
   }
 
  private:
@@ -155,8 +181,8 @@ class Context final : public TlsContext, public std::enable_shared_from_this<Con
 
 }  // namespace
 
-std::shared_ptr<TlsContext> tls_context(const std::string& library, const std::string& cert, const std::string& key, const std::string& client_ca) {
-  return std::make_shared<Context>(OpenSsl::of(library), cert, key, client_ca);
+std::shared_ptr<TlsContext> tls_context(const std::string& library, bool client, const std::string& cert, const std::string& key, const std::string& ca) {
+  return std::make_shared<Context>(OpenSsl::of(library), client, cert, key, ca);
 }
 
 }  // namespace recstore_service

@@ -85,7 +85,7 @@ class AppliedRequests(Native):
         self.invoke("reopen")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the requests that have been carried out, for :meth:`from_json`. Call :meth:`close` before."""
+        """Returns the requests that have been carried out, for :meth:`from_json`, while no request is carried out."""
         document: dict[str, Any] = {}
 
         def visit(client: bytes, done_before: int, request: int, deleted: int) -> None:
@@ -97,7 +97,8 @@ class AppliedRequests(Native):
         return document
 
     def from_json(self, document: dict[str, Any]) -> None:
-        """Adds the requests that another server has carried out."""
+        """Replaces the requests by those that another server has carried out."""
+        self.invoke("clear")
         for name, entry in document.items():
             self.invoke("add", name.encode(), entry["done_before"], -1, 0)
             for number, deleted in entry["answers"].items():

@@ -131,8 +131,7 @@ class DataDirectory:
             if not any(field in member for field in _SINCE_2):
                 # The token was not of the epoch then, but of one server's load.
                 member |= {"token": "", "runs": [""] * member["members"], "earlier": [], "next": ""}
-            lists = {field: tuple(member[field]) for field in ("slots", "runs", "earlier")}
-            self.membership = Membership(**{**member, **lists})
+            self.membership = membership_of(member)
         self._saves: dict[str, pb.Saved] = {}
         self._prepared: dict[str, pb.Saved] = {}
         for entry in self._path.iterdir():
@@ -280,6 +279,12 @@ class DataDirectory:
             os.fsync(file.fileno())
         staging.replace(self._path / name)
         sync(self._path)
+
+
+def membership_of(document: Mapping[str, Any]) -> Membership:
+    """Returns the place in a set of a JSON object with the fields of :class:`Membership`."""
+    lists = {field: tuple(document[field]) for field in ("slots", "runs", "earlier")}
+    return Membership(**{**document, **lists})
 
 
 def _manifest_of(path: Path) -> pb.Saved | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from torchrec_recstore_service.wire.protocol import REMOTE_ERRORS
+from torchrec_recstore_service.wire.protocol import NOT_PRIMARY, REMOTE_ERRORS
 
 _FOLDER = Path(__file__).parent.parent
 
@@ -51,6 +51,8 @@ class NativeStatus(ctypes.Structure):
         details, error = self.details.decode(errors="replace"), self.error.decode()
         if error == ServerStoppingError.__name__:
             raise ServerStoppingError(details)
+        if error == NOT_PRIMARY:
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, details, error)
         if error in REMOTE_ERRORS:
             raised = REMOTE_ERRORS[error](details)
             raise raised
@@ -66,6 +68,7 @@ class PythonCall(ctypes.Structure):
         ("message_bytes", c_int64),
         ("arrays", c_void_p * 4),
         ("sizes", c_int64 * 4),
+        ("from_primary", c_int),
     )
 
 
@@ -88,14 +91,28 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "applied_check_open": (None, [c_void_p, _STATUS]),
     "applied_clients": (c_int64, [c_void_p]),
     "applied_each": (None, [c_void_p, VISIT_WRITE]),
+    "applied_clear": (None, [c_void_p]),
     "applied_add": (None, [c_void_p, c_char_p, c_uint64, c_int64, c_uint64]),
     "gate_new": (c_void_p, []),
     "gate_delete": (None, [c_void_p]),
     "gate_set_run": (None, [c_void_p, c_char_p]),
+    "gate_set_end": (None, [c_void_p, c_double]),
+    "gate_has_ended": (c_int, [c_void_p]),
     "gate_enter": (None, [c_void_p]),
     "gate_leave": (None, [c_void_p]),
     "gate_close": (None, [c_void_p]),
     "gate_open": (None, [c_void_p]),
+    "replica_new": (c_void_p, []),
+    "replica_delete": (None, [c_void_p]),
+    "replica_role": (c_int, [c_void_p]),
+    "replica_set_role": (None, [c_void_p, c_int]),
+    "replica_lose": (None, [c_void_p]),
+    "replica_begin_turn": (c_void_p, [c_void_p, c_int, _STATUS]),
+    "replica_end_turn": (None, [c_void_p]),
+    "replica_send": (None, [c_void_p, c_char_p, c_uint64, POINTER(c_void_p), POINTER(c_uint64)]),
+    "replica_wait": (None, [c_void_p, _STATUS]),
+    "replica_follow": (None, [c_void_p, c_char_p, c_int, *[c_char_p] * 5, _STATUS]),
+    "replica_wait_lost": (c_int, [c_void_p, c_double]),
     "request_text": (None, [c_char_p, c_int64, c_char_p, _STATUS]),
     "memory_new": (c_void_p, [c_uint64]),
     "memory_delete": (None, [c_void_p]),
@@ -107,7 +124,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "counts_call": (None, [c_void_p, c_char_p, c_char_p, c_double]),
     "counts_ids": (None, [c_void_p, c_char_p, c_char_p, c_int64]),
     "counts_each": (None, [c_void_p, _VISIT_COUNT]),
-    "calls_new": (c_void_p, [c_int64, c_void_p, c_void_p, c_void_p, c_uint64]),
+    "calls_new": (c_void_p, [c_int64, *[c_void_p] * 4, c_uint64]),
     "calls_delete": (None, [c_void_p]),
     "calls_add": (None, [c_void_p, c_char_p, c_int64, c_int64, c_int64, c_int64, c_double]),
     "calls_remove": (None, [c_void_p, c_char_p]),
@@ -115,6 +132,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "server_delete": (None, [c_void_p]),
     "server_listen": (c_int, [c_void_p, c_char_p, c_int, _STATUS]),
     "server_set_token": (None, [c_void_p, c_char_p]),
+    "server_set_backup": (None, [c_void_p, c_int, c_char_p]),
     "server_set_tls": (None, [c_void_p, c_char_p, c_char_p, c_char_p, c_char_p, _STATUS]),
     "server_next": (c_int, [c_void_p, POINTER(PythonCall)]),
     "server_reply": (
@@ -190,6 +208,15 @@ class RunGate(Native):
     def run(self, label: str) -> None:
         self._run = label
         self.invoke("set_run", label.encode())
+
+    def set_end(self, in_seconds: float) -> None:
+        """Sets the time in seconds from now at which the server stops to answer calls on tables."""
+        self.invoke("set_end", in_seconds)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether that time is over."""
+        return bool(self.invoke("has_ended"))
 
     @contextmanager
     def shared(self) -> Iterator[None]:

@@ -42,6 +42,7 @@ class NativeRows:
         tables: The tables.
         applied: The writes that have been carried out.
         gate: The run of the server.
+        pair: The part of the server in its pair.
         counts: The counts of calls.
         calls: The calls on rows in Python.
         status: The function that returns what a client is told of an error, by the method and the error.
@@ -53,6 +54,7 @@ class NativeRows:
         tables: HostedTables,
         applied: AppliedRequests,
         gate: RunGate,
+        pair: Native,
         counts: CallCounts,
         calls: RowCalls,
         status: Callable[[str, Exception], Status],
@@ -62,8 +64,9 @@ class NativeRows:
         self._status = status
         self._counts = counts
         self._max_write_bytes = max_write_bytes
-        self._kept = (applied, gate)  # as long as the library uses them
-        self._calls = Native("calls", row_ops.row_api(), applied.handle, gate.handle, counts.handle, max_write_bytes)
+        self._kept = (applied, gate, pair)  # as long as the library uses them
+        handles = (applied.handle, gate.handle, pair.handle, counts.handle)
+        self._calls = Native("calls", row_ops.row_api(), *handles, max_write_bytes)
         if self._calls.handle is None:
             raise ImportError(
                 "torchrec_recstore and torchrec_recstore_service do not fit together: install the same version of both"
@@ -105,6 +108,16 @@ class NativeRows:
         for number, function in enumerate(work):
             self._threads.append(threading.Thread(target=function, name=f"recstore-rows-{number}", daemon=True))
             self._threads[-1].start()
+
+    def set_backup(self, backup: bool, secret: str) -> None:
+        """Sets whether only calls of the primary are taken, which have ``secret`` in place of the token."""
+        if self._server is not None:
+            self._server.invoke("set_backup", backup, secret.encode())
+
+    @property
+    def libssl(self) -> str:
+        """The path of the libssl that Python itself uses, or "" if that is a part of Python."""
+        return _libssl()
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         """Returns numbers for the metrics. See :meth:`GrpcServer.gauges`."""
@@ -183,7 +196,8 @@ class NativeRows:
         if request.HasField("write"):
             header = request.write
             specs = self._python.writable(header)
-            self._reply(call, pb.SegmentReply(last=True, deleted=self._python.apply(header, specs, *arrays)))
+            deleted = self._python.apply(header, specs, arrays, bool(call.from_primary))
+            self._reply(call, pb.SegmentReply(last=True, deleted=deleted))
             return
         asked = request.pull
         specs = self._python.readable(asked)

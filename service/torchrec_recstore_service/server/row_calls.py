@@ -58,7 +58,9 @@ class PartRead(NamedTuple):
 
 
 class _Once(Protocol):
-    def __call__(self, header: pb.WriteHeader, action: Callable[[], int]) -> int: ...
+    def __call__(
+        self, header: pb.WriteHeader, arrays: Sequence[Tensor], from_primary: bool, action: Callable[[], int]
+    ) -> int: ...
 
 
 class RowCalls:
@@ -182,7 +184,7 @@ class RowCalls:
             except StopIteration:
                 break
             parts = fields(request)
-        deleted = self.apply(header, specs, *(_in_one_piece(array) for array in arrays.values()))
+        deleted = self.apply(header, specs, [_in_one_piece(array) for array in arrays.values()])
         reply: bytes = pb.WriteReply(deleted=deleted).SerializeToString()
         return reply
 
@@ -222,20 +224,17 @@ class RowCalls:
         self,
         header: pb.WriteHeader,
         specs: Sequence[TableSpec],
-        ids_bytes: Tensor,
-        rows_bytes: Tensor,
-        initial_ids_bytes: Tensor,
-        initial_rows_bytes: Tensor,
+        arrays: Sequence[Tensor],
+        from_primary: bool = False,
     ) -> int:
         """Carries out a write, once for its number.
 
         Args:
             header: The header of the write.
             specs: What :meth:`writable` has returned for the header.
-            ids_bytes: (bytes,) uint8. The ids. See ``WriteRequest`` in recstore.proto for this and the other arrays.
-            rows_bytes: (bytes,) uint8. The weights or gradients.
-            initial_ids_bytes: (bytes,) uint8. The ids that have an initial row.
-            initial_rows_bytes: (bytes,) uint8. The initial rows.
+            arrays: (bytes,) uint8 each. The ids, the weights or gradients, the ids that have an initial row, and the
+                initial rows. See ``WriteRequest`` in recstore.proto.
+            from_primary: See :meth:`SetCalls.write_once`. Default: False.
 
         Returns:
             The number of deleted rows.
@@ -243,7 +242,8 @@ class RowCalls:
         Raises:
             ValueError: The arrays do not fit the header or each other. No row has changed.
         """
-        self._check_size(sum(map(len, (ids_bytes, rows_bytes, initial_ids_bytes, initial_rows_bytes))), len(ids_bytes))
+        ids_bytes, rows_bytes, initial_ids_bytes, initial_rows_bytes = arrays
+        self._check_size(sum(map(len, arrays)), len(ids_bytes))
         ids = array_of(ids_bytes, torch.int64)
         if len(ids) != header.ids:
             raise ValueError(f"{len(ids)} ids were received, {header.ids} were announced")
@@ -263,7 +263,7 @@ class RowCalls:
                 raise ValueError("a write of several tables has no initial rows")
             for update in updates:
                 self._observer.ids("update", update.table, len(update.ids))
-            return self._once(header, _nothing_deleted(lambda: self._tables.update_each(updates)))
+            return self._once(header, arrays, from_primary, _nothing_deleted(lambda: self._tables.update_each(updates)))
         if header.kind == pb.WriteHeader.PUSH:
             operation = "push"
             values = rows(rows_bytes, ids, dtype)
@@ -281,7 +281,7 @@ class RowCalls:
         else:
             raise ValueError(f"kind must be PUSH, UPDATE or DELETE, got {header.kind}")
         self._observer.ids(operation, name, len(ids))
-        return self._once(header, action)
+        return self._once(header, arrays, from_primary, action)
 
     def _check_size(self, size: int, ids_bytes: int) -> None:
         """Checks the size of a write, because other calls on the table wait while it is carried out.

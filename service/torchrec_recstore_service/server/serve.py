@@ -19,6 +19,7 @@ from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions, host_and_port, stopped_by_signals
 from torchrec_recstore_service.server.metrics import Metrics
 from torchrec_recstore_service.server.native import CallCounts
+from torchrec_recstore_service.server.pair import PairOptions
 from torchrec_recstore_service.server.scheduled_saves import Schedule, ScheduledSaves
 from torchrec_recstore_service.server.server import ParameterServer
 from torchrec_recstore_service.wire import recstore_pb2 as pb
@@ -42,6 +43,7 @@ class ServerOptions:
             was killed leaves such rows. Default: infinity.
         schedule: When all tables are saved. Default: None, when a client says so, and when the server stops.
         max_write_bytes: The largest size in bytes of the arrays of a write. Default: 128 MiB.
+        pair: How the server is replicated. Default: None, it is not.
 
     Raises:
         ValueError: A value is invalid, or options contradict each other.
@@ -53,12 +55,17 @@ class ServerOptions:
     idle_s: float = math.inf
     schedule: Schedule | None = None
     max_write_bytes: int = WRITE_BYTES
+    pair: PairOptions | None = None
 
     def __post_init__(self) -> None:
         if self.max_write_bytes < 2**20:
             raise ValueError(f"--max-write must be at least 1 MiB, got {self.max_write_bytes / 2**20:g}")
         if self.schedule is not None:
             self.schedule.check_fits(self.listening)
+        if self.pair is not None:
+            self.pair.check_fits(self.listening)
+            if self.limits.cold_store is not None:
+                raise ValueError("--replicate and --cold-store exclude each other: a backup has all rows in memory")
         if not self.idle_s > 0:
             raise ValueError(f"--drop-idle-after must be a positive number of hours, got {self.idle_s / 3600:g}")
 
@@ -113,13 +120,13 @@ def _serve(
         options.listening,
         pb.DESCRIPTOR.services_by_name["ParameterServer"].full_name,
         lambda server: add_ParameterServerServicer_to_server(service, server),  # type: ignore[no-untyped-call]
-        ("Save", "Load", "Look"),
+        ("Save", "Load", "Look", "Replicate"),
     )
     if metrics is not None:
         metrics.gauges({**server.gauges(), **service.gauges()})
-    service.begin(options.listening, server)
+    service.begin(options.listening, server, options.pair)
     server.start()
-    server.set_serving(True)
+    service.start(server.set_serving)
     ready(server.address)
     schedule = None
     if options.schedule is not None:

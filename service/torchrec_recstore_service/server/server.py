@@ -21,6 +21,7 @@ from torchrec_recstore_service.server.handlers import of_bytes
 from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions
 from torchrec_recstore_service.server.native import CallCounts, CallRefusedError, ServerStoppingError
 from torchrec_recstore_service.server.native_rows import NativeRows
+from torchrec_recstore_service.server.pair import Pair, PairOptions
 from torchrec_recstore_service.server.row_calls import RowCalls
 from torchrec_recstore_service.server.set_calls import SetCalls
 from torchrec_recstore_service.server.shared_memory_calls import SharedMemoryServer
@@ -77,10 +78,13 @@ class ParameterServer(ParameterServerServicer):
         self._looking = threading.Lock()
         self._observer = observer
         self._applied = AppliedRequests()
-        self._set = SetCalls(tables, directory, self._applied)
+        self._pair = Pair()
+        self._set = SetCalls(tables, directory, self._applied, self._pair)
         self._rows = RowCalls(tables, self._set.write_once, observer, self._set.check, max_write_bytes)
-        self._memory = SharedMemoryServer(self._rows, observer, _status)
-        self._native = NativeRows(tables, self._applied, self._set.gate, observer, self._rows, _status, max_write_bytes)
+        self._memory = SharedMemoryServer(self._rows, observer, _status, self._pair)
+        self._native = NativeRows(
+            *(tables, self._applied, self._set.gate, self._pair, observer, self._rows, _status, max_write_bytes)
+        )
         tables.alone = self._set.gate.exclusive
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
@@ -97,14 +101,24 @@ class ParameterServer(ParameterServerServicer):
                 lambda: self._set.received_bytes,
             ),
             "clients": ("The number of clients that may repeat a write.", lambda: self._applied.clients),
+            "backups": ("The number of servers that have all rows beside this one.", lambda: bool(self._pair.backup)),
             **self._memory.gauges(),
         }
 
-    def begin(self, options: ListenOptions, listening: GrpcServer) -> None:
+    def begin(self, options: ListenOptions, listening: GrpcServer, pair: PairOptions | None = None) -> None:
         """See :meth:`SetCalls.begin`. Calls on rows have the token and the bounds of those by gRPC."""
         self._native.start(options, listening)
-        self._set.begin()
+        if pair is None:
+            self._set.begin()
+        else:
+            self._pair.begin(
+                *(pair, options, listening, self._set, self._directory, self._native, listening.set_serving)
+            )
         self._memory.start(listening.token, listening.memory)
+
+    def start(self, serving: Callable[[bool], object]) -> None:
+        """Answers clients from now on. The servers of a pair find out first which of them does."""
+        self._pair.start() if self._pair.is_on else serving(True)
 
     def is_first(self) -> bool:
         """Returns whether the server is in an epoch and is the first server of its set."""
@@ -120,9 +134,12 @@ class ParameterServer(ParameterServerServicer):
         """
         self._applied.close()
         try:
-            self._set.stop()
+            if self._pair.stop_following():
+                self._set.stop()
+                self._pair.stopped()
         except BaseException:
             self._applied.reopen()
+            self._pair.stop_failed()
             raise
 
     def close(self) -> None:
@@ -145,15 +162,13 @@ class ParameterServer(ParameterServerServicer):
                     f"the name of a table must have at least 1 and at most {_NAME_BYTES} bytes, got {size}"
                 )
             spec = TableSpec.from_json(request.spec)
-            with self._applied.change(), self._set.changing(request.epoch):
-                self._tables.create(request.table, spec)
+            self._set.create(request, spec)
             return pb.Empty()
 
     def Drop(self, request: pb.DropRequest, context: Any) -> pb.Empty:
         """See recstore.proto."""
-        with self._call("Drop", context), self._applied.change(), self._set.changing(request.epoch):
-            if self._tables.spec(request.table) is not None:
-                self._tables.drop(request.table)
+        with self._call("Drop", context):
+            self._set.drop(request)
             return pb.Empty()
 
     @of_bytes
@@ -217,6 +232,11 @@ class ParameterServer(ParameterServerServicer):
             self._set.write_file(request)
             return pb.Empty()
 
+    def Replicate(self, request: pb.ReplicateRequest, context: Any) -> pb.ReplicateReply:
+        """See recstore.proto."""
+        with self._call("Replicate", context):
+            return self._pair.replicate(request, context.invocation_metadata())
+
     def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachReply:
         """See recstore.proto."""
         with self._call("Attach", context):
@@ -230,6 +250,8 @@ class ParameterServer(ParameterServerServicer):
         begin = time.perf_counter()
         outcome = "ok"
         try:
+            if self._pair.is_on and method != "Replicate":
+                self._pair.check_call(context.invocation_metadata())
             yield
         except GeneratorExit:  # the client has disconnected
             outcome = "cancelled"

@@ -8,18 +8,21 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
+from torch import Tensor
 
+from torchrec_recstore.checkpoint.files import make_directory
 from torchrec_recstore_service.client.hosted import HostedTables, Loaded
 from torchrec_recstore_service.server.applied import AppliedRequests
-from torchrec_recstore_service.server.data_directory import MANIFEST, DataDirectory, Membership
+from torchrec_recstore_service.server.data_directory import MANIFEST, DataDirectory, Membership, membership_of
 from torchrec_recstore_service.server.deadline import Deadline
 from torchrec_recstore_service.server.native import CallRefusedError, RunGate
+from torchrec_recstore_service.server.pair import Pair, Role
 from torchrec_recstore_service.server.received import ReceivedFiles
 from torchrec_recstore_service.server.reservations import Reservations
 from torchrec_recstore_service.server.set_resharding import joined, owned_by
@@ -70,13 +73,18 @@ class SetCalls:
         tables: The tables.
         directory: The data directory.
         applied: The writes that have been carried out.
+        pair: The part of the server in its pair.
 
     Raises:
         CheckpointError, OSError, ValueError: The last save cannot be loaded.
     """
 
-    def __init__(self, tables: HostedTables, directory: DataDirectory, applied: AppliedRequests) -> None:
+    def __init__(self, tables: HostedTables, directory: DataDirectory, applied: AppliedRequests, pair: Pair) -> None:
         self._tables = tables
+        self._pair = pair
+        self._copy = ""  # the id of the copy for a server that joins the pair
+        self.follows = False
+        """Whether the tables are those of another server, of which this one was the backup."""
         self._directory = directory
         self._applied = applied
         self._saving = threading.Lock()  # one save or load at a time
@@ -112,6 +120,10 @@ class SetCalls:
             # Other servers of the set cannot start from what this server has saved when it stopped.
             alone = member is None or member.members == 1
             directory.set_last(directory.last if alone or member is None else member.save)
+
+    @property
+    def _follows_now(self) -> bool:
+        return self._pair.role is Role.FOLLOWING
 
     @property
     def loading(self) -> bool:
@@ -152,6 +164,8 @@ class SetCalls:
         """
         present = self._run
         if run == present and run:
+            if self.gate.has_ended:
+                self._pair.check_primary()
             return
         epoch, present_epoch = (label.rpartition("/")[0] for label in (run, present))
         if self._waits or (present and epoch == present_epoch):
@@ -182,14 +196,126 @@ class SetCalls:
     def _run(self, label: str) -> None:
         self.gate.run = label
 
-    def write_once(self, header: pb.WriteHeader, action: Callable[[], int]) -> int:
-        """Carries out a numbered write once. See :class:`AppliedRequests`."""
+    def write_once(
+        self, header: pb.WriteHeader, arrays: Sequence[Tensor], from_primary: bool, action: Callable[[], int]
+    ) -> int:
+        """Carries out a numbered write once, here and on the backup. See :class:`AppliedRequests`.
+
+        Args:
+            header: The header of the write.
+            arrays: The arrays of ``WriteRequest``, (bytes,) uint8 each.
+            from_primary: Whether this server is the backup of the server that sends the write.
+            action: The function that carries out the write, and returns the number of deleted rows.
+        """
 
         def write() -> int:
-            with self.changing(header.epoch):
-                return action()
+            with self._pair.turn(from_primary):
+                deleted = action()
+                self._pair.send(header, arrays)
+                return deleted
 
-        return self._applied.once(header.client, header.request, header.done_before, write)
+        with self.changing(header.epoch):
+            deleted = self._applied.once(header.client, header.request, header.done_before, write)
+        self._pair.wait()  # also for a write that was carried out before, but perhaps not by the backup
+        return deleted
+
+    def create(self, request: pb.CreateRequest, spec: TableSpec) -> None:
+        """Creates a table, here and on the backup. See ``Create`` in recstore.proto."""
+        if spec.temporary and self._pair.is_on:
+            raise ValueError("a server that is replicated stores no cold rows of a job (ServerStore)")
+        with self._changing_tables("Create", request):
+            self._tables.create(request.table, spec)
+
+    def drop(self, request: pb.DropRequest) -> None:
+        """Deletes a table, here and on the backup. See ``Drop`` in recstore.proto."""
+        with self._changing_tables("Drop", request):
+            if self._tables.spec(request.table) is not None:
+                self._tables.drop(request.table)
+
+    @contextmanager
+    def _changing_tables(self, method: str, request: pb.CreateRequest | pb.DropRequest) -> Iterator[None]:
+        with self._applied.change(), self.changing(request.epoch), self._pair.turn(self._follows_now):
+            yield
+            self._pair.tables_changed(method, request)
+
+    def place(self) -> dict[str, Any]:
+        """Returns the place of the server in its set, and its run, as JSON, for its backup."""
+        member = self._directory.membership
+        return {"member": None if member is None else asdict(member), "run": self._run, "waits": self._waits}
+
+    def set_place(self, place: Mapping[str, Any]) -> None:
+        """Takes over the place of the primary."""
+        with self._changing:
+            if place["member"] is not None:
+                self._directory.set_membership(membership_of(place["member"]))
+            self._run, self._waits, self._clean = place["run"], place["waits"], False
+
+    def copy(self, copy_id: str, begun: Callable[[], object]) -> dict[str, Any]:
+        """Writes a copy of the tables for the backup, which :meth:`read_file` reads.
+
+        Args:
+            copy_id: The id of the copy.
+            begun: A function that is called at the moment of the copy, while no write is carried out.
+
+        Returns:
+            The state of the server at that moment, as JSON.
+        """
+        self.forget_copy()
+        state: dict[str, Any] = {}
+
+        def begin() -> None:
+            with self._changing:
+                state.update(self.place(), applied=self._applied.to_json())
+            begun()
+
+        self._copy = copy_id
+        self._tables.save(self._directory.received(copy_id), begun=begin)
+        return state
+
+    def forget_copy(self) -> None:
+        """Deletes the copy."""
+        if self._copy:
+            shutil.rmtree(self._directory.received(self._copy), ignore_errors=True)
+            self._copy = ""
+
+    def follow(self, copy: pb.Saved, state: Mapping[str, Any], read: Callable[[str, int], pb.ReadFileReply]) -> None:
+        """Replaces the tables by the copy of another server.
+
+        Args:
+            copy: The copy.
+            state: What :meth:`copy` has returned there.
+            read: A function that reads a piece of a file there, as :meth:`read_file`.
+
+        Raises:
+            ValueError: This server is of another set.
+        """
+        own, other = self._directory.membership, state["member"]
+        if own is not None and (other is None or (own.set, own.member) != (other["set"], other["member"])):
+            raise ValueError(
+                f"{self._directory.path} has rows of another server than the primary: start this server with an empty "
+                "data directory"
+            )
+        path = self._directory.received(copy.id)
+        make_directory(path)
+        try:
+            for file in read("", 0).files:
+                with (path / Path(file).name).open("wb") as to:
+                    last, offset = False, 0
+                    while not last:
+                        piece = read(file, offset)
+                        to.write(piece.content)
+                        offset, last = offset + len(piece.content), piece.last
+            loaded = self._tables.read(path, exact=True)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+        with self._saving, self.gate.exclusive():
+            self._forget_next()
+            self._run = ""
+            self._tables.replace(loaded)
+            self._applied.from_json(state["applied"])
+            self._directory.set_last(self._directory.last)  # the rows of its last stop, if it has stopped, are old
+            self.set_place(state)
+            self.follows = True
 
     def describe(self) -> pb.DescribeReply:
         """Returns the state of the server. See ``Describe`` in recstore.proto."""
@@ -201,6 +327,8 @@ class SetCalls:
             saves=directory.saves,
             prepared=directory.prepared,
             tables={name: spec.to_json() for name, spec in self._tables.specs().items()},
+            replicated=self._pair.is_on,
+            backup=self._pair.backup,
         )
         if member is not None:
             reply.set, reply.member, reply.members, reply.epoch = (
@@ -235,6 +363,7 @@ class SetCalls:
             self._reservations.release(request.save.id)
         else:
             raise ValueError(f"a save has no phase {request.phase}")
+        self._pair.repeat("Save", request)
         return pb.SaveReply(decided=[saved.id for saved in self._directory.saves])
 
     def load(self, request: pb.LoadRequest) -> None:
@@ -272,6 +401,7 @@ class SetCalls:
                     raise
             if request.phase == pb.LoadRequest.COMMIT:
                 self._begin_epoch(request)
+                self._pair.changed()
 
     def resume(self, request: pb.ResumeRequest) -> pb.ResumeReply:
         """Makes a phase of the resuming of a server that was stopped. See ``Resume`` in recstore.proto.
@@ -284,32 +414,38 @@ class SetCalls:
         if request.phase not in (phases.PREPARE, phases.NOTE, phases.COMMIT):
             raise ValueError(f"resuming has no phase {request.phase}")
         with self._changing:
-            self._applied.check_open()
-            directory, member = self._directory, self._directory.membership
-            if member is None or member.label != request.epoch or not (self._run or self._waits):
-                raise ServerRestartedError(f"the server is not in the epoch {request.epoch or 'none'}")
-            own = request.member == member.member
-            known = member.runs[request.member] if request.member < member.members else None
-            if own == (request.phase == phases.NOTE) or known not in (request.before, request.run):
-                raise ServerRestartedError("another run of the server was begun")
-            if not request.run and request.phase != phases.PREPARE:
-                raise ValueError("the run that begins has no name")
-            if request.phase == phases.NOTE:
-                if known != request.run:
-                    directory.set_membership(member.with_run(request.member, request.run))
-            elif self._run:
-                if request.phase == phases.PREPARE or known != request.run:
-                    raise ServerRestartedError("another client has resumed the server")
-            elif request.phase == phases.PREPARE:
-                if not member.next:
-                    member = replace(member, next=uuid.uuid4().hex)
-                    directory.set_membership(member)
-                return pb.ResumeReply(run=member.next)
-            elif request.run != member.next:
-                raise ServerRestartedError("another run of the server was begun")
-            else:
-                self._begin_run(member.with_run(member.member, request.run), member.save)
-            return pb.ResumeReply()
+            reply = self._resume(request)
+        self._pair.member_changed()
+        return reply
+
+    def _resume(self, request: pb.ResumeRequest) -> pb.ResumeReply:
+        phases = pb.ResumeRequest
+        self._applied.check_open()
+        directory, member = self._directory, self._directory.membership
+        if member is None or member.label != request.epoch or not (self._run or self._waits):
+            raise ServerRestartedError(f"the server is not in the epoch {request.epoch or 'none'}")
+        own = request.member == member.member
+        known = member.runs[request.member] if request.member < member.members else None
+        if own == (request.phase == phases.NOTE) or known not in (request.before, request.run):
+            raise ServerRestartedError("another run of the server was begun")
+        if not request.run and request.phase != phases.PREPARE:
+            raise ValueError("the run that begins has no name")
+        if request.phase == phases.NOTE:
+            if known != request.run:
+                directory.set_membership(member.with_run(request.member, request.run))
+        elif self._run:
+            if request.phase == phases.PREPARE or known != request.run:
+                raise ServerRestartedError("another client has resumed the server")
+        elif request.phase == phases.PREPARE:
+            if not member.next:
+                member = replace(member, next=uuid.uuid4().hex)
+                directory.set_membership(member)
+            return pb.ResumeReply(run=member.next)
+        elif request.run != member.next:
+            raise ServerRestartedError("another run of the server was begun")
+        else:
+            self._begin_run(member.with_run(member.member, request.run), member.save)
+        return pb.ResumeReply()
 
     def _begin_run(self, member: Membership, last: str | None) -> None:
         """Begins the run of a server that was stopped, with ``last`` as the save to start from after a kill.
@@ -411,6 +547,8 @@ class SetCalls:
     def _path_of(self, saved: pb.Saved) -> Path | None:
         if not saved.name:
             return None
+        if saved.id and saved.id == self._copy:
+            return self._directory.received(saved.id)
         for there in self._directory.prepared:
             if there.id == saved.id:
                 return self._directory.staging(saved.id)
@@ -449,7 +587,7 @@ class SetCalls:
     def _reservation(self, request: pb.SaveRequest) -> Iterator[None]:
         """Returns a context in which server 0 lets no other save prepare."""
         member = self._directory.membership
-        if member is None or member.member != 0:
+        if member is None or member.member != 0 or self._follows_now:
             yield
             return
         with self._reservations.preparing(request.save) as has_turn:
@@ -487,7 +625,7 @@ class SetCalls:
         ours = bool(self._run or self._waits) and epoch == member.label
         decided = set(request.decided)
         if member.member == 0:
-            if request.epoch != self._run or not self._reservations.has_turn(saved.id):
+            if not self._follows_now and (request.epoch != self._run or not self._reservations.has_turn(saved.id)):
                 self._refuse_superseded(request)
             decided = {there.id for there in directory.saves}
         for other in directory.prepared:

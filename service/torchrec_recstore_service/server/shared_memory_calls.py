@@ -24,6 +24,7 @@ from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore_service.server.calls import Call, RequestMemory
 from torchrec_recstore_service.server.credentials import Watched
 from torchrec_recstore_service.server.native import CallCounts, CallRefusedError
+from torchrec_recstore_service.server.pair import Pair
 from torchrec_recstore_service.server.row_calls import RowCalls
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import PART_BYTES, Status, array_of, fill
@@ -76,9 +77,17 @@ class SharedMemoryServer:
         calls: The calls on rows.
         observer: The counts of calls.
         status: The function that returns what a client is told of an error, by the method and the error.
+        pair: The part of the server in its pair.
     """
 
-    def __init__(self, calls: RowCalls, observer: CallCounts, status: Callable[[str, Exception], Status]) -> None:
+    def __init__(
+        self,
+        calls: RowCalls,
+        observer: CallCounts,
+        status: Callable[[str, Exception], Status],
+        pair: Pair,
+    ) -> None:
+        self._pair = pair
         self._calls = calls
         self._observer = observer
         self._status = status
@@ -227,6 +236,7 @@ class SharedMemoryServer:
             if connection.token != self._token_now:
                 connection.socket.shutdown(socket.SHUT_RD)  # the next call finds the end of the connection
                 raise CallRefusedError(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
+            self._pair.check_primary()
             request = _parsed(message)
             method = "Pull" if request.HasField("pull") else "Write"
             self._take_memory(connection.call, request, segment)
@@ -291,9 +301,9 @@ class SharedMemoryServer:
         ids, rows, initial_ids, initial_rows = segment.arrays(
             [request.ids, request.rows, request.initial_ids, request.initial_rows]
         )
-        if header.kind != pb.WriteHeader.UPDATE:  # the gradients of an update are read once, and only added
-            rows = rows.clone()
-        deleted = self._calls.apply(header, specs, ids.clone(), rows, initial_ids.clone(), initial_rows.clone())
+        if header.kind != pb.WriteHeader.UPDATE or self._pair.is_on:
+            rows = rows.clone()  # the gradients of an update are only added, and read once without a backup
+        deleted = self._calls.apply(header, specs, [ids.clone(), rows, initial_ids.clone(), initial_rows.clone()])
         connection.send(pb.SegmentReply(last=True, deleted=deleted).SerializeToString())
 
 

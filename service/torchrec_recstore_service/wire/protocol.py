@@ -27,6 +27,11 @@ SAVE_SUPERSEDED = "SaveSuperseded"
 SERVER_RESUMED = "ServerResumed"
 """The name of the error that a server was stopped and started again: it waits, or the call is for an earlier run."""
 
+NOT_PRIMARY = "NotPrimaryError"
+"""The name of the error that the server is one of a pair, and not the primary. It has done nothing."""
+REPLICA_KEY = "recstore-replica"
+"""The key of the metadata of calls that a primary repeats on its backup."""
+
 WRITE_BYTES = 1 << 27
 """The largest size in bytes of the arrays of a write, by default. Other calls on the table wait for a write."""
 BYTES_A_WRITTEN_ID = 128

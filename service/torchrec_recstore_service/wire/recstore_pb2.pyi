@@ -26,7 +26,7 @@ class Saved(_message.Message):
     def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("set", "member", "members", "epoch", "live", "slots", "at", "saves", "prepared", "tables", "token", "runs", "earlier", "waits", "next")
+    __slots__ = ("set", "member", "members", "epoch", "live", "slots", "at", "saves", "prepared", "tables", "token", "runs", "earlier", "waits", "next", "replicated", "backup")
     class TablesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,8 @@ class DescribeReply(_message.Message):
     EARLIER_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
+    REPLICATED_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_FIELD_NUMBER: _ClassVar[int]
     set: str
     member: int
     members: int
@@ -64,7 +66,9 @@ class DescribeReply(_message.Message):
     earlier: _containers.RepeatedScalarFieldContainer[str]
     waits: bool
     next: str
-    def __init__(self, set: _Optional[str] = ..., member: _Optional[int] = ..., members: _Optional[int] = ..., epoch: _Optional[int] = ..., live: _Optional[bool] = ..., slots: _Optional[_Iterable[int]] = ..., at: _Optional[_Union[Saved, _Mapping]] = ..., saves: _Optional[_Iterable[_Union[Saved, _Mapping]]] = ..., prepared: _Optional[_Iterable[_Union[Saved, _Mapping]]] = ..., tables: _Optional[_Mapping[str, str]] = ..., token: _Optional[str] = ..., runs: _Optional[_Iterable[str]] = ..., earlier: _Optional[_Iterable[str]] = ..., waits: _Optional[bool] = ..., next: _Optional[str] = ...) -> None: ...
+    replicated: bool
+    backup: str
+    def __init__(self, set: _Optional[str] = ..., member: _Optional[int] = ..., members: _Optional[int] = ..., epoch: _Optional[int] = ..., live: _Optional[bool] = ..., slots: _Optional[_Iterable[int]] = ..., at: _Optional[_Union[Saved, _Mapping]] = ..., saves: _Optional[_Iterable[_Union[Saved, _Mapping]]] = ..., prepared: _Optional[_Iterable[_Union[Saved, _Mapping]]] = ..., tables: _Optional[_Mapping[str, str]] = ..., token: _Optional[str] = ..., runs: _Optional[_Iterable[str]] = ..., earlier: _Optional[_Iterable[str]] = ..., waits: _Optional[bool] = ..., next: _Optional[str] = ..., replicated: _Optional[bool] = ..., backup: _Optional[str] = ...) -> None: ...
 
 class CreateRequest(_message.Message):
     __slots__ = ("table", "spec", "epoch")
@@ -370,6 +374,44 @@ class SegmentReply(_message.Message):
     deleted: int
     last: bool
     def __init__(self, code: _Optional[int] = ..., details: _Optional[str] = ..., error: _Optional[str] = ..., found: _Optional[int] = ..., rows: _Optional[int] = ..., deleted: _Optional[int] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class ReplicateRequest(_message.Message):
+    __slots__ = ("phase", "server", "rows", "address", "secret", "state")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NONE: _ClassVar[ReplicateRequest.Phase]
+        COPY: _ClassVar[ReplicateRequest.Phase]
+        ALIVE: _ClassVar[ReplicateRequest.Phase]
+        FOLLOW: _ClassVar[ReplicateRequest.Phase]
+        TAKE_OVER: _ClassVar[ReplicateRequest.Phase]
+        MEMBER: _ClassVar[ReplicateRequest.Phase]
+    NONE: ReplicateRequest.Phase
+    COPY: ReplicateRequest.Phase
+    ALIVE: ReplicateRequest.Phase
+    FOLLOW: ReplicateRequest.Phase
+    TAKE_OVER: ReplicateRequest.Phase
+    MEMBER: ReplicateRequest.Phase
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    phase: ReplicateRequest.Phase
+    server: str
+    rows: str
+    address: str
+    secret: str
+    state: str
+    def __init__(self, phase: _Optional[_Union[ReplicateRequest.Phase, str]] = ..., server: _Optional[str] = ..., rows: _Optional[str] = ..., address: _Optional[str] = ..., secret: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...
+
+class ReplicateReply(_message.Message):
+    __slots__ = ("copy", "state")
+    COPY_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    copy: Saved
+    state: str
+    def __init__(self, copy: _Optional[_Union[Saved, _Mapping]] = ..., state: _Optional[str] = ...) -> None: ...
 
 class ReadFileRequest(_message.Message):
     __slots__ = ("save", "file", "offset")

@@ -99,6 +99,11 @@ class ParameterServerStub:
                 request_serializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.AttachRequest.SerializeToString,
                 response_deserializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.AttachReply.FromString,
                 _registered_method=True)
+        self.Replicate = channel.unary_unary(
+                '/torchrec_recstore.ParameterServer/Replicate',
+                request_serializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.ReplicateRequest.SerializeToString,
+                response_deserializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.ReplicateReply.FromString,
+                _registered_method=True)
         self.Look = channel.unary_unary(
                 '/torchrec_recstore.ParameterServer/Look',
                 request_serializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.LookRequest.SerializeToString,
@@ -201,6 +206,14 @@ class ParameterServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replicate(self, request, context):
+        """Calls between the two servers of a pair. Calls that the primary repeats on its backup have the metadata
+        "recstore-replica", with the secret of ReplicateRequest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Look(self, request, context):
         """Looks through all rows of a table: for those with the largest values, or for those nearest to a row.
         """
@@ -275,6 +288,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.AttachRequest.FromString,
                     response_serializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.AttachReply.SerializeToString,
+            ),
+            'Replicate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replicate,
+                    request_deserializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.ReplicateRequest.FromString,
+                    response_serializer=torchrec__recstore__service_dot_wire_dot_recstore__pb2.ReplicateReply.SerializeToString,
             ),
             'Look': grpc.unary_unary_rpc_method_handler(
                     servicer.Look,
@@ -633,6 +651,33 @@ class ParameterServer:
             '/torchrec_recstore.ParameterServer/Attach',
             torchrec__recstore__service_dot_wire_dot_recstore__pb2.AttachRequest.SerializeToString,
             torchrec__recstore__service_dot_wire_dot_recstore__pb2.AttachReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replicate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/torchrec_recstore.ParameterServer/Replicate',
+            torchrec__recstore__service_dot_wire_dot_recstore__pb2.ReplicateRequest.SerializeToString,
+            torchrec__recstore__service_dot_wire_dot_recstore__pb2.ReplicateReply.FromString,
             options,
             channel_credentials,
             insecure,
