@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,8 @@ from torch import Tensor
 import torchrec_recstore
 from tests.certificates import make_certificates, needs_openssl
 from tests.packages import PYTHON_PATH
-from tests.recstore_server import Proxy, RecStoreServer
+from tests.recstore_server import Proxy, RecStoreServer, ServerPair
+from tests.redis_server import needs_redis
 from tests.secrets import write_secret
 from torchrec_recstore import Adagrad
 from torchrec_recstore_service import RecStoreClient
@@ -359,3 +361,39 @@ def test_access(program: Path, tmp_path: Path) -> None:
     for driver in (right, wrong, plain, open_):
         driver.close()
     server.kill()
+
+
+@needs_grpc
+@needs_redis
+@pytest.mark.slow
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_pair_goes_on(tmp_path: Path, program: Path, shared_memory: bool) -> None:
+    """Updates go on, once each, when the primary of a pair is killed, and when it hangs."""
+    pair = ServerPair(tmp_path / "pair")
+    driver = None
+    try:
+        with pair.client() as client, RecStoreClient(private=True) as alone:
+            _table(client, "t")
+            _table(alone, "t")
+            first = pair.primary()
+            driver = _Driver(program, tmp_path, pair.address, timeout_s=60, shared_memory=shared_memory)
+            for what in (None, "kill", "hang"):
+                if what == "kill":
+                    pair.servers[first].kill()
+                elif what == "hang":
+                    os.kill(pair.servers[1 - first].pid, signal.SIGSTOP)
+                begin = time.monotonic()
+                grads = torch.randn(len(IDS), 8)
+                driver.done("update", "t", IDS, grads)
+                assert time.monotonic() - begin < 12
+                alone.update("t", IDS, grads)
+                assert _same_bits(driver.rows("t", IDS), alone.pull("t", IDS))
+                if what == "kill":
+                    pair.servers[first].start()
+                    assert pair.primary() == 1 - first
+            os.kill(pair.servers[1 - first].pid, signal.SIGCONT)
+            assert driver.call("pull", "t") == "ok"
+    finally:
+        if driver is not None:
+            driver.close()
+        pair.close()

@@ -53,7 +53,8 @@ class Client {
   using States = std::vector<detail::pb::DescribeReply>;
 
  public:
-  // servers: The address of each server of a set, HOST:PORT, in any order.
+  // servers: The address of each server of a set, HOST:PORT, in any order. HOST:PORT/HOST:PORT for a pair of servers
+  // that is replicated.
   explicit Client(std::vector<std::string> servers, Options options = {}) : process_(getpid()), name_(new_name()) {
     detail::check(servers, options);
     for (std::string& address : servers) connections_.push_back(std::make_unique<detail::Connection>(std::move(address), options));

@@ -3,6 +3,7 @@
 #include <grpcpp/grpcpp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <fstream>
@@ -13,6 +14,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "call.h"
 #include "error.h"
@@ -45,12 +47,17 @@ class Backoff {
 // The kind of the error of a server that was stopped and started again: it waits, or the call is for an earlier run.
 constexpr char kServerResumed[] = "ServerResumed";
 
-// The connection to one server. A call is repeated as long as the server cannot be reached and there is time left. That
-// is safe for writes too, because the server does not apply a number twice.
+// The connection to one server, or to a pair of servers that is replicated: host:port/host:port. A call is repeated as long
+// as the server cannot be reached and there is time left, in a pair on the other server in turn. That is safe for writes
+// too, because a server does not apply a number twice, and a backup has the numbers of its primary.
 class Connection {
  public:
-  Connection(std::string address, const Options& options)
-      : address_(std::move(address)), options_(options), stub_(pb::ParameterServer::NewStub(channel())) {}
+  Connection(std::string address, const Options& options) : address_(std::move(address)), options_(options) {
+    for (const std::string& side : sides_of(address_)) {
+      sides_.push_back(std::make_unique<Side>());
+      sides_.back()->stub = pb::ParameterServer::NewStub(channel(side));
+    }
+  }
 
   const std::string& address() const { return address_; }
 
@@ -64,7 +71,7 @@ class Connection {
     call(table, [&](double left_s) {
       grpc::ClientContext context;
       prepare(context, left_s);
-      return outcome(stub_->Describe(&context, pb::DescribeRequest(), &reply), context);
+      return outcome(side().stub->Describe(&context, pb::DescribeRequest(), &reply), context);
     });
     return reply;
   }
@@ -75,7 +82,7 @@ class Connection {
     call(table, [&](double left_s) {
       grpc::ClientContext context;
       prepare(context, left_s);
-      return outcome(stub_->Resume(&context, request, &reply), context);
+      return outcome(side().stub->Resume(&context, request, &reply), context);
     });
     return reply;
   }
@@ -108,6 +115,13 @@ class Connection {
   static constexpr int64_t kPartBytes = 1 << 20;
   static constexpr int kMessageBytes = (1 << 26) + (1 << 20);
 
+  static constexpr double kHangsS = 8;  // a server of a pair that takes longer for an attempt may hang
+
+  struct Side {
+    std::unique_ptr<pb::ParameterServer::Stub> stub;
+    SharedMemory memory;
+  };
+
   struct GivenBack {
     SharedMemory& to;
     std::unique_ptr<Segment>& memory;
@@ -122,7 +136,7 @@ class Connection {
     return text;
   }
 
-  std::shared_ptr<grpc::Channel> channel() const {
+  std::shared_ptr<grpc::Channel> channel(const std::string& address) const {
     grpc::ChannelArguments arguments;
     arguments.SetMaxReceiveMessageSize(kMessageBytes);
     arguments.SetMaxSendMessageSize(kMessageBytes);
@@ -133,12 +147,12 @@ class Connection {
     arguments.SetInt("grpc.initial_reconnect_backoff_ms", 100);
     arguments.SetInt("grpc.min_reconnect_backoff_ms", 1'000);
     arguments.SetInt("grpc.max_reconnect_backoff_ms", 1'000);
-    if (options_.tls_ca.empty()) return grpc::CreateCustomChannel(address_, grpc::InsecureChannelCredentials(), arguments);
+    if (options_.tls_ca.empty()) return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
     grpc::SslCredentialsOptions files;
     files.pem_root_certs = content(options_.tls_ca);
     files.pem_private_key = content(options_.tls_key);
     files.pem_cert_chain = content(options_.tls_cert);
-    return grpc::CreateCustomChannel(address_, grpc::SslCredentials(files), arguments);
+    return grpc::CreateCustomChannel(address, grpc::SslCredentials(files), arguments);
   }
 
   void prepare(grpc::ClientContext& context, double left_s) const {
@@ -159,15 +173,16 @@ class Connection {
   template <class ByMemory, class ByStream>
   Outcome carry(double left_s, const ByMemory& by_memory, const ByStream& by_stream, int64_t bytes = 0) {
     if (!options_.shared_memory) return by_stream();
+    Side& now = side();
     std::unique_ptr<Segment> memory;
-    Outcome made = memory_.take(memory, [&](pb::AttachReply& offer) {
+    Outcome made = now.memory.take(memory, [&](pb::AttachReply& offer) {
       grpc::ClientContext context;
       prepare(context, left_s);
-      return outcome(stub_->Attach(&context, pb::AttachRequest(), &offer), context);
+      return outcome(now.stub->Attach(&context, pb::AttachRequest(), &offer), context);
     });
     if (made.code != grpc::StatusCode::OK) return made;
     if (memory == nullptr) return by_stream();
-    const GivenBack given_back{memory_, memory};
+    const GivenBack given_back{now.memory, memory};
     return memory->fits(bytes) ? by_memory(*memory) : by_stream();
   }
 
@@ -175,17 +190,21 @@ class Connection {
   void call(const std::string& table, const Attempt& attempt) {
     Backoff backoff(options_.timeout_s);
     Outcome unreached;
+    const bool is_pair = sides_.size() > 1;
     while (true) {
-      const Outcome made = attempt(std::max(0.001, backoff.left_s()));
+      size_t side = side_;
+      const Outcome made = attempt(std::max(0.001, is_pair ? std::min(kHangsS, backoff.left_s()) : backoff.left_s()));
       if (made.code == grpc::StatusCode::OK) return;
       if (made.code == grpc::StatusCode::UNAVAILABLE) unreached = made;
       const bool resumed = made.error == kServerResumed;  // the client has to look at all servers
-      const bool passing = !resumed && (made.code == grpc::StatusCode::UNAVAILABLE || made.code == grpc::StatusCode::CANCELLED);
+      const bool hangs = is_pair && made.code == grpc::StatusCode::DEADLINE_EXCEEDED;
+      const bool passing = !resumed && (hangs || made.code == grpc::StatusCode::UNAVAILABLE || made.code == grpc::StatusCode::CANCELLED);
       if (!passing || backoff.left_s() <= 0) {
         // The last attempt has only the rest of the time, which may end while it connects.
         const bool late = made.code == grpc::StatusCode::DEADLINE_EXCEEDED && unreached.code != grpc::StatusCode::OK;
         throw error_of(table, late ? unreached : made);
       }
+      if (is_pair) side_.compare_exchange_strong(side, 1 - side);  // unless another thread has changed it
       backoff.pause();
     }
   }
@@ -206,6 +225,8 @@ class Connection {
     return error("ServiceError", table, ": " + made.details + " (" + name + ")");
   }
 
+  Side& side() { return *sides_[side_]; }
+
   std::string named(const std::string& table) const {
     return (table.empty() ? "" : "table '" + table + "' on ") + "server " + address_;
   }
@@ -214,7 +235,7 @@ class Connection {
   Outcome stream_pull(const pb::PullHeader& header, Answer& answer, double left_s) {
     grpc::ClientContext context;
     prepare(context, left_s);
-    auto stream = stub_->Pull(&context);
+    auto stream = side().stub->Pull(&context);
     const Part& part = answer.part;
     pb::PullRequest request;
     *request.mutable_header() = header;
@@ -245,7 +266,7 @@ class Connection {
     grpc::ClientContext context;
     prepare(context, left_s);
     pb::WriteReply reply;
-    auto stream = stub_->Write(&context, &reply);
+    auto stream = side().stub->Write(&context, &reply);
     const int64_t part_rows = std::clamp<int64_t>(kPartBytes / std::max<int64_t>(1, row_bytes), 1, kPartIds);
     pb::WriteRequest request;
     *request.mutable_header() = header;
@@ -268,8 +289,8 @@ class Connection {
 
   std::string address_;
   Options options_;
-  std::unique_ptr<pb::ParameterServer::Stub> stub_;
-  SharedMemory memory_;
+  std::vector<std::unique_ptr<Side>> sides_;
+  std::atomic<size_t> side_{0};  // the one that was the primary last
 };
 
 }  // namespace recstore::detail

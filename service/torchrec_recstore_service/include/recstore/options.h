@@ -44,12 +44,23 @@ inline std::string host_of(const std::string& address) {
   return address.substr(0, colon);
 }
 
+// The addresses of a server, HOST:PORT, or of a pair of servers, HOST:PORT/HOST:PORT.
+inline std::vector<std::string> sides_of(const std::string& address) {
+  std::vector<std::string> sides;
+  for (size_t begin = 0, end = 0; end != std::string::npos; begin = end + 1) {
+    end = address.find('/', begin);
+    sides.push_back(address.substr(begin, end - begin));
+  }
+  if (sides.size() > 2) throw invalid("a pair has two addresses, got '" + address + "'");
+  return sides;
+}
+
 inline void check(const std::vector<std::string>& servers, const Options& options) {
   if (servers.empty()) throw invalid("servers must name at least one HOST:PORT");
   for (const std::string& address : servers) {
-    if (!options.token.empty() && options.tls_ca.empty() && !is_loopback(host_of(address)))
-      throw invalid("token would be sent to " + address + " unencrypted: set tls_ca as well");
-    host_of(address);
+    for (const std::string& side : sides_of(address))
+      if (!is_loopback(host_of(side)) && !options.token.empty() && options.tls_ca.empty())
+        throw invalid("token would be sent to " + side + " unencrypted: set tls_ca as well");
     if (std::count(servers.begin(), servers.end(), address) > 1) throw invalid("servers must differ, got " + address + " twice");
   }
   for (const char c : options.token)
