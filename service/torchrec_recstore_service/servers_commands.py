@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 servers = typer.Typer(help="Show the state of a set of parameter servers, and bring all of them to one save.")
 
 Addresses = Annotated[
-    str, typer.Argument(metavar="HOST:PORT,...", help="Addresses of all servers of the set.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="HOST:PORT,...",
+        help="Addresses of all servers of the set, HOST:PORT/HOST:PORT for a pair.",
+        show_default=False,
+    ),
 ]
 
 
@@ -172,6 +177,8 @@ def _as_json(address: str, state: pb.DescribeReply | Exception) -> dict[str, Any
         "token": state.token or None,
         "in_epoch": state.live,
         "waits": state.waits,
+        "replicated": state.replicated,
+        "backup": state.backup or None,
         "save": state.at.name or None,
         "saves": [saved.name for saved in state.saves],
         "prepared": [saved.name for saved in state.prepared],
@@ -191,9 +198,10 @@ def _print(addresses: Sequence[str], states: Sequence[pb.DescribeReply | Excepti
         number = f"{state.member + 1} of {state.members}" if state.set else ""
         epoch = str(state.epoch) if state.set else ""
         saves = ", ".join(saved.name for saved in state.saves)
-        table.add_row(
-            address, state.set[:8], number, epoch, state_of(state, known), state.at.name, saves, str(len(state.tables))
-        )
+        is_now = state_of(state, known)
+        if state.replicated:
+            is_now += f", with the backup {state.backup}" if state.backup else ", without a backup"
+        table.add_row(address, state.set[:8], number, epoch, is_now, state.at.name, saves, str(len(state.tables)))
     stdout().print(table)
 
 
