@@ -52,6 +52,9 @@ _OPTIONS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
 )
 
 
+_TRANSPORTS = {"TCP": "over loopback TCP", "shared memory": "by shared memory", "gRPC": "over loopback gRPC"}
+
+
 def result_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Returns a row of :data:`RESULTS` for each figure of the README's table, which has the most important ones."""
 
@@ -214,7 +217,7 @@ def _service_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Returns a row of :data:`OTHER` for each figure of service.py."""
     lines: list[tuple[str, ...]] = []
     for r in rows:
-        how = {"TCP": "over loopback TCP", "shared memory": "by shared memory"}.get(r.get("transport"), "over loopback")
+        how = _TRANSPORTS.get(r.get("transport"), "over loopback")
         what = f"{r.get('ids', 0):,} ids at dim {r.get('dim')} {how}"
         if r["benchmark"] == "service":
             rates = ", ".join(f"{r[f'million_ids_per_second_{each}']}M" for each in ("pull", "update"))
@@ -228,6 +231,14 @@ def _service_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         if r["benchmark"] == "service_latency":
             p50, p99 = r["pull_ms"]["median"], r["pull_ms"]["p99"]
             lines.append((f"{what}, one client: p50 and p99 of pull", f"{p50:.2f} ms, {p99:.2f} ms"))
+        if r["benchmark"] == "service_saturation":
+            counts = [int(key.rpartition("_")[2]) for key in r if key.startswith("pulls_per_second_")]
+            which = ", ".join(map(str, counts))
+            rates = ", ".join(f"{r[f'pulls_per_second_{count}']:,}" for count in counts)
+            over = f"{r['most_pulls_per_second_over_grpc']}x"
+            lines.append((f"{what}, clients: {which}: pulls/s (the most of them over gRPC's)", f"{rates} ({over})"))
+            tails = ", ".join(f"{r[f'p999_over_median_{count}']}x" for count in counts)
+            lines.append((f"{what}, clients: {which}: p99.9 of a pull over p50", tails))
         if r["benchmark"] == "service_beside":
             what = f"read of {r['ids']} ids beside reads of {r['large_ids']:,} ids, {r['where']}: p99 over p99 at rest"
             times = [f"{r[f'beside_{which}_table_p99_over_rest']}x" for which in ("same", "other")]

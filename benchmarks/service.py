@@ -1,17 +1,18 @@
-"""Measures pulls and updates of tables on servers, by shared memory and by TCP, and of a table in the process.
+"""Measures pulls and updates of tables on servers, by shared memory, TCP and gRPC, and of a table in the process.
 
-    python benchmarks/service.py [--steps 60]
+    python benchmarks/service.py [--steps 60] [--only latency,saturation]
 
 Prints JSON rows. For one server and for two servers, a row for each transport compares a pull and an update of 50,000
 ids at dim 64 with the same table in the client's process. All sides are interleaved in one run. The rows also have the
-processor time of the client and the servers together. A row for each transport has the latency of a pull of 10 ids.
-Two rows compare reads of 10 ids at rest with those beside reads of 1,000,000 ids of the same table, and of another
+processor time of the client and the servers together. A row for each transport has the latency of a pull of 10 ids,
+and another one the number of these pulls a second by 1, 2 and 4 clients at the same time, with their latency.
+Four rows compare reads of 10 ids at rest with those beside reads of 1,000,000 ids of the same table, and of another
 table, by another thread of the process or another client of the server. Blocks of the three alternate.
 One row is for eight clients that use one server at the same time; for this, the RecStore system publishes 1.17M ids/s
 (gRPC, one shard, another machine). One row is the share of a pull that a prefetch hides behind the compute of one
 thread. The last row compares the DLRM example with its tables on one server with the same example and local tables. Its
-data is the Criteo sample if it is beside the checkout, or else generated. The client and the servers share the cores of
-this machine.
+data is the Criteo sample if it is beside the checkout, or else generated. The clients and the servers share the cores
+of this machine.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ import argparse
 import contextlib
 import json
 import queue
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,8 +50,9 @@ DIM = 64
 FEW = 10
 BLOCK = 100
 CLIENTS = 8
+COUNTS = (1, 2, 4)  # clients that pull a few ids at the same time
 SAMPLE = ROOT.parent / "shared" / "criteo" / "criteo_kaggle_sample.tsv.gz"
-TRANSPORTS = {"shared memory": True, "TCP": False}
+TRANSPORTS = ("shared memory", "TCP", "gRPC")
 Names = queue.SimpleQueue[str]
 OPTIMIZER = RowWiseAdagrad(lr=0.01)
 
@@ -67,6 +71,15 @@ def servers(n: int) -> Iterator[tuple[list[str], list[int]]]:
             addresses.append(process.stdout.readline().removeprefix("serving on ").strip())
             pids.append(process.pid)
         yield addresses, pids
+
+
+def connected(addresses: Sequence[str], transport: str) -> RecStoreClient:
+    """Returns a client whose rows travel by one of :data:`TRANSPORTS`."""
+    client = RecStoreClient(addresses, shared_memory=transport == "shared memory")
+    if transport == "gRPC":
+        for connection in client._tables._connections:
+            connection._roads = []  # as for a client that cannot connect to the port for rows
+    return client
 
 
 def filled(addresses: Sequence[str]) -> RecStoreClient:
@@ -113,8 +126,8 @@ def throughput(n: int, steps: int) -> None:
     with servers(n) as (addresses, pids), contextlib.ExitStack() as stack:
         sides = {"table": timed([os.getpid()], table.lookup, lambda ids: table.update(ids, grads))}
         stack.enter_context(filled(addresses))
-        for transport, by_memory in TRANSPORTS.items():
-            client = stack.enter_context(RecStoreClient(addresses, shared_memory=by_memory))
+        for transport in TRANSPORTS:
+            client = stack.enter_context(connected(addresses, transport))
             sides[transport] = timed(
                 [os.getpid(), *pids],
                 lambda ids, client=client: client.pull("t", ids),
@@ -142,10 +155,7 @@ def throughput(n: int, steps: int) -> None:
 def latency(steps: int) -> None:
     """Measures the pull of 10 ids by one client."""
     with servers(1) as (addresses, _), filled(addresses), contextlib.ExitStack() as stack:
-        clients = {
-            transport: stack.enter_context(RecStoreClient(addresses, shared_memory=by_memory))
-            for transport, by_memory in TRANSPORTS.items()
-        }
+        clients = {transport: stack.enter_context(connected(addresses, transport)) for transport in TRANSPORTS}
         timings: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
         # The sides alternate in blocks, because threads of gRPC still run for a moment after a call.
         for block in range(steps // 3 + 1):
@@ -173,19 +183,20 @@ def reads_until_told(read: Callable[[str], object], told: Names, began: Names) -
         name = told.get()
 
 
-def small_beside_large(where: str, small: Callable[[], object], told: Callable[[str], object], steps: int) -> None:
+def small_beside_large(where: str, small: Callable[[], object], tell: Callable[[str], str], steps: int) -> None:
     """Measures small reads while large reads of the same table, of another one, or none, are under way.
 
     Args:
         where: The place of the tables, for the row.
         small: The small read.
-        told: Starts large reads of a table, "t" or "other", or ends them, "rest", and returns when that has happened.
+        tell: Starts large reads of a table, "t" or "other", or ends them, "rest", and returns the name when that has
+            happened.
         steps: The number of blocks of each kind.
     """
     timings: dict[str, list[float]] = {"rest": [], "t": [], "other": []}
     for block in range(steps + 1):
         for name, values in timings.items():
-            told(name)
+            assert tell(name).strip() == name
             for _ in range(BLOCK):
                 time.sleep(0.001)  # as calls come from clients, which the scheduler lets run at once
                 begin = clock()
@@ -201,7 +212,7 @@ def small_beside_large(where: str, small: Callable[[], object], told: Callable[[
 
 
 def beside(steps: int) -> None:
-    """Measures reads of 10 ids beside reads of 1,000,000 ids, in this process and by shared memory."""
+    """Measures reads of 10 ids beside reads of 1,000,000 ids, in this process and by each transport."""
     everything = torch.randperm(ROWS)
     tables = {name: Table(DIM, optimizer=OPTIMIZER, name=name) for name in ("t", "other")}
     for table in tables.values():
@@ -214,77 +225,124 @@ def beside(steps: int) -> None:
     thread = threading.Thread(target=reads_until_told, args=(large, *queues))
     thread.start()
 
-    def tell(name: str) -> None:
+    def tell(name: str) -> str:
         queues[0].put(name)
-        assert queues[1].get() == name
+        return queues[1].get()
 
     small_beside_large("table", lambda: tables["t"].lookup(few), tell, steps)
     queues[0].put("end")
     thread.join()
     tables.clear()
-    with servers(1) as (addresses, _), filled(addresses) as client:
-        client.init_data("other", (ROWS, DIM), optimizer=OPTIMIZER)
+    with servers(1) as (addresses, _), filled(addresses) as both:
+        both.init_data("other", (ROWS, DIM), optimizer=OPTIMIZER)
         for ids in torch.arange(ROWS).split(100_000):
-            client.push("other", ids, torch.randn(len(ids), DIM))
-        command = [sys.executable, __file__, "--large", addresses[0]]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-
-        def tell_client(name: str) -> None:
-            process.stdin.write(f"{name}\n")
-            assert process.stdout.readline().strip() == name
-
-        small_beside_large("shared memory", lambda: client.pull("t", few), tell_client, steps)
-        process.communicate("end\n")
+            both.push("other", ids, torch.randn(len(ids), DIM))
+        for transport in TRANSPORTS:
+            large = client_processes(1, addresses[0], transport, "large")
+            with connected(addresses, transport) as client, large as (process,):
+                small_beside_large(transport, partial(client.pull, "t", few), partial(told, process), steps)
 
 
-def large_client(address: str) -> None:
+def large_client(client: RecStoreClient) -> None:
     """Runs the client of :func:`beside` that makes large reads."""
-    client = RecStoreClient([address])
     everything = torch.randperm(ROWS)
-    told: Names = queue.SimpleQueue()
+    tables: Names = queue.SimpleQueue()
     began: Names = queue.SimpleQueue()
-    work = threading.Thread(target=reads_until_told, args=(lambda name: client.pull(name, everything), told, began))
+    work = threading.Thread(target=reads_until_told, args=(lambda name: client.pull(name, everything), tables, began))
     work.start()
     for line in sys.stdin:
-        told.put(line.strip())
-        if line.strip() == "end":
-            break
+        tables.put(line.strip())
         print(began.get(), flush=True)
+    tables.put("end")
     work.join()
+
+
+@contextlib.contextmanager
+def client_processes(n: int, address: str, transport: str, reads: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Starts ``n`` clients in separate processes, which end with their stdin.
+
+    Args:
+        n: The number of clients.
+        address: The address of their server.
+        transport: One of :data:`TRANSPORTS`.
+        reads: The number of ids of their pulls, or "large" for :func:`large_client`.
+    """
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, __file__, "--client", address, "--transport", transport, "--reads", reads]
+        start = partial(subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        yield [stack.enter_context(start()) for _ in range(n)]
+
+
+def told(process: subprocess.Popen[str], line: str) -> str:
+    """Writes a line to a client process, and returns its answer."""
+    process.stdin.write(f"{line}\n")
+    return process.stdout.readline()
+
+
+def pulls_together(processes: Sequence[subprocess.Popen[str]], seconds: float) -> tuple[list[float], float]:
+    """Lets clients pull at the same time.
+
+    Returns:
+        The times of all pulls in seconds, and the number of pulls a second.
+    """
+    for process in processes:
+        process.stdin.write(f"{seconds}\n")
+    timings = [json.loads(process.stdout.readline()) for process in processes]
+    return [second for each in timings for second in each], sum(len(each) / sum(each) for each in timings)
+
+
+def pulling_client(client: RecStoreClient, n: int) -> None:
+    """Runs a client that pulls ``n`` ids again and again, for each line of stdin as many seconds as the line says."""
+    batches = [torch.randint(0, ROWS, (n,)) for _ in range(4)]
+    for batch in batches:
+        client.pull("t", batch)
+    for line in sys.stdin:
+        timings: list[float] = []
+        end = clock() + float(line)
+        begin = clock()
+        while begin < end:
+            client.pull("t", batches[len(timings) % len(batches)])
+            timings.append(clock() - begin)
+            begin = clock()
+        print(json.dumps(timings), flush=True)
+
+
+def saturation(steps: int) -> None:
+    """Measures 1, 2 and 4 clients that pull 10 ids at the same time, by each transport, in alternating blocks."""
+    timings: dict[tuple[str, int], list[float]] = {(each, count): [] for each in TRANSPORTS for count in COUNTS}
+    rates: dict[tuple[str, int], list[float]] = {each: [] for each in timings}
+    with servers(1) as (addresses, _), filled(addresses), contextlib.ExitStack() as stack:
+        processes = {
+            transport: stack.enter_context(client_processes(max(COUNTS), addresses[0], transport, str(FEW)))
+            for transport in TRANSPORTS
+        }
+        for block in range(steps // 10 + 2):
+            for transport, count in timings:
+                seconds, rate = pulls_together(processes[transport][:count], min(1.0, steps / 50))
+                if block:
+                    timings[transport, count] += seconds
+                    rates[transport, count].append(rate)
+    best = {each: max(statistics.median(rates[each, count]) for count in COUNTS) for each in TRANSPORTS}
+    for transport in TRANSPORTS:
+        row: dict[str, object] = {"benchmark": "service_saturation", "transport": transport, "ids": FEW, "dim": DIM}
+        for count in COUNTS:
+            row[f"pulls_per_second_{count}"] = round(statistics.median(rates[transport, count]))
+            row[f"pull_ms_{count}"] = spread(timings[transport, count])
+            p999 = sorted(timings[transport, count])[round(0.999 * (len(timings[transport, count]) - 1))]
+            row[f"p999_over_median_{count}"] = round(p999 / statistics.median(timings[transport, count]), 1)
+        emit({**row, "most_pulls_per_second_over_grpc": round(best[transport] / best["gRPC"], 1)})
 
 
 def eight_clients(steps: int) -> None:
     """Measures eight client processes that use one server at the same time."""
-    with servers(1) as (addresses, _), filled(addresses):
-        command = [sys.executable, __file__, "--client", addresses[0], "--steps", str(steps)]
-        begin_together = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(CLIENTS)
-        ]
-        for process in begin_together:
-            process.stdout.readline()  # the client is ready
-        begin = clock()
-        for process in begin_together:
-            process.stdin.write("\n")
-            process.stdin.flush()
-        for process in begin_together:
-            process.stdout.readline()  # the client has finished
-        seconds = clock() - begin
-        for process in begin_together:
-            process.communicate()
-    rate = round(CLIENTS * steps * IDS / seconds / 1e6, 2)
+    with (
+        servers(1) as (addresses, _),
+        filled(addresses),
+        client_processes(CLIENTS, addresses[0], "shared memory", str(IDS)) as processes,
+    ):
+        pulls_together(processes, 0.1)
+        rate = round(pulls_together(processes, steps / 30)[1] * IDS / 1e6, 2)
     emit({"benchmark": "service_clients", "clients": CLIENTS, "ids": IDS, "dim": DIM, "million_ids_per_second": rate})
-
-
-def one_client(address: str, steps: int) -> None:
-    """Runs one of the eight clients."""
-    client = RecStoreClient([address])
-    batches = [torch.randint(0, ROWS, (IDS,)) for _ in range(4)]
-    client.pull("t", batches[0])
-    print("ready", flush=True)
-    sys.stdin.readline()
-    for i in range(steps):
-        client.pull("t", batches[i % 4])
-    print("done", flush=True)
 
 
 def overlap(steps: int) -> None:
@@ -378,26 +436,26 @@ def main() -> None:
     """Runs the measurements and prints the JSON rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--only-beside", action="store_true", help="measure small reads beside large reads alone")
+    parts: dict[str, Callable[[int], object]] = {
+        "throughput": lambda steps: [throughput(n, steps) for n in (1, 2)],
+        "latency": latency,
+        "saturation": saturation,
+        "beside": lambda steps: beside(steps // 10 + 1),
+        "clients": eight_clients,
+        "prefetch": overlap,
+        "dlrm": dlrm,
+    }
+    parser.add_argument("--only", default=",".join(parts), help="parts to measure")
     parser.add_argument("--client", help=argparse.SUPPRESS)
-    parser.add_argument("--large", help=argparse.SUPPRESS)
+    parser.add_argument("--transport", help=argparse.SUPPRESS)
+    parser.add_argument("--reads", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.client:
-        one_client(arguments.client, arguments.steps)
+        with connected([arguments.client], arguments.transport) as client:
+            large_client(client) if arguments.reads == "large" else pulling_client(client, int(arguments.reads))
         return
-    if arguments.large:
-        large_client(arguments.large)
-        return
-    if arguments.only_beside:
-        beside(arguments.steps // 10 + 1)
-        return
-    for n in (1, 2):
-        throughput(n, arguments.steps)
-    latency(arguments.steps)
-    beside(arguments.steps // 10 + 1)
-    eight_clients(arguments.steps // 2)
-    overlap(arguments.steps)
-    dlrm(arguments.steps)
+    for name in arguments.only.split(","):
+        parts[name](arguments.steps)
 
 
 if __name__ == "__main__":
