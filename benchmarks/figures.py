@@ -239,6 +239,8 @@ def _service_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             lines.append((f"{what}, clients: {which}: pulls/s (the most of them over gRPC's)", f"{rates} ({over})"))
             tails = ", ".join(f"{r[f'p999_over_median_{count}']}x" for count in counts)
             lines.append((f"{what}, clients: {which}: p99.9 of a pull over p50", tails))
+        if r["benchmark"] == "service_replicated":
+            lines.append((f"{what}: update of a pair of servers over one server", f"{r['pair_over_one']}x"))
         if r["benchmark"] == "service_beside":
             what = f"read of {r['ids']} ids beside reads of {r['large_ids']:,} ids, {r['where']}: p99 over p99 at rest"
             times = [f"{r[f'beside_{which}_table_p99_over_rest']}x" for which in ("same", "other")]

@@ -11,11 +11,14 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -56,6 +59,25 @@ def run_lanes(
         run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, check=True)
         rows += [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     return rows
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[str | None]:
+    """Starts ``redis-server`` or ``valkey-server`` and yields its URL, or None if none is on this machine."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        yield None
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    server = subprocess.Popen([*command, "--logfile", str(folder / "redis.log")])
+    try:
+        yield f"redis://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def anonymous_bytes() -> int:

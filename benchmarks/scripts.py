@@ -29,6 +29,7 @@ SCRIPT_OF |= {
     "service_clients": "service",
     "service_latency": "service",
     "service_prefetch": "service",
+    "service_replicated": "service",
     "service_saturation": "service",
 }
 SCRIPT_OF |= {f"serving_{part}": "serving" for part in ("lookup", "delta", "load", "publisher", "stream")}

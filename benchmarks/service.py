@@ -8,6 +8,8 @@ processor time of the client and the servers together. A row for each transport 
 and another one the number of these pulls a second by 1, 2 and 4 clients at the same time, with their latency.
 Four rows compare reads of 10 ids at rest with those beside reads of 1,000,000 ids of the same table, and of another
 table, by another thread of the process or another client of the server. Blocks of the three alternate.
+Four rows compare updates of one server with those of a pair, in which each write is on two servers (``--replicate``).
+They need ``redis-server``.
 One row is for eight clients that use one server at the same time; for this, the RecStore system publishes 1.17M ids/s
 (gRPC, one shard, another machine). One row is the share of a pull that a prefetch hides behind the compute of one
 thread. The last row compares the DLRM example with its tables on one server with the same example and local tables. Its
@@ -38,7 +40,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from measure import ROOT, clock, emit, interleave, spread
+from measure import ROOT, clock, emit, interleave, redis_server, spread
 
 from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore.store import Table
@@ -58,13 +60,13 @@ OPTIMIZER = RowWiseAdagrad(lr=0.01)
 
 
 @contextlib.contextmanager
-def servers(n: int) -> Iterator[tuple[list[str], list[int]]]:
+def servers(n: int, *flags: str) -> Iterator[tuple[list[str], list[int]]]:
     """Starts ``n`` servers in separate processes and yields their addresses and process ids."""
     with tempfile.TemporaryDirectory() as data, contextlib.ExitStack() as stack:
         addresses, pids = [], []
         for number in range(n):
             command = [sys.executable, "-m", "torchrec_recstore.cli", "serve", "--listen", "127.0.0.1:0"]
-            command += ["--data", f"{data}/{number}"]
+            command += ["--data", f"{data}/{number}", *flags]
             process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
             stack.callback(process.kill)
             assert process.stdout is not None
@@ -78,7 +80,7 @@ def connected(addresses: Sequence[str], transport: str) -> RecStoreClient:
     client = RecStoreClient(addresses, shared_memory=transport == "shared memory")
     if transport == "gRPC":
         for connection in client._tables._connections:
-            connection._roads = []  # as for a client that cannot connect to the port for rows
+            connection._side.roads = []  # as for a client that cannot connect to the port for rows
     return client
 
 
@@ -333,6 +335,49 @@ def saturation(steps: int) -> None:
         emit({**row, "most_pulls_per_second_over_grpc": round(best[transport] / best["gRPC"], 1)})
 
 
+def replicated(steps: int) -> None:
+    """Compares updates of one server with those of a pair of servers, of which each one has all rows."""
+    with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as url, contextlib.ExitStack() as stack:
+        if url is None:
+            print("service_replicated needs redis-server", file=sys.stderr)
+            return
+        one, _ = stack.enter_context(servers(1))
+        pair, _ = stack.enter_context(servers(2, "--replicate", "pair", "--lease", url))
+        addresses = {"one": one, "pair": ["/".join(pair)]}
+        for each in addresses.values():
+            client = stack.enter_context(filled(each))
+        while not client._tables.describe_reachable()[0].backup:
+            time.sleep(0.1)
+
+        def updates(client: RecStoreClient, n: int) -> Callable[[int], tuple[float]]:
+            grads = torch.randn(n, DIM)
+
+            def step(i: int) -> tuple[float]:
+                ids = torch.randint(0, ROWS, (n,), generator=torch.Generator().manual_seed(i))
+                begin = clock()
+                client.update("t", ids, grads)
+                return (clock() - begin,)
+
+            return step
+
+        for transport in TRANSPORTS[:2]:
+            clients = {name: stack.enter_context(connected(each, transport)) for name, each in addresses.items()}
+            for n in (FEW, IDS):
+                sides = {name: updates(client, n) for name, client in clients.items()}
+                timings = interleave(sides, steps if n == IDS else 10 * steps, warm_up=5)
+                spreads = {name: spread([timing for (timing,) in values]) for name, values in timings.items()}
+                emit(
+                    {
+                        "benchmark": "service_replicated",
+                        "transport": transport,
+                        "ids": n,
+                        "dim": DIM,
+                        **{f"update_{name}_ms": value for name, value in spreads.items()},
+                        "pair_over_one": round(spreads["pair"]["median"] / spreads["one"]["median"], 2),
+                    }
+                )
+
+
 def eight_clients(steps: int) -> None:
     """Measures eight client processes that use one server at the same time."""
     with (
@@ -441,6 +486,7 @@ def main() -> None:
         "latency": latency,
         "saturation": saturation,
         "beside": lambda steps: beside(steps // 10 + 1),
+        "replicated": replicated,
         "clients": eight_clients,
         "prefetch": overlap,
         "dlrm": dlrm,

@@ -26,8 +26,6 @@ import gc
 import http.client
 import json
 import math
-import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -39,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import clock, emit, interleave, spread
+from measure import clock, emit, interleave, redis_server, spread
 from torch import Tensor, nn
 
 from torchrec_recstore import ops
@@ -423,32 +421,26 @@ def follow_stream(url: str, folder: Path, seconds: float) -> None:
 
 def stream(folder: Path, seconds: float) -> None:
     """Measures the time from a click's entry on a Redis stream until a follower serves the row of the click."""
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        print("serving_stream needs redis-server", file=sys.stderr)
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"redis://127.0.0.1:{port}"
-    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
-    server = subprocess.Popen([*command, "--logfile", str(folder / "log")])
     parts: list[subprocess.Popen[str]] = []
-    try:
-        arguments = [sys.executable, __file__, "--url", url, "--folder", str(folder)]
-        arguments += ["--seconds", str(seconds), "--part"]
-        for part in ("trainer", "follower"):
-            parts.append(subprocess.Popen([*arguments, part], stdout=subprocess.PIPE, text=True))
-        follower = parts[-1]
-        assert follower.stdout is not None
-        if follower.stdout.readline() != "ready\n":
-            raise RuntimeError("serving_stream: the follower has found no model")
-        parts.append(subprocess.Popen([*arguments, "generator"]))
-        line = follower.stdout.readline()
-    finally:
-        for process in [*parts, server]:
-            process.terminate()
-            process.wait()
+    with redis_server(folder) as url:
+        if url is None:
+            print("serving_stream needs redis-server", file=sys.stderr)
+            return
+        try:
+            arguments = [sys.executable, __file__, "--url", url, "--folder", str(folder)]
+            arguments += ["--seconds", str(seconds), "--part"]
+            for part in ("trainer", "follower"):
+                parts.append(subprocess.Popen([*arguments, part], stdout=subprocess.PIPE, text=True))
+            follower = parts[-1]
+            assert follower.stdout is not None
+            if follower.stdout.readline() != "ready\n":
+                raise RuntimeError("serving_stream: the follower has found no model")
+            parts.append(subprocess.Popen([*arguments, "generator"]))
+            line = follower.stdout.readline()
+        finally:
+            for process in parts:
+                process.terminate()
+                process.wait()
     result = json.loads(line)
     emit(
         {

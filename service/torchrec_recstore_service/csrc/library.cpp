@@ -95,6 +95,7 @@ RECSTORE_EXPORT void recstore_replica_delete(Replica* replica) { delete replica;
 RECSTORE_EXPORT int recstore_replica_role(Replica* replica) { return static_cast<int>(replica->role()); }
 RECSTORE_EXPORT void recstore_replica_set_role(Replica* replica, int role) { replica->set_role(static_cast<Replica::Role>(role)); }
 RECSTORE_EXPORT void recstore_replica_lose(Replica* replica) { replica->lose(); }
+RECSTORE_EXPORT const char* recstore_replica_reason(Replica* replica) { return replica->reason(); }
 // Returns the lock of a turn, for recstore_replica_end_turn in the same thread.
 RECSTORE_EXPORT std::unique_lock<std::mutex>* recstore_replica_begin_turn(Replica* replica, int from_primary, NativeStatus* status) {
   return guarded(status, [&] { return new std::unique_lock<std::mutex>(replica->turn(from_primary != 0)); });

@@ -129,7 +129,7 @@ struct Replica::Socket {
     std::string message(size, '\0');
     receive(message.data(), size);
     // The reply to a write that has succeeded has no code, which would be its first field.
-    if (!message.empty() && message[0] == 8) fail("the backup has refused a write");
+    if (!message.empty() && message[0] == 8) throw std::runtime_error("it has refused a write: " + message.substr(2));
   }
 
   void wait(Io io, Clock::time_point end, const char* ended) {
@@ -161,13 +161,16 @@ void Replica::drop() {
 }
 
 // The caller has the mutex.
-void Replica::lose_locked() {
+void Replica::lose_locked(const char* reason) {
   drop();
   queue_.clear();
   queued_bytes_ = 0;
   // No write has waited for a backup that was joining, so none waits for the decision of Python.
   if (role_ == Role::kJoining) role_ = Role::kAlone;
-  if (role_ == Role::kSynced) role_ = Role::kLost;
+  if (role_ == Role::kSynced) {
+    reason_ = reason;
+    role_ = Role::kLost;
+  }
   changed_.notify_all();
 }
 
@@ -198,14 +201,14 @@ void Replica::send(const std::string& message, const Arrays& arrays, const std::
       for (size_t i = 0; i < 4; ++i) parts.push_back({arrays[i], sizes[i]});
       try {
         socket->send(std::move(parts));
-      } catch (const std::exception&) {
+      } catch (const std::exception& error) {
         lock.lock();
-        if (socket_ == socket) lose_locked();
+        if (socket_ == socket) lose_locked(error.what());
       }
     }
   } catch (const std::bad_alloc&) {  // the write was carried out, so it is the backup that does without it
     if (!lock.owns_lock()) lock.lock();
-    lose_locked();
+    lose_locked("the primary has no memory for the writes that wait");
   }
 }
 
@@ -240,16 +243,16 @@ void Replica::wait(uint64_t number) {
         reading_ = true;
         const std::shared_ptr<Socket> socket = socket_;
         lock.unlock();
-        bool done = false;
+        std::string error;
         try {
           socket->reply();
-          done = true;
-        } catch (const std::exception&) {
+        } catch (const std::exception& thrown) {
+          error = thrown.what();
         }
         lock.lock();
         reading_ = false;
-        if (done && socket == socket_) ++acknowledged_;
-        if (!done && socket == socket_) lose_locked();
+        if (socket == socket_ && error.empty()) ++acknowledged_;
+        if (socket == socket_ && !error.empty()) lose_locked(error.c_str());
         changed_.notify_all();
       }
     }
@@ -292,14 +295,14 @@ void Replica::follow(const std::string& host, int port, const std::string& secre
     }
   } catch (const std::exception&) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (role_ == Role::kJoining) lose_locked();
+    if (role_ == Role::kJoining) lose_locked("");
     throw;
   }
 }
 
 void Replica::lose() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  lose_locked();
+  lose_locked("it has to copy the tables again");
 }
 
 bool Replica::wait_lost(double seconds) {

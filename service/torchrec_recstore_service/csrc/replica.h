@@ -57,6 +57,8 @@ class Replica {
   void follow(const std::string& host, int port, const std::string& secret, TlsContext* tls);
   // Notes that the backup has not done what the primary has done.
   void lose();
+  // Why the backup was lost, after wait_lost() and until the next role is set.
+  const char* reason() const { return reason_.c_str(); }
   // Waits until the backup is lost, for so many seconds at most. Returns whether it is.
   bool wait_lost(double seconds);
 
@@ -68,7 +70,7 @@ class Replica {
   struct Socket;
 
   void drop();
-  void lose_locked();
+  void lose_locked(const char* reason);
 
   std::mutex order_;
   std::mutex mutex_;  // guards everything below
@@ -78,6 +80,7 @@ class Replica {
   std::deque<Frame> queue_;
   uint64_t queued_bytes_ = 0;
   uint64_t sent_ = 0, acknowledged_ = 0;
+  std::string reason_;
   bool reading_ = false;  // a thread reads the replies of the backup, for all that wait
 };
 

@@ -107,6 +107,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "replica_role": (c_int, [c_void_p]),
     "replica_set_role": (None, [c_void_p, c_int]),
     "replica_lose": (None, [c_void_p]),
+    "replica_reason": (c_char_p, [c_void_p]),
     "replica_begin_turn": (c_void_p, [c_void_p, c_int, _STATUS]),
     "replica_end_turn": (None, [c_void_p]),
     "replica_send": (None, [c_void_p, c_char_p, c_uint64, POINTER(c_void_p), POINTER(c_uint64)]),

@@ -426,7 +426,8 @@ class Pair(Native):
                 return False
             self._record = after
             if self.role in (Role.LOST, Role.SYNCED):
-                _log.warning("pair %s: the backup is lost", self._options.name)
+                reason = self.invoke("reason").decode()
+                _log.warning("pair %s: the backup is lost: %s", self._options.name, reason)
                 self._set_role(Role.ALONE)
                 self._forget_peer()
             return True
