@@ -3,7 +3,8 @@
     python benchmarks/service.py [--steps 60] [--only latency,saturation]
 
 Prints JSON rows. For one server and for two servers, a row for each transport compares a pull and an update of 50,000
-ids at dim 64 with the same table in the client's process. All sides are interleaved in one run. The rows also have the
+ids at dim 64 with the same table in the client's process, and with a transfer of as many bytes over a bare TCP socket to
+another process that does nothing else. All sides are interleaved in one run. The rows also have the
 processor time of the client and the servers together. A row for each transport has the latency of a pull of 10 ids,
 and another one the number of these pulls a second by 1, 2 and 4 clients at the same time, with their latency.
 Four rows compare reads of 10 ids at rest with those beside reads of 1,000,000 ids of the same table, and of another
@@ -28,8 +29,11 @@ os.environ.setdefault(
 import argparse
 import contextlib
 import json
+import multiprocessing
 import queue
+import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -103,6 +107,36 @@ def processor_s(processes: Sequence[int]) -> float:
     return sum(time.clock_gettime(~process << 3 | 2) for process in processes)
 
 
+def bare_server(listener: socket.socket) -> None:
+    """Answers each request of a connection: two numbers of bytes, and as many bytes as the first number says."""
+    connection, _ = listener.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    content = memoryview(bytearray(IDS * (8 + 4 * DIM)))
+    while header := connection.recv(16, socket.MSG_WAITALL):
+        received, sent = struct.unpack("=qq", header)
+        connection.recv_into(content[:received], received, socket.MSG_WAITALL)
+        connection.sendall(content[:sent])
+
+
+@contextlib.contextmanager
+def bare_socket() -> Iterator[Callable[[int, int], object]]:
+    """Yields a function that sends and receives bytes as a pull and an update do, by a process that does nothing else."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = multiprocessing.get_context("fork").Process(target=bare_server, args=(listener,), daemon=True)
+        process.start()
+        with socket.create_connection(listener.getsockname()) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            content = memoryview(bytearray(IDS * (8 + 4 * DIM)))
+
+            def transfer(sent: int, received: int) -> None:
+                connection.sendall(struct.pack("=qq", sent, received))
+                connection.sendall(content[:sent])
+                connection.recv_into(content[:received], received, socket.MSG_WAITALL)
+
+            yield transfer
+        process.join()
+
+
 def throughput(n: int, steps: int) -> None:
     """Compares the transports to ``n`` servers with each other and with a table in the client's process."""
     table = Table(DIM, optimizer=OPTIMIZER)
@@ -125,8 +159,12 @@ def throughput(n: int, steps: int) -> None:
 
         return step
 
-    with servers(n) as (addresses, pids), contextlib.ExitStack() as stack:
+    with bare_socket() as transfer, servers(n) as (addresses, pids), contextlib.ExitStack() as stack:
         sides = {"table": timed([os.getpid()], table.lookup, lambda ids: table.update(ids, grads))}
+        row_bytes = 4 * DIM * IDS
+        sides["bare socket"] = timed(
+            [os.getpid()], lambda _: transfer(8 * IDS, row_bytes), lambda _: transfer(8 * IDS + row_bytes, 8)
+        )
         stack.enter_context(filled(addresses))
         for transport in TRANSPORTS:
             client = stack.enter_context(connected(addresses, transport))
@@ -146,8 +184,10 @@ def throughput(n: int, steps: int) -> None:
             "published_million_ids_per_second": 1.17,
         }
         for number, what in enumerate(("pull", "update")):
-            service, here = (spread([timing[2 * number] for timing in timings[side]]) for side in (transport, "table"))
-            row[f"{what}_ms"], row[f"{what}_in_process_ms"] = service, here
+            service, here, bare = (
+                spread([timing[2 * number] for timing in timings[side]]) for side in (transport, "table", "bare socket")
+            )
+            row[f"{what}_ms"], row[f"{what}_in_process_ms"], row[f"{what}_bare_socket_ms"] = service, here, bare
             row[f"{what}_processor_ms"] = spread([timing[2 * number + 1] for timing in timings[transport]])
             row[f"million_ids_per_second_{what}"] = million_a_second(service)
             row[f"{what}_over_in_process"] = round(service["median"] / here["median"], 2)
