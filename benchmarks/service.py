@@ -3,8 +3,8 @@
     python benchmarks/service.py [--steps 60] [--only latency,saturation]
 
 Prints JSON rows. For one server and for two servers, a row for each transport compares a pull and an update of 50,000
-ids at dim 64 with the same table in the client's process, and with a transfer of as many bytes over a bare TCP socket to
-another process that does nothing else. All sides are interleaved in one run. The rows also have the
+ids at dim 64 with the same table in the client's process, and with a transfer of as many bytes over a bare TCP socket
+to another process that does nothing else. All sides are interleaved in one run. The rows also have the
 processor time of the client and the servers together. A row for each transport has the latency of a pull of 10 ids,
 and another one the number of these pulls a second by 1, 2 and 4 clients at the same time, with their latency.
 Four rows compare reads of 10 ids at rest with those beside reads of 1,000,000 ids of the same table, and of another
@@ -120,7 +120,7 @@ def bare_server(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def bare_socket() -> Iterator[Callable[[int, int], object]]:
-    """Yields a function that sends and receives bytes as a pull and an update do, by a process that does nothing else."""
+    """Yields a function that sends and receives bytes, to and from a process that does nothing else."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process = multiprocessing.get_context("fork").Process(target=bare_server, args=(listener,), daemon=True)
         process.start()

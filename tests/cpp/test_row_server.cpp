@@ -301,7 +301,7 @@ void writes_are_carried_out_once_wherever_they_are_cut() {
     }
     for (std::thread& thread : threads) thread.join();
     wait_until([&] { return served.server.connections() == 0; });
-    CHECK(served.memory.held() == 0 && served.server.running() == 0);
+    CHECK(served.memory.held() == 0 && served.server.running(false) == 0);
   }
   for (const auto& each : steps) CHECK(each == kThreads * kWrites);
 }

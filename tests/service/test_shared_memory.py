@@ -22,7 +22,7 @@ from tests.service.raw_connection import RawConnection
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore_service import RecStoreClient, ServerRestartedError, ServiceError
-from torchrec_recstore_service.server import shared_memory_calls as served
+from torchrec_recstore_service.server import native_rows as served
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire import segment
 
@@ -297,7 +297,7 @@ def test_ids_that_change_during_a_call(server: RecStoreServer) -> None:
 
 def test_more_clients_than_connections(server: RecStoreServer) -> None:
     raws = []
-    while len(raws) < served.MOST_CONNECTIONS + 2:
+    while len(raws) < 66:
         try:
             raws.append(RawConnection(server.address))
         except ConnectionError:

@@ -185,6 +185,14 @@ RECSTORE_EXPORT void recstore_server_delete(RowServer* server) { delete server; 
 RECSTORE_EXPORT int recstore_server_listen(RowServer* server, const char* host, int port, NativeStatus* status) {
   return guarded(status, [&] { return server->listen(host, port); });
 }
+RECSTORE_EXPORT void recstore_server_listen_memory(RowServer* server, uint64_t segment_bytes, NativeStatus* status) {
+  guarded(status, [&] { server->listen_memory(segment_bytes); });
+}
+// Writes the name of the socket for shared memory, a space and the secret to out; only a space if there is none.
+RECSTORE_EXPORT void recstore_server_memory_offer(RowServer* server, char* out, uint64_t size) {
+  const auto [name, secret] = server->memory_offer();
+  std::snprintf(out, size, "%s %s", name.c_str(), secret.c_str());
+}
 RECSTORE_EXPORT void recstore_server_set_token(RowServer* server, const char* token) { server->set_token(token); }
 RECSTORE_EXPORT void recstore_server_set_backup(RowServer* server, int backup, const char* secret) { server->set_backup(backup != 0, secret); }
 RECSTORE_EXPORT void recstore_server_set_tls(RowServer* server, const char* library, const char* cert, const char* key, const char* client_ca,
@@ -198,6 +206,9 @@ RECSTORE_EXPORT int recstore_server_reply(RowServer* server, int64_t connection,
 }
 RECSTORE_EXPORT void recstore_server_stop(RowServer* server, double seconds) { server->stop(seconds); }
 RECSTORE_EXPORT int64_t recstore_server_connections(RowServer* server) { return server->connections(); }
-RECSTORE_EXPORT int64_t recstore_server_running(RowServer* server) { return server->running(); }
+RECSTORE_EXPORT int64_t recstore_server_running(RowServer* server) { return server->running(false); }
+RECSTORE_EXPORT int64_t recstore_server_memory_connections(RowServer* server) { return server->memory_connections(); }
+RECSTORE_EXPORT int64_t recstore_server_memory_running(RowServer* server) { return server->running(true); }
+RECSTORE_EXPORT int64_t recstore_server_memory_bytes(RowServer* server) { return server->memory_bytes(); }
 RECSTORE_EXPORT int64_t recstore_server_ended(RowServer* server) { return server->ended(); }
 RECSTORE_EXPORT int64_t recstore_server_waiting(RowServer* server) { return server->waiting(); }

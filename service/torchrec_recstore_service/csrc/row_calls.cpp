@@ -11,7 +11,6 @@ namespace recstore_service {
 namespace {
 
 constexpr int64_t kPartIds = int64_t{1} << 16;
-constexpr int64_t kPartBytes = int64_t{1} << 19;
 constexpr uint64_t kBytesAWrittenId = 128;  // see BYTES_A_WRITTEN_ID in protocol.py
 constexpr size_t kMostNameBytes = 1000;      // of tables in an error, about
 constexpr const char* kInvalid = "recstore invalid argument: ";
@@ -29,6 +28,12 @@ bool Pull::is_done() const {
   return std::all_of(counts_.begin() + table_ + 1, counts_.end(), [](int64_t count) { return count == 0; });
 }
 
+int64_t Pull::bytes() const {
+  int64_t bytes = 0;
+  for (Pull rest = *this; !rest.is_done();) bytes = aligned(bytes) + rest.next().bytes;
+  return bytes;
+}
+
 Pull::Part Pull::next() {
   Part part;
   int64_t ids = 0;
@@ -42,7 +47,7 @@ Pull::Part Pull::next() {
     const int64_t bytes = tables_[table_]->dim * tables_[table_]->value_bytes;
     const int64_t least = bytes % 4 == 0 ? 1 : 2;  // rows, so that the next part begins at an aligned place
     const int64_t begin = aligned(part.bytes);
-    int64_t room = std::min(begin < kPartBytes ? (kPartBytes - begin) / bytes : 0, kPartIds - ids);
+    int64_t room = std::min(begin < part_bytes_ ? (part_bytes_ - begin) / bytes : 0, kPartIds - ids);
     if (room < count - begin_) room -= room % least;
     if (!part.pieces.empty() && room <= 0) return part;
     const int64_t end = std::min(count, begin_ + std::max(room, least));
@@ -83,7 +88,7 @@ std::vector<TableRef> RowCalls::tables_of(const RowRequest& request) {
   return found;
 }
 
-std::unique_ptr<Pull> RowCalls::pull(const RowRequest& request, const Arrays& arrays) {
+std::unique_ptr<Pull> RowCalls::pull(const RowRequest& request, const Arrays& arrays, int64_t part_bytes) {
   if (request.want != Want::kRows || request.sizes[0] % 8 != 0) return nullptr;
   std::vector<TableRef> tables = tables_of(request);
   if (tables.empty() || !gate_.is_in(request.epoch)) return nullptr;
@@ -101,7 +106,8 @@ std::unique_ptr<Pull> RowCalls::pull(const RowRequest& request, const Arrays& ar
     }
     if (std::accumulate(counts.begin(), counts.end(), int64_t{0}) != n) return nullptr;
   }
-  return std::make_unique<Pull>(std::move(tables), std::move(counts), std::move(zeros), request.epoch, reinterpret_cast<const int64_t*>(arrays[0]));
+  return std::make_unique<Pull>(std::move(tables), std::move(counts), std::move(zeros), request.epoch, reinterpret_cast<const int64_t*>(arrays[0]),
+                                part_bytes);
 }
 
 void RowCalls::read(const Pull& pull, const Pull::Part& part, char* out) {

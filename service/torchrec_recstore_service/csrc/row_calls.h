@@ -40,13 +40,15 @@ class Pull {
     int64_t bytes = 0;
   };
 
-  Pull(std::vector<TableRef> tables, std::vector<int64_t> counts, std::vector<bool> zeros, std::string run, const int64_t* ids)
-      : tables_(std::move(tables)), counts_(std::move(counts)), zeros_(std::move(zeros)), run_(std::move(run)), ids_(ids) {}
+  Pull(std::vector<TableRef> tables, std::vector<int64_t> counts, std::vector<bool> zeros, std::string run, const int64_t* ids, int64_t part_bytes)
+      : tables_(std::move(tables)), counts_(std::move(counts)), zeros_(std::move(zeros)), run_(std::move(run)), ids_(ids), part_bytes_(part_bytes) {}
 
   // Returns the next part. Each part begins at a row whose place in the stream of rows is a multiple of 4 bytes. See
   // `pieces` in table_rows.py, which divides rows in the same way.
   Part next();
   bool is_done() const;
+  // The size of all parts, each of which begins at a multiple of 4 bytes. For a read whose first part was not taken yet.
+  int64_t bytes() const;
 
  private:
   friend class RowCalls;
@@ -55,6 +57,7 @@ class Pull {
   std::vector<bool> zeros_;
   std::string run_;
   const int64_t* ids_;
+  int64_t part_bytes_;  // of a part, about
   int64_t table_ = 0;  // where the next part begins
   int64_t begin_ = 0;
 };
@@ -66,11 +69,14 @@ class RowCalls {
   RowCalls(const recstore::RowApi& api, Applied& applied, RunGate& gate, Replica& replica, Counts& counts, uint64_t most_write_bytes)
       : api_(api), applied_(applied), gate_(gate), replica_(replica), counts_(counts), most_write_bytes_(most_write_bytes) {}
 
+  // Whether a request only reads its rows once and at once, so that another process may change them meanwhile.
+  bool reads_once(const RowRequest& request) const { return request.kind == Kind::kUpdate && replica_.role() == Replica::Role::kSingle; }
   void add(ServedTable table);
   void remove(const std::string& name);
 
-  // Returns the read of a request for rows; null if Python has to answer the request. Throws CallFailed.
-  std::unique_ptr<Pull> pull(const RowRequest& request, const Arrays& arrays);
+  // Returns the read of a request for rows, in parts of about part_bytes; null if Python has to answer the request. Throws
+  // CallFailed.
+  std::unique_ptr<Pull> pull(const RowRequest& request, const Arrays& arrays, int64_t part_bytes);
   // Writes the rows of a part, whose tables lie at multiples of 4 bytes, to out, (part.bytes,).
   void read(const Pull& pull, const Pull::Part& part, char* out);
   // Answers a request that asks which ids have a row, or writes: sets the reply, and `found`. Returns false if Python has

@@ -6,7 +6,12 @@
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -31,7 +36,10 @@ constexpr uint32_t kMostMessageBytes = uint32_t{1} << 20;
 constexpr uint64_t kMostPullBytes = uint64_t{8} << 22;
 constexpr size_t kChunk = size_t{1} << 16;      // bytes that are read at once before the size of a request is known
 constexpr size_t kAlignment = 64;
-constexpr int64_t kListener = 0;
+constexpr size_t kPacketBytes = size_t{1} << 16;             // MESSAGE_BYTES in segment.py
+constexpr int64_t kTcpPart = int64_t{1} << 19, kMemoryPart = int64_t{1} << 21;  // bytes of rows that are read at once
+constexpr int64_t kMostByMemory = 64;                        // connections
+constexpr int64_t kListener = 0, kMemoryListener = -2;
 constexpr double kHelloS = 10, kMemoryS = 10, kDiscardS = 2;
 constexpr double kPatienceS = 0.25;        // PATIENCE_S in calls.py
 constexpr double kRate = 1 << 20;          // RATE in calls.py
@@ -40,6 +48,17 @@ constexpr int kMostDiscarded = 16;         // chunks, likewise
 constexpr auto kWatchPause = std::chrono::milliseconds(25);
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+std::string random_text() {
+  std::array<unsigned char, 16> bytes;
+  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) throw std::runtime_error("the system has no random numbers");
+  std::string text;
+  for (const unsigned char byte : bytes) {
+    text += "0123456789abcdef"[byte >> 4];
+    text += "0123456789abcdef"[byte & 15];
+  }
+  return text;
+}
 
 size_t rounded(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -67,12 +86,19 @@ bool same(const std::string& one, const std::string& other) {
 
 struct Connection {
   ~Connection() {
+    if (segment != nullptr) munmap(segment, segment_bytes);
+    if (memory >= 0) ::close(memory);
     if (fd >= 0) ::close(fd);
   }
 
   int64_t number = 0;
   int fd = -1;
   bool leaves = false;  // it was shut down to make room; guarded by the mutex of the server
+  bool by_memory = false;  // a socket of messages beside a segment of memory
+  int memory = -1;         // the file of the segment
+  char* segment = nullptr;
+  size_t segment_bytes = 0;
+  size_t written = 0;  // bytes of the segment that the replies of this call take
   std::unique_ptr<TlsStream> tls;
   std::atomic<State> state{State::kHello};
   std::atomic<double> since{0};     // the time at which the present state began
@@ -83,7 +109,7 @@ struct Connection {
   std::string message;
   RowRequest request;
   Buffer arrays;
-  std::array<size_t, 4> places{};
+  Arrays at{};  // the arrays of the request, in `arrays` or in the segment
   uint64_t held = 0;
   uint64_t got = 0;  // bytes of the arrays that have arrived
   double begin = 0;
@@ -107,8 +133,17 @@ struct Connection {
     pollfd ready{fd, events, 0};
     return ::poll(&ready, 1, 0) > 0;
   }
-  char* place(size_t i) const { return static_cast<char*>(arrays.data()) + places[i]; }
-  Arrays pointers() const { return {place(0), place(1), place(2), place(3)}; }
+  // Whether arrays lie in the segment, one after the other.
+  bool fit(std::initializer_list<uint64_t> sizes) const {
+    uint64_t end = 0;
+    for (const uint64_t size : sizes) {
+      if (size > segment_bytes || (end += rounded(size)) > segment_bytes) return false;
+    }
+    return true;
+  }
+  Status unfit() const {
+    return {kInvalidArgument, "the arrays do not fit into the " + std::to_string(segment_bytes) + " bytes of the shared memory", "ValueError"};
+  }
   // Returns memory for a reply of so many bytes. Throws std::bad_alloc.
   char* reply_memory(size_t bytes) {
     if (out_size < bytes) {
@@ -163,6 +198,38 @@ RowServer::~RowServer() {
   ::close(wake_);
 }
 
+void RowServer::listen_memory(size_t segment_bytes) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  const std::string name = "recstore-" + random_text();
+  std::memcpy(address.sun_path + 1, name.data(), name.size());  // a name that begins with \0 is in no folder
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) throw std::runtime_error(std::strerror(errno));
+  if (bind(fd, reinterpret_cast<const sockaddr*>(&address), length) != 0 || ::listen(fd, kMostByMemory) != 0) {
+    const std::string why = std::strerror(errno);
+    ::close(fd);
+    throw std::runtime_error(why);
+  }
+  segment_bytes_ = segment_bytes;
+  memory_name_ = name;
+  memory_listener_ = fd;
+  {
+    const std::lock_guard<std::mutex> lock(settings_);
+    memory_secret_ = random_text();
+  }
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLONESHOT;
+  event.data.u64 = static_cast<uint64_t>(kMemoryListener);
+  epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+}
+
+std::pair<std::string, std::string> RowServer::memory_offer() {
+  const std::lock_guard<std::mutex> lock(settings_);
+  if (memory_name_.empty() || stopping_) return {};
+  return {memory_name_, memory_secret_};
+}
+
 int RowServer::listen(const std::string& host, int port) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
@@ -198,6 +265,7 @@ int RowServer::listen(const std::string& host, int port) {
 
 void RowServer::set_token(std::string token) {
   const std::lock_guard<std::mutex> lock(settings_);
+  if (token != token_ && !memory_secret_.empty()) memory_secret_ = random_text();
   token_ = std::move(token);
 }
 
@@ -226,14 +294,15 @@ void RowServer::work() {
     epoll_event event{};
     const int n = epoll_wait(epoll_, &event, 1, -1);
     if (n <= 0 || event.data.u64 == static_cast<uint64_t>(-1)) continue;
-    if (event.data.u64 == static_cast<uint64_t>(kListener)) {
+    const bool by_memory = event.data.u64 == static_cast<uint64_t>(kMemoryListener);
+    if (by_memory || event.data.u64 == static_cast<uint64_t>(kListener)) {
       try {
-        accept();
+        by_memory ? accept_memory() : accept();
       } catch (const std::exception&) {  // no memory for the connection
       }
       if (!stopping_) {
         event.events = EPOLLIN | EPOLLONESHOT;
-        epoll_ctl(epoll_, EPOLL_CTL_MOD, listener_, &event);
+        epoll_ctl(epoll_, EPOLL_CTL_MOD, by_memory ? memory_listener_ : listener_, &event);
       }
       continue;
     }
@@ -280,7 +349,7 @@ void RowServer::accept() {
     epoll_event event{};
     event.events = EPOLLIN | EPOLLONESHOT;
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (stopping_ || static_cast<int64_t>(connections_.size()) >= 2 * most_connections_) continue;
+    if (stopping_ || static_cast<int64_t>(connections_.size()) - by_memory_ >= 2 * most_connections_) continue;
     made->number = next_++;
     event.data.u64 = static_cast<uint64_t>(made->number);
     connections_[made->number] = made;
@@ -288,16 +357,56 @@ void RowServer::accept() {
   }
 }
 
+void RowServer::accept_memory() {
+  for (int accepted = 0; accepted < kMostAccepted && !stopping_; ++accepted) {
+    auto made = std::make_shared<Connection>();
+    made->fd = accept4(memory_listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (made->fd < 0) {
+      if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      if (errno == ECONNABORTED || errno == EINTR) continue;
+      return;
+    }
+    ucred peer{};
+    socklen_t size = sizeof peer;
+    if (getsockopt(made->fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.uid != geteuid()) continue;
+    made->by_memory = true;
+    made->enter(State::kHello);
+    std::string token;
+    {
+      const std::lock_guard<std::mutex> lock(settings_);
+      token = token_;
+    }
+    epoll_event event{};
+    event.events = EPOLLIN | EPOLLONESHOT;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (stopping_) continue;
+    if (by_memory_ >= std::min<int64_t>(kMostByMemory, static_cast<int64_t>(memory_.limit() / segment_bytes_))) {
+      for (const auto& [number, each] : connections_) {  // makes room for the next one
+        if (each->by_memory && each->state == State::kMessage && !same(each->token, token)) ::shutdown(each->fd, SHUT_RDWR);
+      }
+      continue;
+    }
+    made->number = next_++;
+    event.data.u64 = static_cast<uint64_t>(made->number);
+    connections_[made->number] = made;
+    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, made->fd, &event) != 0) {
+      connections_.erase(made->number);
+    } else {
+      ++by_memory_;
+    }
+  }
+}
+
 // Ends the connection that has done nothing for the longest time if there are too many. One that has shown no token yet
 // goes first.
 void RowServer::make_room() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (static_cast<int64_t>(connections_.size()) < most_connections_) return;
+  if (static_cast<int64_t>(connections_.size()) - by_memory_ < most_connections_) return;
   std::shared_ptr<Connection> oldest;
   const auto rank = [](const Connection& c) { return std::make_pair(c.state == State::kMessage, c.since.load()); };
   for (const auto& [number, each] : connections_) {
     const State state = each->state;
-    if (each->leaves || (state != State::kShake && state != State::kHello && state != State::kMessage)) continue;
+    if (each->by_memory || each->leaves || (state != State::kShake && state != State::kHello && state != State::kMessage)) continue;
     if (oldest == nullptr || rank(*each) < rank(*oldest)) oldest = each;
   }
   if (oldest == nullptr) return;
@@ -311,7 +420,7 @@ void RowServer::handle(Connection& c) {
     while (step == Step::kAgain) {
       switch (c.state.load()) {
         case State::kShake: step = shake(c); break;
-        case State::kHello: step = hello(c); break;
+        case State::kHello: step = c.by_memory ? hello_memory(c) : hello(c); break;
         case State::kMessage: step = message(c); break;
         case State::kMemory: step = memory(c); break;
         case State::kBody: step = body(c); break;
@@ -345,7 +454,7 @@ void RowServer::end(Connection& c) {
   epoll_ctl(epoll_, EPOLL_CTL_DEL, c.fd, nullptr);
   if (c.tls != nullptr) c.tls->shutdown();
   ::shutdown(c.fd, SHUT_RDWR);
-  connections_.erase(c.number);
+  if (connections_.erase(c.number) > 0 && c.by_memory) --by_memory_;
   changed_.notify_all();
 }
 
@@ -405,7 +514,65 @@ RowServer::Step RowServer::hello(Connection& c) {
   return Step::kAgain;
 }
 
-RowServer::Step RowServer::message(Connection& c) {
+// Sends the client the file of a new segment, whose size neither side can change: a process that could make it smaller could
+// end the other one, at its next access, by a signal.
+RowServer::Step RowServer::hello_memory(Connection& c) {
+  std::array<char, 256> secret;
+  const ssize_t n = recv(c.fd, secret.data(), secret.size(), 0);
+  if (n < 0 && (errno == EAGAIN || errno == EINTR)) return Step::kWaitRead;
+  {
+    const std::lock_guard<std::mutex> lock(settings_);
+    if (n <= 0 || !same(std::string(secret.data(), static_cast<size_t>(n)), memory_secret_)) return Step::kEnd;
+    c.token = token_;
+  }
+  const int file = memfd_create("recstore", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  void* memory = MAP_FAILED;
+  if (file >= 0 && ftruncate(file, static_cast<off_t>(segment_bytes_)) == 0 && fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0) {
+    memory = mmap(nullptr, segment_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  }
+  if (memory == MAP_FAILED) {
+    if (file >= 0) ::close(file);
+    return Step::kEnd;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);  // for memory_bytes()
+    c.memory = file;
+    c.segment = static_cast<char*>(memory);
+    c.segment_bytes = segment_bytes_;
+  }
+  const std::string size = std::to_string(segment_bytes_);
+  iovec content{const_cast<char*>(size.data()), size.size()};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof file)] = {};
+  msghdr message{};
+  message.msg_iov = &content;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  cmsghdr* rights = CMSG_FIRSTHDR(&message);
+  rights->cmsg_level = SOL_SOCKET;
+  rights->cmsg_type = SCM_RIGHTS;
+  rights->cmsg_len = CMSG_LEN(sizeof file);
+  std::memcpy(CMSG_DATA(rights), &file, sizeof file);
+  if (sendmsg(c.fd, &message, MSG_NOSIGNAL) < 0) return Step::kEnd;
+  c.enter(State::kMessage);
+  return Step::kAgain;
+}
+
+// Reads a request of a connection by shared memory.
+RowServer::Step RowServer::packet(Connection& c) {
+  thread_local std::array<char, kPacketBytes + 1> bytes;
+  const ssize_t n = recv(c.fd, bytes.data(), bytes.size(), 0);
+  if (n < 0 && (errno == EAGAIN || errno == EINTR)) return Step::kWaitRead;
+  if (n <= 0) return Step::kEnd;
+  if (n > static_cast<ssize_t>(kPacketBytes)) {
+    return refuse(c, {kInvalidArgument, "a message may have at most " + std::to_string(kPacketBytes) + " bytes", "ValueError"}, false);
+  }
+  c.message.assign(bytes.data(), static_cast<size_t>(n));
+  return Step::kAgain;
+}
+
+// Reads a request of a connection by TCP.
+RowServer::Step RowServer::framed(Connection& c) {
   Step step = fill(c, 4);
   if (step != Step::kAgain) return step;
   uint32_t size;
@@ -413,41 +580,48 @@ RowServer::Step RowServer::message(Connection& c) {
   if (size > kMostMessageBytes) return refuse(c, {kInvalidArgument, "a message may have at most 1048576 bytes", "ValueError"}, true);
   step = fill(c, 4 + size_t{size});
   if (step != Step::kAgain) return step;
-  c.begin = now();
-  c.in_call = true;
-  ++running_;
-  c.outcome = "ok";
-  c.request = {};
   c.message = c.in.substr(4, size);
   c.in.erase(0, 4 + size_t{size});
+  return Step::kAgain;
+}
+
+RowServer::Step RowServer::message(Connection& c) {
+  c.request = {};
+  const Step step = c.by_memory ? packet(c) : framed(c);
+  if (step != Step::kAgain || c.state != State::kMessage) return step;
+  c.begin = now();
+  c.in_call = true;
+  ++running_[c.by_memory];
+  c.outcome = "ok";
   try {
     if (stopping_) unavailable("the server stops");
     const Status refused = check(c);
-    if (refused.code != kOk) throw CallFailed(refused);
+    if (refused.code != kOk) return refuse(c, refused, true);
     c.request = parse_request(c.message.data(), c.message.size());
   } catch (const CallFailed& failed) {
-    return refuse(c, failed.status(), true);  // the sizes of its arrays are not known
+    return refuse(c, failed.status(), !c.by_memory);  // the sizes of its arrays are not known
   }
   const uint64_t bytes = c.request.bytes();
   const bool by_memory = !c.request.is_pull && memory_.limit() < most_write_bytes_;
   const uint64_t most = c.request.is_pull ? kMostPullBytes : by_memory ? memory_.limit() : most_write_bytes_;
   const auto& sizes = c.request.sizes;
-  if (bytes > most || *std::max_element(sizes.begin(), sizes.end()) > most) {  // the sum may have wrapped around
-    const std::string what = c.request.is_pull ? "a read may have at most 4194304 ids"
-                             : by_memory       ? "a request may have at most " + std::to_string(most) + " bytes (--max-request-memory)"
-                                               : "a write may have at most " + std::to_string(most / 128) + " ids and " + std::to_string(most) +
-                                                     " bytes (--max-write)";
-    return refuse(c, {kInvalidArgument, what + ": split it", "ValueError"}, true);
+  if (c.by_memory && !c.fit({sizes[0], sizes[1], sizes[2], sizes[3]})) return refuse(c, c.unfit(), false);
+  if ((c.by_memory && c.request.is_pull) || (bytes <= most && *std::max_element(sizes.begin(), sizes.end()) <= most)) {  // no overflow
+    c.enter(State::kMemory);
+    return Step::kAgain;
   }
-  c.enter(State::kMemory);
-  return Step::kAgain;
+  const std::string what = c.request.is_pull ? "a read may have at most 4194304 ids"
+                           : by_memory       ? "a request may have at most " + std::to_string(most) + " bytes (--max-request-memory)"
+                                             : "a write may have at most " + std::to_string(most / 128) + " ids and " + std::to_string(most) +
+                                                   " bytes (--max-write)";
+  return refuse(c, {kInvalidArgument, what + ": split it", "ValueError"}, !c.by_memory);
 }
 
 RowServer::Step RowServer::memory(Connection& c) {
   const uint64_t bytes = c.request.bytes();
   if (!memory_.take(bytes)) {
     if (now() - c.since > kMemoryS || stopping_) {
-      return refuse(c, {kUnavailable, "the running requests of all clients take --max-request-memory: repeat the call", ""}, true);
+      return refuse(c, {kUnavailable, "the running requests of all clients take --max-request-memory: repeat the call", ""}, !c.by_memory);
     }
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!memory_.take(bytes)) {  // what is given back from now on wakes the connection
@@ -456,16 +630,22 @@ RowServer::Step RowServer::memory(Connection& c) {
     }
   }
   c.held = bytes;
-  size_t size = 0;
-  for (size_t i = 0; i < 4; ++i) {
-    c.places[i] = size;
-    size += rounded(c.request.sizes[i]);
-  }
+  const auto& sizes = c.request.sizes;
+  const bool in_segment = c.by_memory && calls_.reads_once(c.request);  // the gradients of an update are only added
   try {
-    c.arrays = new_buffer(size);
+    c.arrays = new_buffer(rounded(sizes[0]) + (in_segment ? 0 : rounded(sizes[1])) + rounded(sizes[2]) + rounded(sizes[3]));
   } catch (const std::bad_alloc&) {
-    return refuse(c, {kResourceExhausted, "out of memory", "MemoryError"}, true);
+    return refuse(c, {kResourceExhausted, "out of memory", "MemoryError"}, !c.by_memory);
   }
+  auto* to = static_cast<char*>(c.arrays.data());
+  char* from = c.segment;
+  for (size_t i = 0; i < 4; ++i) {
+    c.at[i] = i == 1 && in_segment ? from : to;
+    if (c.by_memory && c.at[i] == to && sizes[i] > 0) std::memcpy(to, from, sizes[i]);
+    if (c.at[i] == to) to += rounded(sizes[i]);
+    if (c.by_memory) from += rounded(sizes[i]);
+  }
+  if (c.by_memory) return run(c);
   c.got = 0;
   c.enter(State::kBody);
   return Step::kAgain;
@@ -475,7 +655,7 @@ RowServer::Step RowServer::body(Connection& c) {
   for (size_t i = 0, before = 0; i < 4; before += c.request.sizes[i], ++i) {
     const uint64_t size = c.request.sizes[i];
     while (c.got < before + size) {
-      char* to = c.place(i) + (c.got - before);
+      char* to = c.at[i] + (c.got - before);
       const size_t left = before + size - c.got;
       size_t got = 0;
       if (!c.in.empty()) {
@@ -500,14 +680,14 @@ RowServer::Step RowServer::body(Connection& c) {
 RowServer::Step RowServer::run(Connection& c) {
   c.enter(State::kRun);
   try {
-    const Arrays arrays = c.pointers();
-    if (c.request.is_pull && (c.pull = calls_.pull(c.request, arrays)) != nullptr) {
+    if (c.request.is_pull && (c.pull = calls_.pull(c.request, c.at, c.by_memory ? kMemoryPart : kTcpPart)) != nullptr) {
+      if (c.by_memory && static_cast<uint64_t>(c.pull->bytes()) > c.segment_bytes) return refuse(c, c.unfit(), false);
       c.enter(State::kReply);
       return Step::kAgain;
     }
     RowReply reply;
     std::vector<char> found;
-    if (calls_.run(c.request, c.message, c.from_primary, arrays, reply, found)) {
+    if (calls_.run(c.request, c.message, c.from_primary, c.at, reply, found)) {
       put(c, reply, found.data(), nullptr);
       c.enter(State::kReply);
       return Step::kAgain;
@@ -525,9 +705,16 @@ RowServer::Step RowServer::run(Connection& c) {
   return Step::kAway;
 }
 
-// Writes a reply into the connection's buffer. Throws std::bad_alloc.
+// Writes a reply into the connection's buffer, and its arrays after it or into the segment. Throws std::bad_alloc.
 void RowServer::put(Connection& c, const RowReply& reply, const char* found, const char* rows) {
   const std::string message = reply.serialized();
+  c.out_at = 0;
+  if (c.by_memory) {
+    std::memcpy(c.reply_memory(message.size() + 1), message.data(), message.size());
+    c.out_end = message.size();
+    if (reply.found > 0) std::memcpy(c.segment, found, reply.found);
+    return;
+  }
   const auto size = static_cast<uint32_t>(message.size());
   const size_t bytes = 4 + message.size() + reply.found + reply.rows;
   char* at = c.reply_memory(bytes);
@@ -536,7 +723,6 @@ void RowServer::put(Connection& c, const RowReply& reply, const char* found, con
   at += 4 + message.size();
   if (reply.found > 0) std::memcpy(at, found, reply.found);
   if (reply.rows > 0) std::memcpy(at + reply.found, rows, reply.rows);
-  c.out_at = 0;
   c.out_end = bytes;
 }
 
@@ -571,6 +757,15 @@ RowServer::Step RowServer::send_out(Connection& c) {
       RowReply reply;
       reply.rows = static_cast<uint64_t>(part.bytes);
       reply.last = c.pull->is_done();
+      if (c.by_memory) {
+        c.written = (c.written + 3) / 4 * 4;
+        calls_.read(*c.pull, part, c.segment + c.written);
+        c.written += reply.rows;
+        put(c, reply, nullptr, nullptr);
+        if (reply.last) c.pull = nullptr;
+        c.enter(State::kReply);
+        continue;
+      }
       const std::string message = reply.serialized();
       const size_t head = 4 + message.size();
       // The rows begin at an aligned place, and the message ends there.
@@ -593,6 +788,7 @@ RowServer::Step RowServer::send_out(Connection& c) {
   }
   const bool close = c.close;
   finish(c);
+  if (close && c.by_memory) return Step::kEnd;
   if (close) {  // what the client still sends is read for a moment, because the system would drop the reply otherwise
     if (c.tls != nullptr) c.tls->shutdown();
     ::shutdown(c.fd, SHUT_WR);
@@ -609,10 +805,10 @@ void RowServer::finish(Connection& c) {
   if (c.in_call) {
     counts_.call(c.request.is_pull ? "Pull" : "Write", c.outcome, now() - c.begin);
     c.in_call = false;
-    --running_;
+    --running_[c.by_memory];
   }
   c.pull = nullptr;
-  c.out_at = c.out_end = 0;
+  c.out_at = c.out_end = c.written = 0;
   c.arrays = Buffer();
   if (c.out_size > kChunk) {
     c.out = Buffer();
@@ -646,9 +842,9 @@ bool RowServer::next(PythonCall& call) {
     call.connection = c.number;
     call.message = c.message.data();
     call.message_bytes = static_cast<int64_t>(c.message.size());
-    const Arrays arrays = c.pointers();
+    call.room = static_cast<int64_t>(c.segment_bytes);
     for (size_t i = 0; i < 4; ++i) {
-      call.arrays[i] = arrays[i];
+      call.arrays[i] = c.at[i];
       call.sizes[i] = static_cast<int64_t>(c.request.sizes[i]);
     }
     call.from_primary = c.from_primary ? 1 : 0;
@@ -656,7 +852,7 @@ bool RowServer::next(PythonCall& call) {
   }
 }
 
-bool RowServer::reply(int64_t number, const RowReply& reply, const char* found, const char* rows) {
+bool RowServer::reply(int64_t number, const RowReply& asked, const char* found, const char* rows) {
   std::shared_ptr<Connection> connection;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -665,11 +861,25 @@ bool RowServer::reply(int64_t number, const RowReply& reply, const char* found, 
     connection = there->second;
   }
   Connection& c = *connection;
+  RowReply reply = asked;
+  if (c.by_memory) {
+    const size_t place = reply.found > 0 ? rounded(reply.found) : (c.written + 3) / 4 * 4;
+    if (reply.found > c.segment_bytes || place > c.segment_bytes || reply.rows > c.segment_bytes - place) {
+      reply = {};
+      reply.status = c.unfit();
+    }
+    if (reply.found > 0) std::memcpy(c.segment, found, reply.found);
+    if (reply.rows > 0) std::memcpy(c.segment + place, rows, reply.rows);
+    c.written = place + reply.rows;
+  }
   if (reply.status.code != kOk) c.outcome = reply.status.error.empty() ? "refused" : reply.status.error;
   const std::string message = reply.serialized();
   const auto size = static_cast<uint32_t>(message.size());
-  const std::pair<const char*, size_t> parts[] = {
-      {reinterpret_cast<const char*>(&size), 4}, {message.data(), message.size()}, {found, reply.found}, {rows, reply.rows}};
+  const size_t beside = c.by_memory ? 0 : 1;  // a message by shared memory has its size, and the arrays lie in the segment
+  const std::pair<const char*, size_t> parts[] = {{reinterpret_cast<const char*>(&size), 4 * beside},
+                                                  {message.data(), message.size()},
+                                                  {found, beside * reply.found},
+                                                  {rows, beside * reply.rows}};
   c.enter(State::kPython);
   for (const auto& [data, bytes] : parts) {
     for (size_t at = 0; at < bytes;) {
@@ -725,7 +935,7 @@ void RowServer::watch() {
         ::shutdown(each->fd, SHUT_RDWR);
       }
     }
-    wake_waiters();  // calls by gRPC and by shared memory do not say that they give memory back
+    wake_waiters();  // calls by gRPC do not say that they give memory back
   }
 }
 
@@ -736,7 +946,22 @@ int64_t RowServer::waiting() {
 
 int64_t RowServer::connections() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return static_cast<int64_t>(connections_.size());
+  return static_cast<int64_t>(connections_.size()) - by_memory_;
+}
+
+int64_t RowServer::memory_connections() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return by_memory_;
+}
+
+int64_t RowServer::memory_bytes() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int64_t bytes = 0;
+  for (const auto& [number, each] : connections_) {
+    struct stat about {};
+    if (each->memory >= 0 && fstat(each->memory, &about) == 0) bytes += 512 * about.st_blocks;
+  }
+  return bytes;
 }
 
 void RowServer::stop(double seconds) {
@@ -744,9 +969,10 @@ void RowServer::stop(double seconds) {
   {
     std::unique_lock<std::mutex> lock(mutex_);
     stopping_ = true;
-    if (listener_ >= 0) {
-      epoll_ctl(epoll_, EPOLL_CTL_DEL, listener_, nullptr);
-      ::shutdown(listener_, SHUT_RDWR);
+    for (const int listener : {listener_, memory_listener_}) {
+      if (listener < 0) continue;
+      epoll_ctl(epoll_, EPOLL_CTL_DEL, listener, nullptr);
+      ::shutdown(listener, SHUT_RDWR);
     }
     changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return connections_.empty(); });
     for (const auto& [number, each] : connections_) ::shutdown(each->fd, SHUT_RDWR);
@@ -757,7 +983,9 @@ void RowServer::stop(double seconds) {
   [[maybe_unused]] const ssize_t written = ::write(wake_, &one, sizeof one);
   for (std::thread& thread : threads_) thread.join();
   if (watcher_.joinable()) watcher_.join();
-  if (listener_ >= 0) ::close(listener_);
+  for (const int listener : {listener_, memory_listener_}) {
+    if (listener >= 0) ::close(listener);
+  }
 }
 
 }  // namespace recstore_service

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -9,6 +10,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "row_calls.h"
@@ -50,6 +52,7 @@ struct PythonCall {
   const char* arrays[4];
   int64_t sizes[4];
   int from_primary;
+  int64_t room;  // the largest size in bytes of the arrays of the reply; 0: any size
 };
 
 struct Connection;
@@ -58,6 +61,10 @@ struct Connection;
 // connection are "RECSTORE", the version of the protocol (uint32), the size of the token (uint32), and the token; the
 // server answers with a reply. A request is the size of a SegmentRequest (uint32), the SegmentRequest, and its arrays one
 // after the other. A reply is the size of a SegmentReply, the SegmentReply, and its arrays. Numbers are little-endian.
+//
+// Clients of the same host and user share memory with the server instead, which has the arrays of requests and replies:
+// see SegmentRequest in recstore.proto. A client can change them at any time. Ids are therefore copied before they are used;
+// the values of rows can be anything.
 //
 // A thread never waits for a client: any thread goes on with a connection that has something to do. So a slow client
 // takes no thread, and only as much memory as its request.
@@ -70,6 +77,10 @@ class RowServer {
 
   // Listens on an address, and returns the port. token: empty, or what clients must send. Throws std::runtime_error.
   int listen(const std::string& host, int port);
+  // Takes connections by shared memory, of so many bytes each. Throws std::runtime_error if the system has none.
+  void listen_memory(size_t segment_bytes);
+  // The name of the socket for it, and what a client has to send first; empty if there is none.
+  std::pair<std::string, std::string> memory_offer();
   // A connection whose token was replaced is closed at its next call.
   void set_token(std::string token);
   // secret: what the primary sends instead of a token. The server then takes the calls of the primary only. Empty: the
@@ -88,10 +99,14 @@ class RowServer {
   // next() has returned can be answered until the destructor runs.
   void stop(double seconds);
 
+  // The numbers of connections by TCP, and by shared memory.
   int64_t connections();
+  int64_t memory_connections();
+  // The size in bytes of the memory that clients share with the server and that pages were used of.
+  int64_t memory_bytes();
   // The number of connections that wait for memory.
   int64_t waiting();
-  int64_t running() const { return running_.load(); }
+  int64_t running(bool by_memory) const { return running_[by_memory].load(); }
   int64_t ended() const { return ended_.load(); }
 
  private:
@@ -100,9 +115,13 @@ class RowServer {
   void work();
   void watch();
   void accept();
+  void accept_memory();
   void handle(Connection& connection);
   Step shake(Connection& c);
   Step hello(Connection& c);
+  Step hello_memory(Connection& c);
+  Step framed(Connection& c);
+  Step packet(Connection& c);
   Step message(Connection& c);
   Step memory(Connection& c);
   Step body(Connection& c);
@@ -123,9 +142,11 @@ class RowServer {
   RequestMemory& memory_;
   const int64_t most_connections_;
   const uint64_t most_write_bytes_;
-  int epoll_ = -1, wake_ = -1, listener_ = -1;
+  int epoll_ = -1, wake_ = -1, listener_ = -1, memory_listener_ = -1;
+  size_t segment_bytes_ = 0;
+  std::string memory_name_;
   std::mutex settings_;
-  std::string token_, secret_;
+  std::string token_, secret_, memory_secret_;
   bool backup_ = false;
   std::shared_ptr<TlsContext> tls_;
   std::mutex mutex_;  // guards the connections, the calls for Python, and those that wait for memory
@@ -135,7 +156,9 @@ class RowServer {
   std::deque<int64_t> for_memory_;
   int64_t next_ = 1;
   std::atomic<bool> stopping_{false}, stopped_{false};
-  std::atomic<int64_t> running_{0}, ended_{0};
+  int64_t by_memory_ = 0;  // of the connections
+  std::array<std::atomic<int64_t>, 2> running_{};
+  std::atomic<int64_t> ended_{0};
   std::vector<std::thread> threads_;
   std::thread watcher_;
 };

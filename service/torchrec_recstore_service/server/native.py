@@ -60,7 +60,7 @@ class NativeStatus(ctypes.Structure):
 
 
 class PythonCall(ctypes.Structure):
-    """A call that Python answers: its ``SegmentRequest``, and the addresses and sizes in bytes of its arrays."""
+    """A call that Python answers: see row_server.h."""
 
     _fields_ = (
         ("connection", c_int64),
@@ -69,6 +69,7 @@ class PythonCall(ctypes.Structure):
         ("arrays", c_void_p * 4),
         ("sizes", c_int64 * 4),
         ("from_primary", c_int),
+        ("room", c_int64),
     )
 
 
@@ -132,6 +133,11 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "server_new": (c_void_p, [c_void_p, c_void_p, c_void_p, c_int, c_int64, c_uint64, _STATUS]),
     "server_delete": (None, [c_void_p]),
     "server_listen": (c_int, [c_void_p, c_char_p, c_int, _STATUS]),
+    "server_listen_memory": (None, [c_void_p, c_uint64, _STATUS]),
+    "server_memory_offer": (None, [c_void_p, c_char_p, c_uint64]),
+    "server_memory_connections": (c_int64, [c_void_p]),
+    "server_memory_running": (c_int64, [c_void_p]),
+    "server_memory_bytes": (c_int64, [c_void_p]),
     "server_set_token": (None, [c_void_p, c_char_p]),
     "server_set_backup": (None, [c_void_p, c_int, c_char_p]),
     "server_set_tls": (None, [c_void_p, c_char_p, c_char_p, c_char_p, c_char_p, _STATUS]),

@@ -1,9 +1,9 @@
-"""Calls on rows by TCP, which the native library answers without Python: csrc/row_server.h.
+"""Calls on rows by TCP and by shared memory, which the native library answers without Python: csrc/row_server.h.
 
 Python answers the calls for which the library has no function: those on tables with a cold store or with initial rows,
 and those with an error in the request.
 
-Tests: tests/service/test_native_rows.py.
+Tests: tests/service/test_native_rows.py, tests/service/test_shared_memory.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from torchrec_recstore_service.server.row_calls import RowCalls
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.protocol import PART_BYTES, Status, array_of
+from torchrec_recstore_service.wire.segment import SEGMENT_BYTES, is_available
+from torchrec_recstore_service.wire.table_rows import aligned
 
 _PYTHON_CALLS = 8  # threads for the calls that Python answers
 _LOOK_S = 0.5  # time after which a change of the token or of the certificates is seen
@@ -36,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class NativeRows:
-    """The listener for calls on rows by TCP, and the tables that the library reads and writes.
+    """The listeners for calls on rows by TCP and by shared memory, and the tables that the library reads and writes.
 
     Args:
         tables: The tables.
@@ -72,6 +74,7 @@ class NativeRows:
                 "torchrec_recstore and torchrec_recstore_service do not fit together: install the same version of both"
             )
         self._server: Native | None = None
+        self._listening: GrpcServer | None = None
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self.port = 0
@@ -94,20 +97,31 @@ class NativeRows:
         handles = (self._calls.handle, self._counts.handle, self._memory.handle)
         server = self._server = Native("server", *handles, *numbers, byref(status))
         status.check()
-        token = listening.token
-        server.invoke("set_token", b"" if token is None else token.value.encode())
-        if listening.certificates is not None and not self._set_certificates(options):
-            return
-        host = host_and_port(options.listen)[0]
-        try:
-            self.port = server.checked("listen", host.encode(), options.rows_port)
-        except OSError as error:
-            raise OSError(f"--rows-port {options.rows_port}: {error}") from None
+        self._listening = listening
+        self._set_token()
+        if is_available():
+            server.checked("listen_memory", SEGMENT_BYTES)
+        if listening.certificates is None or self._set_certificates(options):
+            host = host_and_port(options.listen)[0]
+            try:
+                self.port = server.checked("listen", host.encode(), options.rows_port)
+            except OSError as error:
+                raise OSError(f"--rows-port {options.rows_port}: {error}") from None
         work = [self._answer_calls] * _PYTHON_CALLS
         work.append(lambda: self._look(options, listening))
         for number, function in enumerate(work):
             self._threads.append(threading.Thread(target=function, name=f"recstore-rows-{number}", daemon=True))
             self._threads[-1].start()
+
+    def offer(self) -> pb.AttachReply:
+        """Returns how clients make connections for rows. See ``Attach`` in recstore.proto."""
+        if self._server is None:
+            return pb.AttachReply()
+        self._set_token()  # the client has the present one
+        text = ctypes.create_string_buffer(128)
+        self._server.invoke("memory_offer", text, len(text))
+        name, secret = text.value.split(b" ")
+        return pb.AttachReply(socket=name.decode(), secret=secret, rows_port=self.port)
 
     def set_backup(self, backup: bool, secret: str) -> None:
         """Sets whether only calls of the primary are taken, which have ``secret`` in place of the token."""
@@ -129,8 +143,17 @@ class NativeRows:
             "row_connections": ("The number of connections for rows by TCP.", number("connections")),
             "row_calls_running": ("The number of calls on rows by TCP that run.", number("running")),
             "row_calls_ended": (
-                "The number of calls on rows by TCP that were ended because their client was slow.",
+                "The number of calls on rows that were ended because their client was slow.",
                 number("ended"),
+            ),
+            "shared_memory_connections": ("The number of connections by shared memory.", number("memory_connections")),
+            "shared_memory_calls_running": (
+                "The number of calls by shared memory that run.",
+                number("memory_running"),
+            ),
+            "shared_memory_bytes": (
+                "The size of the memory that clients share with this server.",
+                number("memory_bytes"),
             ),
         }
 
@@ -153,6 +176,12 @@ class NativeRows:
         size = value_dtype(spec.dtype).itemsize
         self._calls.invoke("add", hosted.name.encode(), *handles, spec.dim, size, hosted.table.optimizer.lr)
 
+    def _set_token(self) -> None:
+        assert self._server is not None
+        assert self._listening is not None
+        token = self._listening.token
+        self._server.invoke("set_token", b"" if token is None else token.value.encode())
+
     def _set_certificates(self, options: ListenOptions) -> bool:
         assert self._server is not None
         files = [
@@ -173,8 +202,7 @@ class NativeRows:
         while not self._stopping.wait(_LOOK_S):
             if self._server.invoke("waiting"):
                 listening.end_late()  # calls by gRPC may hold the memory
-            if listening.token is not None:
-                self._server.invoke("set_token", listening.token.value.encode())
+            self._set_token()
             now = None if listening.certificates is None else listening.certificates.value
             if now is not certificates and self._set_certificates(options):  # else the files change at this moment
                 certificates = now
@@ -202,13 +230,18 @@ class NativeRows:
         asked = request.pull
         specs = self._python.readable(asked)
         ids = array_of(arrays[0], torch.int64)
+        parts = self._python.parts(asked, specs, ids, PART_BYTES) if asked.want == pb.PullHeader.ROWS else []
+        size = sum(aligned(part.size) for part in parts)
+        if asked.want == pb.PullHeader.FOUND_ROWS:
+            size = len(ids) * (1 + specs[0].dim * value_dtype(specs[0].dtype).itemsize)
+        if 0 < call.room < size:
+            raise ValueError(f"{size} bytes do not fit into the {call.room} bytes of the shared memory")
         if asked.want != pb.PullHeader.ROWS:
             found = self._python.found(asked, ids)
             which, content = found.found, found.rows  # protobuf makes them anew each time; _reply needs their memory
             reply = pb.SegmentReply(last=True, found=len(which), rows=len(content))
             self._reply(call, reply, _address(which), _address(content))
             return
-        parts = self._python.parts(asked, specs, ids, PART_BYTES)
         for number, part in enumerate(parts, 1):
             rows = row_ops.rows_empty(1, part.size)[0]
             part.read(rows)

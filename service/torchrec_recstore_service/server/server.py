@@ -24,7 +24,6 @@ from torchrec_recstore_service.server.native_rows import NativeRows
 from torchrec_recstore_service.server.pair import Pair, PairOptions
 from torchrec_recstore_service.server.row_calls import RowCalls
 from torchrec_recstore_service.server.set_calls import SetCalls
-from torchrec_recstore_service.server.shared_memory_calls import SharedMemoryServer
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import (
     ERROR_KEY,
@@ -81,7 +80,6 @@ class ParameterServer(ParameterServerServicer):
         self._pair = Pair()
         self._set = SetCalls(tables, directory, self._applied, self._pair)
         self._rows = RowCalls(tables, self._set.write_once, observer, self._set.check, max_write_bytes)
-        self._memory = SharedMemoryServer(self._rows, observer, _status, self._pair)
         self._native = NativeRows(
             *(tables, self._applied, self._set.gate, self._pair, observer, self._rows, _status, max_write_bytes)
         )
@@ -102,7 +100,6 @@ class ParameterServer(ParameterServerServicer):
             ),
             "clients": ("The number of clients that may repeat a write.", lambda: self._applied.clients),
             "backups": ("The number of servers that have all rows beside this one.", lambda: bool(self._pair.backup)),
-            **self._memory.gauges(),
         }
 
     def begin(self, options: ListenOptions, listening: GrpcServer, pair: PairOptions | None = None) -> None:
@@ -114,7 +111,6 @@ class ParameterServer(ParameterServerServicer):
             self._pair.begin(
                 *(pair, options, listening, self._set, self._directory, self._native, listening.set_serving)
             )
-        self._memory.start(listening.token, listening.memory)
 
     def start(self, serving: Callable[[bool], object]) -> None:
         """Answers clients from now on. The servers of a pair find out first which of them does."""
@@ -144,7 +140,6 @@ class ParameterServer(ParameterServerServicer):
 
     def close(self) -> None:
         """Ends the calls by shared memory and by TCP, and frees the tables."""
-        self._memory.stop()
         self._native.stop()
         self._tables.close()
 
@@ -240,9 +235,7 @@ class ParameterServer(ParameterServerServicer):
     def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachReply:
         """See recstore.proto."""
         with self._call("Attach", context):
-            offer = self._memory.offer()
-            offer.rows_port = self._native.port
-            return offer
+            return self._native.offer()
 
     @contextmanager
     def _call(self, method: str, context: Any) -> Iterator[None]:

@@ -59,12 +59,3 @@ class Segment:
         if end > self.size:
             raise ValueError(f"{end} bytes do not fit into the {self.size} bytes of the shared memory")
         return arrays
-
-
-def new_memory(size: int) -> int:
-    """Returns the file descriptor of new memory of ``size`` bytes, whose size nobody can change."""
-    file = os.memfd_create("recstore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(file, size)
-    # A process that could make the memory smaller could end the other process, at its next access, by a signal.
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    return file
