@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torchrec_recstore_serving.from_checkpoint import export_checkpoint, export_checkpoint_delta
     from torchrec_recstore_serving.library import load_library
     from torchrec_recstore_serving.publish import DeltaPublisher
+    from torchrec_recstore_serving.retrieval import Retrieval
+    from torchrec_recstore_serving.retrieval_export import export_retrieval
     from torchrec_recstore_serving.served_model import scriptable
     from torchrec_recstore_serving.verification import verify
 
@@ -24,11 +26,13 @@ _MODULES = {
     "DeltaPublisher": "publish",
     "Follower": "follower",
     "FollowerState": "follower",
+    "Retrieval": "retrieval",
     "described": "delta",
     "export_checkpoint": "from_checkpoint",
     "export_checkpoint_delta": "from_checkpoint",
     "export_delta": "export",
     "export_for_inference": "export",
+    "export_retrieval": "retrieval_export",
     "follow": "follower",
     "load_library": "library",
     "read_delta": "delta",
@@ -43,10 +47,12 @@ __all__ = [
     "DeltaPublisher",
     "Follower",
     "FollowerState",
+    "Retrieval",
     "export_checkpoint",
     "export_checkpoint_delta",
     "export_delta",
     "export_for_inference",
+    "export_retrieval",
     "follow",
     "load_library",
     "read_delta",

@@ -10,7 +10,7 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,14 @@ from types import TracebackType
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from torchrec_recstore.utils import warn_user
 from torchrec_recstore_serving.bad_reads import BadReads, last_line
 from torchrec_recstore_serving.delta import checked_delta, load_export, private_copy
 from torchrec_recstore_serving.destinations import publications_at
 from torchrec_recstore_serving.publications import Kind, Latest, Publication
+from torchrec_recstore_serving.retrieval import Retrieval, as_sequence
 from torchrec_recstore_serving.signing import key_at
 from torchrec_recstore_serving.verification import check_file
 
@@ -88,6 +90,8 @@ class Follower:
         source: The destination of the publisher: the path of a directory, or ``redis://host:port/db?stream=name``.
         key: The file of the publisher's key. Nothing is loaded that is not signed with it. Default: None, everyone who
             may write to the source is trusted.
+        retrieval: The index of a table, or several, which the follower brings to each publication before it serves the
+            publication. Default: none.
 
     Raises:
         TypeError, ValueError: ``source`` is neither of them; ``key`` is short, or other users can read it; or there is
@@ -99,7 +103,14 @@ class Follower:
         RecStoreWarning: There is no ``key``, and other users can write to the source.
     """
 
-    def __init__(self, source: str | Path, *, key: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        source: str | Path,
+        *,
+        key: str | Path | None = None,
+        retrieval: Retrieval | Sequence[Retrieval] = (),
+    ) -> None:
+        self._indexes = as_sequence(retrieval)
         self._key = key_at(key)
         self._source = publications_at(source, self._key)
         self._served: tuple[torch.jit.ScriptModule, Publication] | None = None
@@ -225,7 +236,8 @@ class Follower:
 
         Raises:
             OSError, ValueError: The source cannot be read, or its newest publication is not signed with the key, or
-                everyone can write to it. The model is as it was, and the call can be repeated.
+                everyone can write to it. The model is as it was, and the call can be repeated. The errors of
+                :meth:`Retrieval.update` are raised as they are.
 
         Warns:
             RecStoreWarning: A publication cannot be used. The message has the cause.
@@ -357,7 +369,7 @@ class Follower:
         except _BAD as error:
             self._failed = file
             return self._bad.add(file, error)
-        self._served = model, publication
+        self._serve(model, publication, delta)
         self._deltas += 1
         return None
 
@@ -383,10 +395,18 @@ class Follower:
                 self._failed = file
                 self._say(f"full export {number} cannot be loaded: {self._bad.add(file, error)}")
                 continue
-            self._served = model, publication
+            self._serve(model, publication)
             self._fulls += 1
             return True
         return False
+
+    def _serve(
+        self, model: torch.jit.ScriptModule, publication: Publication, delta: dict[str, Tensor] | None = None
+    ) -> None:
+        with self._changing():
+            for index in self._indexes:
+                index.update(model, delta)
+        self._served = model, publication
 
     def _checked_full(self, number: int, folder: Path) -> Path:
         """Returns the file of a full export after its bytes have been checked."""
@@ -420,7 +440,12 @@ class Follower:
 
 
 def follow(
-    source: str | Path, *, every_s: float = 0.5, timeout_s: float = 60.0, key: str | Path | None = None
+    source: str | Path,
+    *,
+    every_s: float = 0.5,
+    timeout_s: float = 60.0,
+    key: str | Path | None = None,
+    retrieval: Retrieval | Sequence[Retrieval] = (),
 ) -> Follower:
     """Loads a published model and keeps it up to date in a thread.
 
@@ -430,17 +455,19 @@ def follow(
         every_s: The longest time between two looks at the source, in seconds. Default: 0.5.
         timeout_s: The time in seconds to wait for the first full export. Default: 60.
         key: The file of the publisher's key; see :class:`Follower`. Default: None.
+        retrieval: The index of a table, or several; see :class:`Follower`. Default: none.
 
     Returns:
         The follower, which has loaded a full export and all deltas after it. Close it at the end.
 
     Raises:
-        TypeError, ValueError: See :class:`Follower`; or the newest publication is not signed with the key.
+        TypeError, ValueError: See :class:`Follower`; the newest publication is not signed with the key; or the model
+            does not fit ``retrieval``.
         TimeoutError: There was no full export that can be used.
         OSError: The source could not be read for this time.
         ImportError: The package ``redis`` is missing.
     """
-    follower = Follower(source, key=key)
+    follower = Follower(source, key=key, retrieval=retrieval)
     end = time.monotonic() + timeout_s
     try:
         while follower.version is None:

@@ -161,7 +161,7 @@ COMMON = ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli"]
         ("torchrec_recstore/kernels", "torchrec_recstore", [""]),
         ("torchrec_recstore", "torchrec_recstore", [*COMMON, "parquet"]),
         ("service/torchrec_recstore_service", "torchrec_recstore_service", ["", "redis"]),
-        ("serving/torchrec_recstore_serving", "torchrec_recstore_serving", ["", "redis"]),
+        ("serving/torchrec_recstore_serving", "torchrec_recstore_serving", ["", "redis", "retrieval"]),
         ("examples", "torchrec_recstore", [*COMMON, "examples"]),
         ("benchmarks", "torchrec_recstore", [*COMMON, "examples"]),
     ],
