@@ -72,6 +72,12 @@ def test_the_commands_run_and_learn(name: str, ranks: int, flags: list[str], pat
     assert done.returncode == 0, done.stderr
     assert figure(done.stdout) > floor
     assert done.stdout.count("samples/s") + done.stdout.count("predictions/s") == 1, "printed by one rank"
+    if "--live" in flags:
+        shown = re.findall(
+            r"^publication \d+: (\d+\.\d) of 10 movies are new, .* (\d\.\d{4}),", done.stdout, re.MULTILINE
+        )
+        assert len(shown) == 12
+        assert all(float(new) > 0 and float(recall) > 0.99 for new, recall in shown)
 
 
 def test_every_docstring_has_commands() -> None:
