@@ -10,7 +10,7 @@ from typing import Any
 
 from common.curves import Curve, has_curves, read_curves
 from common.report import ALL, PART_TITLES, counted_since, plain, share, short, short_bytes, total, write_whole
-from common.style import REST, Line, Points, document, facts, figure
+from common.style import REST, Line, Points, cell, document, facts, figure
 
 from torchrec_recstore import TableStats
 
@@ -209,7 +209,7 @@ def _section(title: str, values: Mapping[str, Any]) -> str:
             if part and each is None:
                 continue  # a limit that is not set
             whole = f"{name} {part}".strip().replace("_", " ")
-            lines.append(f"<tr><th scope=row>{escape(whole)}</th><td>{escape(plain(each))}</td></tr>")
+            lines.append(f"<tr><th scope=row>{escape(whole)}</th>{cell(plain(each))}</tr>")
     return f"<section><h2>{escape(title)}</h2><table>{''.join(lines)}</table></section>" if lines else ""
 
 

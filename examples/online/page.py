@@ -99,5 +99,6 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 def _plot(title: str, about: str, lines: Mapping[str, Points], text_of: Any, zero: bool = False) -> str:
     """Returns a figure as HTML, with a line for each name that has points."""
     found = [Line(name, points) for name, points in lines.items() if points]
-    caption = "" if not found else f" Now: {', '.join(f'{n} {text_of(line[-1][1])}' for n, line, _ in found)}."
+    now = ", ".join(f"{line.label} {text_of(line.points[-1][1])}" for line in found)
+    caption = f" Now: {now}." if found else ""
     return figure(title, about + caption, found, text_of, zero=zero)
