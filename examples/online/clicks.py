@@ -15,11 +15,31 @@ from online.settings import Settings
 
 Clicks = npt.NDArray[Any]
 
+OUTCOMES = ("history", "answered", "no answer in time", "refused", "not asked")
+"""What became of the request for the score of a click. A click of the history was never asked for."""
+HISTORY, ANSWERED, NO_ANSWER, REFUSED, NOT_ASKED = range(len(OUTCOMES))
+
 CLICK = np.dtype(
-    [("time_ms", "<i8"), ("user", "<i8"), ("item", "<i8"), ("clicked", "<i8"), ("served", "<f8"), ("frozen", "<f8")]
+    [
+        ("time_ms", "<i8"),
+        ("user", "<i8"),
+        ("item", "<i8"),
+        ("clicked", "<i8"),
+        ("served", "<f8"),
+        ("frozen", "<f8"),
+        ("served_outcome", "<i8"),
+        ("frozen_outcome", "<i8"),
+        ("age", "<f8"),
+        ("waited", "<f8"),
+    ]
 )
 """A click: its time in milliseconds since 1970, the ids, the label 0 or 1, and the logits that the served model and the
-frozen model gave before the label was known. NaN: the model did not answer."""
+frozen model gave before the label was known (NaN: the model did not answer), and what became of both requests, a number
+of ``OUTCOMES``.
+
+``age`` is the age in seconds of the rows of the served model at this click. If it did not answer, these are the rows
+that have answered last, which have become older since. ``waited`` is the time in seconds from the moment at which the
+click was due until it was written. Both are NaN for clicks of the history."""
 
 BLOCK = 1024  # clicks of one random stream
 USERS, ITEMS = 600, 300  # at any time
@@ -60,5 +80,6 @@ def _block(settings: Settings, block: int) -> Clicks:
     clicks["user"] = (user.view(np.uint64) * _ODD).view(np.int64)
     clicks["item"] = (item.view(np.uint64) * _ODD).view(np.int64)
     clicks["clicked"] = random.random(BLOCK) < 1 / (1 + np.exp(-logits))
-    clicks["served"] = clicks["frozen"] = np.nan
+    clicks["served"] = clicks["frozen"] = clicks["age"] = clicks["waited"] = np.nan
+    clicks["served_outcome"] = clicks["frozen_outcome"] = HISTORY
     return clicks

@@ -7,9 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from common.command import DataError
+
 from torchrec_recstore.options import RedisStore
 
 FILE = "settings.json"
+FORMAT = 2
+"""The number of the format of all files of a run. It changes with the fields of a click."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,7 @@ class Settings:
         rate: The number of clicks a second.
         start_ms: The time of the first live click, the one after the history, in milliseconds since 1970. The example
             writes this click when all processes are ready, which is some seconds later.
+        session_ms: The moment at which the command was started, or was started again, in milliseconds since 1970.
         paced: Whether live clicks are written at their rate. If False, all clicks are written at once.
         batch_size: The number of clicks of a step.
         window: The number of clicks of a window, over which AUC and calibration are computed.
@@ -48,6 +53,7 @@ class Settings:
     clicks: int = 320_000
     rate: int = 2000
     start_ms: int = 1_700_000_000_000
+    session_ms: int = 0
     paced: bool = True
     batch_size: int = 256
     window: int = 8000
@@ -73,8 +79,21 @@ class Settings:
 
     @property
     def opened(self) -> Path:
-        """The file with the moment at which the first live click was written, in milliseconds since 1970."""
+        """The file with the moment at which the first live click was due, in milliseconds since 1970.
+
+        The time for which a run was interrupted does not count: the moment is later then.
+        """
         return self.folder / "opened"
+
+    @property
+    def written(self) -> Path:
+        """The file with the number of the last click that the generator has written."""
+        return self.folder / "written"
+
+    @property
+    def redis(self) -> Path:
+        """The folder of the Redis server that the example starts. It does not exist if there is none."""
+        return self.folder / "redis"
 
     @property
     def checkpoints(self) -> Path:
@@ -90,9 +109,16 @@ class Settings:
         """Writes the settings into the run's folder. Only the user can read the file, because the URL is complete."""
         path = self.folder / FILE
         path.touch(mode=0o600)
-        path.write_text(json.dumps(self.shown() | {"url": self.url}, indent=2) + "\n")
+        path.write_text(json.dumps({"format": FORMAT, **self.shown(), "url": self.url}, indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Settings:
-        """Reads the settings of a run's folder."""
-        return cls(**json.loads((folder / FILE).read_text()) | {"folder": folder})
+        """Reads the settings of a run's folder.
+
+        Raises:
+            DataError: Another version of the example has written them.
+        """
+        read = json.loads((folder / FILE).read_text())
+        if read.pop("format", 1) != FORMAT:
+            raise DataError(f"{folder}: another version of the example has written this run: choose a new folder")
+        return cls(**read | {"folder": folder})

@@ -134,6 +134,7 @@ class Report:
             "rows": {name: each.rows for name, each in table_stats(self._model).items()},
             "expired": self.state()["expired"],
             "windows": windows.done,
+            **windows.freshness,
             "final_version": final_version,
         }
         write_whole(self._path, json.dumps(document).encode())

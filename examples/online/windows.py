@@ -6,13 +6,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from online.clicks import Clicks
+from online.clicks import ANSWERED, HISTORY, OUTCOMES, Clicks
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
 
 MODELS = ("trained", "served", "frozen")
+SERVERS = ("served", "frozen")
 KEPT = 1000
 """The number of windows that are kept."""
+LATE_S = 2.0
+"""A click is late if it was written more than this time after the moment at which it was due."""
+STEP_S = 0.1
+"""The precision of the ages."""
 
 
 class Windows:
@@ -26,6 +31,10 @@ class Windows:
             ``time_ms``, the time of this click, ``clicked``, the share of clicks with the label 1, and for each name of
             ``MODELS`` a dict with ``answered``, the share of clicks that the model has scored, ``auc``, and
             ``calibration``, the sum of the predictions over the sum of the labels. A metric is None if it is undefined.
+        outcomes: The number of live clicks by server and by what became of the request; see ``OUTCOMES``.
+        late: The number of live clicks that are late.
+        ages: The number of live clicks by the age of the rows of the served model, in steps of ``STEP_S``. A click
+            without an answer counts too: its age is that of the rows that have answered last.
     """
 
     def __init__(self, size: int) -> None:
@@ -33,6 +42,9 @@ class Windows:
         self.done: list[dict[str, Any]] = []
         self._open = torch.empty(0, 2 + len(MODELS), dtype=torch.float64)  # label, time, logits of each model
         self._last = 0
+        self.outcomes = {name: dict.fromkeys(OUTCOMES[ANSWERED:], 0) for name in SERVERS}
+        self.late = 0
+        self.ages: dict[int, int] = {}
 
     def add(self, clicks: Clicks, logits: Tensor) -> None:
         """Adds clicks in their order, and computes the metrics of windows that are complete.
@@ -48,14 +60,44 @@ class Windows:
             self._last += self.size
             self.done = [*self.done, self._metrics(self._open[: self.size])][-KEPT:]
             self._open = self._open[self.size :]
+        self._count(clicks[clicks["served_outcome"] != HISTORY])
+
+    @property
+    def freshness(self) -> dict[str, Any]:
+        """The counts of live clicks, and the percentiles of the age of the rows in seconds over all of them."""
+        return {
+            "outcomes": self.outcomes,
+            "late": self.late,
+            "age_p50_s": self._percentile(50),
+            "age_p99_s": self._percentile(99),
+        }
+
+    def _count(self, live: Clicks) -> None:
+        for name in SERVERS:
+            for outcome, count in zip(*np.unique(live[f"{name}_outcome"], return_counts=True), strict=True):
+                self.outcomes[name][OUTCOMES[outcome]] += int(count)
+        self.late += int((live["waited"] > LATE_S).sum())
+        steps = np.round(live["age"] / STEP_S).astype(np.int64)
+        for step, count in zip(*np.unique(steps, return_counts=True), strict=True):
+            self.ages[int(step)] = self.ages.get(int(step), 0) + int(count)
+
+    def _percentile(self, percent: int) -> float | None:
+        rest = sum(self.ages.values()) * percent // 100
+        for step, count in sorted(self.ages.items()):
+            rest -= count
+            if rest < 0:
+                return step * STEP_S
+        return None
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
-        return {"last": self._last, "done": self.done, "open": self._open.clone()}
+        counts = {"outcomes": self.outcomes, "late": self.late, "ages": list(self.ages.items())}
+        return {"last": self._last, "done": self.done, "open": self._open.clone(), **counts}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continues from the state of a checkpoint."""
         self._last, self.done, self._open = state["last"], state["done"], state["open"]
+        self.outcomes, self.late, self.ages = state["outcomes"], state["late"], dict(state["ages"])
 
     def _metrics(self, rows: Tensor) -> dict[str, Any]:
         labels = rows[:, 0]

@@ -6,7 +6,9 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 from common.command import DataError
-from online.clicks import CLICK, Clicks, generated
+from online.clicks import ANSWERED, CLICK, NO_ANSWER, NOT_ASKED, REFUSED, Clicks, generated
 from online.generator import generate
 from online.page import page
 from online.settings import Settings
 from online.streams import ClickStream, FileStream, RedisStream, read_batch
 from online.trainer import train
-from online.windows import MODELS, Windows
+from online.windows import LATE_S, MODELS, STEP_S, Windows
 
 from torchrec_recstore.checkpoint.compare import compare_chains
 from torchrec_recstore.checkpoint.info import read_chain
@@ -137,6 +139,29 @@ def test_metrics_by_window_are_those_of_a_plain_computation() -> None:
     assert windows.done[2]["trained"]["auc"] is None  # no click in this window
 
 
+def test_a_click_without_an_answer_counts_in_the_percentiles() -> None:
+    live = np.zeros(1000, CLICK)
+    live["served_outcome"], live["frozen_outcome"] = ANSWERED, ANSWERED
+    live["age"], live["waited"] = 2.0, 0.2
+    live["served_outcome"][600:] = NO_ANSWER  # the follower hangs
+    live["age"][600:] = 2 + np.arange(400) / 20
+    live["waited"][600:] = 1.1
+    live["served_outcome"][900:], live["waited"][900:] = NOT_ASKED, 3.0
+    windows = Windows(100)
+    history = np.zeros(100, CLICK)
+    history["age"] = history["waited"] = np.nan
+    for clicks in (history, live[:640], live[640:]):
+        windows.add(clicks, torch.zeros(len(clicks)))
+        resumed = Windows(100)
+        resumed.load_state(windows.state())
+        windows = resumed
+    found = windows.freshness
+    assert (found["age_p50_s"], found["age_p99_s"]) == pytest.approx((2.0, np.sort(live["age"])[990]), abs=STEP_S)
+    assert found["late"] == 100
+    assert list(found["outcomes"]["served"].values()) == [600, 300, 0, 100]
+    assert list(found["outcomes"]["frozen"].values()) == [1000, 0, 0, 0]
+
+
 @pytest.fixture(params=["file", pytest.param("redis", marks=pytest.mark.skipif(PROGRAM is None, reason="no Redis"))])
 def stream(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ClickStream]:
     if request.param == "file":
@@ -216,6 +241,80 @@ def after_kill(server: RedisServer, action: Callable[[], object]) -> None:
     start.start()
     action()
     start.join()
+
+
+class Answering(BaseHTTPRequestHandler):
+    """A server whose rows are half a second old. It hangs, without an answer, while ``server.hangs`` is set."""
+
+    def do_POST(self) -> None:
+        """Answers with a logit for each click."""
+        users = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["arguments"]["features"]["user"]
+        self.server.goes_on.wait(20)  # type: ignore[attr-defined]
+        body = json.dumps({"outputs": {"y": [0.25] * len(users)}, "seconds_behind": 0.5}).encode()
+        with suppress(OSError):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def answering() -> Iterator[tuple[str, threading.Event]]:
+    """Runs a server. Yields its address and the event that is set while it answers."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    goes_on = server.goes_on = threading.Event()  # type: ignore[attr-defined]
+    goes_on.set()
+    threading.Thread(target=server.serve_forever, args=(0.05,)).start()
+    try:
+        yield f"127.0.0.1:{server.server_port}", goes_on
+    finally:
+        goes_on.set()
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_generator_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None:
+    with answering() as (served, serves), answering() as (frozen, _):
+        made = settings(tmp_path, clicks=1024 + 350, paced=True, http=served, frozen_http=frozen)
+        threading.Timer(0.7, serves.clear).start()
+        begin = time.monotonic()
+        generate(made)  # three and a half seconds of clicks
+        assert time.monotonic() - begin < 3.5 + LATE_S
+    live = FileStream(tmp_path / "clicks.log").read(1024, 1000)
+    assert len(live) == 350
+    assert live["waited"].max() < LATE_S
+    assert (live["frozen_outcome"] == ANSWERED).all()
+    assert not np.isnan(live["frozen"]).any()
+    answered = live["served_outcome"] == ANSWERED
+    count = int(answered.sum())
+    assert answered[:count].all(), "after the server hangs, nothing is answered"
+    assert 20 < count < 120
+    assert (live["served"][:count] == 0.25).all()
+    assert np.isnan(live["served"][count:]).all()
+    assert live["age"][:count] == pytest.approx(0.5, abs=0.4)
+    assert set(live["served_outcome"][count:]) == {NO_ANSWER, NOT_ASKED}
+    # The age rises in the whole time without an answer, by about a second in a second.
+    silent = live["age"][count:]
+    assert (np.diff(silent) >= 0).all()
+    assert silent[-1] - silent[0] == pytest.approx(len(silent) / 100 - 1, abs=0.7)
+    assert (silent >= live["waited"][count:]).all()
+
+
+def test_the_age_goes_on_after_the_generator_was_killed(tmp_path: Path) -> None:
+    made = settings(tmp_path, clicks=1024 + 40, paced=True, http="127.0.0.1:1", frozen_http="127.0.0.1:1")
+    stream = FileStream(tmp_path / "clicks.log")
+    clicks = generated(made, 1, 1024 + 10)
+    clicks["age"][-1], clicks["waited"][-1] = 7.0, 0.1
+    stream.append(1, clicks)
+    made.opened.write_text(str(int(1000 * (time.time() - 0.1))))
+    generate(made)
+    live = stream.read(1034, 100)
+    assert len(live) == 30
+    assert set(live["served_outcome"]) <= {REFUSED, NOT_ASKED}
+    assert (live["age"] >= 7 - 0.1).all()
+    assert live["age"].max() < 9
 
 
 @pytest.mark.slow
