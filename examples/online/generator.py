@@ -13,7 +13,8 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from http.client import HTTPException
+from collections.abc import Iterator
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class Server:
                 continue
             try:
                 with urllib.request.urlopen(self._url, request.body, timeout=ANSWER_S) as answer:
-                    told = json.load(answer)
+                    told = json.loads(b"".join(_parts(answer, request)))
                 (logits,) = told["outputs"].values()
                 request.logits = np.array(logits, dtype=np.float64)
                 request.fresh = time.time() - told["seconds_behind"]
@@ -104,6 +105,14 @@ class Server:
                 # urllib raises a timeout of the connection as the reason of a URLError.
                 hung = isinstance(getattr(error, "reason", error), TimeoutError)
                 request.end(NO_ANSWER if hung else REFUSED)
+
+
+def _parts(answer: HTTPResponse, request: Request) -> Iterator[bytes]:
+    """Reads an answer. The timeout of a connection does not end one that arrives byte by byte."""
+    while part := answer.read1(1 << 16):
+        yield part
+        if request.is_over:
+            raise TimeoutError
 
 
 class Batch:
