@@ -17,6 +17,8 @@ Clicks = npt.NDArray[Any]
 
 OUTCOMES = ("history", "answered", "no answer in time", "refused", "not asked")
 """What became of the request for the score of a click. A click of the history was never asked for."""
+LATE_S = 2.0
+"""A click is late if it was written more than this time after the moment at which it was due."""
 HISTORY, ANSWERED, NO_ANSWER, REFUSED, NOT_ASKED = range(len(OUTCOMES))
 
 CLICK = np.dtype(

@@ -6,11 +6,16 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from common.report import plain, short
-from common.style import Line, Points, document, facts, figure
+from common.report import plain, share, short
+from common.style import Line, Points, cell, colour, document, facts, figure
+from online.clicks import LATE_S
 
 RELOAD_S = 2
-NAMES = {"trained": "trained", "served": "served", "frozen": "frozen"}
+NAMES = ("trained", "served", "frozen")
+SERVERS = ("served", "frozen")
+PAINTS = {name: colour(number) for number, name in enumerate((*NAMES, "clicks"))} | {"expired": "currentColor"}
+"""The colour of each line but those of the tables, which have the colours after these."""
+SECONDS = "{:.1f} s".format
 
 
 def page(state: Mapping[str, Any], live: bool) -> str:
@@ -27,7 +32,10 @@ def page(state: Mapping[str, Any], live: bool) -> str:
         "clicks trained": f"{state['offset']:,}",
         "samples/s": _number(now.get("samples_per_second"), short),
         **{f"AUC, {name}": _number(last.get(name, {}).get("auc"), "{:.3f}".format) for name in NAMES},
-        "age of the served rows": _number(now.get("age_s"), "{:.1f} s".format),
+        "age of the served rows": _number(now.get("age_s"), SECONDS),
+        "age, p50 and p99": f"{_number(state['age_p50_s'], SECONDS)}, {_number(state['age_p99_s'], SECONDS)}",
+        **{f"unanswered, {name}": _unanswered(state["outcomes"].get(name, {})) for name in SERVERS},
+        "late clicks": f"{state['late']:,}",
         "rows": f"{sum(state['rows'].values()):,}",
         "rows expired": f"{state['expired']:,}",
         "restarts": f"{sum(each['restarts'] for each in state['processes'].values())}",
@@ -36,9 +44,11 @@ def page(state: Mapping[str, Any], live: bool) -> str:
     calibration = {name: _of_windows(windows, name, "calibration", settings["start_ms"]) for name in NAMES}
     speed = {
         "trained": _of_samples(samples, "samples_per_second"),
-        "clicks": [(each["second"], float(settings["rate"])) for each in samples],
+        "clicks": _of_samples(samples, "clicks_per_second"),
     }
-    ages = {"served": _of_samples(samples, "age_s"), "trainer": _of_samples(samples, "behind_s")}
+    ages = {"served": _of_samples(samples, "age_s"), "trained": _of_samples(samples, "behind_s")}
+    since = [window for window in windows if window["time_ms"] >= settings["start_ms"]]
+    answered = {name: _of_windows(since, name, "answered", settings["start_ms"]) for name in SERVERS}
     rows = {name: [(each["second"], each["rows"].get(name, 0)) for each in samples] for name in state["rows"]}
     plots = [
         _plot("AUC by window", "Each click is scored before the model is trained on it.", auc, "{:.2f}".format),
@@ -46,11 +56,13 @@ def page(state: Mapping[str, Any], live: bool) -> str:
         _plot("Speed", "Clicks that are trained and that arrive, a second.", speed, short, zero=True),
         _plot(
             "Age",
-            "Seconds that the served rows, and the trainer, are behind the clicks.",
+            "Seconds that the served rows, and the trained model, are behind the clicks. The rows of a follower that "
+            "does not answer become older.",
             ages,
             "{:.3g}".format,
             zero=True,
         ),
+        _plot("Answered", "The share of the clicks that a server has scored.", answered, share, zero=True),
         _plot("Rows", "Rows of each table.", rows, short, zero=True),
         _plot("Expired", "Rows that have expired.", {"expired": _of_samples(samples, "expired")}, short, zero=True),
     ]
@@ -60,9 +72,12 @@ def page(state: Mapping[str, Any], live: bool) -> str:
         facts(shown),
         f'<div class="plots">{"".join(plots)}</div>',
         '<p class="faint">The horizontal axis has seconds; the clicks before 0 are the history, which is trained on '
-        "before anything is published. <b>trained</b>: the model in the trainer. <b>served</b>: the model of "
+        "before anything is published. A line has a gap where nothing is known. <b>trained</b>: the model in the "
+        "trainer. <b>served</b>: the model of "
         "<code>recstore follow</code>, at the moment at which the item was shown. <b>frozen</b>: the first full "
-        "export.</p>",
+        "export. A click is <b>unanswered</b> if it was shown without a score, and <b>late</b> if it was written "
+        f"more than {LATE_S:g} s after its time. p50 and p99 are over all live clicks, the unanswered ones "
+        "included.</p>",
         '<div class="columns">',
         _table("Processes", ["process", "pid", "restarts"], _processes(state)),
         _table("Settings", ["setting", "value"], [[name, plain(value)] for name, value in settings.items()]),
@@ -75,11 +90,15 @@ def page(state: Mapping[str, Any], live: bool) -> str:
 def _of_windows(windows: Sequence[Mapping[str, Any]], name: str, metric: str, start_ms: int) -> Points:
     seconds = [(each["time_ms"] - start_ms) / 1000 for each in windows]
     values = [each[name][metric] for each in windows]
-    return [(second, value) for second, value in zip(seconds, values, strict=True) if value is not None]
+    return list(zip(seconds, values, strict=True))
 
 
 def _of_samples(samples: Sequence[Mapping[str, Any]], name: str) -> Points:
-    return [(each["second"], each[name]) for each in samples if each[name] is not None]
+    return [(each["second"], each[name]) for each in samples]
+
+
+def _unanswered(outcomes: Mapping[str, int]) -> str:
+    return f"{sum(count for outcome, count in outcomes.items() if outcome != 'answered'):,}"
 
 
 def _processes(state: Mapping[str, Any]) -> list[list[str]]:
@@ -91,14 +110,18 @@ def _number(value: float | None, text_of: Any) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    cells = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     return f"<section><h2>{escape(title)}</h2><table><tr>{names}</tr>{cells}</table></section>"
 
 
 def _plot(title: str, about: str, lines: Mapping[str, Points], text_of: Any, zero: bool = False) -> str:
-    """Returns a figure as HTML, with a line for each name that has points."""
-    found = [Line(name, points) for name, points in lines.items() if points]
-    now = ", ".join(f"{line.label} {text_of(line.points[-1][1])}" for line in found)
+    """Returns a figure as HTML, with a line for each name that has points. A name has one colour in all figures."""
+    tables = [name for name in lines if name not in PAINTS]
+    paints = PAINTS | {name: colour(len(NAMES) + 1 + number % 2) for number, name in enumerate(tables)}
+    found = [
+        Line(name, points, paints[name]) for name, points in lines.items() if any(y is not None for _, y in points)
+    ]
+    now = ", ".join(f"{line.label} {_number(line.points[-1][1], text_of)}" for line in found)
     caption = f" Now: {now}." if found else ""
     return figure(title, about + caption, found, text_of, zero=zero)

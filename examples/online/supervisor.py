@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,18 @@ from online.settings import Settings
 
 from torchrec_recstore_serving.destinations import publications_at
 
+STATE = "state.json"
+"""The file with the state of a run. A run that goes on reads it."""
+FINISHED, INTERRUPTED = "finished", "interrupted: the same folder continues it"
 TICK_S, WRITE_S = 0.2, 1.0
 PAUSES_S = (0.2, 1.0, 3.0, 10.0)
 """The pauses before a process is started again, if it has failed several times in a row."""
 STEADY_S = 30.0  # A process that has run for so long has not failed in a row.
 SAMPLES = 600  # of the page
 SPEED_SAMPLES = 5  # A speed is that of the last five seconds.
-BEFORE = {"offset": 0, "rows": {}, "expired": 0, "windows": [], "final_version": None}
+ANSWER_S = 0.5  # The follower may take this time to tell its state.
+UNSEEN: dict[str, Any] = {"outcomes": {}, "late": 0, "age_p50_s": None, "age_p99_s": None}
+BEFORE = {"offset": 0, "rows": {}, "expired": 0, "windows": [], "final_version": None, **UNSEEN}
 """``trainer.json`` before the trainer has written it."""
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 
@@ -43,10 +49,11 @@ class Process:
         name: The name of the process.
         command: The command line.
         log: The file to which its output is appended.
+        restarts: The number of restarts so far.
     """
 
-    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
-        self.name, self.restarts = name, -1
+    def __init__(self, name: str, command: Sequence[str], log: Path, restarts: int) -> None:
+        self.name, self.restarts = name, restarts - 1
         self._command, self._log = list(command), log
         self._failures, self._next = 0, 0.0
         self._start()
@@ -114,27 +121,34 @@ def _die_too() -> None:
 
 
 class Supervisor:
-    """The processes of a run; also a context manager that ends them.
+    """The processes of a run; also a context manager that ends them. A run that was interrupted goes on.
 
     Args:
         settings: The settings, which are written to the run's folder.
         redis_port: The port of the Redis server to start, or None.
-        kills: The number of SIGKILLs that random processes get, spread over the time of the live clicks.
+        kills: The number of SIGKILLs that random processes get, spread over the time of the live clicks that is left.
     """
 
     def __init__(self, settings: Settings, redis_port: int | None, kills: int) -> None:
         self.settings = settings
-        self._samples: list[dict[str, Any]] = []
+        before: dict[str, Any] = {"samples": [], "kills": [], "processes": {}}
+        with suppress(FileNotFoundError):
+            before = json.loads((settings.folder / STATE).read_bytes())
+        self._samples: list[dict[str, Any]] = before["samples"]
         self._random = random.Random(settings.seed)
+        done_s = self._samples[-1]["second"] if self._samples else 0.0
         live_s = (settings.clicks - settings.history) / settings.rate
-        self._kills_at = sorted(self._random.uniform(0, live_s) for _ in range(kills))
+        self._kills_at = sorted(self._random.uniform(done_s, live_s) for _ in range(kills))
         self._victims: list[str] = []  # shuffled, so that each of them is killed
-        self.kills: list[str] = []
+        self.kills: list[str] = before["kills"]
+        self._restarts = {name: each["restarts"] for name, each in before["processes"].items()}
+        self._follower: dict[str, Any] = {}  # its last answer
+        self._fresh: float | None = None  # the moment of the rows of this answer, in seconds since 1970
         self.processes: dict[str, Process] = {}
         self._stack = ExitStack()
         with self._stack:
             if redis_port is not None:
-                self._run("redis", _redis(settings.folder / "redis", redis_port))
+                self._run("redis", _redis(settings.redis, redis_port))
             worker = [sys.executable, str(Path(__file__).with_name("worker.py"))]
             self._run("trainer", [*worker, "trainer", str(settings.folder)])
             self._run("follower", _follow(settings.published, settings.grpc, settings.http))
@@ -149,17 +163,26 @@ class Supervisor:
         self._stack.close()
 
     def run(self, until_s: float) -> dict[str, Any]:
-        """Runs until the trainer has seen all clicks and the follower serves the model of this moment.
+        """Runs until the trainer has seen all clicks and the follower serves the model of this moment, or until Ctrl-C.
 
         Args:
             until_s: The longest time, in seconds.
 
         Returns:
-            The state at the end; see :meth:`state`.
+            The state at the end; see :meth:`state`. Its ``status`` is ``FINISHED`` or ``INTERRUPTED``.
 
         Raises:
-            DataError: A process fails again and again, or the run takes too long.
+            DataError: A process fails again and again, or the run takes too long. The page says so.
         """
+        try:
+            return self._run_to_end(until_s)
+        except KeyboardInterrupt:
+            return self._write(INTERRUPTED, live=False)
+        except DataError as error:
+            self._write(f"failed: {error}", live=False)
+            raise
+
+    def _run_to_end(self, until_s: float) -> dict[str, Any]:
         end, write_at = time.monotonic() + until_s, 0.0
         while True:
             for process in self.processes.values():
@@ -170,7 +193,7 @@ class Supervisor:
                 state, write_at = self._write("running", live=True), time.monotonic() + WRITE_S
                 final = state["final_version"]
                 if self.processes["trainer"].has_ended and final is not None and state["served_version"] == final:
-                    return self._write("finished", live=False)
+                    return self._write(FINISHED, live=False)
             if time.monotonic() > end:
                 raise DataError(f"the run has not ended after {until_s:g} s, see {self.settings.folder}")
             time.sleep(TICK_S)
@@ -180,15 +203,18 @@ class Supervisor:
         trainer = dict(BEFORE)
         with suppress(FileNotFoundError):
             trainer = json.loads((self.settings.folder / "trainer.json").read_bytes())
-        follower: dict[str, Any] = {}
-        with suppress(OSError), urllib.request.urlopen(f"http://{self.settings.http}/state", timeout=2) as answer:
-            follower = json.load(answer)
+        answers, url = False, f"http://{self.settings.http}/state"
+        with suppress(OSError, HTTPException, ValueError), urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
+            self._follower, answers = json.load(answer), True
+            if self._follower.get("seconds_behind") is not None:
+                self._fresh = time.time() - self._follower["seconds_behind"]
         return {
             **trainer,
-            "age_s": follower.get("seconds_behind"),
-            "served_version": follower.get("version"),
-            "deltas_applied": follower.get("deltas_applied", 0),
-            "fulls_loaded": follower.get("fulls_loaded", 0),
+            # The rows of a follower that does not answer become older, until it answers again.
+            "age_s": None if self._fresh is None else time.time() - self._fresh,
+            "served_version": self._follower.get("version") if answers else None,
+            "deltas_applied": self._follower.get("deltas_applied", 0),
+            "fulls_loaded": self._follower.get("fulls_loaded", 0),
             "kills": self.kills,
             "processes": {name: {"pid": p.pid, "restarts": p.restarts} for name, p in self.processes.items()},
             "settings": self.settings.shown(),
@@ -201,20 +227,23 @@ class Supervisor:
             # The trainer is behind by the time since the newest click that it has trained on.
             behind = second - (state["offset"] - self.settings.history) / self.settings.rate
             sample = {name: state[name] for name in ("offset", "age_s", "rows", "expired")}
-            sample |= {"second": second, "behind_s": max(0.0, behind), "samples_per_second": None}
-            if self._samples:
-                before = self._samples[-SPEED_SAMPLES:][0]
+            sample |= {"second": second, "behind_s": max(0.0, behind), "written": self._written()}
+            before = self._samples[-SPEED_SAMPLES:][0] if self._samples else sample
+            for name, count in (("samples_per_second", "offset"), ("clicks_per_second", "written")):
                 # A trainer that starts again goes back to the offset of its checkpoint.
-                sample["samples_per_second"] = max(0, state["offset"] - before["offset"]) / (second - before["second"])
+                past = second - before["second"]
+                sample[name] = max(0, sample[count] - before[count]) / past if past > 0 else None
             self._samples.append(sample)
         if len(self._samples) > SAMPLES:
             del self._samples[: SAMPLES // 2 : 2]
-        write_whole(self.settings.folder / "state.json", json.dumps(state).encode())
+        write_whole(self.settings.folder / STATE, json.dumps(state).encode())
         write_whole(self.settings.folder / "page.html", page(state, live).encode())
         return state
 
     def _run(self, name: str, command: Sequence[str]) -> None:
-        self.processes[name] = process = Process(name, command, self.settings.folder / f"{name}.log")
+        self.processes[name] = process = Process(
+            name, command, self.settings.folder / f"{name}.log", self._restarts.get(name, 0)
+        )
         self._stack.callback(process.stop)
 
     def _freeze(self) -> None:
@@ -234,6 +263,12 @@ class Supervisor:
         with suppress(FileNotFoundError):
             return time.time() - int(self.settings.opened.read_text()) / 1000
         return None
+
+    def _written(self) -> int:
+        """Returns the number of the last click that the generator has written."""
+        with suppress(FileNotFoundError):
+            return int(self.settings.written.read_text())
+        return self.settings.history
 
     def _kill_one(self) -> None:
         second = self._second()

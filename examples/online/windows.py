@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from online.clicks import ANSWERED, HISTORY, OUTCOMES, Clicks
+from online.clicks import ANSWERED, HISTORY, LATE_S, OUTCOMES, Clicks
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
 
@@ -14,8 +14,6 @@ MODELS = ("trained", "served", "frozen")
 SERVERS = ("served", "frozen")
 KEPT = 1000
 """The number of windows that are kept."""
-LATE_S = 2.0
-"""A click is late if it was written more than this time after the moment at which it was due."""
 STEP_S = 0.1
 """The precision of the ages."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,13 +17,15 @@ import numpy as np
 import pytest
 import torch
 from common.command import DataError
-from online.clicks import ANSWERED, CLICK, NO_ANSWER, NOT_ASKED, REFUSED, Clicks, generated
+from common.run import locked_folder
+from online.clicks import ANSWERED, CLICK, LATE_S, NO_ANSWER, NOT_ASKED, REFUSED, Clicks, generated
 from online.generator import generate
-from online.page import page
+from online.page import PAINTS, page
 from online.settings import Settings
 from online.streams import ClickStream, FileStream, RedisStream, read_batch
+from online.supervisor import FINISHED, STATE
 from online.trainer import train
-from online.windows import LATE_S, MODELS, STEP_S, Windows
+from online.windows import MODELS, STEP_S, Windows
 
 from torchrec_recstore.checkpoint.compare import compare_chains
 from torchrec_recstore.checkpoint.info import read_chain
@@ -60,7 +63,16 @@ def test_the_password_of_the_server_is_in_no_page(tmp_path: Path) -> None:
 def test_errors_before_the_start_are_one_line(tmp_path: Path) -> None:
     done = run_forked("online/run.py", "--folder", tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"error: {tmp_path} exists: choose a new folder with --folder" in done.stderr
+    assert f"error: {tmp_path} exists and has no run to continue: choose a new folder with --folder" in done.stderr
+    settings(tmp_path)
+    (tmp_path / STATE).write_text(json.dumps({"status": FINISHED}))
+    done = run_forked("online/run.py", "--folder", tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"error: {tmp_path}: this run has finished: choose a new folder with --folder" in done.stderr
+    with locked_folder(tmp_path):
+        done = run_forked("online/run.py", "--folder", tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"error: {tmp_path}: another run is writing there" in done.stderr
     with pytest.raises(DataError, match="the Redis server cannot be used: "):
         RedisStream("redis://127.0.0.1:1", "clicks").problems()
 
@@ -351,15 +363,31 @@ def test_the_page_shows_each_curve() -> None:
     quality = {"auc": 0.75, "calibration": 1.1, "answered": 1.0}
     windows = [{"time_ms": 1000 * second, **dict.fromkeys(MODELS, quality)} for second in range(5)]
     windows[0] = windows[0] | {"frozen": {"auc": None, "calibration": None, "answered": 0.0}}
-    sample = {"second": 3.0, "samples_per_second": 2e3, "age_s": None, "behind_s": 0.5, "rows": {"t": 5}, "expired": 0}
+    windows[2] = windows[2] | {"served": {"auc": None, "calibration": None, "answered": 0.0}}  # The follower hung.
+    sample = {
+        "second": 3.0, "samples_per_second": 2e3, "clicks_per_second": 2e3, "age_s": None, "behind_s": 0.5,
+        "rows": {"t": 5}, "expired": 0,
+    }  # fmt: skip
     state = {
-        "status": "running", "offset": 5, "rows": {"t": 5}, "expired": 0,
-        "windows": windows, "samples": [sample], "processes": {"trainer": {"pid": 7, "restarts": 2}},
-        "settings": {"folder": "<b>", "start_ms": 0, "rate": 2000},
+        "status": "running", "offset": 5, "rows": {"t": 5}, "expired": 0, "late": 1234, "age_p50_s": 1.5,
+        "outcomes": {"served": {"answered": 4000, "no answer in time": 70, "refused": 0, "not asked": 5000}},
+        "age_p99_s": 16.0, "windows": windows, "samples": [sample],
+        "processes": {"trainer": {"pid": 7, "restarts": 2}}, "settings": {"folder": "<b>", "start_ms": 0},
     }  # fmt: skip
     text = page(state, live=True)
     assert "<b>" not in text.partition("<p class")[2].partition("</p>")[0]
-    assert text.count("<polyline") == 3 + 3 + 2 + 1 + 1 + 1
-    assert "nan" not in text
+    assert text.count("<polyline") == (3 + 1) + (3 + 1) + 2 + 1 + 2 + 1 + 1, "the served model has a gap"
+    assert not re.search(r"\bnan\b", text, re.IGNORECASE)
+    for name, shown in {
+        "unanswered, served": "5,070",
+        "late clicks": "1,234",
+        "age, p50 and p99": "1.5 s, 16.0 s",
+    }.items():
+        assert f"<dt>{name}</dt><dd>{shown}</dd>" in text
+    marks = re.findall(r'<tspan fill="([^"]+)">.</tspan><tspan dx="5">(\w+)<', text)
+    assert {name: paint for paint, name in marks} == PAINTS | {"t": "var(--c4, #E69F00)"}
+    assert len({paint for paint, _ in marks}) == len({name for _, name in marks}), "a colour stands for one thing"
+    assert len(set(marks)) == len({name for _, name in marks}), "a thing has one colour"
     assert 'http-equiv="refresh"' in text
-    assert 'http-equiv="refresh"' not in page(state | {"windows": [], "samples": [], "rows": {}}, live=False)
+    assert "http-equiv" not in page(state, live=False)
+    assert "http-equiv" not in page(state | {"windows": [], "samples": [], "rows": {}}, live=False)

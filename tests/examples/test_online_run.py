@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from online.generator import generate
 from online.settings import Settings
+from online.supervisor import FINISHED, INTERRUPTED, STATE
 from online.trainer import EXPORT, train
 
 from torchrec_recstore.checkpoint.compare import compare_chains
@@ -59,9 +64,13 @@ def test_a_run_whose_processes_are_killed_has_the_bits_of_an_undisturbed_one(tmp
         assert follower.version == result["final_version"] == result["served_version"]
     verify(killed.folder / EXPORT)
 
-    # The same clicks at once, from a file: neither Redis nor the time of an arrival makes a difference.
-    (tmp_path / "whole").mkdir()
-    whole = replace(killed, folder=tmp_path / "whole", url=None, paced=False)
+    same_as_undisturbed(killed, tmp_path / "whole", result)
+
+
+def same_as_undisturbed(killed: Settings, folder: Path, result: dict[str, Any]) -> None:
+    """Compares the last checkpoint of a run with that of one that reads the same clicks from a file, at once."""
+    folder.mkdir()
+    whole = replace(killed, folder=folder, url=None, paced=False)
     generate(whole)
     train(whole)
     first, second = (read_chain(newest(settings)) for settings in (whole, killed))
@@ -72,6 +81,67 @@ def test_a_run_whose_processes_are_killed_has_the_bits_of_an_undisturbed_one(tmp
         state["windows"] = [window["trained"] for window in state["windows"]["done"]]
     assert exact(states[0]) == exact(states[1])
     assert json.loads((whole.folder / "trainer.json").read_text())["final_version"] == result["final_version"]
+
+
+def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 120
+    while not is_so():
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_stopped_follower_is_seen_and_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, str(ROOT / "examples/online/run.py"), "--folder", str(folder)]
+    command += ["--seconds", "24", "--rate", "500", "--publish-every", "1"]
+
+    def state() -> dict[str, Any]:
+        path = folder / STATE
+        return json.loads(path.read_text()) if path.exists() else {"samples": []}
+
+    def second() -> float:
+        samples = state()["samples"]
+        return samples[-1]["second"] if samples else -1.0
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: second() > 4, process)
+        follower = state()["processes"]["follower"]["pid"]
+        os.kill(follower, signal.SIGSTOP)
+        begin = second()
+        wait_until(lambda: second() > begin + 7, process)
+        stopped = [each["age_s"] for each in state()["samples"] if each["second"] > begin + 1]
+        os.kill(follower, signal.SIGCONT)
+        assert (np.diff(stopped) > 0).all(), "the rows become older"
+        assert stopped[-1] > 6
+        wait_until(lambda: second() > begin + 10, process)
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"interrupted: continue with --folder {folder}" in errors
+    assert "Traceback" not in errors
+    assert "the run was interrupted" in out
+    assert not any(Path(f"/proc/{each['pid']}").exists() for each in state()["processes"].values())
+    page = (folder / "page.html").read_text()
+    assert INTERRUPTED in page
+    assert "http-equiv" not in page
+
+    offset = state()["offset"]
+    result, report = run(folder)
+    print(report)
+    assert result["status"] == FINISHED
+    assert result["offset"] == 140_000 + 24 * 500 > offset > 140_000
+    seconds = [each["second"] for each in result["samples"]]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] < 24 + 30, "the time of the interruption does not count"
+    counts = result["outcomes"]["served"]
+    assert sum(counts.values()) == 24 * 500
+    assert counts["no answer in time"] + counts["not asked"] > 5 * 500
+    assert sum(result["outcomes"]["frozen"].values()) == 24 * 500
+    assert result["age_p99_s"] > 5
+    same_as_undisturbed(Settings.read(folder), tmp_path / "whole", result)
 
 
 @pytest.mark.slow
@@ -87,4 +157,4 @@ def test_the_served_model_follows_the_drift_and_a_frozen_one_does_not(tmp_path: 
     assert not any(result["restarts"].values())
     page = (tmp_path / "run" / "page.html").read_text()
     assert "finished" in page
-    assert page.count("<polyline") == 3 + 3 + 2 + 2 + 2 + 1
+    assert page.count("<polyline") == 3 + 3 + 2 + 2 + 2 + 2 + 1
