@@ -47,8 +47,7 @@ def page(state: Mapping[str, Any], live: bool) -> str:
         "clicks": _of_samples(samples, "clicks_per_second"),
     }
     ages = {"served": _of_samples(samples, "age_s"), "trained": _of_samples(samples, "behind_s")}
-    since = [window for window in windows if window["time_ms"] >= settings["start_ms"]]
-    answered = {name: _of_windows(since, name, "answered", settings["start_ms"]) for name in SERVERS}
+    answered = {name: _of_windows(live_windows(state), name, "answered", settings["start_ms"]) for name in SERVERS}
     rows = {name: [(each["second"], each["rows"].get(name, 0)) for each in samples] for name in state["rows"]}
     plots = [
         _plot("AUC by window", "Each click is scored before the model is trained on it.", auc, "{:.2f}".format),
@@ -85,6 +84,12 @@ def page(state: Mapping[str, Any], live: bool) -> str:
     ]
     head = f'<meta http-equiv="refresh" content="{RELOAD_S}">\n' if live else ""
     return document("Online training", "\n".join(body), head)
+
+
+def live_windows(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the windows without a click of the history, for which no server was asked."""
+    first = state["settings"]["history"] + state["settings"]["window"]
+    return [window for window in state["windows"] if window["last"] >= first]
 
 
 def _of_windows(windows: Sequence[Mapping[str, Any]], name: str, metric: str, start_ms: int) -> Points:

@@ -19,7 +19,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -81,6 +81,7 @@ flags = settings_of_flags(Flags) if __name__ == "__main__" else None
 from common.report import check_file, console_for, write_json
 from common.run import locked_folder
 from online.clicks import LATE_S
+from online.page import live_windows
 from online.settings import FILE, Settings
 from online.streams import RedisStream
 from online.supervisor import FINISHED, INTERRUPTED, REDIS, STATE, Supervisor
@@ -157,7 +158,7 @@ def _continued(place: Path) -> Iterator[Settings]:
 def _result(state: dict[str, Any]) -> dict[str, Any]:
     """Returns the numbers of the end: of each sixth of the live clicks, and of the whole run."""
     start_ms = state["settings"]["start_ms"]
-    live = [window for window in state["windows"] if window["time_ms"] >= start_ms]
+    live = live_windows(state)
     size = -(-len(live) // 6) or 1
     parts = [_part(live[begin : begin + size], start_ms) for begin in range(0, len(live), size)]
     last = [each for each in parts[len(parts) * 2 // 3 :] if each["served"] is not None and each["frozen"] is not None]
@@ -168,7 +169,7 @@ def _result(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _part(windows: list[dict[str, Any]], start_ms: int) -> dict[str, Any]:
+def _part(windows: Sequence[Mapping[str, Any]], start_ms: int) -> dict[str, Any]:
     """Returns the mean metrics of those windows that have them."""
 
     def mean(model: str, metric: str) -> float | None:

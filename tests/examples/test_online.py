@@ -20,7 +20,7 @@ from common.command import DataError
 from common.run import locked_folder
 from online.clicks import ANSWERED, CLICK, LATE_S, NO_ANSWER, NOT_ASKED, REFUSED, Clicks, generated
 from online.generator import generate
-from online.page import PAINTS, page
+from online.page import PAINTS, live_windows, page
 from online.settings import Settings
 from online.streams import ClickStream, FileStream, RedisStream, read_batch
 from online.supervisor import FINISHED, STATE
@@ -361,7 +361,7 @@ def test_a_run_continues_from_the_offset_of_its_checkpoint(tmp_path: Path) -> No
 
 def test_the_page_shows_each_curve() -> None:
     quality = {"auc": 0.75, "calibration": 1.1, "answered": 1.0}
-    windows = [{"time_ms": 1000 * second, **dict.fromkeys(MODELS, quality)} for second in range(5)]
+    windows = [{"time_ms": 1000 * second, "last": 10 * second, **dict.fromkeys(MODELS, quality)} for second in range(5)]
     windows[0] = windows[0] | {"frozen": {"auc": None, "calibration": None, "answered": 0.0}}
     windows[2] = windows[2] | {"served": {"auc": None, "calibration": None, "answered": 0.0}}  # The follower hung.
     sample = {
@@ -372,12 +372,16 @@ def test_the_page_shows_each_curve() -> None:
         "status": "running", "offset": 5, "rows": {"t": 5}, "expired": 0, "late": 1234, "age_p50_s": 1.5,
         "outcomes": {"served": {"answered": 4000, "no answer in time": 70, "refused": 0, "not asked": 5000}},
         "age_p99_s": 16.0, "windows": windows, "samples": [sample],
-        "processes": {"trainer": {"pid": 7, "restarts": 2}}, "settings": {"folder": "<b>", "start_ms": 0},
+        "processes": {"trainer": {"pid": 7, "restarts": 2}},
+        "settings": {"folder": "<b>", "start_ms": 0, "history": 15, "window": 10},
     }  # fmt: skip
     text = page(state, live=True)
     assert "<b>" not in text.partition("<p class")[2].partition("</p>")[0]
     assert text.count("<polyline") == (3 + 1) + (3 + 1) + 2 + 1 + 2 + 1 + 1, "the served model has a gap"
     assert not re.search(r"\bnan\b", text, re.IGNORECASE)
+    assert [window["last"] for window in live_windows(state)] == [30, 40], (
+        "the window up to 20 has clicks of the history"
+    )
     for name, shown in {
         "unanswered, served": "5,070",
         "late clicks": "1,234",
