@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from html import escape
 from typing import Any
 
@@ -67,7 +68,8 @@ def page(state: Mapping[str, Any], live: bool) -> str:
     ]
     body = [
         "<h1>Online training</h1>",
-        f'<p class="faint">{escape(str(settings["folder"]))} · {escape(state["status"])}</p>',
+        f'<p class="faint">{escape(str(settings["folder"]))} · {escape(state["status"])} · '
+        f"written at {datetime.now():%Y-%m-%d %H:%M:%S}</p>",
         facts(shown),
         f'<div class="plots">{"".join(plots)}</div>',
         '<p class="faint">The horizontal axis has seconds; the clicks before 0 are the history, which is trained on '

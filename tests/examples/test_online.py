@@ -393,5 +393,6 @@ def test_the_page_shows_each_curve() -> None:
     assert len({paint for paint, _ in marks}) == len({name for _, name in marks}), "a colour stands for one thing"
     assert len(set(marks)) == len({name for _, name in marks}), "a thing has one colour"
     assert 'http-equiv="refresh"' in text
+    assert re.search(r"running · written at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d<", text)
     assert "http-equiv" not in page(state, live=False)
     assert "http-equiv" not in page(state | {"windows": [], "samples": [], "rows": {}}, live=False)
