@@ -276,6 +276,20 @@ def serving_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             lines.append((f"{what}: applying it", f"{r['apply_ms']['median']:.1f} ms", "at most 30 ms"))
             over = f"{r['p99_meanwhile_over_at_rest']:.2f}x"
             lines.append((f"{what}: p99 of readers meanwhile over p99 at rest", over, "at most 1.5x"))
+        if r["benchmark"] == "serving_mapped":
+            what = f"{r['format']}, {r['rows']:,} rows of dim {r['dim']}"
+            over, rate = r["mapped_over_memory"]["median"], r["million_ids_per_second"]["mapped"]
+            begin = f"ids/s with rows mapped from the file over rows in memory, {what}"
+            lines.append((begin, f"{over:.2f}x ({rate:.1f}M ids/s)", "at least 0.9x"))
+            lines.append(
+                (
+                    f"two processes' memory of the mapped file over its size, {what}",
+                    f"{r['two_processes_over_file']:.2f}x",
+                    "at most 1.05x",
+                )
+            )
+            bar = "at most 1.15x" if r["format"] == "float32" else "at most 1.3x"
+            lines.append((f"memory over rows and ids, {what}", f"{r['memory_over_rows_and_ids']:.2f}x", bar))
         if r["benchmark"] == "serving_load":
             what = f"loading an export of {r['rows']:,} rows, {r['format']}, over reading its file"
             lines.append((what, f"{r['load_over_read']['median']:.2f}x", "at most 1.3x"))

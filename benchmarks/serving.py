@@ -7,6 +7,9 @@ Prints JSON rows. Both sides of each comparison are measured in this run:
 - ``serving_lookup``: a served model and the table that it was exported from look up the same ids, with one thread. Rows
   are float32 or int8 on both sides.
 - ``serving_delta``: a delta of 10,000 changed rows is made and applied, and a thread reads the model meanwhile.
+- ``serving_mapped``: a model whose rows are mapped from its file and one with the rows in memory look up the same ids,
+  with one thread. The shares of two processes in the pages of the file are added, and the memory of a process with the
+  rows in memory is divided by the bytes of the rows and ids.
 - ``serving_load``: an export is loaded, and its file is read. Both are in the page cache.
 - ``serving_publisher``: training steps with a ``DeltaPublisher`` and without it.
 - ``serving_http``: predictions by ``recstore follow`` on a kept connection of HTTP, and by a bare server of the same
@@ -37,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import clock, emit, interleave, redis_server, spread
+from measure import anonymous_bytes, clock, emit, interleave, redis_server, spread
 from torch import Tensor, nn
 
 from torchrec_recstore import ops
@@ -190,6 +193,69 @@ def deltas(model: Rows, folder: Path, ids: Tensor) -> None:
             "p99_meanwhile_over_at_rest": round(meanwhile["p99"] / at_rest["p99"], 2),
         }
     )
+
+
+def mapped(model: Rows, folder: Path, ids: Tensor, steps: int) -> None:
+    """Compares a model whose rows are mapped with one whose rows are in memory: lookups with one thread, and memory."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    batches = [ids[torch.randint(0, len(ids), (BATCH,))] for _ in range(8)]
+    for name, dtype in FORMATS.items():
+        paths = {rows: folder / f"{rows}.pt" for rows in ("mapped", "memory")}
+        for rows, path in paths.items():
+            export_for_inference(model, path, dtype=dtype, index="hash", rows=rows)
+        served = {rows: torch.jit.load(path) for rows, path in paths.items()}
+        timings = interleave({rows: timed(each, batches) for rows, each in served.items()}, steps, warm_up=40)
+        over = [memory[0] / own[0] for memory, own in zip(timings["memory"], timings["mapped"], strict=True)]
+        del served
+        gc.collect()
+        bytes_of_rows = len(ids) * (8 + DIM * 4 if name == "float32" else 8 + DIM + 4)
+        emit(
+            {
+                "benchmark": "serving_mapped",
+                "rows": len(ids),
+                "dim": DIM,
+                "format": name,
+                "million_ids_per_second": {
+                    rows: spread([BATCH / t[0] for t in times], scale=1e-6)["median"] for rows, times in timings.items()
+                },
+                "mapped_over_memory": spread(over, scale=1),
+                "memory_over_rows_and_ids": round(loaded_bytes(paths["memory"], 1)["anonymous"] / bytes_of_rows, 3),
+                "two_processes_over_file": round(
+                    2 * loaded_bytes(paths["mapped"], 2)["pss"] / paths["mapped"].stat().st_size, 3
+                ),
+            }
+        )
+    torch.set_num_threads(threads)
+
+
+def loaded_bytes(path: Path, processes: int) -> dict[str, int]:
+    """Loads a model in processes at the same time; returns the own memory of one of them, and its share of the file."""
+    command = [sys.executable, __file__, "--folder", str(path), "--part", "loaded"]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    parts = [subprocess.Popen(command, **pipes) for _ in range(processes)]
+    lines = [part.stdout.readline() for part in parts if part.stdout is not None]
+    answer = parts[0].communicate("go\n")[0] if len(lines) == processes else ""
+    for part in parts[1:]:
+        part.communicate("go\n")
+    found: dict[str, int] = json.loads(answer)
+    return found
+
+
+def print_loaded(path: Path) -> None:
+    """Loads a model and reads all of its rows, waits for a line, and prints the memory that the model takes."""
+    load_library()
+    before = anonymous_bytes()
+    served = torch.jit.load(path)
+    served.verify()
+    time.sleep(5)  # A thread moves the rows to huge pages.
+    own = anonymous_bytes() - before
+    print("loaded", flush=True)
+    sys.stdin.readline()
+    smaps = Path("/proc/self/smaps").read_text().splitlines()
+    starts = [number for number, line in enumerate(smaps) if line.endswith(str(path))]
+    pss = sum(int(line.split()[1]) << 10 for n in starts for line in smaps[n : n + 8] if line.startswith("Pss:"))
+    print(json.dumps({"anonymous": own, "pss": pss}), flush=True)
 
 
 def load(model: Rows, folder: Path, rows: int, steps: int) -> None:
@@ -455,6 +521,7 @@ def stream(folder: Path, seconds: float) -> None:
 
 
 PARTS = {"generator": lambda a: generate(a.url, a.seconds)}
+PARTS["loaded"] = lambda a: print_loaded(Path(a.folder))
 PARTS["bare"] = lambda a: bare_server(Path(a.folder))
 PARTS["trainer"] = lambda a: train_on_stream(a.url, Path(a.folder))
 PARTS["follower"] = lambda a: follow_stream(a.url, Path(a.folder), a.seconds + 5 * EVERY_S)
@@ -484,6 +551,7 @@ def main() -> None:
             if rows in (1_000_000, max(sizes)):
                 deltas(model, folder, ids)
             if rows == max(sizes):
+                mapped(model, folder, ids, arguments.steps)
                 load(model, folder, rows, 3)
             del model
             gc.collect()

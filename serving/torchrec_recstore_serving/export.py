@@ -40,7 +40,7 @@ from torchrec_recstore.torchrec_seams.models import (
 )
 from torchrec_recstore_serving.changes import ChangedRows, changed_since, remember
 from torchrec_recstore_serving.delta import DeltaInfo, dtype_of, is_hashed, open_base, write_delta
-from torchrec_recstore_serving.hashed_tables import check_index
+from torchrec_recstore_serving.hashed_tables import check_index, mapped_tables
 from torchrec_recstore_serving.row_formats import FORMATS, check_dim, check_dtype, check_range, packed
 from torchrec_recstore_serving.script import save_script, scripted
 from torchrec_recstore_serving.selection import (
@@ -87,6 +87,7 @@ def export_for_inference(
     min_frequency: int = 0,
     top_rows: int | None = None,
     index: str = "sorted",
+    rows: str = "memory",
     key: str | Path | None = None,
 ) -> nn.Module:
     """Makes a model for inference from a trained model. The result runs without this package.
@@ -117,6 +118,10 @@ def export_for_inference(
             needs the library of :func:`torchrec_recstore.inference.load_library`; it searches many times as fast, a
             copy of the model shares the rows, and deltas take time for the changed rows only. docs/serving.md says when
             to take which. Default: ``"sorted"``.
+        rows: Where a process has the rows of the RecStore tables that it serves. ``"memory"``: it reads them into its
+            memory. ``"mapped"``, which needs ``index="hash"``: it maps them from the file, so that all processes of a
+            host share them, and the model may be larger than the memory; docs/serving.md has the conditions. Default:
+            ``"memory"``.
         key: The file of a secret key of at least 32 characters, with which the file at ``path`` is signed;
             docs/publishing.md says why. Default: None, no signature.
 
@@ -139,7 +144,9 @@ def export_for_inference(
     env = whole_environment()
     signing: Key | None = None
     with refused_together(env):
-        check_index(index)
+        check_index(index, rows)
+        if rows == "mapped" and path is None:
+            raise ValueError('rows="mapped" is about the file: pass path, too')
         if key is not None and path is None:
             raise ValueError("key signs a file: pass path, too")
         signing = key_at(key) if env.rank == 0 else None
@@ -149,8 +156,9 @@ def export_for_inference(
     if path is not None:
         with refused_together(env):
             if env.rank == 0:
-                script = scripted(scriptable(exported, index=index))
-                save_script(script, Path(path), signing)
+                served = scriptable(exported, index=index)
+                script = scripted(served)
+                save_script(script, Path(path), signing, mapped_tables(served, rows))
                 version = script.recstore_version()
         if index == "hash" and not min_frequency and top_rows is None:
             remember(marks, all_gathered(version, env)[0])

@@ -18,7 +18,7 @@ from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_ch
 from torchrec_recstore.options import default_initializer
 from torchrec_recstore.store import Part, Parts
 from torchrec_recstore_serving.delta import DeltaInfo, dtype_of, open_base, write_delta
-from torchrec_recstore_serving.hashed_tables import check_index, hashed
+from torchrec_recstore_serving.hashed_tables import check_index, hashed, mapped_tables
 from torchrec_recstore_serving.row_formats import check_dim, check_dtype, packed
 from torchrec_recstore_serving.script import save_script, scripted
 from torchrec_recstore_serving.selection import (
@@ -79,6 +79,7 @@ def export_checkpoint(
     min_frequency: int = 0,
     top_rows: int | None = None,
     index: str = "sorted",
+    rows: str = "memory",
     key: str | Path | None = None,
     advance: Callable[[int], object] = lambda rows: None,
 ) -> ExportInfo:
@@ -102,6 +103,8 @@ def export_checkpoint(
             :func:`torchrec_recstore.inference.export_for_inference`. Default: None, no limit.
         index: How the module searches ids; see :func:`torchrec_recstore.inference.export_for_inference`. With
             ``"hash"``, the module needs the native library and no FBGEMM. Default: ``"sorted"``.
+        rows: Where a process has the rows that it serves; see
+            :func:`torchrec_recstore.inference.export_for_inference`. Default: ``"memory"``.
         key: The file of the secret key with which the file is signed. Default: None, no signature.
         advance: A callback that is called with the number of rows read since the last call. With ``min_frequency`` or
             ``top_rows``, all rows are read twice.
@@ -119,13 +122,13 @@ def export_checkpoint(
     """
     output = Path(output)
     check_path(output)
-    check_index(index)
+    check_index(index, rows)
     signing = key_at(key)
     served, left_out = _served(checkpoint, tables, dtype, min_frequency, top_rows, advance)
     if index == "hash":
         hashed(served)
     script = scripted(served)
-    save_script(script, output, signing)
+    save_script(script, output, signing, mapped_tables(served, rows))
     every: list[ServedTable] = list(served.tables)  # type: ignore[arg-type]
     infos = {
         table.name: ExportedTable(

@@ -129,18 +129,27 @@ class HashedTable(ServedTable):
         self.native.end()
 
 
-def check_index(index: str) -> None:
-    """Refuses an invalid value of ``index``, and ``"hash"`` if the native library cannot be loaded.
+def check_index(index: str, rows: str = "memory") -> None:
+    """Refuses an invalid value of ``index`` or ``rows``, and ``"hash"`` if the native library cannot be loaded.
 
     Raises:
-        TypeError, ValueError, ImportError: ``index`` cannot be used.
+        TypeError, ValueError, ImportError: ``index`` or ``rows`` cannot be used.
     """
-    if not isinstance(index, str):
-        raise TypeError(f'index must be "sorted" or "hash", got {type(index).__name__}')
-    if index not in ("sorted", "hash"):
-        raise ValueError(f'index must be "sorted" or "hash", got {index!r}')
+    for name, value, values in (("index", index, ("sorted", "hash")), ("rows", rows, ("memory", "mapped"))):
+        accepted = f'{name} must be "{values[0]}" or "{values[1]}"'
+        if not isinstance(value, str):
+            raise TypeError(f"{accepted}, got {type(value).__name__}")
+        if value not in values:
+            raise ValueError(f"{accepted}, got {value!r}")
+    if rows == "mapped" and index != "hash":
+        raise ValueError('rows="mapped" needs index="hash": the library of the hash index maps the rows')
     if index == "hash":
         load_library()
+
+
+def mapped_tables(model: nn.Module, rows: str) -> list[HashedTable]:
+    """Returns the tables of a served model whose rows a process maps from the model's file."""
+    return [module for module in model.modules() if rows == "mapped" and isinstance(module, HashedTable)]
 
 
 def hashed(model: nn.Module) -> nn.Module:

@@ -24,7 +24,7 @@ from torchrec_recstore_serving.changes import ChangedRows, remember
 from torchrec_recstore_serving.delta import DeltaInfo, checked_delta, is_hashed, write_delta
 from torchrec_recstore_serving.destinations import publications_at
 from torchrec_recstore_serving.export import read_changes, read_model
-from torchrec_recstore_serving.hashed_tables import check_index
+from torchrec_recstore_serving.hashed_tables import HashedTable, check_index, mapped_tables
 from torchrec_recstore_serving.publications import Latest, Publication
 from torchrec_recstore_serving.script import save_script, scripted
 from torchrec_recstore_serving.served_model import scriptable
@@ -66,6 +66,8 @@ class DeltaPublisher:
         top_rows: The maximum number of published rows of each table. Default: None.
         index: How the published model searches ids, ``"hash"`` or ``"sorted"``; see ``export_for_inference``. Default:
             ``"hash"``.
+        rows: Where a follower has the rows of a full export, ``"memory"`` or ``"mapped"``; see
+            ``export_for_inference``. Default: ``"memory"``.
         key: The file of a secret key of at least 32 characters, with which everything that is published is signed.
             Followers with the same key load nothing else. Rank 0 reads it. Default: None, no signature.
 
@@ -92,6 +94,7 @@ class DeltaPublisher:
         min_frequency: int = 0,
         top_rows: int | None = None,
         index: str = "hash",
+        rows: str = "memory",
         key: str | Path | None = None,
     ) -> None:
         for name, value in (("every_s", every_s), ("full_every_s", full_every_s)):
@@ -110,9 +113,9 @@ class DeltaPublisher:
         self._pace = Pace()
         self._open = True
         with refused_together(self._env):
-            check_index(index)
+            check_index(index, rows)
             if self._env.rank == 0:
-                self._writer = _Writer(destination, full_every_s, index, key_at(key))
+                self._writer = _Writer(destination, full_every_s, index, rows, key_at(key))
 
     def step(self) -> None:
         """Publishes the model if a publication is due. Call it after each training step. Collective.
@@ -267,11 +270,13 @@ class _Writer:
         destination: See :class:`DeltaPublisher`.
         full_every_s: See :class:`DeltaPublisher`.
         index: See :class:`DeltaPublisher`.
+        rows: See :class:`DeltaPublisher`.
         key: The key that signs the publications, if there is one.
     """
 
-    def __init__(self, destination: str | Path, full_every_s: float, index: str, key: Key | None) -> None:
+    def __init__(self, destination: str | Path, full_every_s: float, index: str, rows: str, key: Key | None) -> None:
         self._index = index
+        self._rows = rows
         self._key = key
         self._place = publications_at(destination, key)
         self._full_every_s = full_every_s
@@ -280,6 +285,8 @@ class _Writer:
         self._number = 0
         self._base: torch.jit.ScriptModule | None = None
         """The model as it was published last. None: the next publication is a full export without a delta."""
+        self._mapped: list[HashedTable] = []
+        """The tables of the model whose rows followers map."""
         self.needs_whole = False
         """Whether nothing was written, because the whole model has to be read."""
         self._next_full = -math.inf  # by time.monotonic()
@@ -351,7 +358,8 @@ class _Writer:
             self._base, self.needs_whole = None, True
             return
         if info is None:
-            self._base = scripted(scriptable(reading.exported, index=self._index))
+            served = scriptable(reading.exported, index=self._index)
+            self._base, self._mapped = scripted(served), mapped_tables(served, self._rows)
         assert self._base is not None
         full = info is None or time.monotonic() >= self._next_full
         if info is not None and info.base == info.version and not full:
@@ -386,7 +394,7 @@ class _Writer:
         assert self._base is not None
         number = self._number + 1
         if full:
-            save_script(self._base, self._place.path_of(number, "full"), self._key)
+            save_script(self._base, self._place.path_of(number, "full"), self._key, self._mapped)
         base = None if info is None else info.base
         publication = Publication(number, self._base.recstore_version(), base, moment, full, self._run)
         latest = self._place.append(publication, self._latest)

@@ -9,6 +9,7 @@ import inspect
 import keyword
 import os
 import re
+from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 
 from torchrec_recstore.checkpoint.files import whole_file
 from torchrec_recstore_serving.hashed_tables import HashedTable
+from torchrec_recstore_serving.mapped_rows import append_records, rows_apart
 from torchrec_recstore_serving.served_model import dense_tensors, served_tables, tensor_at, version_of
 from torchrec_recstore_serving.served_tables import check_tensor, take_tensor  # noqa: F401
 from torchrec_recstore_serving.signing import Key
@@ -58,8 +60,16 @@ _PLAIN = re.compile(r"(int|float|bool|str|List|Dict|Tuple|Optional|NoneType|[\[\
 _CODE_BYTES = 1 << 22  # An upper bound of a file's size without its tensors.
 
 
-def save_script(script: torch.jit.ScriptModule, path: Path, key: Key | None = None) -> None:
+def save_script(
+    script: torch.jit.ScriptModule, path: Path, key: Key | None = None, mapped: Sequence[HashedTable] = ()
+) -> None:
     """Writes a scripted module completely or not at all, and signs it if there is a key.
+
+    Args:
+        script: The module.
+        path: The file.
+        key: The key. Default: None, no signature.
+        mapped: The tables of the module whose rows a process maps from the file. Default: (), a process reads all rows.
 
     Raises:
         OSError: The file cannot be written. The file at ``path`` is as it was.
@@ -70,7 +80,9 @@ def save_script(script: torch.jit.ScriptModule, path: Path, key: Key | None = No
             # writes directly, and aborts the process if the disk is full (torch 2.13). So the space is allocated first.
             with beside.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, _bytes(script) + _CODE_BYTES)
-            script.save(str(beside))
+            with rows_apart(mapped) as records:
+                script.save(str(beside))
+                append_records(beside, records)
             sign_export(beside, key)
     except OSError as error:
         if error.strerror is None:

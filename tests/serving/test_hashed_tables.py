@@ -14,7 +14,6 @@ from torchrec import KeyedJaggedTensor
 
 from torchrec_recstore.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_recstore.inference import (
-    changes,
     export_checkpoint,
     export_checkpoint_delta,
     export_delta,
@@ -26,6 +25,7 @@ from torchrec_recstore.inference import (
 from torchrec_recstore.modules import RecStoreEmbedding
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.store import Table
+from torchrec_recstore_serving import changes
 from torchrec_recstore_serving import export as export_module
 from torchrec_recstore_serving.delta import described
 

@@ -20,6 +20,8 @@ int64_t capacity_of(int64_t lines) { return static_cast<int64_t>(static_cast<dou
 
 }  // namespace
 
+int64_t IdIndex::bytes_of(int64_t home_lines) { return (home_lines + kLinesAfter) * static_cast<int64_t>(sizeof(IndexLine)); }
+
 IdIndex::IdIndex(int64_t capacity, uint64_t salt) {
   const int64_t homes = std::max(kLeastLines, static_cast<int64_t>(static_cast<double>(capacity) / (kLineEntries * kMostFull)) + 1);
   if (homes + kLinesAfter > int64_t{kNoSlot}) throw OutOfMemory("the index holds at most 2**32 lines");

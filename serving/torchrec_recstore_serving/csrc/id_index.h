@@ -40,6 +40,8 @@ class IdIndex {
     }
   }
 
+  // The size of the lines of an index with this number of home lines.
+  static int64_t bytes_of(int64_t home_lines);
   const char* data() const { return reinterpret_cast<const char*>(view_.lines); }
   int64_t bytes() const { return line_count_ * static_cast<int64_t>(sizeof(IndexLine)); }
   int64_t home_lines() const { return view_.lines_above; }

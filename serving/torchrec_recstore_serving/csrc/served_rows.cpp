@@ -18,14 +18,17 @@ namespace recstore {
 namespace {
 
 constexpr int64_t kChunkBytes = 2048;
-constexpr int64_t kBlockChunks = 1024;  // chunks that are allocated together
+constexpr int64_t kBlockChunks = 64;    // chunks that are allocated together, at least
 constexpr int64_t kFound = 1024;        // ids that are searched together
 constexpr int64_t kAhead = 48;          // rows that are requested ahead
 constexpr int64_t kLine = 64;           // bytes of a cache line
 constexpr int64_t kMostLines = 8;       // cache lines of a row that are requested
-// The index has room for this part of the rows more. When it is full, or when this part of the slots has removed rows, the
-// rows are copied to a larger table.
-constexpr int64_t kRoom = 8;
+// The index has room for this part of the rows more; after a copy, because the table grows, for one of kRoomToGrow. When it
+// is full, or when one of kMostRemoved slots has a removed row, the rows are copied to a larger table.
+constexpr int64_t kRoom = 24;
+constexpr int64_t kRoomToGrow = 16;
+constexpr int64_t kMostRemoved = 8;
+constexpr int64_t kBlocks = 8;  // a new block of chunks has this part of the bytes of all blocks before it
 constexpr int64_t kLeastRoom = 1024;
 constexpr int64_t kMostSlots = int64_t{kNoSlot};
 
@@ -36,19 +39,23 @@ int64_t least_bytes(const RowLayout& layout) {
   return (layout.dim * bits[static_cast<int64_t>(layout.format)] + 7) / 8 + header_bytes(layout.format);
 }
 
-uint64_t hash_of(int64_t id, const char* row, int64_t bytes) {
+// The hash is that of the row with its padding, which is of zeros, whether it is in memory or not.
+uint64_t hash_of(int64_t id, const char* row, const RowLayout& layout) {
   uint64_t state = mix(static_cast<uint64_t>(id) ^ 0x9E3779B97F4A7C15u);
-  for (int64_t at = 0; at < bytes; at += 8) {
+  for (int64_t at = 0; at < layout.row_bytes; at += 8) {
     uint64_t word = 0;
-    std::memcpy(&word, row + at, static_cast<size_t>(std::min<int64_t>(8, bytes - at)));
+    if (at < layout.stride) std::memcpy(&word, row + at, static_cast<size_t>(std::min<int64_t>(8, layout.stride - at)));
     state = (state ^ word) * 0x9FB21C651E98DF25u;
     state ^= state >> 32;
   }
   return mix(state);
 }
 
+// The layout of rows that are given. A change of their padding changes the hash, too.
+RowLayout given(const RowLayout& layout) { return {layout.format, layout.dim, layout.row_bytes}; }
+
 uint64_t hash_of_missing(const RowLayout& layout, const char* row) {
-  return mix(hash_of(layout.dim * 4 + static_cast<int64_t>(layout.format), row, layout.row_bytes));
+  return mix(hash_of(layout.dim * 4 + static_cast<int64_t>(layout.format), row, layout));
 }
 
 void check_distinct(const RowChanges& changes) {
@@ -97,9 +104,23 @@ uint64_t random_salt() {
 
 void RowLayout::check() const {
   if (static_cast<int64_t>(format) < 0 || static_cast<int64_t>(format) > 3) throw InvalidArgument("there is no such row format");
-  if (dim < 1 || dim > int64_t{1} << 24 || row_bytes < least_bytes(*this) || row_bytes > int64_t{1} << 27) {
-    throw InvalidArgument("rows of " + std::to_string(row_bytes) + " bytes do not have " + std::to_string(dim) + " columns of the format");
+  if (dim < 1 || dim > int64_t{1} << 24 || stride < least_bytes(*this) || stride > row_bytes || row_bytes > int64_t{1} << 27) {
+    throw InvalidArgument("rows of " + std::to_string(stride) + " bytes do not have " + std::to_string(dim) + " columns of the format");
   }
+}
+
+RowLayout RowLayout::compact(RowFormat format, int64_t dim, int64_t row_bytes) {
+  RowLayout layout{format, dim, row_bytes};
+  layout.check();
+  constexpr int64_t kAligned = 4;
+  if (format != RowFormat::kFloat32) layout.stride = std::min(row_bytes, (least_bytes(layout) + kAligned - 1) / kAligned * kAligned);
+  return layout;
+}
+
+void BaseRows::find(const int64_t* ids, int64_t n, const char* otherwise, const char** found) const {
+  Slot at[kFound];
+  index->find(ids, n, at);
+  for (int64_t i = 0; i < n; ++i) found[i] = at[i] != 0 && at[i] < slots ? rows + at[i] * layout.stride : otherwise;
 }
 
 // The index, and the memory of the rows, of versions that share them.
@@ -119,7 +140,7 @@ struct ServedRows::Store {
   char* take(int64_t bytes) {
     if (free == nullptr) {
       Region block;
-      const int64_t chunks = std::max(kBlockChunks, block_bytes / bytes / kRoom);
+      const int64_t chunks = std::max(kBlockChunks, block_bytes / bytes / kBlocks);
       block.reserve(static_cast<size_t>(chunks * bytes));
       blocks.reserve(blocks.size() + 1);
       for (int64_t c = chunks; c-- > 0;) give(block.data() + c * bytes);
@@ -156,7 +177,7 @@ struct ServedRows::Retired {
 
 ServedRows::ServedRows(const RowLayout& layout, std::shared_ptr<Store> store)
     : layout_(layout), store_(std::move(store)), retired_(std::make_shared<Retired>(store_)) {
-  while ((layout_.row_bytes << (chunk_bits_ + 1)) <= kChunkBytes) ++chunk_bits_;
+  while ((layout_.stride << (chunk_bits_ + 1)) <= kChunkBytes) ++chunk_bits_;
   chunk_mask_ = (int64_t{1} << chunk_bits_) - 1;
 }
 
@@ -167,6 +188,9 @@ ServedRows::ServedRows(const ServedRows& before, int64_t slots)
   chunks_ = before.chunks_;
   removed_ = before.removed_;
   removed_count_ = before.removed_count_;
+  base_ = before.base_;
+  hidden_ = before.hidden_;
+  hidden_removed_ = before.hidden_removed_;
   checksum_ = before.checksum_;
   before_ = before.retired_;
 }
@@ -191,7 +215,7 @@ void ServedRows::keep() noexcept {
 
 // Takes the chunks of the memory of the store. The last chunk is copied, because the memory may end within it.
 void ServedRows::add_chunks() {
-  const int64_t chunk_bytes = layout_.row_bytes << chunk_bits_, bytes = slots_ * layout_.row_bytes;
+  const int64_t chunk_bytes = layout_.stride << chunk_bits_, bytes = slots_ * layout_.stride;
   store_->memory_bytes = bytes;
   store_->slots = slots_;
   chunks_.reserve(static_cast<size_t>(slots_ >> chunk_bits_) + 1);
@@ -216,7 +240,7 @@ std::shared_ptr<const ServedRows> ServedRows::build(const RowLayout& layout, con
   for (int64_t i = 0; i < count; ++i) {
     if (i + kAhead < count) store->index->prefetch(ids[i + kAhead]);
     if (!store->index->insert(ids[i], static_cast<Slot>(i + 1))) throw OutOfMemory("the index has no place for an id");
-    made->checksum_ += hash_of(ids[i], made->row(i + 1), layout.row_bytes);
+    made->checksum_ += hash_of(ids[i], made->row(i + 1), layout);
   }
   Slot slots[kFound];
   for (int64_t first = 0; first < count; first += kFound) {
@@ -239,7 +263,7 @@ std::shared_ptr<const ServedRows> ServedRows::load(const RowLayout& layout, std:
   store->index_owner = std::move(index_owner);
   store->memory = std::move(memory);
   use_huge_pages({store->index->data(), store->index->bytes()}, store->index_owner,
-                 {store->memory.data, slots * layout.row_bytes}, store->memory.owner);
+                 {store->memory.data, slots * layout.stride}, store->memory.owner);
   std::shared_ptr<ServedRows> made(new ServedRows(layout, store));
   made->slots_ = slots;
   made->add_chunks();
@@ -247,17 +271,60 @@ std::shared_ptr<const ServedRows> ServedRows::load(const RowLayout& layout, std:
   return made;
 }
 
+std::shared_ptr<const ServedRows> ServedRows::over(std::shared_ptr<const BaseRows> base) {
+  base->layout.check();
+  if (base->slots < 1 || base->slots >= kMostSlots || base->index->size() + 1 != base->slots) {
+    throw InvalidArgument("the rows of the file are damaged");
+  }
+  auto region = std::make_shared<Region>();
+  region->reserve(static_cast<size_t>(base->layout.stride));
+  std::memcpy(region->data(), base->rows, static_cast<size_t>(base->layout.stride));
+  auto store = std::make_shared<Store>();
+  store->index = std::make_unique<IdIndex>(kLeastRoom, random_salt());
+  store->memory = {region->data(), true, region};
+  std::shared_ptr<ServedRows> made(new ServedRows(base->layout, store));
+  made->add_chunks();
+  made->checksum_ = base->checksum;
+  made->base_ = std::move(base);
+  return made;
+}
+
 int64_t ServedRows::bytes() const {
   const std::lock_guard<std::mutex> lock(store_->mutex);
-  return store_->index->bytes() + store_->memory_bytes + store_->block_bytes + static_cast<int64_t>(chunks_.size() * sizeof(char*));
+  const int64_t beneath = base_ == nullptr ? 0 : base_->index->bytes() + base_->slots * layout_.stride;
+  return beneath + store_->index->bytes() + store_->memory_bytes + store_->block_bytes + static_cast<int64_t>(chunks_.size() * sizeof(char*));
+}
+
+template <class Visit>  // visit(id, row), for all rows in no particular order
+void ServedRows::for_each_entry(const Visit& visit) const {
+  if (base_ != nullptr) {
+    int64_t ids[kFound] = {}, count = 0;
+    const char* rows[kFound];
+    const auto visit_all = [&] {
+      find_rows(ids, count, rows);
+      for (int64_t i = 0; i < count; ++i) {
+        if (rows[i] != nullptr) visit(ids[i], rows[i]);
+      }
+      count = 0;
+    };
+    base_->index->for_each([&](int64_t id, Slot) {
+      ids[count++] = id;
+      if (count == kFound) visit_all();
+    });
+    visit_all();
+  }
+  const std::lock_guard<std::mutex> lock(store_->mutex);
+  store_->index->for_each([&](int64_t id, Slot slot) {
+    if (slot >= slots_ || is_removed(slot)) return;
+    const char* beneath = nullptr;
+    if (base_ != nullptr) base_->find(&id, 1, nullptr, &beneath);
+    if (beneath == nullptr) visit(id, row(slot));
+  });
 }
 
 uint64_t ServedRows::recomputed_checksum() const {
   uint64_t sum = hash_of_missing(layout_, row(0));
-  const std::lock_guard<std::mutex> lock(store_->mutex);
-  store_->index->for_each([&](int64_t id, Slot slot) {
-    if (slot < slots_ && !is_removed(slot)) sum += hash_of(id, row(slot), layout_.row_bytes);
-  });
+  for_each_entry([&](int64_t id, const char* row) { sum += hash_of(id, row, layout_); });
   return sum;
 }
 
@@ -268,19 +335,47 @@ void ServedRows::find_slots(const int64_t* ids, int64_t n, Slot* slots) const {
   for (int64_t i = 0; i < n; ++i) slots[i] = slots[i] < end ? slots[i] : 0;
 }
 
+// The rows of ids (n,), n at most kFound; for an id without a row, the row for such ids.
+void ServedRows::locate(const int64_t* ids, int64_t n, const char** rows) const {
+  Slot slots[kFound];
+  if (base_ != nullptr) base_->find(ids, n, row(0), rows);
+  if (base_ != nullptr && slots_ == 1) return;
+  find_slots(ids, n, slots);
+  if (base_ == nullptr) {
+    for (int64_t i = 0; i < n; ++i) rows[i] = row(slots[i]);
+  } else {
+    for (int64_t i = 0; i < n; ++i) {
+      if (slots[i] != 0) rows[i] = row(slots[i]);
+    }
+  }
+}
+
+// The rows of ids (n,), n at most kFound; null for an id without a row.
+void ServedRows::find_rows(const int64_t* ids, int64_t n, const char** rows) const {
+  Slot slots[kFound];
+  if (base_ != nullptr) {
+    base_->find(ids, n, nullptr, rows);
+  } else {
+    std::fill_n(rows, n, nullptr);
+  }
+  find_slots(ids, n, slots);
+  for (int64_t i = 0; i < n; ++i) {
+    if (slots[i] != 0) rows[i] = is_removed(slots[i]) ? nullptr : row(slots[i]);
+  }
+}
+
 void ServedRows::request(const char* row) const {
-  const int64_t lines = std::min((layout_.row_bytes + kLine - 1) / kLine, kMostLines);
-  for (int64_t l = 0; l < lines; ++l) __builtin_prefetch(row + l * kLine, 0, 3);
+  const char* const end = row + std::min(layout_.stride, kMostLines * kLine);
+  // A row begins anywhere in a line. To request a line twice would take longer than to find out whether it is another one.
+  for (const char* at = row - reinterpret_cast<uintptr_t>(row) % kLine; at < end; at += kLine) __builtin_prefetch(at, 0, 3);
 }
 
 template <class Visit>  // visit(position, row)
 void ServedRows::for_each_row(const int64_t* ids, int64_t n, const Visit& visit) const {
-  Slot slots[kFound];
   const char* rows[kFound];
   for (int64_t first = 0; first < n; first += kFound) {
     const int64_t count = std::min(kFound, n - first), ahead = std::min(kAhead, count);
-    find_slots(ids + first, count, slots);
-    for (int64_t i = 0; i < count; ++i) rows[i] = row(slots[i]);
+    locate(ids + first, count, rows);
     for (int64_t i = 0; i < ahead; ++i) request(rows[i]);
     for (int64_t i = 0; i < count; ++i) {
       if (i + ahead < count) request(rows[i + ahead]);
@@ -290,7 +385,11 @@ void ServedRows::for_each_row(const int64_t* ids, int64_t n, const Visit& visit)
 }
 
 void ServedRows::copy(const int64_t* ids, int64_t n, char* out) const {
-  for_each_row(ids, n, [&](int64_t i, const char* row) { std::memcpy(out + i * layout_.row_bytes, row, static_cast<size_t>(layout_.row_bytes)); });
+  for_each_row(ids, n, [&](int64_t i, const char* row) {
+    char* to = out + i * layout_.row_bytes;
+    std::memcpy(to, row, static_cast<size_t>(layout_.stride));
+    std::memset(to + layout_.stride, 0, static_cast<size_t>(layout_.row_bytes - layout_.stride));
+  });
 }
 
 void ServedRows::lookup(const int64_t* ids, int64_t n, float* out) const {
@@ -362,64 +461,79 @@ void ServedRows::pool(const int64_t* ids, const int64_t* offsets, int64_t bags, 
 }
 
 void ServedRows::contains(const int64_t* ids, int64_t n, bool* found) const {
-  Slot slots[kFound];
+  const char* rows[kFound];
   for (int64_t first = 0; first < n; first += kFound) {
     const int64_t count = std::min(kFound, n - first);
-    find_slots(ids + first, count, slots);
-    for (int64_t i = 0; i < count; ++i) found[first + i] = slots[i] != 0 && !is_removed(slots[i]);
+    find_rows(ids + first, count, rows);
+    for (int64_t i = 0; i < count; ++i) found[first + i] = rows[i] != nullptr;
   }
 }
 
 std::vector<ServedRows::Entry> ServedRows::entries() const {
   std::vector<Entry> found;
   found.reserve(static_cast<size_t>(rows()));
-  {
-    const std::lock_guard<std::mutex> lock(store_->mutex);
-    store_->index->for_each([&](int64_t id, Slot slot) {
-      if (slot < slots_ && !is_removed(slot)) found.push_back({id, slot});
-    });
-  }
+  for_each_entry([&](int64_t id, const char* row) { found.push_back({id, row}); });
   std::sort(found.begin(), found.end());
   return found;
 }
 
 const IdIndex* ServedRows::whole_index(std::unique_lock<std::mutex>& hold) const {
   hold = std::unique_lock<std::mutex>(store_->mutex);
-  return removed_count_ == 0 && store_->index->size() == slots_ - 1 ? store_->index.get() : nullptr;
+  return base_ == nullptr && removed_count_ == 0 && store_->index->size() == slots_ - 1 ? store_->index.get() : nullptr;
 }
 
 const RowMemory* ServedRows::whole_memory() const {
-  return number_ == 0 && slots_ * layout_.row_bytes == store_->memory_bytes ? &store_->memory : nullptr;
+  return number_ == 0 && slots_ * layout_.stride == store_->memory_bytes ? &store_->memory : nullptr;
 }
 
 std::shared_ptr<const ServedRows> ServedRows::copied(int64_t more_rows) const {
-  const std::vector<Entry> found = entries();
+  struct Own {
+    int64_t id;
+    Slot slot;
+  };
+  std::vector<Own> found;
+  found.reserve(static_cast<size_t>(slots_ - 1 - removed_count_ + hidden_removed_));
+  {
+    const std::lock_guard<std::mutex> lock(store_->mutex);
+    store_->index->for_each([&](int64_t id, Slot slot) {
+      const char* beneath = nullptr;
+      if (slot < slots_ && is_removed(slot) && base_ != nullptr) base_->find(&id, 1, nullptr, &beneath);
+      if (slot < slots_ && (!is_removed(slot) || beneath != nullptr)) found.push_back({id, slot});
+    });
+  }
+  std::sort(found.begin(), found.end(), [](const Own& one, const Own& other) { return one.id < other.id; });
   const auto count = static_cast<int64_t>(found.size());
-  const int64_t capacity = count + std::max({kLeastRoom, more_rows, count / kRoom});
+  // A table over base rows begins empty and is small.
+  const int64_t capacity = count + std::max({kLeastRoom, more_rows, base_ == nullptr ? count / kRoomToGrow : count / 2});
   if (capacity >= kMostSlots) throw OutOfMemory("a table holds fewer than 2**32 rows");
   auto region = std::make_shared<Region>();
-  region->reserve(static_cast<size_t>((count + 1) * layout_.row_bytes));
+  region->reserve(static_cast<size_t>((count + 1) * layout_.stride));
   auto store = std::make_shared<Store>();
   store->index = std::make_unique<IdIndex>(capacity, random_salt());
   store->memory = {region->data(), true, region};
+  std::shared_ptr<ServedRows> made(new ServedRows(layout_, store));
+  made->removed_.resize(static_cast<size_t>(count + 64) / 64);
   const auto put = [&](int64_t slot, int64_t from) {
-    std::memcpy(region->data() + slot * layout_.row_bytes, row(from), static_cast<size_t>(layout_.row_bytes));
+    std::memcpy(region->data() + slot * layout_.stride, row(from), static_cast<size_t>(layout_.stride));
   };
   put(0, 0);
   for (int64_t i = 0; i < count; ++i) {
     if (i + kAhead < count) {
-      const Entry& coming = found[static_cast<size_t>(i + kAhead)];
+      const Own& coming = found[static_cast<size_t>(i + kAhead)];
       store->index->prefetch(coming.id);
       __builtin_prefetch(row(coming.slot), 0, 3);
     }
-    const Entry& entry = found[static_cast<size_t>(i)];
+    const Own& entry = found[static_cast<size_t>(i)];
     put(i + 1, entry.slot);
+    if (is_removed(entry.slot)) made->removed_[static_cast<size_t>(i + 1) / 64] |= uint64_t{1} << ((i + 1) % 64);
     if (!store->index->insert(entry.id, static_cast<Slot>(i + 1))) throw OutOfMemory("the index has no place for an id");
   }
-  std::shared_ptr<ServedRows> made(new ServedRows(layout_, store));
   made->slots_ = count + 1;
   made->add_chunks();
   made->checksum_ = checksum_;
+  made->base_ = base_;
+  made->hidden_ = hidden_;
+  made->removed_count_ = made->hidden_removed_ = hidden_removed_;
   return made;
 }
 
@@ -427,19 +541,19 @@ uint64_t ServedRows::checksum_with(const RowChanges& changes) const {
   check_distinct(changes);
   uint64_t sum = checksum_;
   const auto leave = [&](const int64_t* ids, int64_t n) {
-    Slot slots[kFound];
+    const char* rows[kFound];
     for (int64_t first = 0; first < n; first += kFound) {
       const int64_t count = std::min(kFound, n - first);
-      find_slots(ids + first, count, slots);
+      find_rows(ids + first, count, rows);
       for (int64_t i = 0; i < count; ++i) {
-        if (i + kAhead < count) request(row(slots[i + kAhead]));
-        if (slots[i] != 0 && !is_removed(slots[i])) sum -= hash_of(ids[first + i], row(slots[i]), layout_.row_bytes);
+        if (i + kAhead < count && rows[i + kAhead] != nullptr) request(rows[i + kAhead]);
+        if (rows[i] != nullptr) sum -= hash_of(ids[first + i], rows[i], layout_);
       }
     }
   };
   leave(changes.ids, changes.count);
   leave(changes.removed, changes.removed_count);
-  for (int64_t i = 0; i < changes.count; ++i) sum += hash_of(changes.ids[i], changes.rows + i * layout_.row_bytes, layout_.row_bytes);
+  for (int64_t i = 0; i < changes.count; ++i) sum += hash_of(changes.ids[i], changes.rows + i * layout_.row_bytes, given(layout_));
   return sum;
 }
 
@@ -453,51 +567,79 @@ std::shared_ptr<ServedRows> ServedRows::with(const RowChanges& changes) const {
 std::shared_ptr<ServedRows> ServedRows::extended(const RowChanges& changes) const {
   std::shared_ptr<ServedRows> made;  // it is destroyed without the lock
   const std::lock_guard<std::mutex> lock(store_->mutex);
-  std::vector<Slot> slots(static_cast<size_t>(changes.count));
-  for (int64_t first = 0; first < changes.count; first += kFound) {
-    store_->index->find(changes.ids + first, std::min(kFound, changes.count - first), slots.data() + first);
-  }
-  const int64_t added = std::count(slots.begin(), slots.end(), kNoSlot);
+  std::vector<Slot> slots(static_cast<size_t>(changes.count + changes.removed_count));
+  std::vector<const char*> beneath(slots.size());  // the rows of the base, or null
+  const auto search = [&](const int64_t* ids, int64_t n, int64_t to) {
+    for (int64_t first = 0; first < n; first += kFound) {
+      const int64_t count = std::min(kFound, n - first);
+      store_->index->find(ids + first, count, slots.data() + to + first);
+      if (base_ != nullptr) base_->find(ids + first, count, nullptr, beneath.data() + to + first);
+    }
+  };
+  search(changes.ids, changes.count, 0);
+  search(changes.removed, changes.removed_count, changes.count);
+  int64_t added = std::count(slots.begin(), slots.begin() + changes.count, kNoSlot);
+  for (size_t i = static_cast<size_t>(changes.count); i < slots.size(); ++i) added += slots[i] == kNoSlot && beneath[i] != nullptr;
+  const int64_t left = store_->slots - slots_;  // the slots of versions that were not kept, which must not hide a base
   const bool extends = store_->last == number_ && store_->index->room() >= added && store_->slots + added < kMostSlots &&
-                       removed_count_ + store_->slots - slots_ <= std::max(kLeastRoom, rows() / kRoom);
+                       (base_ == nullptr || left == 0) &&
+                       removed_count_ - hidden_removed_ + left <= std::max(kLeastRoom, (slots_ - 1) / kMostRemoved);
   if (!extends) return nullptr;
   made = std::shared_ptr<ServedRows>(new ServedRows(*this, store_->slots + added));
   made->number_ = ++store_->last;
   made->removed_.resize(static_cast<size_t>(made->slots_ + 63) / 64);
-  const auto changed = static_cast<size_t>(changes.count + changes.removed_count + store_->slots - slots_);
+  const auto changed = static_cast<size_t>(changes.count + changes.removed_count + left);
   made->replaced_.reserve(changed);
   made->made_.reserve(changed);
   const auto remove = [&](int64_t slot) {
     made->removed_[static_cast<size_t>(slot / 64)] |= uint64_t{1} << (slot % 64);
     ++made->removed_count_;
-    std::memcpy(made->own_row(*this, slot), row(0), static_cast<size_t>(layout_.row_bytes));
+    std::memcpy(made->own_row(*this, slot), row(0), static_cast<size_t>(layout_.stride));
+  };
+  // Makes the entry of an id that has none, and returns its slot.
+  const auto add = [&](int64_t id, const char* hidden) {
+    const auto slot = static_cast<Slot>(store_->slots);
+    made->own_row(*this, slot);
+    if (!store_->index->insert(id, slot)) throw OutOfMemory("the index has no place for an id");
+    ++store_->slots;
+    if (hidden != nullptr) {
+      ++made->hidden_;
+      made->checksum_ -= hash_of(id, hidden, layout_);
+    }
+    return slot;
   };
   // Versions that were not kept have left these slots, and entries that refer to them.
-  for (int64_t slot = slots_; slot < store_->slots; ++slot) remove(slot);
+  for (int64_t slot = slots_, end = store_->slots; slot < end; ++slot) remove(slot);
   for (int64_t i = 0; i < changes.count; ++i) {
     const int64_t id = changes.ids[i];
+    const char* hidden = beneath[static_cast<size_t>(i)];
     Slot slot = slots[static_cast<size_t>(i)];
     if (slot == kNoSlot) {
-      slot = static_cast<Slot>(store_->slots);
-      made->own_row(*this, slot);
-      if (!store_->index->insert(id, slot)) throw OutOfMemory("the index has no place for an id");
-      ++store_->slots;
+      slot = add(id, hidden);
     } else if (made->is_removed(slot)) {
       made->removed_[slot / 64] &= ~(uint64_t{1} << (slot % 64));
       --made->removed_count_;
+      made->hidden_removed_ -= hidden != nullptr;
     } else {
-      made->checksum_ -= hash_of(id, row(slot), layout_.row_bytes);
+      made->checksum_ -= hash_of(id, row(slot), layout_);
     }
     const char* from = changes.rows + i * layout_.row_bytes;
-    std::memcpy(made->own_row(*this, slot), from, static_cast<size_t>(layout_.row_bytes));
-    made->checksum_ += hash_of(id, from, layout_.row_bytes);
+    std::memcpy(made->own_row(*this, slot), from, static_cast<size_t>(layout_.stride));
+    made->checksum_ += hash_of(id, from, given(layout_));
   }
   for (int64_t i = 0; i < changes.removed_count; ++i) {
-    Slot slot = 0;
-    find_slots(changes.removed + i, 1, &slot);
-    if (slot == 0 || made->is_removed(slot)) continue;
-    made->checksum_ -= hash_of(changes.removed[i], row(slot), layout_.row_bytes);
+    const char* hidden = beneath[static_cast<size_t>(changes.count + i)];
+    Slot slot = slots[static_cast<size_t>(changes.count + i)];
+    if (slot == kNoSlot && hidden == nullptr) continue;
+    if (slot == kNoSlot) {
+      slot = add(changes.removed[i], hidden);
+    } else if (made->is_removed(slot)) {
+      continue;
+    } else {
+      made->checksum_ -= hash_of(changes.removed[i], row(slot), layout_);
+    }
     remove(slot);
+    made->hidden_removed_ += hidden != nullptr;
   }
   return made;
 }
@@ -505,7 +647,7 @@ std::shared_ptr<ServedRows> ServedRows::extended(const RowChanges& changes) cons
 // The row of a slot, in a chunk that the version before does not have. The caller holds the lock of the store.
 char* ServedRows::own_row(const ServedRows& before, int64_t slot) {
   const auto number = static_cast<size_t>(slot >> chunk_bits_);
-  const int64_t bytes = layout_.row_bytes << chunk_bits_;
+  const int64_t bytes = layout_.stride << chunk_bits_;
   if (number >= chunks_.size()) {
     made_.push_back(store_->take(bytes));
     chunks_.push_back(made_.back());
@@ -515,7 +657,7 @@ char* ServedRows::own_row(const ServedRows& before, int64_t slot) {
     replaced_.push_back(chunks_[number]);
     chunks_[number] = made_.back();
   }
-  return chunks_[number] + (slot & chunk_mask_) * layout_.row_bytes;
+  return chunks_[number] + (slot & chunk_mask_) * layout_.stride;
 }
 
 }  // namespace recstore

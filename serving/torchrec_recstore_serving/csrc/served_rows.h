@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -15,17 +16,33 @@ namespace recstore {
 struct RowLayout {
   RowFormat format;
   int64_t dim;
-  int64_t row_bytes;
+  int64_t row_bytes;           // of a row that is given or returned, with FBGEMM's padding
+  int64_t stride = row_bytes;  // of a row in memory, which need not have the padding
 
+  // The layout without padding, for rows that are given and returned with row_bytes bytes.
+  static RowLayout compact(RowFormat format, int64_t dim, int64_t row_bytes);
   // Throws InvalidArgument if rows of this size cannot have `dim` columns of the format.
   void check() const;
 };
 
 // Memory that a table reads its rows from.
 struct RowMemory {
-  char* data = nullptr;          // (slots, row_bytes)
+  char* data = nullptr;          // (slots, stride)
   bool writable = false;         // whether the table may write into it when no version reads it any more
   std::shared_ptr<void> owner;   // keeps the memory
+};
+
+// Rows and their index that never change: those of a mapped file. A table over them has its changes in memory.
+struct BaseRows {
+  RowLayout layout;
+  std::unique_ptr<IdIndex> index;
+  const char* rows;  // (slots, stride), at first the row for ids without a row
+  int64_t slots;
+  uint64_t checksum;
+  std::function<void()> check;  // throws if the memory is not to be read any more; it keeps the memory
+
+  // Writes the row of each of ids (n,), n at most 1024, to found; `otherwise` for an id without a row.
+  void find(const int64_t* ids, int64_t n, const char* otherwise, const char** found) const;
 };
 
 // The changes that lead from one version to the next.
@@ -47,19 +64,28 @@ struct RowChanges {
 //
 // Versions form a line: the first change of a version extends it, and a second change of the same version first copies
 // all of its rows. They are copied, too, if the index is full or if many slots have removed rows.
+//
+// A table over base rows has only changed, added and removed ids in its own index. An id is searched in both, and its own
+// entry hides that of the base. So a copy has only what has changed.
 class ServedRows : public std::enable_shared_from_this<ServedRows> {
  public:
   // The table of ids (count,) and their rows, which follow the row for ids without a row in `memory`: (count + 1,
-  // row_bytes). Throws InvalidArgument if an id occurs twice.
+  // stride). Throws InvalidArgument if an id occurs twice.
   static std::shared_ptr<const ServedRows> build(const RowLayout& layout, const int64_t* ids, int64_t count, RowMemory memory);
   // The table whose index and rows have been saved.
   static std::shared_ptr<const ServedRows> load(const RowLayout& layout, std::unique_ptr<IdIndex> index,
                                                 std::shared_ptr<void> index_owner, RowMemory memory, int64_t slots,
                                                 uint64_t checksum);
+  // The table of the base rows, without changes.
+  static std::shared_ptr<const ServedRows> over(std::shared_ptr<const BaseRows> base);
   ~ServedRows();
 
   const RowLayout& layout() const { return layout_; }
-  int64_t rows() const { return slots_ - 1 - removed_count_; }
+  // Throws if the base rows are not to be read any more. Each call of a table begins with it.
+  void check() const {
+    if (base_ != nullptr) base_->check();
+  }
+  int64_t rows() const { return slots_ - 1 - removed_count_ + (base_ == nullptr ? 0 : base_->slots - 1 - hidden_); }
   int64_t bytes() const;
   // The sum of a hash of each id with its row, plus that of the row for ids without a row. It does not depend on the order
   // of the rows.
@@ -76,17 +102,18 @@ class ServedRows : public std::enable_shared_from_this<ServedRows> {
   void pool(const int64_t* ids, const int64_t* offsets, int64_t bags, const float* weights, bool mean, float* out) const;
   // Writes whether each of ids (n,) has a row.
   void contains(const int64_t* ids, int64_t n, bool* found) const;
-  // The ids in ascending order, and their slots.
+  // The ids in ascending order, and their rows.
   struct Entry {
     int64_t id;
-    Slot slot;
+    const char* row;
     bool operator<(const Entry& other) const { return id < other.id; }
   };
   std::vector<Entry> entries() const;
-  const char* row(int64_t slot) const { return chunks_[static_cast<size_t>(slot >> chunk_bits_)] + (slot & chunk_mask_) * layout_.row_bytes; }
+  const char* row(int64_t slot) const { return chunks_[static_cast<size_t>(slot >> chunk_bits_)] + (slot & chunk_mask_) * layout_.stride; }
   int64_t slots() const { return slots_; }
 
   // The index, if all of its entries are rows of this version; otherwise null. hold: keeps the index from changing.
+  // Null for a table over base rows.
   const IdIndex* whole_index(std::unique_lock<std::mutex>& hold) const;
   // The memory of the rows in the order of their slots, if none has changed since they were built; otherwise null.
   const RowMemory* whole_memory() const;
@@ -111,10 +138,14 @@ class ServedRows : public std::enable_shared_from_this<ServedRows> {
   }
   void request(const char* row) const;
   void find_slots(const int64_t* ids, int64_t n, Slot* slots) const;
+  void locate(const int64_t* ids, int64_t n, const char** rows) const;
+  void find_rows(const int64_t* ids, int64_t n, const char** rows) const;
   std::shared_ptr<const ServedRows> copied(int64_t more_rows) const;
   std::shared_ptr<ServedRows> extended(const RowChanges& changes) const;
   void add_chunks();
   char* own_row(const ServedRows& before, int64_t slot);
+  template <class Visit>
+  void for_each_entry(const Visit& visit) const;
   template <class Visit>
   void for_each_row(const int64_t* ids, int64_t n, const Visit& visit) const;
 
@@ -126,6 +157,9 @@ class ServedRows : public std::enable_shared_from_this<ServedRows> {
   int64_t slots_ = 1;
   std::vector<uint64_t> removed_;  // one bit for each slot
   int64_t removed_count_ = 0;
+  std::shared_ptr<const BaseRows> base_;  // or null
+  int64_t hidden_ = 0;                    // rows of the base that an own entry hides,
+  int64_t hidden_removed_ = 0;            // and those of them whose ids have no row
   uint64_t checksum_ = 0;
   // The chunks that the next version does not have; the next version keeps them too, until the versions up to this one end.
   std::shared_ptr<Retired> retired_;

@@ -25,6 +25,7 @@
 #include "../checksum.h"
 #include "../gate.h"
 #include "../served_rows.h"
+#include "mapped_file.h"
 
 // library.py reads the version of torch from the file before it loads the library.
 extern "C" __attribute__((visibility("default"), used)) const char recstore_serving_torch[] =
@@ -49,16 +50,26 @@ Tensor checked_integers(const Tensor& values, const char* name = "values") {
 
 at::ScalarType element_type(const RowLayout& layout) { return layout.format == RowFormat::kFloat32 ? at::kFloat : at::kByte; }
 
-Tensor empty_rows(const RowLayout& layout, int64_t n) {
+// Rows without values: (n, columns or bytes).
+Tensor empty_rows(const RowLayout& layout, int64_t n, int64_t row_bytes) {
   const bool wide = layout.format == RowFormat::kFloat32;
-  return at::empty({n, wide ? layout.dim : layout.row_bytes}, at::TensorOptions(element_type(layout)));
+  return at::empty({n, wide ? layout.dim : row_bytes}, at::TensorOptions(element_type(layout)));
 }
 
+// The layout of rows of this format that are in memory as they are in `rows`.
 RowLayout layout_of(int64_t format, int64_t dim, const Tensor& rows) {
   const RowLayout layout{static_cast<RowFormat>(format), dim, rows.size(1) * static_cast<int64_t>(rows.element_size())};
   layout.check();
   const bool fits = layout.format != RowFormat::kFloat32 || rows.size(1) == dim;
   TORCH_CHECK_VALUE(fits && rows.scalar_type() == element_type(layout), "the rows are not of the row format");
+  return layout;
+}
+
+// The same for rows of a file, which need not have the padding with which they are given and returned (row_formats.py).
+RowLayout layout_in_file(int64_t format, int64_t dim, const Tensor& rows) {
+  constexpr int64_t kPadded = 16;
+  RowLayout layout = layout_of(format, dim, rows);
+  if (layout.format != RowFormat::kFloat32) layout.row_bytes = (layout.row_bytes + kPadded - 1) / kPadded * kPadded;
   return layout;
 }
 
@@ -122,46 +133,78 @@ std::string version_of(const c10::Dict<std::string, Tensor>& tensors) {
   return digits;
 }
 
-struct Rows final : torch::CustomClassHolder {
-  explicit Rows(std::shared_ptr<const ServedRows> given) : rows(std::move(given)) {}
-  std::shared_ptr<const ServedRows> rows;
+// The version itself if its index has the entries of its rows alone, and is in memory. Otherwise a copy for which this is
+// so: rows have been removed, a later version shares the index, or the rows are in a file.
+std::shared_ptr<const ServedRows> whole(const std::shared_ptr<const ServedRows>& of) {
+  {
+    std::unique_lock<std::mutex> hold;
+    if (of->whole_index(hold) != nullptr) return of;
+  }
+  const RowLayout& layout = of->layout();
+  const auto entries = of->entries();
+  const auto n = static_cast<int64_t>(entries.size());
+  Tensor ids = at::empty({n}, at::kLong), all = empty_rows(layout, n + 1, layout.stride);
+  auto* to = static_cast<char*>(all.data_ptr());
+  std::memcpy(to, of->row(0), static_cast<size_t>(layout.stride));
+  for (int64_t i = 0; i < n; ++i) {
+    const auto& entry = entries[static_cast<size_t>(i)];
+    ids.mutable_data_ptr<int64_t>()[i] = entry.id;
+    std::memcpy(to += layout.stride, entry.row, static_cast<size_t>(layout.stride));
+  }
+  return ServedRows::build(layout, ids.const_data_ptr<int64_t>(), n, memory_of(all, false));
+}
 
-  // format, dim, slots, checksum, salt, home lines, lines of the index, rows in the order of their slots
+// The table whose index and rows are a record of the model's file: see Rows::Saved.
+std::shared_ptr<const ServedRows> mapped_rows(const RowLayout& layout, int64_t slots, uint64_t checksum, uint64_t salt, int64_t home_lines,
+                                              const std::string& name) {
+  const MappedRecord record = MappedRecord::named(name);
+  const int64_t lines_bytes = IdIndex::bytes_of(home_lines), rows_bytes = slots * layout.stride;
+  if (record.bytes != lines_bytes + rows_bytes) throw InvalidArgument("the rows of the file do not have the size that it states");
+  auto base = std::make_shared<BaseRows>();
+  base->layout = layout;
+  // The index of base rows never changes.
+  base->index = std::make_unique<IdIndex>(const_cast<char*>(record.data), lines_bytes, home_lines, slots - 1, salt);
+  base->rows = record.data + lines_bytes;
+  base->slots = slots;
+  base->checksum = checksum;
+  base->check = [file = record.file] { check_unchanged(*file); };
+  return ServedRows::over(std::move(base));
+}
+
+struct Rows final : torch::CustomClassHolder {
+  explicit Rows(std::shared_ptr<const ServedRows> given, std::string apart = "") : rows(std::move(given)), record(std::move(apart)) {}
+  std::shared_ptr<const ServedRows> rows;
+  std::string record;  // the name of the record of the file that has the index and the rows; empty: this object has them
+
+  // format, dim, slots, checksum, salt, home lines, lines of the index, rows in the order of their slots. If a record has
+  // the lines and the rows: the negative number of home lines, the name of the record, and no rows.
   using Saved = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, Tensor, Tensor>;
 
   Saved saved() const {
-    std::shared_ptr<const ServedRows> of = rows;
-    {
-      std::unique_lock<std::mutex> hold;
-      if (const IdIndex* index = of->whole_index(hold)) return saved(of, *index);
-    }
-    // Rows have been removed, or a later version shares the index.
-    const auto entries = of->entries();
-    const auto n = static_cast<int64_t>(entries.size());
-    Tensor ids = at::empty({n}, at::kLong), all = empty_rows(of->layout(), n + 1);
-    std::memcpy(all.data_ptr(), of->row(0), static_cast<size_t>(of->layout().row_bytes));
-    for (int64_t i = 0; i < n; ++i) {
-      ids.mutable_data_ptr<int64_t>()[i] = entries[static_cast<size_t>(i)].id;
-      std::memcpy(static_cast<char*>(all.data_ptr()) + (i + 1) * of->layout().row_bytes, of->row(entries[static_cast<size_t>(i)].slot),
-                  static_cast<size_t>(of->layout().row_bytes));
-    }
-    of = ServedRows::build(of->layout(), ids.const_data_ptr<int64_t>(), n, memory_of(all, false));
-    std::unique_lock<std::mutex> hold;
-    return saved(of, *of->whole_index(hold));
+    Saved saved = with_rows();
+    if (record.empty()) return saved;
+    std::get<5>(saved) *= -1;
+    std::get<6>(saved) = at::empty({static_cast<int64_t>(record.size())}, at::kByte);
+    std::memcpy(std::get<6>(saved).data_ptr(), record.data(), record.size());
+    std::get<7>(saved) = empty_rows(rows->layout(), 0, rows->layout().stride);
+    return saved;
   }
 
-  static Saved saved(const std::shared_ptr<const ServedRows>& of, const IdIndex& index) {
+  Saved with_rows() const {
+    const auto of = whole(rows);
+    std::unique_lock<std::mutex> hold;
+    const IdIndex& index = *of->whole_index(hold);
     const RowLayout& layout = of->layout();
     Tensor lines = at::empty({index.bytes()}, at::kByte);
     std::memcpy(lines.data_ptr(), index.data(), static_cast<size_t>(index.bytes()));
     Tensor all;
     if (const RowMemory* memory = of->whole_memory()) {
       const bool wide = layout.format == RowFormat::kFloat32;
-      all = view_of(of, memory->data, {of->slots(), wide ? layout.dim : layout.row_bytes}, element_type(layout));
+      all = view_of(of, memory->data, {of->slots(), wide ? layout.dim : layout.stride}, element_type(layout));
     } else {
-      all = empty_rows(layout, of->slots());
+      all = empty_rows(layout, of->slots(), layout.stride);
       for (int64_t slot = 0; slot < of->slots(); ++slot) {
-        std::memcpy(static_cast<char*>(all.data_ptr()) + slot * layout.row_bytes, of->row(slot), static_cast<size_t>(layout.row_bytes));
+        std::memcpy(static_cast<char*>(all.data_ptr()) + slot * layout.stride, of->row(slot), static_cast<size_t>(layout.stride));
       }
     }
     return {static_cast<int64_t>(layout.format), layout.dim, of->slots(), static_cast<int64_t>(of->checksum()),
@@ -171,9 +214,15 @@ struct Rows final : torch::CustomClassHolder {
   static c10::intrusive_ptr<Rows> loaded(const Saved& saved) {
     const auto& [format, dim, slots, checksum, salt, home_lines, lines, all] = saved;
     const Tensor rows = checked(all, "the rows", all.scalar_type(), 2);
-    const RowLayout layout = layout_of(format, dim, rows);
-    TORCH_CHECK_VALUE(rows.size(0) == slots, "the rows of the file are damaged");
+    const RowLayout layout = layout_in_file(format, dim, rows);
     const Tensor index_lines = checked(lines, "the index", at::kByte, 1);
+    const bool fits = slots >= 1 && slots < int64_t{kNoSlot} && rows.size(0) == (home_lines < 0 ? 0 : slots) && home_lines > -int64_t{kNoSlot};
+    TORCH_CHECK_VALUE(fits, "the rows of the file are damaged");
+    if (home_lines < 0) {
+      const std::string name(static_cast<const char*>(index_lines.const_data_ptr()), static_cast<size_t>(index_lines.numel()));
+      return c10::make_intrusive<Rows>(
+          mapped_rows(layout, slots, static_cast<uint64_t>(checksum), static_cast<uint64_t>(salt), -home_lines, name));
+    }
     auto index = std::make_unique<IdIndex>(static_cast<char*>(index_lines.data_ptr()), index_lines.numel(), home_lines, slots - 1,
                                            static_cast<uint64_t>(salt));
     return c10::make_intrusive<Rows>(ServedRows::load(layout, std::move(index), std::make_shared<Tensor>(index_lines),
@@ -204,13 +253,19 @@ class Table final : public torch::CustomClassHolder {
   static c10::intrusive_ptr<Table> made(int64_t format, int64_t dim, const Tensor& ids, const Tensor& rows) {
     const Tensor given = checked_integers(ids), all = checked(rows, "rows", rows.scalar_type(), 2);
     TORCH_CHECK_VALUE(all.size(0) == given.numel() + 1, "there must be a row for each id, and one for ids without a row");
-    const RowLayout layout = layout_of(format, dim, all);
-    return c10::make_intrusive<Table>(ServedRows::build(layout, given.const_data_ptr<int64_t>(), given.numel(), memory_of(all, false)));
+    const RowLayout layout = RowLayout::compact(static_cast<RowFormat>(format), dim, layout_of(format, dim, all).row_bytes);
+    const Tensor packed = layout.stride == layout.row_bytes ? all : all.narrow(1, 0, layout.stride).contiguous();
+    return c10::make_intrusive<Table>(ServedRows::build(layout, given.const_data_ptr<int64_t>(), given.numel(), memory_of(packed, false)));
   }
 
   std::shared_ptr<const ServedRows> rows() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return rows_;
+    std::shared_ptr<const ServedRows> rows;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      rows = rows_;
+    }
+    rows->check();
+    return rows;
   }
 
   Tensor lookup(const Tensor& values) const {
@@ -256,15 +311,16 @@ class Table final : public torch::CustomClassHolder {
   Tensor stored(const Tensor& values) const {
     const auto rows = this->rows();
     const Tensor ids = checked_integers(values);
-    Tensor out = empty_rows(rows->layout(), ids.numel());
+    Tensor out = empty_rows(rows->layout(), ids.numel(), rows->layout().row_bytes);
     rows->copy(ids.const_data_ptr<int64_t>(), ids.numel(), static_cast<char*>(out.data_ptr()));
     return out;
   }
 
   Tensor missing_row() const {
     const auto rows = this->rows();
-    Tensor out = empty_rows(rows->layout(), 1);
-    std::memcpy(out.data_ptr(), rows->row(0), static_cast<size_t>(rows->layout().row_bytes));
+    const RowLayout& layout = rows->layout();
+    Tensor out = empty_rows(layout, 1, layout.row_bytes).zero_();
+    std::memcpy(out.data_ptr(), rows->row(0), static_cast<size_t>(layout.stride));
     return out;
   }
 
@@ -316,6 +372,24 @@ class Table final : public torch::CustomClassHolder {
   c10::intrusive_ptr<Hold> hold() const { return c10::make_intrusive<Hold>(gate_->hold()); }
   c10::intrusive_ptr<Change> change() const { return c10::make_intrusive<Change>(gate_); }
 
+  // Returns the lines of the index and the rows of this version. Files that are written now, until write_within(), have the
+  // version without them, and with the name of a record of the file. The caller adds the record.
+  std::vector<Tensor> write_apart(const std::string& record) {
+    auto apart = c10::make_intrusive<Rows>(whole(rows()), record);
+    const auto saved = apart->with_rows();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    apart_ = std::move(apart);
+    return {std::get<6>(saved), std::get<7>(saved)};
+  }
+  void write_within() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    apart_.reset();
+  }
+  c10::intrusive_ptr<Rows> state() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return apart_.defined() ? apart_ : c10::make_intrusive<Rows>(rows_);
+  }
+
   void abandon() {
     const std::lock_guard<std::mutex> lock(changing_);
     next_.reset();
@@ -324,6 +398,7 @@ class Table final : public torch::CustomClassHolder {
  private:
   mutable std::mutex mutex_;
   std::shared_ptr<const ServedRows> rows_;
+  c10::intrusive_ptr<Rows> apart_;  // until write_within()
   std::mutex changing_;
   std::shared_ptr<ServedRows> next_;
   std::shared_ptr<const ServedRows> before_;  // the version before commit(), until end()
@@ -354,11 +429,13 @@ TORCH_LIBRARY(recstore, library) {
       .def("commit", &Table::commit)
       .def("abandon", &Table::abandon)
       .def("end", &Table::end)
+      .def("write_apart", &Table::write_apart)
+      .def("write_within", &Table::write_within)
       .def("hold", &Table::hold)
       .def("change", &Table::change)
       // A copy of a module passes the rows on as they are, and only a file writes them. So a copy takes no time and little
       // memory, and may be changed while the original answers.
-      .def_pickle([](const c10::intrusive_ptr<Table>& self) { return c10::make_intrusive<Rows>(self->rows()); },
+      .def_pickle([](const c10::intrusive_ptr<Table>& self) { return self->state(); },
                   [](const c10::intrusive_ptr<Rows>& rows) { return c10::make_intrusive<Table>(rows->rows); });
 }
 
