@@ -314,7 +314,7 @@ class Pair(Native):
             try:
                 peer.call(method, request, _LONG_CALL_S)
             except grpc.RpcError as error:
-                _log.warning("the backup %s could not %s: %s", peer.address, method, error.details())
+                self._say(f"the backup {peer.address} could not {method}: {error.details()}")
                 self.invoke("lose")
         self.wait()
 
@@ -400,7 +400,7 @@ class Pair(Native):
                 raise CallRefusedError(grpc.StatusCode.ABORTED, "the backup could not be written into the record")
             self._record = after
             self._state.forget_copy()
-        _log.warning("pair %s: %s is the backup", self._options.name, peer.address)
+        self._say(f"{peer.address} is the backup")
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
@@ -426,8 +426,7 @@ class Pair(Native):
                 return False
             self._record = after
             if self.role in (Role.LOST, Role.SYNCED):
-                reason = self.invoke("reason").decode()
-                _log.warning("pair %s: the backup is lost: %s", self._options.name, reason)
+                self._say(f"the backup is lost: {self.invoke('reason').decode()}")
                 self._set_role(Role.ALONE)
                 self._forget_peer()
             return True
@@ -442,7 +441,7 @@ class Pair(Native):
                 self._depose()
 
     def _depose(self) -> None:
-        _log.warning("pair %s: this server is not the primary any more", self._options.name)
+        self._say("this server is not the primary any more")
         self._state.gate.set_end(-1)
         self._set_role(Role.STANDBY)
         self._forget_peer()
@@ -463,7 +462,7 @@ class Pair(Native):
             self._state.begin()
         self._began = True
         self._set_end(begin)
-        _log.warning("pair %s: this server is the primary", self._options.name)
+        self._say("this server is the primary")
         return True
 
     def _set_end(self, begin: float) -> None:
@@ -514,7 +513,7 @@ class Pair(Native):
                 self._state.gate.set_end(float("inf"))
                 self._set_role(Role.FOLLOWING)
             peer.call("Replicate", phases(phase=phases.FOLLOW, server=self._id), _LONG_CALL_S)
-            _log.warning("pair %s: this server is the backup of %s", self._options.name, record.address)
+            self._say(f"this server is the backup of {record.address}")
         finally:
             ended.set()
             peer.close()
@@ -526,6 +525,9 @@ class Pair(Native):
 
     # Both.
 
+    def _say(self, what: str) -> None:
+        _log.warning("pair %s: %s", self._options.name, what)
+
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
@@ -535,7 +537,7 @@ class Pair(Native):
                 details = error.details() if isinstance(error, grpc.RpcError) else str(error)
                 if details != self._said:  # once, not five times a second
                     self._said = details
-                    _log.warning("pair %s: %s", self._options.name, details)
+                    self._say(details)
                 self._stopping.wait(_LOOK_S)
 
     def _step(self) -> None:
