@@ -1,12 +1,14 @@
-// The server for rows by TCP, on a table of functions that takes the place of the core: many clients at the same time,
-// which are cut anywhere and repeat their writes; waiting for memory; a stop in the middle of calls.
+// The server for rows by TCP and by shared memory, on a table of functions that takes the place of the core: many clients
+// at the same time, which are cut anywhere and repeat their writes; waiting for memory; a stop in the middle of calls.
 
 #include "row_server.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -110,6 +112,24 @@ struct Reply {
   std::string content;
 };
 
+void parse(const std::string& message, Reply& reply) {
+  for (size_t at = 0; at < message.size();) {
+    const auto varint = [&] {
+      uint64_t value = 0;
+      for (int shift = 0;; shift += 7) {
+        const auto byte = static_cast<uint8_t>(message.at(at++));
+        value |= static_cast<uint64_t>(byte & 0x7F) << shift;
+        if (byte < 0x80) return value;
+      }
+    };
+    const uint64_t tag = varint(), value = varint();
+    if (tag >> 3 == 1) reply.code = value;
+    if (tag >> 3 == 5) reply.rows = value;
+    if (tag >> 3 == 7) reply.last = value;
+    if ((tag & 7) == 2) at += value;
+  }
+}
+
 class Client {
  public:
   explicit Client(int port, int buffer = 0) : fd_(socket(AF_INET, SOCK_STREAM, 0)) {
@@ -150,21 +170,7 @@ class Client {
     if (!fill(reinterpret_cast<char*>(&size), 4)) return reply;
     std::string message(size, '\0');
     if (!fill(message.data(), size)) return reply;
-    for (size_t at = 0; at < message.size();) {
-      const auto varint = [&] {
-        uint64_t value = 0;
-        for (int shift = 0;; shift += 7) {
-          const auto byte = static_cast<uint8_t>(message.at(at++));
-          value |= static_cast<uint64_t>(byte & 0x7F) << shift;
-          if (byte < 0x80) return value;
-        }
-      };
-      const uint64_t tag = varint(), value = varint();
-      if (tag >> 3 == 1) reply.code = value;
-      if (tag >> 3 == 5) reply.rows = value;
-      if (tag >> 3 == 7) reply.last = value;
-      if ((tag & 7) == 2) at += value;
-    }
+    parse(message, reply);
     reply.content.resize(reply.rows);
     reply.arrived = fill(reply.content.data(), reply.rows);
     return reply;
@@ -183,6 +189,64 @@ class Client {
   bool greeted_ = false;
 };
 
+constexpr size_t kSegment = 1 << 20;
+
+// A client by shared memory. The requests are those of a client by TCP.
+class MemoryClient {
+ public:
+  explicit MemoryClient(RowServer& server) : fd_(socket(AF_UNIX, SOCK_SEQPACKET, 0)) {
+    const auto [name, secret] = server.memory_offer();
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::memcpy(address.sun_path + 1, name.data(), name.size());
+    const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+    if (connect(fd_, reinterpret_cast<sockaddr*>(&address), length) != 0) return;
+    ::send(fd_, secret.data(), secret.size(), MSG_NOSIGNAL);
+    char text[32];
+    iovec content{text, sizeof text};
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+    msghdr message{};
+    message.msg_iov = &content;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+    if (recvmsg(fd_, &message, 0) <= 0) return;
+    int file;
+    std::memcpy(&file, CMSG_DATA(CMSG_FIRSTHDR(&message)), sizeof file);
+    memory_ = static_cast<char*>(mmap(nullptr, kSegment, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
+    ::close(file);
+  }
+  ~MemoryClient() {
+    if (memory_ != nullptr) munmap(memory_, kSegment);
+    ::close(fd_);
+  }
+  bool greeted() const { return memory_ != nullptr; }
+  // Sends a request. ids: its ids, which lie at the beginning of the segment, and rows of zeros after them.
+  bool send(const std::string& request, const std::vector<int64_t>& ids) {
+    uint32_t size;
+    std::memcpy(&size, request.data(), 4);
+    std::memcpy(memory_, ids.data(), ids.size() * 8);
+    return ::send(fd_, request.data() + 4, size, MSG_NOSIGNAL) > 0;
+  }
+  Reply receive() {
+    Reply reply;
+    std::string message(1 << 16, '\0');
+    const ssize_t n = recv(fd_, message.data(), message.size(), 0);
+    if (n <= 0) return reply;
+    message.resize(static_cast<size_t>(n));
+    parse(message, reply);
+    reply.content.assign(memory_ + place_, reply.rows);
+    place_ = reply.last ? 0 : place_ + reply.rows;
+    reply.arrived = true;
+    return reply;
+  }
+
+ private:
+  int fd_;
+  char* memory_ = nullptr;
+  size_t place_ = 0;
+};
+
 // A server with one table "t", and threads that answer the calls on other tables in place of Python.
 struct Served {
   explicit Served(uint64_t memory_bytes = 1 << 26, int64_t connections = 64)
@@ -190,6 +254,7 @@ struct Served {
     gate.set_run("run");
     calls.add({"t", 7, 7, kDim, 4, 0.1});
     port = server.listen("127.0.0.1", 0);
+    server.listen_memory(kSegment);
     for (int i = 0; i < 2; ++i) python.emplace_back([this] { answer(); });
   }
   ~Served() {
@@ -457,9 +522,73 @@ void a_stop_leaves_the_arrays_to_calls_that_are_answered_late() {
   CHECK(!client.receive().arrived);
 }
 
+void calls_by_shared_memory_are_carried_out_once_and_never_read_beyond_it() {
+  for (auto& each : steps) each = 0;
+  constexpr int kClients = 4;
+  constexpr uint64_t kWritesOfEach = 200;
+  {
+    Served served;
+    std::vector<std::thread> threads;
+    for (int t = 0; t < kClients; ++t) {
+      threads.emplace_back([&served, t] {
+        std::minstd_rand random(static_cast<unsigned>(t));
+        const std::vector<int64_t> ids = ids_to(kIds);
+        auto client = std::make_unique<MemoryClient>(served.server);
+        for (uint64_t number = 0; number < kWritesOfEach; ++number) {
+          for (bool done = false; !done;) {
+            if (!client->greeted() || !client->send(update_of("client " + std::to_string(t), number, ids), ids) || random() % 8 == 0) {
+              client = std::make_unique<MemoryClient>(served.server);
+              continue;
+            }
+            const Reply reply = client->receive();
+            done = reply.arrived && reply.code == 0;
+          }
+          if (random() % 4 == 0) {
+            const std::vector<int64_t> some = ids_to(static_cast<int64_t>(random() % 80000));
+            CHECK(client->send(pull_of("t", some), some));
+            std::string content;
+            Reply reply;
+            do {
+              reply = client->receive();
+              CHECK(reply.arrived && reply.code == 0);
+              content += reply.content;
+            } while (reply.last == 0);
+            CHECK(content.size() == some.size() * kDim * 4);
+            for (size_t i = 0; i < some.size(); ++i) {
+              float id;
+              std::memcpy(&id, content.data() + i * kDim * 4, 4);
+              CHECK(id == static_cast<float>(some[i]));
+            }
+          }
+          if (random() % 4 == 0) {
+            const std::vector<int64_t> some = ids_to(static_cast<int64_t>(random() % 60000));
+            CHECK(client->send(pull_of("of python", some), some));
+            for (int part = 0; part < 2; ++part) CHECK(client->receive().content == bytes_of(some));
+          }
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    wait_until([&] { return served.server.memory_connections() == 0; });
+    CHECK(served.memory.held() == 0 && served.server.running(true) == 0 && served.server.memory_bytes() == 0);
+    for (const auto& each : steps) CHECK(each == kClients * kWritesOfEach);
+
+    MemoryClient client(served.server);
+    const std::vector<int64_t> many = ids_to(100000);  // their rows take more than the segment
+    CHECK(client.send(pull_of("t", many), many) && client.receive().code == kInvalidArgument);
+    CHECK(client.send(pull_of("of python", many), many) && client.receive().code == 0 && client.receive().code == kInvalidArgument);
+    CHECK(client.send(framed("", 1, uint64_t{1} << 63, uint64_t{1} << 63), {0}) && client.receive().code == kInvalidArgument);
+    CHECK(client.send(pull_of("t", ids_to(5)), ids_to(5)) && client.receive().rows == 5 * kDim * 4);
+    served.server.set_token("another");
+    CHECK(client.send(pull_of("t", ids_to(5)), ids_to(5)) && client.receive().code == kUnauthenticated);
+    CHECK(!client.receive().arrived);
+  }
+}
+
 }  // namespace
 
 int main() {
+  calls_by_shared_memory_are_carried_out_once_and_never_read_beyond_it();
   writes_are_carried_out_once_wherever_they_are_cut();
   requests_may_come_one_after_the_other_and_half_closed();
   sizes_that_are_wrong_are_refused();
