@@ -293,6 +293,7 @@ def test_a_backup_without_a_decision_is_not_left_out_in_silence(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_fifty_kills_lose_nothing(pair: ServerPair) -> None:
     """Three clients train while servers are killed at random moments. Each acknowledged update is there, once."""
     draw = random.Random(11)
