@@ -24,12 +24,9 @@ constexpr uint64_t kMostQueued = uint64_t{1} << 30;  // bytes of writes that a b
 constexpr size_t kAtOnce = 64;                       // writes that are sent before their replies are read
 constexpr auto kReply = std::chrono::seconds(8);     // after which a backup that does not answer is lost
 constexpr auto kDecision = std::chrono::seconds(5);  // for which a write waits to learn whether the server may go on alone
-constexpr uint32_t kVersion = 2;                     // VERSION in protocol.py
 constexpr uint32_t kMostReplyBytes = uint32_t{1} << 16;
 
 [[noreturn]] void fail(const char* what) { throw std::runtime_error(what); }
-
-[[noreturn]] void not_primary() { throw CallFailed({kUnavailable, "the server is not the primary of its pair", "NotPrimaryError"}); }
 
 }  // namespace
 
@@ -178,7 +175,7 @@ std::unique_lock<std::mutex> Replica::turn(bool from_primary) {
   if (role_ == Role::kSingle) return {};
   std::unique_lock<std::mutex> order(order_);
   const Role role = role_;
-  if (role == Role::kStandby || (role == Role::kFollowing) != from_primary) not_primary();
+  if (role == Role::kStandby || (role == Role::kFollowing) != from_primary) throw CallFailed(not_primary());
   return order;
 }
 
@@ -226,7 +223,7 @@ void Replica::wait(uint64_t number) {
       case Role::kSingle:
       case Role::kAlone:
       case Role::kFollowing: return;
-      case Role::kStandby: not_primary();
+      case Role::kStandby: throw CallFailed(not_primary());
       case Role::kJoining:
         if (queued_bytes_ <= kMostQueued) return;
         changed_.wait(lock);
@@ -264,7 +261,7 @@ void Replica::follow(const std::string& host, int port, const std::string& secre
   try {
     socket->connect(host, port, tls);
     const uint32_t numbers[] = {kVersion, static_cast<uint32_t>(secret.size())};
-    socket->send({{const_cast<char*>("RECSTORE"), 8}, {const_cast<uint32_t*>(numbers), 8}, {const_cast<char*>(secret.data()), secret.size()}});
+    socket->send({{const_cast<char*>(kMagic), 8}, {const_cast<uint32_t*>(numbers), 8}, {const_cast<char*>(secret.data()), secret.size()}});
     socket->reply();
     while (true) {
       std::vector<Frame> frames;

@@ -10,6 +10,10 @@
 
 namespace recstore_service {
 
+// The beginning of a connection by TCP: see "Calls on rows by TCP" in recstore.proto.
+constexpr char kMagic[] = "RECSTORE";
+constexpr uint32_t kVersion = 2;  // VERSION in protocol.py
+
 // See TableIds, PullHeader, WriteHeader and SegmentRequest in recstore.proto.
 struct TableIds {
   std::string table;

@@ -1,12 +1,12 @@
 #include "row_server.h"
 
+#include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -28,8 +28,6 @@
 namespace recstore_service {
 namespace {
 
-constexpr char kMagic[] = "RECSTORE";
-constexpr uint32_t kVersion = 2;  // VERSION in protocol.py
 constexpr size_t kHelloBytes = 16;
 constexpr size_t kMostTokenBytes = 4096;
 constexpr uint32_t kMostMessageBytes = uint32_t{1} << 20;
@@ -280,7 +278,7 @@ Status RowServer::check(const Connection& c) {
   const std::lock_guard<std::mutex> lock(settings_);
   if (backup_ && !secret_.empty() && same(c.token, secret_)) return {};
   if (c.from_primary || !same(c.token, token_)) return {kUnauthenticated, "the token is missing or wrong", ""};
-  if (backup_) return {kUnavailable, "the server is not the primary of its pair", "NotPrimaryError"};
+  if (backup_) return not_primary();
   return {};
 }
 
@@ -602,8 +600,8 @@ RowServer::Step RowServer::message(Connection& c) {
     return refuse(c, failed.status(), !c.by_memory);  // the sizes of its arrays are not known
   }
   const uint64_t bytes = c.request.bytes();
-  const bool by_memory = !c.request.is_pull && memory_.limit() < most_write_bytes_;
-  const uint64_t most = c.request.is_pull ? kMostPullBytes : by_memory ? memory_.limit() : most_write_bytes_;
+  const bool memory_is_less = !c.request.is_pull && memory_.limit() < most_write_bytes_;
+  const uint64_t most = c.request.is_pull ? kMostPullBytes : memory_is_less ? memory_.limit() : most_write_bytes_;
   const auto& sizes = c.request.sizes;
   if (c.by_memory && !c.fit({sizes[0], sizes[1], sizes[2], sizes[3]})) return refuse(c, c.unfit(), false);
   if ((c.by_memory && c.request.is_pull) || (bytes <= most && *std::max_element(sizes.begin(), sizes.end()) <= most)) {  // no overflow
@@ -611,7 +609,7 @@ RowServer::Step RowServer::message(Connection& c) {
     return Step::kAgain;
   }
   const std::string what = c.request.is_pull ? "a read may have at most 4194304 ids"
-                           : by_memory       ? "a request may have at most " + std::to_string(most) + " bytes (--max-request-memory)"
+                           : memory_is_less  ? "a request may have at most " + std::to_string(most) + " bytes (--max-request-memory)"
                                              : "a write may have at most " + std::to_string(most / 128) + " ids and " + std::to_string(most) +
                                                    " bytes (--max-write)";
   return refuse(c, {kInvalidArgument, what + ": split it", "ValueError"}, !c.by_memory);
