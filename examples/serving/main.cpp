@@ -1,8 +1,10 @@
 // Serves an exported model with libtorch alone: no Python, no torchrec_recstore.
 //
 //   main MODEL.pt INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta DELTA.safetensors]...
+//   main MODEL.pt2 INPUTS.pt OUTPUT.pt [--library LIB.so]...
 //   main --follow DIRECTORY [--library LIB.so]...
 //
+// MODEL.pt is a file of export_for_inference, and MODEL.pt2 a package that AOTInductor has made of such a model.
 // INPUTS.pt is a list of tensors that torch.save has written, the arguments of the model's forward. OUTPUT.pt gets the
 // tensor that forward returns. A damaged model or delta is refused.
 //
@@ -17,6 +19,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_file.h>
 #include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/csrc/jit/serialization/import.h>
 #include <torch/csrc/jit/serialization/pickle.h>
@@ -26,9 +29,11 @@
 #include <charconv>
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iostream>
 #include <iterator>
 #include <map>
@@ -205,15 +210,30 @@ Served after_delta(const Served& served, const std::string& path) {
 
 std::string version_of(const Served& served) { return served->run_method("recstore_version").toStringRef(); }
 
-void answer(const Served& served, const std::string& inputs_path, const std::string& output_path) {
+using Model = std::function<at::Tensor(const std::vector<at::Tensor>&)>;
+
+void answer(const Model& model, const std::string& inputs_path, const std::string& output_path) {
   const c10::IValue given = torch::jit::pickle_load(bytes_of(inputs_path));
-  std::vector<c10::IValue> inputs;
-  for (const c10::IValue& input : given.toListRef()) inputs.push_back(input);
-  const std::vector<char> output = torch::jit::pickle_save(served->forward(inputs));
+  std::vector<at::Tensor> inputs;
+  for (const c10::IValue& input : given.toListRef()) inputs.push_back(input.toTensor());
+  const std::vector<char> output = torch::jit::pickle_save(model(inputs));
   std::ofstream file(output_path, std::ios::binary);
   file.write(output.data(), static_cast<std::streamsize>(output.size()));
   file.close();
   if (!file) throw std::runtime_error("cannot write " + output_path);
+}
+
+void answer(const Served& served, const std::string& inputs_path, const std::string& output_path) {
+  const Model model = [&](const std::vector<at::Tensor>& inputs) { return served->forward({inputs.begin(), inputs.end()}).toTensor(); };
+  answer(model, inputs_path, output_path);
+}
+
+void answer_by_package(const std::string& path, const std::string& inputs_path, const std::string& output_path) {
+  // Otherwise a package reads inputs of another type as if they had the type that it was compiled for.
+  setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", /*overwrite=*/0);
+  torch::inductor::AOTIModelPackageLoader package(path);
+  const Model model = [&](const std::vector<at::Tensor>& inputs) { return package.run(inputs).at(0); };
+  answer(model, inputs_path, output_path);
 }
 
 // A directory of publications: latest.json names the newest one, 000000000012.pt is a full export, and
@@ -329,8 +349,13 @@ int run(const std::vector<std::string>& arguments) {
     }
   }
   if (!directory.empty() && files.empty() && deltas.empty()) return follow(directory);
-  if (files.size() != 3 || !directory.empty()) throw std::runtime_error("usage: main MODEL.pt INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta FILE]..., or main --follow DIRECTORY");
+  if (files.size() != 3 || !directory.empty()) throw std::runtime_error("usage: main MODEL.pt|MODEL.pt2 INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta FILE]..., or main --follow DIRECTORY");
   c10::InferenceMode inference;
+  if (std::filesystem::path(files[0]).extension() == ".pt2") {
+    if (!deltas.empty()) throw std::runtime_error(files[0] + " takes no deltas: serve the file of export_for_inference, or make a new package");
+    answer_by_package(files[0], files[1], files[2]);
+    return 0;
+  }
   auto served = loaded(files[0]);
   for (const std::string& path : deltas) served = after_delta(served, path);
   std::cout << "version " << version_of(served) << "\n";

@@ -6,10 +6,13 @@ Tests: tests/serving/test_elsewhere.py.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch._library.fake_class_registry import register_fake_class
 
 _FOLDER = Path(__file__).parent
 
@@ -39,4 +42,34 @@ def load_library() -> Path:
             '`pip install --no-build-isolation ./serving`, or export with index="sorted", which needs no library'
         )
     torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    # The documented way to give torch.export a class of C++. The types of torch 2.13 know an older form of it.
+    register_fake_class("recstore::ServedTable", _TracedTable)  # type: ignore[arg-type]
     return path
+
+
+class _TracedTable:
+    """What ``torch.export`` calls in the place of a table of the library: it has no rows, and knows the shapes."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+    @classmethod
+    def __obj_unflatten__(cls, flattened: tuple[tuple[str, int]]) -> _TracedTable:
+        return cls(**dict(flattened))
+
+    def lookup(self, values: Tensor) -> Tensor:
+        return values.new_empty((values.shape[0], self.dim), dtype=torch.float32)
+
+    def pooled(self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool) -> Tensor:
+        return values.new_empty((lengths.shape[0], self.dim), dtype=torch.float32)
+
+    def contains(self, values: Tensor) -> Tensor:
+        return values.new_empty((values.shape[0],), dtype=torch.bool)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Stands for the other methods. Torch logs a warning for each one that it does not find."""
+
+        def refuse(*arguments: object) -> None:
+            raise NotImplementedError(f"torch.export cannot trace {name}, which changes a served table or describes it")
+
+        return refuse

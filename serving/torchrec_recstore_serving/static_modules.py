@@ -443,23 +443,25 @@ class StaticEmbeddingBag(nn.Module):
                 raise ValueError("ids must have the shape (B, L), or the shape (N,) together with offsets")
             bounds = integers(offsets, "offsets")
             if not self._include_last_offset:
-                bounds = F.pad(bounds, [0, 1], value=float(input.shape[0]))
-        end = int(bounds[-1])
-        values = integers(input, "ids").reshape(-1)[:end]
+                bounds = torch.cat([bounds, bounds.new_full((1,), input.shape[0])])
+        values = integers(input, "ids").reshape(-1)
         if weights is not None:
-            weights = weights.reshape(-1)[:end]
+            weights = weights.reshape(-1)
         if self._has_padding:
             stays = values != self._padding
             before = F.pad(stays.to(torch.int64).cumsum(0), [1, 0])
             bounds, values = before[bounds], values[stays]
             if weights is not None:
                 weights = weights[stays]
-        rows = self.table.lookup(values)
-        places = torch.arange(values.shape[0], device=values.device)
+        # The ids behind the last bag are a bag more, which is dropped. A slice of the ids would read its end from a
+        # tensor, which torch.export cannot trace. The bag has one id more, because torch cannot pool without any.
+        rows = self.table.lookup(F.pad(values, [0, 1]))
+        if weights is not None:
+            weights = F.pad(weights, [0, 1])
+        places = torch.arange(rows.shape[0], device=rows.device)
+        bounds = torch.cat([bounds, bounds.new_full((1,), rows.shape[0])])
         if not self._by_torch:
             out = pooled_in_order(rows, places, bounds, weights, self._mode == "mean")
-        elif values.shape[0] == 0:  # torch's pooling does not support an empty input.
-            out = torch.zeros(bounds.shape[0] - 1, rows.shape[1])
         else:
             if weights is not None:
                 weights = weights.to(torch.float32)
@@ -472,4 +474,4 @@ class StaticEmbeddingBag(nn.Module):
                 per_sample_weights=weights,
                 include_last_offset=True,
             )
-        return out.to(self._output)
+        return out[:-1].to(self._output)

@@ -21,7 +21,7 @@ WITH_CODE = [page for page in PAGES if any(block.kind in RUN for block in blocks
 AROUND = Path(__file__).parent / "around"
 """By the page's name: Python that makes what its blocks take for granted, and that looks at what they have done."""
 
-SLOW = {"checkpoint", "command", "compile", "first-table", "operations", "planner"}
+SLOW = {"checkpoint", "command", "compile", "first-table", "operations", "planner", "triton"}
 """Pages whose blocks take the most time. ``test_what_blocks_import_is_there`` looks at these pages too."""
 
 TIMEOUT_S = 200

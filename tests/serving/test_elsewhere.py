@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 from torchrec import KeyedJaggedTensor
 
 from tests.secrets import write_secret
@@ -25,6 +26,7 @@ from torchrec_recstore.inference import (
     export_delta,
     export_for_inference,
     load_library,
+    scriptable,
 )
 from torchrec_recstore.modules import RecStoreEmbedding
 
@@ -183,6 +185,42 @@ def test_in_cpp(exported: Path, program: Path, tmp_path: Path) -> None:
     torn = tmp_path / "torn"
     torn.write_bytes(deltas[0].read_bytes()[:-8])
     assert f"{torn} is no safetensors file or damaged" in run(program, *files, *libraries, "--delta", torn).stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(NO_LIBRARY is not None, reason=str(NO_LIBRARY))
+@pytest.mark.parametrize(("index", "dtype"), [("hash", "float32"), ("hash", "int8"), ("sorted", "int8")])
+def test_package_in_cpp(program: Path, tmp_path: Path, index: str, dtype: str) -> None:
+    """The package of AOTInductor reads the rows of the scripted model, to the bit, and is a program for C++ alone."""
+    model = OfPlainTensors()
+    for _ in range(3):
+        model(*plain_batch()).sum().backward()
+    model.over = nn.Identity()  # The output is the pooled rows.
+    path = tmp_path / "model.pt"
+    exported = export_for_inference(model.eval(), path, dtype=DTYPES[dtype], index=index)
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        traced = torch.export.export(
+            scriptable(exported, index=index), plain_batch(), dynamic_shapes=({0: Dim.AUTO},) * 3, strict=False
+        )
+        package = torch._inductor.aoti_compile_and_package(traced, package_path=str(tmp_path / "model.pt2"))
+    loaded, scripted = torch._inductor.aoti_load_package(package), torch.jit.load(path)
+    libraries = [a for library in (*FBGEMM, load_library()) for a in ("--library", library)]
+    files = [package, tmp_path / "inputs.pt", tmp_path / "output.pt"]
+    nothing = torch.randn(1, 3), torch.empty(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    for inputs in (nothing, plain_batch(1), plain_batch(7)):
+        torch.save(list(inputs), files[1])
+        done = run(program, *files, *libraries)
+        assert done.returncode == 0, done.stderr
+        for output in (loaded(*inputs), torch.load(files[2])):
+            assert torch.equal(output, scripted(*inputs))
+    for number, wrong in ((1, inputs[1].float()), (1, inputs[1].int()), (2, inputs[2].int())):
+        torch.save([*inputs[:number], wrong, *inputs[number + 1 :]], files[1])
+        done = run(program, *files, *libraries)
+        assert (done.returncode, "unmatched dtype, expected: 4(at::kLong)" in done.stderr) == (1, True)
+    assert "takes no deltas" in run(program, *files, "--delta", path).stderr
+    if index == "hash":
+        assert "torch.classes.recstore.ServedTable" in run(program, *files, *libraries[:4]).stderr
 
 
 @pytest.mark.slow

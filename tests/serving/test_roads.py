@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torchrec.fx
-from torch import nn
+from torch import Tensor, nn
 from torch.export import Dim, ShapesCollection
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.global_settings import set_propogate_device
@@ -24,7 +24,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
 from torchrec_recstore.inference import export_for_inference, scriptable
-from torchrec_recstore.modules import RecStoreEmbedding
+from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
+from torchrec_recstore_serving.served_tables import ServedTable
 
 from .models import Model, batch, train
 
@@ -90,15 +91,54 @@ def test_sharded_by_torchrec(exported: dict[torch.dtype, nn.Module]) -> None:
     assert torch.equal(torch.jit.script(traced)(some), model(some))
 
 
+@pytest.mark.parametrize("index", ["sorted", "hash"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
-def test_torch_export(exported: dict[torch.dtype, nn.Module], dtype: torch.dtype) -> None:
-    model, some = scriptable(exported[dtype]), batch()
+def test_torch_export(
+    exported: dict[torch.dtype, nn.Module], dtype: torch.dtype, index: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, some = scriptable(exported[dtype], index=index), batch()
     given = KeyedJaggedTensor(some.keys(), some.values(), lengths=some.lengths())
     shapes = ShapesCollection()
     shapes[given.values()] = {0: Dim.DYNAMIC}
     program = torch.export.export(model, (given,), dynamic_shapes=shapes, strict=False).module()
     for other in (some, batch()):  # The batches have equal numbers of bags and different numbers of ids.
         assert torch.equal(program(other), model(other))
+    assert not [record for record in caplog.records if "recstore" in record.getMessage()]
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_torch_export_of_a_bag(mode: str, padding: int | None) -> None:
+    bag = RecStoreEmbeddingBag(50, 8, mode=mode, padding_idx=padding, lr=0.3)
+
+    def given(bags: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(0, 50, (4 * bags,)), torch.arange(0, 4 * bags, 4)
+
+    bag.train()(*given(9)).sum().backward()
+    served = scriptable(export_for_inference(bag.eval(), dtype=torch.float32), index="hash")
+    any_size = ({0: Dim.AUTO}, {0: Dim.AUTO})
+    program = torch.export.export(served, given(5), dynamic_shapes=any_size, strict=False).module()
+    for bags in (2, 7):
+        some = given(bags)
+        assert torch.equal(program(*some), bag(*some))
+    beyond = torch.tensor([7, 3, 8]), torch.tensor([0, 2, 2])
+    assert torch.equal(program(*beyond), bag(*beyond))
+    with pytest.raises(RuntimeError, match=r"values must be integers of shape \(N,\)|floats|dtype"):
+        program(beyond[0].float(), beyond[1])
+
+
+def test_torch_export_of_what_is_no_lookup(exported: dict[torch.dtype, nn.Module]) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = next(module for module in served.modules() if isinstance(module, ServedTable))
+
+        def forward(self, values: Tensor) -> Tensor:
+            return values + self.table.row_count()
+
+    served = scriptable(exported[torch.float32], index="hash")
+    with pytest.raises(NotImplementedError, match="cannot trace count"):
+        torch.export.export(Counting(), (torch.arange(3),), strict=False)
 
 
 def test_torch_export_of_torchrecs_quantised_module(exported: dict[torch.dtype, nn.Module]) -> None:

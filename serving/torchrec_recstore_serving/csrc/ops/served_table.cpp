@@ -395,6 +395,9 @@ class Table final : public torch::CustomClassHolder {
     next_.reset();
   }
 
+  // What torch.export has to know of a table: see library.py.
+  std::tuple<std::tuple<std::string, int64_t>> flattened() const { return {{"dim", rows()->layout().dim}}; }
+
  private:
   mutable std::mutex mutex_;
   std::shared_ptr<const ServedRows> rows_;
@@ -433,6 +436,7 @@ TORCH_LIBRARY(recstore, library) {
       .def("write_within", &Table::write_within)
       .def("hold", &Table::hold)
       .def("change", &Table::change)
+      .def("__obj_flatten__", &Table::flattened)
       // A copy of a module passes the rows on as they are, and only a file writes them. So a copy takes no time and little
       // memory, and may be changed while the original answers.
       .def_pickle([](const c10::intrusive_ptr<Table>& self) { return self->state(); },
