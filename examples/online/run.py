@@ -3,6 +3,7 @@
     python examples/online/run.py                               # or: make online
     python examples/online/run.py --seconds 300 --kills 20      # random processes are killed
     python examples/online/run.py --url redis://127.0.0.1:6379  # clicks on your Redis server
+    python examples/online/run.py --url kafka://127.0.0.1:9092  # clicks in a topic of your Kafka broker
     python examples/online/run.py --url file                    # clicks in a file, without Redis
     python examples/online/run.py --folder runs/online-DATE     # continue a run that was interrupted by Ctrl-C
 
@@ -53,7 +54,7 @@ class Flags:
     url: str | None = flag(
         None,
         None,
-        "Redis server of the clicks, redis://host:port/db, or file for a file without Redis.",
+        "Redis server of the clicks, redis://host:port/db, Kafka broker, kafka://host:port, or file for a file.",
         metavar="URL",
         show_default="a server that the example starts, or file if Redis is not installed",
     )
@@ -83,7 +84,7 @@ from common.run import locked_folder
 from online.clicks import LATE_S
 from online.page import live_windows
 from online.settings import FILE, Settings
-from online.streams import RedisStream
+from online.streams import server_stream
 from online.supervisor import FINISHED, INTERRUPTED, REDIS, STATE, Supervisor
 
 
@@ -111,10 +112,10 @@ def main(flags: Flags) -> None:
 def _new(place: Path, flags: Flags) -> Iterator[Settings]:
     """Makes the folder of a new run, and locks it."""
     port = _free_port() if flags.url is None and REDIS is not None else None
-    redis_url = f"redis://127.0.0.1:{port}" if port is not None else None if flags.url == "file" else flags.url
+    url = f"redis://127.0.0.1:{port}" if port is not None else None if flags.url == "file" else flags.url
     settings = Settings(
         folder=place,
-        url=redis_url,
+        url=url,
         stream=place.name,
         seed=flags.seed,
         history=HISTORY,
@@ -127,8 +128,8 @@ def _new(place: Path, flags: Flags) -> Iterator[Settings]:
         expire_s=flags.expire,
         **_addresses(),
     )
-    if port is None and redis_url is not None:
-        for problem in RedisStream(redis_url, settings.stream).problems():
+    if port is None and url is not None:
+        for problem in server_stream(settings).problems():
             print(f"warning: {problem}", file=sys.stderr)
     with locked_folder(place):
         if port is not None:

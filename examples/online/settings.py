@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ class Settings:
 
     Attributes:
         folder: The folder of the run. It contains everything that the run writes.
-        url: The Redis server of the clicks, ``redis://host:port/db``. None: the clicks are in the file ``clicks.log``.
-        stream: The name of the Redis stream.
+        url: The Redis server of the clicks, ``redis://host:port/db``, or their Kafka brokers, ``kafka://host:port``.
+            None: the clicks are in the file ``clicks.log``.
+        stream: The name of the Redis stream or of the Kafka topic.
         seed: The seed of the clicks, of the dense weights and of the tables.
         history: The number of clicks from before the beginning. They are trained on before anything is published.
         clicks: The number of all clicks. The run ends after the last one.
@@ -43,6 +45,9 @@ class Settings:
         http: The address of the follower for HTTP.
         frozen_grpc: The address of the frozen model for gRPC.
         frozen_http: The address of the frozen model for HTTP.
+
+    Raises:
+        DataError: The URL of the Kafka brokers has more than addresses, for example a password.
     """
 
     folder: Path
@@ -66,6 +71,15 @@ class Settings:
     http: str = ""
     frozen_grpc: str = ""
     frozen_http: str = ""
+
+    def __post_init__(self) -> None:
+        if self.is_kafka and not re.fullmatch(r"kafka://([^@/?#,]+:\d+)(,[^@/?#,]+:\d+)*", self.url or ""):
+            raise DataError("--url must be kafka://host:port, or several host:port with commas, without credentials")
+
+    @property
+    def is_kafka(self) -> bool:
+        """Whether the clicks are in a Kafka topic."""
+        return self.url is not None and self.url.startswith("kafka:")
 
     @property
     def published(self) -> Path:
@@ -102,7 +116,7 @@ class Settings:
 
     def shown(self) -> dict[str, Any]:
         """Returns the settings for JSON, without the credentials in the URL."""
-        url = None if self.url is None else RedisStore(self.url).public_url
+        url = self.url if self.url is None or self.is_kafka else RedisStore(self.url).public_url
         return asdict(self) | {"folder": str(self.folder), "url": url}
 
     def write(self) -> None:

@@ -1,5 +1,6 @@
-"""The stream of clicks: on a Redis server, or in a file. Clicks have consecutive numbers, and the first one has 1.
+"""The stream of clicks: on a Redis server, in a Kafka topic, or in a file.
 
+Clicks have consecutive numbers, and the first one has 1.
 The number of a click is its position in the stream, so that one integer, the offset, says which clicks have been read.
 A click that is appended twice is in the stream once.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +24,7 @@ from torchrec_recstore_service.wire.addresses import Backoff
 T = TypeVar("T")
 WAIT_S = 0.5
 RETRY_S = 60.0
+QUERY_S = 10.0
 
 
 class ClickStream(Protocol):
@@ -54,7 +57,25 @@ def stream_of(settings: Settings) -> ClickStream:
     """Returns the stream of a run."""
     if settings.url is None:
         return FileStream(settings.folder / "clicks.log")
-    return RedisStream(settings.url, settings.stream)
+    return server_stream(settings)
+
+
+def server_stream(settings: Settings) -> RedisStream | KafkaStream:
+    """Returns the stream of a run that has a server."""
+    assert settings.url is not None
+    return (KafkaStream if settings.is_kafka else RedisStream)(settings.url, settings.stream)
+
+
+def _repeated(action: Callable[[], T], failures: tuple[type[Exception], ...], server: str, retry_s: float) -> T:
+    """Calls ``action``. If it fails by one of ``failures``, repeats the call for at most ``retry_s`` seconds."""
+    backoff = Backoff(retry_s)
+    while True:
+        try:
+            return action()
+        except failures as error:
+            if backoff.left_s <= 0:
+                raise DataError(f"the {server} cannot be reached for {retry_s:g} s: {error}") from error
+            backoff.pause()
 
 
 class FileStream:
@@ -192,15 +213,123 @@ class RedisStream:
         return int(info["last-generated-id"].partition(b"-")[0])
 
     def _call(self, action: Callable[[], T]) -> T:
-        """Calls ``action``. If the server cannot be reached, repeats the call for at most a minute."""
-        backoff = Backoff(RETRY_S)
-        while True:
-            try:
-                return action()
-            except (self._redis.ConnectionError, self._redis.TimeoutError) as error:
-                if backoff.left_s <= 0:
-                    raise DataError(f"the Redis server cannot be reached for {RETRY_S:g} s: {error}") from error
-                backoff.pause()
+        failures = (self._redis.ConnectionError, self._redis.TimeoutError)
+        return _repeated(action, failures, "Redis server", RETRY_S)
+
+
+class KafkaStream:
+    """A stream of clicks in partition 0 of a Kafka topic. Click 17 is the record at offset 16, with the key ``17``.
+
+    There is no consumer group, because the checkpoint of the trainer has the offset. Kafka cannot refuse a record by
+    its number. Therefore the writer and the readers compare each key with the offset, and stop at a record that is out
+    of place. The retention of the topic deletes records. A call is repeated for a minute if no broker can be reached.
+
+    Args:
+        url: The brokers, ``kafka://host:port``. Several addresses are separated by commas.
+        topic: The name of the topic. Clients ask the brokers to create it.
+
+    Raises:
+        DataError: The package ``confluent-kafka`` is not installed.
+    """
+
+    def __init__(self, url: str, topic: str) -> None:
+        try:
+            import confluent_kafka
+        except ImportError as error:
+            raise DataError("clicks on Kafka need a package: pip install confluent-kafka") from error
+        self._kafka, self._topic = confluent_kafka, topic
+        self._settings = {"bootstrap.servers": url.removeprefix("kafka://"), "log_level": 0}
+        self._consumer = confluent_kafka.Consumer(
+            self._settings
+            # The client demands the ID of a group, which it never joins. A fetch that waits delays other requests.
+            | {"group.id": topic, "enable.auto.commit": False, "auto.offset.reset": "error", "fetch.wait.max.ms": 100}
+        )
+        self._after: int | None = None  # The consumer continues after this click.
+        self._last: int | None = None  # the last click, if this process has appended it
+
+    @cached_property
+    def _producer(self) -> Any:
+        safe = {"enable.idempotence": True, "acks": "all", "message.timeout.ms": int(1000 * RETRY_S)}
+        return self._kafka.Producer(self._settings | safe)
+
+    def problems(self) -> list[str]:
+        """Checks the topic of a new stream.
+
+        Raises:
+            DataError: The topic has or had records, or no broker can be reached.
+        """
+
+        def ends() -> tuple[int, int]:
+            self._producer.list_topics(self._topic, QUERY_S)  # Brokers create a topic that a producer asks for.
+            return self._ends()
+
+        if any(self._call(ends, QUERY_S)):
+            raise DataError(f"the topic {self._topic} has records: delete it, or choose another folder with --folder")
+        return []
+
+    def last(self) -> int:
+        """See :meth:`ClickStream.last`."""
+        return self._call(self._ends)[1]
+
+    def append(self, first: int, clicks: Clicks) -> None:
+        """See :meth:`ClickStream.append`."""
+        last = self.last() if self._last is None else self._last
+        if first > last + 1:
+            raise DataError(f"{self._topic} ends with click {last:,}, so click {first:,} cannot be appended")
+        self._last, problems = None, list[str]()
+
+        def delivered(error: Any, record: Any) -> None:
+            if error is not None:
+                problems.append(f"{self._topic} has not taken click {int(record.key()):,}: {error.str()}")
+            elif record.offset() != int(record.key()) - 1:
+                problems.append(self._misplaced(record) + ": another process writes to the topic")
+
+        for number, click in enumerate(clicks[last + 1 - first :], last + 1):
+            self._producer.produce(self._topic, click.tobytes(), str(number), partition=0, on_delivery=delivered)
+        self._producer.flush()  # Each record has been delivered or has failed.
+        if problems:
+            raise DataError(problems[0])
+        self._last = max(last, first + len(clicks) - 1)
+
+    def read(self, after: int, count: int) -> Clicks:
+        """See :meth:`ClickStream.read`."""
+        if after != self._after:
+            self._consumer.assign([self._kafka.TopicPartition(self._topic, 0, after)])
+        self._after = None  # An error begins again at the offset.
+        records = self._consumer.consume(count, WAIT_S)
+        errors = [record.error() for record in records if record.error() is not None]
+        if errors or not records:
+            before, last = self._call(self._ends)
+            if before > after:
+                raise DataError(
+                    f"{self._topic} begins with click {before + 1:,}, and click {after + 1:,} is the next one to train "
+                    "on: the retention of the topic has deleted the clicks between them"
+                )
+            if last < after:
+                raise DataError(f"{self._topic} ends with click {last:,}, and click {after:,} has been trained on")
+        if errors:
+            raise DataError(f"{self._topic} cannot be read after click {after:,}: {errors[0].str()}")
+        for number, record in enumerate(records, after + 1):
+            if (record.offset(), record.key(), len(record)) != (number - 1, b"%d" % number, CLICK.itemsize):
+                raise DataError(f"{self._misplaced(record)}, where click {number:,} is expected at offset {number - 1}")
+        self._after = after + len(records)
+        return np.frombuffer(b"".join(record.value() for record in records), CLICK)
+
+    def trim(self, through: int) -> None:
+        """See :meth:`ClickStream.trim`."""
+
+    def _misplaced(self, record: Any) -> str:
+        record_at = f"a record of {len(record)} bytes with the key {record.key()!r} at offset {record.offset()}"
+        return f"{self._topic} has {record_at}"
+
+    def _ends(self) -> tuple[int, int]:
+        """Returns the number of the click before the first one, and the number of the last one."""
+        place = self._kafka.TopicPartition(self._topic, 0)
+        ends: tuple[int, int] = self._consumer.get_watermark_offsets(place, QUERY_S, cached=False)
+        return ends
+
+    def _call(self, action: Callable[[], T], retry_s: float = RETRY_S) -> T:
+        return _repeated(action, (self._kafka.KafkaException,), f"Kafka topic {self._topic}", retry_s)
 
 
 def read_batch(stream: ClickStream, after: int, count: int) -> Clicks:

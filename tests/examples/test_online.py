@@ -22,7 +22,7 @@ from online.clicks import ANSWERED, CLICK, LATE_S, NO_ANSWER, NOT_ASKED, REFUSED
 from online.generator import generate
 from online.page import PAINTS, live_windows, page
 from online.settings import Settings
-from online.streams import ClickStream, FileStream, RedisStream, read_batch
+from online.streams import ClickStream, FileStream, KafkaStream, RedisStream, read_batch
 from online.supervisor import FINISHED, STATE
 from online.trainer import train
 from online.windows import MODELS, STEP_S, Windows
@@ -31,7 +31,8 @@ from torchrec_recstore.checkpoint.compare import compare_chains
 from torchrec_recstore.checkpoint.info import read_chain
 from torchrec_recstore.inference import Follower
 
-from ..redis_server import PROGRAM, RedisServer, redis_server
+from ..kafka_broker import kafka_broker
+from ..redis_server import RedisServer, needs_redis, redis_server
 from .commands import run_forked
 
 SMALL = {
@@ -77,7 +78,7 @@ def test_errors_before_the_start_are_one_line(tmp_path: Path) -> None:
         RedisStream("redis://127.0.0.1:1", "clicks").problems()
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="no Redis")
+@needs_redis
 def test_a_server_that_may_lose_clicks_is_told(tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis") as server:
         stream = RedisStream(server.url, "clicks")
@@ -174,10 +175,15 @@ def test_a_click_without_an_answer_counts_in_the_percentiles() -> None:
     assert list(found["outcomes"]["frozen"].values()) == [1000, 0, 0, 0]
 
 
-@pytest.fixture(params=["file", pytest.param("redis", marks=pytest.mark.skipif(PROGRAM is None, reason="no Redis"))])
+@pytest.fixture(params=["file", "kafka", pytest.param("redis", marks=needs_redis)])
 def stream(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ClickStream]:
     if request.param == "file":
         yield FileStream(tmp_path / "clicks.log")
+    elif request.param == "kafka":
+        with kafka_broker() as broker:
+            stream = KafkaStream(broker.url, "clicks")
+            assert stream.problems() == []
+            yield stream
     else:
         with redis_server(tmp_path / "redis") as server:
             yield RedisStream(server.url, "clicks")
@@ -230,7 +236,7 @@ def test_a_record_that_was_not_written_whole_is_written_again(tmp_path: Path) ->
     assert path.read_bytes() == clicks.tobytes()
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="no Redis")
+@needs_redis
 def test_clicks_of_a_killed_server_are_there_once(tmp_path: Path) -> None:
     clicks = generated(settings(tmp_path / "run"), 1, 600)
     with redis_server(tmp_path / "redis", *DURABLE) as server:
