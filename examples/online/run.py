@@ -54,7 +54,7 @@ class Flags:
     url: str | None = flag(
         None,
         None,
-        "Redis server of the clicks, redis://host:port/db, Kafka broker, kafka://host:port, or file for a file.",
+        "Redis server of the clicks, redis://host:port/db, Kafka broker, kafka://host:port, or file.",
         metavar="URL",
         show_default="a server that the example starts, or file if Redis is not installed",
     )

@@ -226,7 +226,7 @@ class KafkaStream:
 
     Args:
         url: The brokers, ``kafka://host:port``. Several addresses are separated by commas.
-        topic: The name of the topic. Clients ask the brokers to create it.
+        topic: The name of the topic, which :meth:`problems` asks the brokers to create.
 
     Raises:
         DataError: The package ``confluent-kafka`` is not installed.
@@ -253,7 +253,7 @@ class KafkaStream:
         return self._kafka.Producer(self._settings | safe)
 
     def problems(self) -> list[str]:
-        """Checks the topic of a new stream.
+        """Checks the topic of a new stream, and creates it. There are no warnings.
 
         Raises:
             DataError: The topic has or had records, or no broker can be reached.

@@ -145,16 +145,26 @@ def test_killed_processes_have_the_bits_of_an_undisturbed_run(broker: KafkaBroke
     }
     processes = {role: start(role, killed.folder) for role in progress}
     kills = random.Random(0)
-    for role in ["generator"] * 3 + ["trainer"] * 3:  # The trainer takes some seconds to start.
+
+    def wait_for_progress(role: str) -> None:
         before = progress[role]()
         while progress[role]() == before:
             assert processes[role].poll() is None
             time.sleep(0.002)
+
+    for role in ["generator"] * 3 + ["trainer"] * 3:  # The trainer takes some seconds to start.
+        wait_for_progress(role)
         time.sleep(kills.uniform(0, 0.05))
         assert processes[role].poll() is None, f"the {role} has ended before it was killed"
         processes[role].kill()
         processes[role].wait()
         processes[role] = start(role, killed.folder)
+        if role == "generator":  # It waits while the broker is gone.
+            wait_for_progress(role)
+            broker.stop()
+            time.sleep(1)
+            assert processes[role].poll() is None
+            broker.start()
     assert [process.wait(100) for process in processes.values()] == [0, 0]
 
     assert read_batch(stream, 0, 20_000).tobytes() == generated(killed, 1, 20_000).tobytes()
