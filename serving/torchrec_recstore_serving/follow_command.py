@@ -33,13 +33,20 @@ MODEL = "Calls of the model"
 
 
 def follow(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="SOURCE", help="Directory of a DeltaPublisher, or redis://host:port/db?stream=name."),
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]SOURCE[@NUMBER]...",
+            help="Directory of a DeltaPublisher, or redis://host:port/db?stream=name. Each of several sources needs a "
+            "name. With @12, publication 12 is served, and no later one.",
+        ),
     ],
     listen: Listen,
     http: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Address for JSON over HTTP: POST /predict, GET /state.")
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Address for JSON over HTTP: POST /predict or /models/NAME/predict, GET /state."
+        ),
     ] = None,
     key: Annotated[
         Path | None,
@@ -57,7 +64,7 @@ def follow(
         int,
         typer.Option(help="Maximum number of examples of requests that are answered together.", rich_help_panel=MODEL),
     ] = 1024,
-    threads: Annotated[int, typer.Option(help="Number of threads that call the model.", rich_help_panel=MODEL)] = 2,
+    threads: Annotated[int, typer.Option(help="Number of threads that call a model.", rich_help_panel=MODEL)] = 2,
     jagged: Annotated[
         list[str] | None,
         typer.Option(
@@ -72,7 +79,8 @@ def follow(
     max_age: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", help="Age of the rows above which health checks say that the server is not ready."
+            metavar="SECONDS",
+            help="Age of the rows of a model without @NUMBER above which health checks say that it is not ready.",
         ),
     ] = None,
     report_every: Annotated[
@@ -82,13 +90,16 @@ def follow(
         bool, typer.Option("--json", help="Print lines of JSON: the address, the state from time to time, the end.")
     ] = False,
 ) -> None:
-    """Serve predictions of a published model over gRPC, with rows that follow the training, until SIGTERM or Ctrl-C.
+    """Serve predictions of published models over gRPC, with rows that follow the training, until SIGTERM or Ctrl-C.
 
-    Loads the newest full export, applies all deltas after it, and continues to apply deltas. An address that other
+    Loads the newest full export, applies all deltas after it, and continues to apply deltas. A name chooses the model
+    of a request (/models/NAME/predict); without a name, the first model answers. An address that other
     machines can reach requires TLS and a token. A model that is loaded runs code of its file: without --key, everyone
     who may write to SOURCE is trusted.
 
     Example: recstore follow published --listen 127.0.0.1:7800 --http 127.0.0.1:7801
+
+    Example: recstore follow new=published old=published@12 --listen 127.0.0.1:7800
 
     Exit status: 0 after SIGTERM or Ctrl-C, or 2 with one line on stderr if the server cannot serve.
     """
@@ -98,10 +109,11 @@ def follow(
             *(listen, tls_cert, tls_key, client_ca, token_file, metrics),
             *(max_calls, max_connections, max_request_memory),
         )
+        from torchrec_recstore_serving.named_models import sources_of
         from torchrec_recstore_serving.predictor import PredictorOptions, jagged_of, serve_predictions
 
         options = PredictorOptions(
-            source=source,
+            sources=sources_of(sources),
             listening=listening,
             http=http,
             key=key,
@@ -114,13 +126,14 @@ def follow(
         )
         begin = time.monotonic()
 
-        def ready(address: str, http_address: str | None, trusts: str) -> None:
+        def ready(address: str, http_address: str | None, trusts: Mapping[str, str]) -> None:
             if as_json:
                 said = {"event": "serving", "address": address, "http": http_address, "pid": os.getpid()}
-                print(json.dumps({**said, "trusts": trusts}), flush=True)
+                print(json.dumps({**said, "trusts": trusts.get("", trusts)}), flush=True)
             else:
                 print(f"serving on {address}{f', http://{http_address}' if http_address else ''}", flush=True)
-                print(f"loads models of {trusts}", flush=True)
+                for name, trusted in trusts.items():
+                    print(f"{f'{name}: ' if name else ''}loads models of {trusted}", flush=True)
 
         def report(state: Mapping[str, Any]) -> None:
             if as_json:

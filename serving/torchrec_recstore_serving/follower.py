@@ -55,8 +55,9 @@ class FollowerState:
         history_changes: The number of times that the follower has left a history. A publisher that continues from an
             older checkpoint, while the place has lost the publications after it, begins another history.
         problem: The reason why the newest publication is not served. None: it is served, or is being applied.
-        waits_for: The publication or the file that is loaded next: ``"publication 6"``, ``"a full export"``, or
-            ``"delta 5, which is read again in 1.5 s"``.
+        waits_for: The publication or the file that is loaded next: ``"publication 6"``, ``"a full export"``,
+            ``"delta 5, which is read again in 1.5 s"``, or ``"nothing"`` if a pinned publication is served.
+        pinned: The number of the only publication that is served. None: the newest one is.
     """
 
     source: str
@@ -72,6 +73,7 @@ class FollowerState:
     history_changes: int
     problem: str | None
     waits_for: str
+    pinned: int | None = None
 
 
 class Follower:
@@ -92,10 +94,13 @@ class Follower:
             may write to the source is trusted.
         retrieval: The index of a table, or several, which the follower brings to each publication before it serves the
             publication. Default: none.
+        pinned: The number of the only publication that is served, for example to go back to an earlier one: the newest
+            full export up to it, and the deltas up to it. No other publication is served before or after it. Default:
+            None, the newest publication is served.
 
     Raises:
-        TypeError, ValueError: ``source`` is neither of them; ``key`` is short, or other users can read it; or there is
-            no ``key``, and everyone can write to the source.
+        TypeError, ValueError: ``source`` is neither of them; ``key`` is short, or other users can read it; there is no
+            ``key``, and everyone can write to the source; or ``pinned`` is no number of a publication.
         OSError: The key cannot be read.
         ImportError: The package ``redis`` is missing.
 
@@ -109,11 +114,17 @@ class Follower:
         *,
         key: str | Path | None = None,
         retrieval: Retrieval | Sequence[Retrieval] = (),
+        pinned: int | None = None,
     ) -> None:
+        if pinned is not None and pinned < 1:
+            raise ValueError(f"pinned must be the number of a publication, from 1, got {pinned}")
+        self._pinned = pinned
         self._indexes = as_sequence(retrieval)
         self._key = key_at(key)
         self._source = publications_at(source, self._key)
         self._served: tuple[torch.jit.ScriptModule, Publication] | None = None
+        self._reached: tuple[torch.jit.ScriptModule, Publication] | None = None
+        """The newest model that has been made: not served on the way to the pinned publication."""
         self._latest: Latest | None = None
         self._seen_s = 0.0
         """The time by ``time.monotonic()`` at which the follower has first seen the newest publication."""
@@ -176,12 +187,16 @@ class Follower:
 
     @property
     def _at(self) -> Publication | None:
-        return None if self._served is None else self._served[1]
+        return None if self._reached is None else self._reached[1]
+
+    @property
+    def _number(self) -> int:
+        return 0 if self._served is None else self._served[1].number
 
     @property
     def version(self) -> str | None:
         """The version of the served rows, ``recstore_version``. None: no full export has been loaded yet."""
-        return None if self._at is None else self._at.version
+        return None if self._served is None else self._served[1].version
 
     @property
     def seconds_behind(self) -> float:
@@ -196,8 +211,7 @@ class Follower:
     @property
     def versions_behind(self) -> int:
         """The number of publications that are not applied yet."""
-        newest = 0 if self._latest is None else self._latest.number
-        return max(0, newest - (0 if self._at is None else self._at.number))
+        return max(0, (0 if self._latest is None else self._latest.number) - self._number)
 
     @property
     def state(self) -> FollowerState:
@@ -206,7 +220,7 @@ class Follower:
         return FollowerState(
             source=str(self._source),
             version=self.version,
-            number=0 if self._at is None else self._at.number,
+            number=self._number,
             newest=0 if self._latest is None else self._latest.number,
             versions_behind=self.versions_behind,
             seconds_behind=max(publication_age_s, arrival_age_s),
@@ -217,6 +231,7 @@ class Follower:
             history_changes=self._history_changes,
             problem=self._problem,
             waits_for=self._waits_for(),
+            pinned=self._pinned,
         )
 
     def _waits_for(self) -> str:
@@ -224,6 +239,8 @@ class Follower:
         if failed is not None and not self._bad.is_final(failed):
             _, number, kind = failed
             return f"{'full export' if kind == 'full' else kind} {number}, {self._bad.next_read(failed)}"
+        if self._pinned is not None:
+            return f"publication {self._pinned}" if self._served is None else "nothing"
         if at is None or failed is not None:
             return "a full export"
         return f"publication {(at.number if latest is None else max(at.number, latest.number)) + 1}"
@@ -249,18 +266,19 @@ class Follower:
             self._latest = latest
             if latest is None:
                 return False
-            if not self._is_at(latest):
+            if not self._is_done(latest):
                 self._failed = None
                 self._check_writers()
                 with tempfile.TemporaryDirectory(prefix="recstore-follow-") as folder:
                     self._catch_up(latest, Path(folder))
-            if self._is_at(latest):
+            if self._is_done(latest):
                 self._problem = self._failed = None
                 self._told.clear()
                 self._bad.clear()
+            if self._is_at(latest):
                 self._fresh = (latest.time, self._seen_s)
-            elif self._served is not before and self._at is not None:
-                self._fresh = (self._at.time, self._seen_s)
+            elif self._served is not before and self._served is not None:
+                self._fresh = (self._served[1].time, self._seen_s)
             return self.version != (None if before is None else before[1].version)
 
     def start(self, every_s: float = 0.5) -> None:
@@ -308,10 +326,19 @@ class Follower:
                     self._stop.wait(every_s)
 
     def _is_at(self, latest: Latest) -> bool:
-        """Returns whether the newest publication is served."""
+        """Returns whether the newest publication has been reached."""
         return self._at is not None and (self._at.run, self._at.number) == (latest.run, latest.number)
 
+    def _is_done(self, latest: Latest) -> bool:
+        """Returns whether there is nothing to load or to apply."""
+        return self._is_at(latest) if self._pinned is None else self._served is not None
+
     def _catch_up(self, latest: Latest, folder: Path) -> None:
+        last = min(latest.number, self._pinned or latest.number)
+        if self._pinned is not None and self._pinned > latest.number:
+            self._say(f"publication {self._pinned} has not been published yet")
+        elif self._pinned is not None and self._pinned < min(latest.fulls, default=0):
+            self._say(f"publication {self._pinned} has been deleted, because there are newer full exports")
         if self._at is None:
             self._load(latest, 0, folder)
         elif self._is_lost(self._at, latest):
@@ -319,7 +346,7 @@ class Follower:
             if not self._load(latest, 0, folder):
                 return
             self._history_changes += 1
-        while self._at is not None and self._at.number < latest.number:
+        while self._at is not None and self._at.number < last:
             cause = self._apply(self._at, latest, folder)
             if cause is not None:
                 self._say(f"publication {self._at.number + 1} cannot be applied: {cause}")
@@ -360,7 +387,8 @@ class Follower:
             delta = checked_delta(path, self._source.name_of(number, "delta"), self._key, self._check_open)
             with self._changing():
                 # Calls that run keep the model that they have.
-                model = copy.deepcopy(self.model)
+                assert self._reached is not None
+                model = copy.deepcopy(self._reached[0])
                 model.apply_delta(delta)
                 if model.recstore_version() != publication.version:
                     raise ValueError("its delta is that of another publication")
@@ -377,7 +405,7 @@ class Follower:
         """Loads the newest full export that can be used and has a number above ``after``."""
         for number in reversed(latest.fulls):
             file: tuple[str, int, Kind] = (latest.run, number, "full")
-            if number <= after:
+            if number <= after or number > (self._pinned or number):
                 continue
             if self._bad.cause(file) is not None:
                 self._failed = file
@@ -403,10 +431,12 @@ class Follower:
     def _serve(
         self, model: torch.jit.ScriptModule, publication: Publication, delta: dict[str, Tensor] | None = None
     ) -> None:
-        with self._changing():
-            for index in self._indexes:
-                index.update(model, delta)
-        self._served = model, publication
+        if self._pinned in (None, publication.number):
+            with self._changing():
+                for index in self._indexes:
+                    index.update(model, delta if self._pinned is None else None)
+            self._served = model, publication
+        self._reached = model, publication
 
     def _checked_full(self, number: int, folder: Path) -> Path:
         """Returns the file of a full export after its bytes have been checked."""
@@ -446,6 +476,7 @@ def follow(
     timeout_s: float = 60.0,
     key: str | Path | None = None,
     retrieval: Retrieval | Sequence[Retrieval] = (),
+    pinned: int | None = None,
 ) -> Follower:
     """Loads a published model and keeps it up to date in a thread.
 
@@ -456,6 +487,7 @@ def follow(
         timeout_s: The time in seconds to wait for the first full export. Default: 60.
         key: The file of the publisher's key; see :class:`Follower`. Default: None.
         retrieval: The index of a table, or several; see :class:`Follower`. Default: none.
+        pinned: The number of the only publication that is served; see :class:`Follower`. Default: None.
 
     Returns:
         The follower, which has loaded a full export and all deltas after it. Close it at the end.
@@ -467,7 +499,7 @@ def follow(
         OSError: The source could not be read for this time.
         ImportError: The package ``redis`` is missing.
     """
-    follower = Follower(source, key=key, retrieval=retrieval)
+    follower = Follower(source, key=key, retrieval=retrieval, pinned=pinned)
     end = time.monotonic() + timeout_s
     try:
         while follower.version is None:

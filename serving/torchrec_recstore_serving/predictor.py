@@ -7,18 +7,20 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions, stopped_by_signals
-from torchrec_recstore_service.server.metrics import Numbers
 from torchrec_recstore_service.wire.protocol import shortened
 from torchrec_recstore_serving import predictor_pb2 as pb
 from torchrec_recstore_serving.batching import Answer, Batcher
 from torchrec_recstore_serving.follower import Follower
+from torchrec_recstore_serving.named_models import ModelSource, NamedModels, UnknownModel
 from torchrec_recstore_serving.predictor_http import HttpServer, failure
 from torchrec_recstore_serving.predictor_metrics import AGES, PredictorMetrics
 from torchrec_recstore_serving.predictor_pb2_grpc import PredictorServicer, add_PredictorServicer_to_server
@@ -33,22 +35,23 @@ class PredictorOptions:
     """The options of a server of predictions.
 
     Args:
-        source: The place that is followed; see :func:`torchrec_recstore.inference.follow`.
+        sources: Where the models come from, by name; see :func:`torchrec_recstore_serving.named_models.sources_of`.
         listening: The address, and who may call the server.
         http: The address for JSON over HTTP, as ``host:port``. None: there is none.
         jagged: See :func:`torchrec_recstore_serving.requests.request_of`.
         max_batch: The largest number of examples in a batch of several requests.
-        threads: The number of threads that call the model.
+        threads: The number of threads that call a model.
         poll_s: The longest time between two looks at the source, in seconds.
         report_s: The time between two reports, in seconds.
         key: The file of the publisher's key; see :class:`torchrec_recstore.inference.Follower`. None: there is none.
-        max_age_s: The age of the rows in seconds above which the server is not ready. None: there is no limit.
+        max_age_s: The age of the rows in seconds above which a model is not ready, unless it is pinned. None: there is
+            no limit.
 
     Raises:
         ValueError: A value is invalid.
     """
 
-    source: str
+    sources: Mapping[str, ModelSource]
     listening: ListenOptions
     http: str | None = None
     jagged: Mapping[str, tuple[str, int]] | None = None
@@ -84,37 +87,33 @@ def jagged_of(text: str) -> tuple[str, tuple[str, int]]:
 
 
 class Predictor:
-    """A follower, the queue of requests to its model, and their metrics.
+    """A follower, and the queue of requests to its model.
 
     Args:
+        source: Where the model comes from.
         options: The options.
+        observe: See :class:`Batcher`.
 
     Raises:
         TypeError, ValueError, ImportError: See :class:`Follower`.
-        OSError: The address for Prometheus cannot be listened on.
+        OSError: The key cannot be read.
     """
 
-    def __init__(self, options: PredictorOptions) -> None:
+    def __init__(
+        self,
+        source: ModelSource,
+        options: PredictorOptions,
+        observe: Callable[[float, bool], object] = lambda seconds, failed: None,
+    ) -> None:
         self.jagged = options.jagged or {}
         """See :func:`torchrec_recstore_serving.requests.request_of`."""
         self._max_age_s = options.max_age_s
-        self.follower = Follower(options.source, key=options.key)
+        self.follower = Follower(source.place, key=options.key, pinned=source.pinned)
         self._described: tuple[object, Mapping[str, Any]] = (None, {})
         """The model, and the arguments of its ``forward`` by name."""
-        self._metrics: PredictorMetrics | None = None
-        try:
-            if options.listening.metrics is not None:
-                self._metrics = PredictorMetrics(self.state, options.listening.metrics)
-            self._batcher = Batcher(
-                self.follower,
-                self.jagged,
-                max_examples=options.max_batch,
-                threads=options.threads,
-                observe=(lambda seconds, failed: None) if self._metrics is None else self._metrics.observe,
-            )
-        except BaseException:
-            self.follower.close()
-            raise
+        self._batcher = Batcher(
+            self.follower, self.jagged, max_examples=options.max_batch, threads=options.threads, observe=observe
+        )
 
     def submit(self, arguments: Mapping[str, Value], *, caller_s: float = 0.0) -> Future[Answer]:
         """Queues a request. The future has the answer, or the error of the model. See :meth:`Batcher.submit`.
@@ -133,11 +132,11 @@ class Predictor:
         return self._batcher.submit(request_of(arguments, self.jagged), caller_s=caller_s)
 
     def not_ready(self) -> str | None:
-        """Returns why the server is not ready: no full export has been loaded, or the rows are too old. None: it is."""
+        """Returns why the model is not ready: no full export has been loaded, or the rows are too old. None: it is."""
         state = self.follower.state
         if state.version is None:
             return state.problem or "no full export has been loaded yet"
-        if self._max_age_s is None or state.seconds_behind <= self._max_age_s:
+        if self._max_age_s is None or state.pinned is not None or state.seconds_behind <= self._max_age_s:
             return None
         return (
             f"the rows are older than --max-age {self._max_age_s:g}: {state.publication_age_s:.1f} s by the clock of "
@@ -153,17 +152,10 @@ class Predictor:
                 state[name] = None
         return {**state, "not_ready": self.not_ready(), **self._batcher.report()}
 
-    def report_gauges(self, numbers: Numbers) -> None:
-        """Adds numbers to the metrics."""
-        if self._metrics is not None:
-            self._metrics.gauges(numbers)
-
     def close(self) -> None:
         """Answers the requests that wait, and stops following."""
         self._batcher.close()
         self.follower.close()
-        if self._metrics is not None:
-            self._metrics.close()
 
 
 def _check_names(found: Mapping[str, Any], arguments: Mapping[str, Value]) -> None:
@@ -178,71 +170,95 @@ def _check_names(found: Mapping[str, Any], arguments: Mapping[str, Value]) -> No
             raise ValueError(f"the argument {name!r} must be {'bags of ids by feature' if wants_bags else 'a tensor'}")
 
 
+def _opened(options: PredictorOptions, stack: ExitStack) -> tuple[dict[str, Predictor], PredictorMetrics | None]:
+    """Makes the predictors by name, and their metrics, if there are any. ``stack`` closes them."""
+    predictors: dict[str, Predictor] = {}
+    metrics: PredictorMetrics | None = None
+    if options.listening.metrics is not None:
+        metrics = PredictorMetrics(
+            lambda: {name: each.state() for name, each in [*predictors.items()]},
+            options.listening.metrics,
+            named="" not in options.sources,
+        )
+        stack.callback(metrics.close)
+    for name, source in options.sources.items():
+        observe = () if metrics is None else (partial(metrics.observe, name),)
+        predictors[name] = Predictor(source, options, *observe)
+        stack.callback(predictors[name].close)
+    return predictors, metrics
+
+
 def serve_predictions(
     options: PredictorOptions,
-    ready: Callable[[str, str | None, str], object],
+    ready: Callable[[str, str | None, Mapping[str, str]], object],
     report: Callable[[Mapping[str, Any]], object],
 ) -> None:
     """Runs a server until SIGTERM or SIGINT. This function must be called from the main thread.
 
-    The server takes calls at once, and refuses predictions until the first full export is loaded. If the rows become
-    too old, it still answers predictions, and its health checks say that it is not ready.
+    The server takes calls at once, and refuses predictions of a model until its first full export is loaded. If the
+    rows become too old, it still answers predictions, and its health checks say that it is not ready.
 
     Args:
         options: The options.
         ready: A function that is called when the server takes calls, with the address for gRPC, the address for HTTP,
-            and whose models are loaded.
+            and whose models are loaded, by the name of the model.
         report: A function that is called with the state every ``report_s`` seconds and at the end.
 
     Raises:
         OSError: An address cannot be listened on.
         TypeError, ValueError, ImportError: See :class:`Follower`.
     """
-    with stopped_by_signals() as stop:
-        predictor = Predictor(options)
-        try:
-            service = pb.DESCRIPTOR.services_by_name["Predictor"].full_name
-            server = GrpcServer(
-                options.listening,
-                service,
-                lambda server: add_PredictorServicer_to_server(_Service(predictor), server),  # type: ignore[no-untyped-call]
-            )
-            http = None if options.http is None else HttpServer(options.http, options.listening, predictor)
-            predictor.report_gauges(server.gauges())
-            if http is not None:
-                connections = "The number of connections by HTTP."
-                predictor.report_gauges({"http_connections": (connections, lambda: http.connections)})
-            server.set_serving(False)
-            server.start()
+    with stopped_by_signals() as stop, ExitStack() as stack:
+        predictors, metrics = _opened(options, stack)
+        models = NamedModels(predictors)
+        service = pb.DESCRIPTOR.services_by_name["Predictor"].full_name
+        server = GrpcServer(
+            options.listening,
+            service,
+            lambda server: add_PredictorServicer_to_server(_Service(models), server),  # type: ignore[no-untyped-call]
+        )
+        http = None if options.http is None else HttpServer(options.http, options.listening, models)
+        if metrics is not None:
+            metrics.gauges(server.gauges())
+        if metrics is not None and http is not None:
+            metrics.gauges({"http_connections": ("The number of connections by HTTP.", lambda: http.connections)})
+        serving = dict.fromkeys(["", *predictors], False)
+        server.set_serving(False)
+        server.set_serving(False, *filter(None, predictors))
+        server.start()
+        for predictor in predictors.values():
             predictor.follower.start(options.poll_s)
-            ready(server.address, None if http is None else http.address, predictor.follower.trusts)
-            serving, reported = False, time.monotonic()
-            while not stop.wait(min(_LOOK_S, options.report_s)):
-                if serving != (predictor.not_ready() is None):
-                    serving = not serving
-                    server.set_serving(serving)
-                if time.monotonic() >= reported + options.report_s:
-                    reported = time.monotonic()
-                    report(predictor.state())
-            server.stop()
-            if http is not None:
-                http.close()
-        finally:
-            predictor.close()
-        report(predictor.state())
+        trusts = {name: predictor.follower.trusts for name, predictor in predictors.items()}
+        ready(server.address, None if http is None else http.address, trusts)
+        reported = time.monotonic()
+        while not stop.wait(min(_LOOK_S, options.report_s)):
+            for name in serving:
+                if serving[name] != (models.not_ready(name) is None):
+                    serving[name] = not serving[name]
+                    server.set_serving(serving[name], *filter(None, [name]))
+            if time.monotonic() >= reported + options.report_s:
+                reported = time.monotonic()
+                report(models.state())
+        server.stop()
+        if http is not None:
+            http.close()
+        stack.close()
+        report(models.state())
 
 
 class _Service(PredictorServicer):
     """See predictor.proto."""
 
-    def __init__(self, predictor: Predictor) -> None:
-        self._predictor = predictor
+    def __init__(self, models: NamedModels) -> None:
+        self._models = models
 
     def Predict(self, request: Any, context: Any) -> Any:
         """See predictor.proto."""
         try:
             arguments = {name: value_of(each, name) for name, each in request.arguments.items()}
-            answer = self._predictor.submit(arguments).result()
+            answer = self._models.one(request.model).submit(arguments).result()
+        except UnknownModel as error:
+            context.abort(grpc.StatusCode.NOT_FOUND, shortened(str(error)))
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, shortened(str(error)))
         except ConnectionError as error:
@@ -258,4 +274,7 @@ class _Service(PredictorServicer):
 
     def State(self, request: Any, context: Any) -> Any:
         """See predictor.proto."""
-        return pb.StateReply(json=json.dumps(self._predictor.state()))
+        try:
+            return pb.StateReply(json=json.dumps(self._models.state(request.model)))
+        except UnknownModel as error:
+            context.abort(grpc.StatusCode.NOT_FOUND, shortened(str(error)))

@@ -11,9 +11,8 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tornado.httpserver import HTTPServer
 from tornado.ioloop import PeriodicCallback
@@ -24,6 +23,7 @@ from tornado.web import Application, RequestHandler, stream_request_body
 from torchrec_recstore_service.server.credentials import watched_context, watched_token
 from torchrec_recstore_service.server.listening import GRACE_S, ListenOptions, allowed, host_and_port
 from torchrec_recstore_serving.batching import Answer
+from torchrec_recstore_serving.named_models import NamedModels, UnknownModel
 from torchrec_recstore_serving.request_values import arguments_of_json, not_finite, place_of_float
 from torchrec_recstore_serving.requests import FLOAT_IDS, Value
 
@@ -35,24 +35,9 @@ _AT_ONCE = 1 << 16  # bytes; larger documents would hold up other requests, and 
 _SHORT_S = 1e-3  # A change of threads and back takes a large part of this; a longer call would hold up other requests.
 _DEEP = 100
 _DEPTH = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
-_ROUTES = "there are GET /state, GET /health and POST /predict"
+_ROUTES = "there are GET /state, GET /health and POST /predict, for a model with a name also below /models/NAME"
 _encode = json.JSONEncoder(allow_nan=False).encode
 _Result = TypeVar("_Result")
-
-
-class Answering(Protocol):
-    """The functions of a server of predictions that HTTP offers; see :class:`Predictor`."""
-
-    jagged: Mapping[str, tuple[str, int]]
-
-    def submit(self, arguments: Mapping[str, Value], *, caller_s: float = 0.0) -> Future[Answer]:
-        """Queues a request. The calling thread may answer it if that takes less than ``caller_s``."""
-
-    def state(self) -> dict[str, Any]:
-        """Returns the state of the server."""
-
-    def not_ready(self) -> str | None:
-        """Returns why the server is not ready. None: it is."""
 
 
 def failure(error: Exception) -> str:
@@ -63,18 +48,20 @@ def failure(error: Exception) -> str:
 class HttpServer:
     """JSON over HTTP: POST /predict, GET /state and GET /health. One thread serves all connections.
 
+    The routes of the model NAME are the same below /models/NAME.
+
     Args:
         address: The address to listen on, ``host:port``.
         access: The certificate, the token and the limits, which are those of gRPC.
-        predictor: The server's functions.
+        models: The models of the server.
 
     Raises:
         OSError: The address cannot be listened on.
     """
 
-    def __init__(self, address: str, access: ListenOptions, predictor: Answering) -> None:
+    def __init__(self, address: str, access: ListenOptions, models: NamedModels) -> None:
         host, port = host_and_port(address)
-        self._predictor = predictor
+        self.models = models
         self._access = access
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -90,10 +77,10 @@ class HttpServer:
         self.address = f"{address.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
         # A client that makes no handshake, or whose request is malformed, is no matter for the operator.
         logging.getLogger("tornado.general").setLevel(logging.ERROR)
-        routes = [(r"/predict", _Predict), (r"/state", _State), (r"/health", _Health)]
+        routes = {"predict": _Predict, "state": _State, "health": _Health}
         self._server = _Server(
             Application(
-                [(path, handler, {"server": self}) for path, handler in routes],
+                [(rf"(?:/models/([^/]+))?/{name}", handler, {"server": self}) for name, handler in routes.items()],
                 default_handler_class=_Other,
                 default_handler_args={"server": self},
                 log_function=lambda handler: None,
@@ -130,26 +117,27 @@ class HttpServer:
         """Returns whether a request has the token, if one is required."""
         return allowed(header, self._token)
 
-    def health(self) -> tuple[int, bytes]:
+    def health(self, model: str | None) -> tuple[int, bytes]:
         """Returns the answer to GET /health."""
-        reason = self._predictor.not_ready()
+        reason = self.models.not_ready(model)
         return 200 if reason is None else 503, _encoded({"serving": reason is None, "reason": reason})
 
-    def state(self) -> tuple[int, bytes]:
+    def state(self, model: str | None) -> tuple[int, bytes]:
         """Returns the answer to GET /state."""
-        return 200, _encoded(self._predictor.state())
+        return 200, _encoded(self.models.state(model))
 
     def has_room(self, size: int) -> bool:
         """Returns whether a request of ``size`` bytes may be read now."""
         return self.held_bytes + size <= self._access.max_request_memory
 
-    async def answer(self, body: bytes) -> tuple[int, bytes]:
+    async def answer(self, model: str | None, body: bytes) -> tuple[int, bytes]:
         """Returns the status and the body of the answer to POST /predict."""
         given: Mapping[str, Any] = {}
+        predictor = self.models.one(model)
         self.running += 1
         try:
-            given, arguments = await _converted(len(body), lambda: _read(body, self._predictor.jagged))
-            future = self._predictor.submit(arguments, caller_s=_SHORT_S if len(body) <= _AT_ONCE else 0.0)
+            given, arguments = await _converted(len(body), lambda: _read(body, predictor.jagged))
+            future = predictor.submit(arguments, caller_s=_SHORT_S if len(body) <= _AT_ONCE else 0.0)
             answer = future.result() if future.done() else await asyncio.wrap_future(future)
             size = sum(each.numel() * 8 for each in answer.outputs.values())
             return await _converted(size, lambda: _written(answer))
@@ -220,6 +208,11 @@ class _Handler(RequestHandler):
         """See tornado. A reply before the body has been read closes the connection."""
         if self.needs_token and not self._server.is_allowed(self.request.headers.get("Authorization", "")):
             self.reply(401, _error("the token is missing or wrong"))
+            return
+        try:
+            self._server.models.one(*self.path_args or [None])
+        except UnknownModel as error:
+            self.reply(404, _error(str(error)))
 
     def reply(self, status: int, body: bytes) -> asyncio.Future[None]:
         """Begins to send a reply."""
@@ -234,15 +227,15 @@ class _Handler(RequestHandler):
 class _Health(_Handler):
     needs_token = False
 
-    def get(self) -> None:
+    def get(self, model: str | None) -> None:
         """See tornado."""
-        self.reply(*self._server.health())
+        self.reply(*self._server.health(model))
 
 
 class _State(_Handler):
-    def get(self) -> None:
+    def get(self, model: str | None) -> None:
         """See tornado."""
-        self.reply(*self._server.state())
+        self.reply(*self._server.state(model))
 
 
 class _Other(_Handler):
@@ -283,9 +276,9 @@ class _Predict(_Handler):
         """See tornado."""
         self._chunks.append(chunk)
 
-    async def post(self) -> None:
+    async def post(self, model: str | None) -> None:
         """See tornado."""
-        status, body = await self._server.answer(b"".join(self._chunks))
+        status, body = await self._server.answer(model, b"".join(self._chunks))
         with suppress(StreamClosedError):  # The client has gone away.
             sent = self.reply(status, body)
             try:

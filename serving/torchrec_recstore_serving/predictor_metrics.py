@@ -32,45 +32,46 @@ _COUNTERS = {
 
 
 class PredictorMetrics:
-    """An HTTP endpoint for Prometheus.
+    """An HTTP endpoint for Prometheus. The metrics of models with names have the label ``model``.
 
     Args:
-        state: A function that returns the state of the server.
+        states: A function that returns the states of the models by name. The name of a single model may be ``""``.
         address: The address to listen on, ``host:port``. Port 0 chooses a free port.
+        named: Whether the models have names.
 
     Raises:
         OSError: The address cannot be listened on.
     """
 
-    def __init__(self, state: Callable[[], Mapping[str, Any]], address: str) -> None:
+    def __init__(self, states: Callable[[], Mapping[str, Mapping[str, Any]]], address: str, named: bool) -> None:
         import prometheus_client as prometheus  # imported here, because most servers report no metrics
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        registry = prometheus.CollectorRegistry()
+        registry, labels = prometheus.CollectorRegistry(), ["model"] if named else []
         prometheus.ProcessCollector(registry=registry)
         prometheus.PlatformCollector(registry=registry)
         self._seconds = prometheus.Histogram(
             "recstore_predict_seconds",
             "The time of a prediction, from its arrival in the queue to its answer.",
+            labels,
             buckets=[0.0005 * 2**power for power in range(15)],
             registry=registry,
         )
         self._predictions = prometheus.Counter(
-            "recstore_predictions", "The number of predictions by outcome.", ["outcome"], registry=registry
+            "recstore_predictions", "The number of predictions by outcome.", [*labels, "outcome"], registry=registry
         )
 
-        class OfFollower:
+        class OfFollowers:
             def collect(self) -> Iterator[Any]:
-                now = {**state()}
-                for name in ("problem", "not_ready"):
-                    now[name] = now[name] is not None
-                for name in AGES:
-                    now[name] = math.inf if now[name] is None else now[name]
+                now = {model: _numbers(state) for model, state in states().items()}
                 for names, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
                     for name, text in names.items():
-                        yield family(f"recstore_follow_{name}", text, value=now[name])
+                        found = family(f"recstore_follow_{name}", text, labels=labels)
+                        for model, numbers in now.items():
+                            found.add_metric([model][: len(labels)], numbers[name])
+                        yield found
 
-        registry.register(OfFollower())
+        registry.register(OfFollowers())
         self._registry = registry
         host, port = host_and_port(address)
         try:
@@ -78,10 +79,11 @@ class PredictorMetrics:
         except OSError as error:
             raise OSError(f"--metrics {address}: {error.strerror}") from error
 
-    def observe(self, seconds: float, failed: bool) -> None:
-        """Records the end of a prediction."""
-        self._seconds.observe(seconds)
-        self._predictions.labels("failed" if failed else "ok").inc()
+    def observe(self, model: str, seconds: float, failed: bool) -> None:
+        """Records the end of a prediction of a model."""
+        of_model = [model] if model else []
+        (self._seconds.labels(model) if model else self._seconds).observe(seconds)
+        self._predictions.labels(*of_model, "failed" if failed else "ok").inc()
 
     def gauges(self, numbers: Numbers) -> None:
         """Reports further numbers."""
@@ -90,3 +92,13 @@ class PredictorMetrics:
     def close(self) -> None:
         """Stops listening."""
         self._endpoint.close()
+
+
+def _numbers(state: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a model's state."""
+    numbers = {name: state[name] for name in (*_GAUGES, *_COUNTERS)}
+    for name in ("problem", "not_ready"):
+        numbers[name] = numbers[name] is not None
+    for name in AGES:
+        numbers[name] = math.inf if numbers[name] is None else numbers[name]
+    return numbers

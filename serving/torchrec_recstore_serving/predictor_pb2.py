@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)torchrec_recstore_serving/predictor.proto\x12\x08recstore\"3\n\x05\x41rray\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"{\n\x06Jagged\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x1f\n\x06values\x18\x02 \x01(\x0b\x32\x0f.recstore.Array\x12 \n\x07lengths\x18\x03 \x01(\x0b\x32\x0f.recstore.Array\x12 \n\x07weights\x18\x04 \x01(\x0b\x32\x0f.recstore.Array\"Y\n\x08\x41rgument\x12 \n\x05\x61rray\x18\x01 \x01(\x0b\x32\x0f.recstore.ArrayH\x00\x12\"\n\x06jagged\x18\x02 \x01(\x0b\x32\x10.recstore.JaggedH\x00\x42\x07\n\x05value\"\x92\x01\n\x0ePredictRequest\x12:\n\targuments\x18\x01 \x03(\x0b\x32\'.recstore.PredictRequest.ArgumentsEntry\x1a\x44\n\x0e\x41rgumentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.recstore.Argument:\x02\x38\x01\"\xbe\x01\n\x0cPredictReply\x12\x34\n\x07outputs\x18\x01 \x03(\x0b\x32#.recstore.PredictReply.OutputsEntry\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x03\x12\x16\n\x0eseconds_behind\x18\x04 \x01(\x01\x1a?\n\x0cOutputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1e\n\x05value\x18\x02 \x01(\x0b\x32\x0f.recstore.Array:\x02\x38\x01\"\x0e\n\x0cStateRequest\"\x1a\n\nStateReply\x12\x0c\n\x04json\x18\x01 \x01(\t2\x7f\n\tPredictor\x12;\n\x07Predict\x12\x18.recstore.PredictRequest\x1a\x16.recstore.PredictReply\x12\x35\n\x05State\x12\x16.recstore.StateRequest\x1a\x14.recstore.StateReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)torchrec_recstore_serving/predictor.proto\x12\x08recstore\"3\n\x05\x41rray\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"{\n\x06Jagged\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x1f\n\x06values\x18\x02 \x01(\x0b\x32\x0f.recstore.Array\x12 \n\x07lengths\x18\x03 \x01(\x0b\x32\x0f.recstore.Array\x12 \n\x07weights\x18\x04 \x01(\x0b\x32\x0f.recstore.Array\"Y\n\x08\x41rgument\x12 \n\x05\x61rray\x18\x01 \x01(\x0b\x32\x0f.recstore.ArrayH\x00\x12\"\n\x06jagged\x18\x02 \x01(\x0b\x32\x10.recstore.JaggedH\x00\x42\x07\n\x05value\"\xa1\x01\n\x0ePredictRequest\x12:\n\targuments\x18\x01 \x03(\x0b\x32\'.recstore.PredictRequest.ArgumentsEntry\x12\r\n\x05model\x18\x02 \x01(\t\x1a\x44\n\x0e\x41rgumentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.recstore.Argument:\x02\x38\x01\"\xbe\x01\n\x0cPredictReply\x12\x34\n\x07outputs\x18\x01 \x03(\x0b\x32#.recstore.PredictReply.OutputsEntry\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x03\x12\x16\n\x0eseconds_behind\x18\x04 \x01(\x01\x1a?\n\x0cOutputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1e\n\x05value\x18\x02 \x01(\x0b\x32\x0f.recstore.Array:\x02\x38\x01\"\x1d\n\x0cStateRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x1a\n\nStateReply\x12\x0c\n\x04json\x18\x01 \x01(\t2\x7f\n\tPredictor\x12;\n\x07Predict\x12\x18.recstore.PredictRequest\x1a\x16.recstore.PredictReply\x12\x35\n\x05State\x12\x16.recstore.StateRequest\x1a\x14.recstore.StateReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,17 +42,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ARGUMENT']._serialized_start=233
   _globals['_ARGUMENT']._serialized_end=322
   _globals['_PREDICTREQUEST']._serialized_start=325
-  _globals['_PREDICTREQUEST']._serialized_end=471
-  _globals['_PREDICTREQUEST_ARGUMENTSENTRY']._serialized_start=403
-  _globals['_PREDICTREQUEST_ARGUMENTSENTRY']._serialized_end=471
-  _globals['_PREDICTREPLY']._serialized_start=474
-  _globals['_PREDICTREPLY']._serialized_end=664
-  _globals['_PREDICTREPLY_OUTPUTSENTRY']._serialized_start=601
-  _globals['_PREDICTREPLY_OUTPUTSENTRY']._serialized_end=664
-  _globals['_STATEREQUEST']._serialized_start=666
-  _globals['_STATEREQUEST']._serialized_end=680
-  _globals['_STATEREPLY']._serialized_start=682
-  _globals['_STATEREPLY']._serialized_end=708
-  _globals['_PREDICTOR']._serialized_start=710
-  _globals['_PREDICTOR']._serialized_end=837
+  _globals['_PREDICTREQUEST']._serialized_end=486
+  _globals['_PREDICTREQUEST_ARGUMENTSENTRY']._serialized_start=418
+  _globals['_PREDICTREQUEST_ARGUMENTSENTRY']._serialized_end=486
+  _globals['_PREDICTREPLY']._serialized_start=489
+  _globals['_PREDICTREPLY']._serialized_end=679
+  _globals['_PREDICTREPLY_OUTPUTSENTRY']._serialized_start=616
+  _globals['_PREDICTREPLY_OUTPUTSENTRY']._serialized_end=679
+  _globals['_STATEREQUEST']._serialized_start=681
+  _globals['_STATEREQUEST']._serialized_end=710
+  _globals['_STATEREPLY']._serialized_start=712
+  _globals['_STATEREPLY']._serialized_end=738
+  _globals['_PREDICTOR']._serialized_start=740
+  _globals['_PREDICTOR']._serialized_end=867
 # @@protoc_insertion_point(module_scope)

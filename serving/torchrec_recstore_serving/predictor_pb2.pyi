@@ -37,7 +37,7 @@ class Argument(_message.Message):
     def __init__(self, array: _Optional[_Union[Array, _Mapping]] = ..., jagged: _Optional[_Union[Jagged, _Mapping]] = ...) -> None: ...
 
 class PredictRequest(_message.Message):
-    __slots__ = ("arguments",)
+    __slots__ = ("arguments", "model")
     class ArgumentsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -46,8 +46,10 @@ class PredictRequest(_message.Message):
         value: Argument
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Argument, _Mapping]] = ...) -> None: ...
     ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     arguments: _containers.MessageMap[str, Argument]
-    def __init__(self, arguments: _Optional[_Mapping[str, Argument]] = ...) -> None: ...
+    model: str
+    def __init__(self, arguments: _Optional[_Mapping[str, Argument]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class PredictReply(_message.Message):
     __slots__ = ("outputs", "version", "number", "seconds_behind")
@@ -69,8 +71,10 @@ class PredictReply(_message.Message):
     def __init__(self, outputs: _Optional[_Mapping[str, Array]] = ..., version: _Optional[str] = ..., number: _Optional[int] = ..., seconds_behind: _Optional[float] = ...) -> None: ...
 
 class StateRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class StateReply(_message.Message):
     __slots__ = ("json",)

@@ -145,6 +145,46 @@ def test_an_old_record_of_the_newest_publication(tmp_path: Path) -> None:
         assert follower.state.fulls_loaded == 1
 
 
+def test_a_pinned_publication(place: str, tmp_path: Path) -> None:
+    """A pinned follower serves what was published under its number, and nothing before or after it."""
+    model, versions = trained(), {}
+    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher:
+        for number in range(1, 7):
+            if number == 4:
+                publisher._writer._next_full = 0  # type: ignore[union-attr]
+            publish(publisher)
+            export_for_inference(model, tmp_path / "full.pt", index="hash")
+            versions[number] = torch.jit.load(tmp_path / "full.pt").recstore_version()
+            change(model, number)
+        for number, version in versions.items():
+            with Follower(place, pinned=number) as follower:
+                assert follower.poll()
+                state = follower.state
+                assert (state.version, state.number, state.pinned, state.newest) == (version, number, number, 6)
+                assert (state.fulls_loaded, state.deltas_applied) == (1, (number - 1) % 3)
+                assert (state.problem, state.waits_for) == (None, "nothing")
+        with Follower(place, pinned=8) as follower:
+            with pytest.warns(RecStoreWarning, match="publication 8 has not been published yet"):
+                assert not follower.poll()
+            for number in (7, 8, 9):
+                publish(publisher)
+                change(model, number)
+                assert follower.poll() == (number == 8)
+                assert (follower.version is None, follower.state.number) == (number < 8, 0 if number < 8 else 8)
+                assert follower.state.waits_for == ("publication 8" if number < 8 else "nothing")
+            assert follower.versions_behind == 1
+        publisher._writer._next_full = 0  # type: ignore[union-attr]
+        change(model, 10)
+        publish(publisher)
+        with (
+            Follower(place, pinned=3) as follower,
+            pytest.warns(RecStoreWarning, match="publication 3 has been deleted, because there are newer"),
+        ):
+            assert not follower.poll()
+    with pytest.raises(ValueError, match="pinned must be the number of a publication, from 1, got 0"):
+        Follower(place, pinned=0)
+
+
 def next_read(follower: Follower, pauses: list[float]) -> bool:
     """Polls when the file that could not be used is read again; before this time, a poll does not read it."""
     said = re.search(r"again in ([\d.]+) s", follower.state.waits_for)

@@ -111,7 +111,7 @@ def test_processes_share_the_rows(tmp_path: Path) -> None:
     try:
         answers = {reader.stdout.readline() for reader in readers}
         assert answers == {f"{float(model(ids).detach().sum())}\n"}
-        sizes = [_of_mapping(reader.pid, path) for reader in readers]
+        sizes = [of_mapping(reader.pid, path) for reader in readers]
     finally:
         for reader in readers:
             reader.communicate("\n", timeout=60)
@@ -123,7 +123,7 @@ def test_processes_share_the_rows(tmp_path: Path) -> None:
         assert pss == pytest.approx(rss / 2, rel=0.05), "the other process has the other half"
 
 
-def _of_mapping(process: int, path: Path) -> tuple[int, int, int]:
+def of_mapping(process: int, path: Path) -> tuple[int, int, int]:
     """Returns the resident bytes of a file in a process, its share of them, and those that only the process has."""
     text = Path(f"/proc/{process}/smaps").read_text()
     (part,) = re.findall(rf"{re.escape(str(path))}\n(.*?)VmFlags", text, re.DOTALL)
@@ -186,19 +186,29 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("signs", [False, True])
 def test_following(signs: bool, place: str, tmp_path: Path) -> None:
-    """A follower maps what is published, also from Redis and with a key, whose files lie in a folder of its own."""
+    """Followers map what is published once, also from Redis and with a key, whose files lie in folders of their own."""
     key = write_secret(tmp_path / "key", "0123456789abcdef" * 2) if signs else None
-    model, ids = RecStoreEmbedding(50, 4, name="t", lr=0.3), torch.arange(6)
+    model, ids, before = RecStoreEmbedding(50, 4, name="t", lr=0.3), torch.arange(6), mappings()
     with (
         DeltaPublisher(model, place, every_s=0, dtype=torch.float32, rows="mapped", key=key) as publisher,
         Follower(place, key=key) as follower,
+        Follower(place, key=key, pinned=2) as pinned,
     ):
-        for _ in range(3):
+        for number in range(3):
             model.train()(ids).sum().backward()
             model.eval()
             publisher.step()
             publisher._wait()
             follower.poll()
             assert torch.equal(follower.model(ids), model(ids))
+            if number == 1:
+                wanted = model(ids)
+        pinned.poll()
+        assert torch.equal(pinned.model(ids), wanted)
         assert (follower.state.fulls_loaded, follower.state.deltas_applied) == (1, 2)
-        assert re.search(r" r--s .*(\.pt|recstore-follow-)", Path("/proc/self/maps").read_text())
+        assert len(mappings() - before) == 1, "both have the same pages"
+
+
+def mappings() -> set[str]:
+    """The mappings of models' files in this process."""
+    return set(re.findall(r".* r--s .*(?:\.pt|recstore-follow-).*", Path("/proc/self/maps").read_text()))

@@ -187,9 +187,9 @@ def test_values_that_are_refused() -> None:
             jagged_of(wrong)
     for option, value, message in (("max_batch", 0, "--max-batch"), ("poll_s", 0, "--poll-every")):
         with pytest.raises(ValueError, match=message):
-            PredictorOptions("folder", ListenOptions("127.0.0.1:0"), **{option: value})
+            PredictorOptions({}, ListenOptions("127.0.0.1:0"), **{option: value})
     with pytest.raises(ValueError, match=r"--http 0\.0\.0\.0:1 can be reached from other machines: that needs"):
-        PredictorOptions("folder", ListenOptions("127.0.0.1:0"), http="0.0.0.0:1")
+        PredictorOptions({}, ListenOptions("127.0.0.1:0"), http="0.0.0.0:1")
 
 
 class FollowCommand:

@@ -24,6 +24,7 @@ from torchrec_recstore.modules import RecStoreEmbedding
 from torchrec_recstore_service.server.listening import ListenOptions
 from torchrec_recstore_serving import predictor_http
 from torchrec_recstore_serving.batching import Answer
+from torchrec_recstore_serving.named_models import ModelSource, NamedModels
 from torchrec_recstore_serving.predictor import Predictor, PredictorOptions
 from torchrec_recstore_serving.predictor_http import HttpServer
 from torchrec_recstore_serving.requests import JaggedArgument, Value
@@ -60,7 +61,7 @@ class Fake:
 
 @contextmanager
 def served(predictor: Any, access: ListenOptions = ACCESS) -> Iterator[HttpServer]:
-    server = HttpServer("127.0.0.1:0", access, predictor)
+    server = HttpServer("127.0.0.1:0", access, NamedModels({"": predictor}))
     try:
         yield server
     finally:
@@ -100,7 +101,7 @@ def test_the_row_of_the_id_and_of_no_other(index: str, tmp_path: Path) -> None:
     model(torch.tensor([[NEAR], [NEAR + 1]]), torch.zeros(2, 1)).sum().backward()
     with DeltaPublisher(model.eval(), tmp_path / "published", every_s=0, dtype=torch.float32, index=index) as publisher:
         publisher.step()
-    predictor = Predictor(PredictorOptions(str(tmp_path / "published"), ACCESS))
+    predictor = Predictor(ModelSource(str(tmp_path / "published")), PredictorOptions({}, ACCESS))
     predictor.follower.poll()
     try:
         with served(predictor) as server:
@@ -257,7 +258,7 @@ def test_slow_clients_are_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_server_that_stops_answers_what_it_has_begun() -> None:
     predictor = Waiting()
-    with connected(server := HttpServer("127.0.0.1:0", ACCESS, predictor)) as client:
+    with connected(server := HttpServer("127.0.0.1:0", ACCESS, NamedModels({"": predictor}))) as client:
         client.sendall(REQUEST)
         assert predictor.asked.wait(60)
         closing = threading.Thread(target=server.close)

@@ -207,17 +207,18 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._statuses: dict[str, int] = {}
+        self.statuses: dict[str, int] = {}
+        """The status of each service."""
 
     def set(self, service: str, status: int) -> None:
         """Sets the status of a service."""
         with self._changed:
-            self._statuses[service] = status
+            self.statuses[service] = status
             self._changed.notify_all()
 
     def Check(self, request: Any, context: Any) -> Any:
         """See health.proto."""
-        status = self._statuses.get(request.service)
+        status = self.statuses.get(request.service)
         if status is None:
             context.abort(grpc.StatusCode.NOT_FOUND, "the server has no such service")
         return health_pb2.HealthCheckResponse(status=status)
@@ -237,7 +238,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     def _status(self, service: str) -> int:
         unknown: int = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-        return self._statuses.get(service, unknown)
+        return self.statuses.get(service, unknown)
 
     def _wake(self) -> None:
         with self._changed:
@@ -300,10 +301,10 @@ class GrpcServer:
         for threads in self._threads:
             threads.end_late()
 
-    def set_serving(self, serving: bool) -> None:
-        """Sets the answer to health checks."""
+    def set_serving(self, serving: bool, *services: str) -> None:
+        """Sets the answer to health checks of services. Default: of the server and its service."""
         status = health_pb2.HealthCheckResponse
-        for name in self._names:
+        for name in services or self._names:
             self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
@@ -326,7 +327,7 @@ class GrpcServer:
 
     def stop(self) -> None:
         """Refuses new calls, and waits for the running ones, but not for clients that keep them waiting."""
-        self.set_serving(False)
+        self.set_serving(False, *self._health.statuses)
         stopped = self._server.stop(GRACE_S)
         for threads in self._threads:
             threads.stop()
