@@ -12,7 +12,8 @@ from torchrec_recstore.utils import lazy_names
 if TYPE_CHECKING:
     from torchrec_recstore_serving.delta import DeltaInfo, read_delta
     from torchrec_recstore_serving.export import export_delta, export_for_inference
-    from torchrec_recstore_serving.follower import Follower, FollowerState, follow
+    from torchrec_recstore_serving.follower import Follower, follow
+    from torchrec_recstore_serving.follower_state import FollowerState
     from torchrec_recstore_serving.from_checkpoint import export_checkpoint, export_checkpoint_delta
     from torchrec_recstore_serving.library import load_library
     from torchrec_recstore_serving.publish import DeltaPublisher
@@ -25,7 +26,7 @@ _MODULES = {
     "DeltaInfo": "delta",
     "DeltaPublisher": "publish",
     "Follower": "follower",
-    "FollowerState": "follower",
+    "FollowerState": "follower_state",
     "Retrieval": "retrieval",
     "described": "delta",
     "export_checkpoint": "from_checkpoint",

@@ -45,10 +45,6 @@ def sources_of(texts: Sequence[str]) -> dict[str, ModelSource]:
     return found
 
 
-class UnknownModel(LookupError):
-    """A server has no model of the name."""
-
-
 class Answering(Protocol):
     """The functions of a model that a server offers; see :class:`Predictor`."""
 
@@ -74,18 +70,16 @@ class NamedModels:
     def __init__(self, models: Mapping[str, Answering]) -> None:
         self._models = models
 
-    def one(self, name: str | None) -> Answering:
-        """Returns the model of a name. Without a name: the first model.
+    def unknown(self, name: str | None) -> str | None:
+        """Returns an error that lists the names of the models. None: a model has the name, or there is no name."""
+        if not name or name in self._models:
+            return None
+        names = ", ".join(filter(None, self._models))
+        return f"there is no model {name!r}: {f'the models are {names}' if names else 'the only model has no name'}"
 
-        Raises:
-            UnknownModel: There is no such model. The message has the names of the models.
-        """
-        model = self._models.get(name) if name else next(iter(self._models.values()))
-        if model is None:
-            names = ", ".join(filter(None, self._models))
-            there = f"the models are {names}" if names else "the only model has no name"
-            raise UnknownModel(f"there is no model {name!r}: {there}")
-        return model
+    def one(self, name: str | None) -> Answering:
+        """Returns the model of a name that is known. Without a name: the first model."""
+        return self._models[name] if name else next(iter(self._models.values()))
 
     def state(self, name: str | None = None) -> dict[str, Any]:
         """Returns the state of a model. Without a name: of all models, by name if they have names."""

@@ -20,7 +20,7 @@ from torchrec_recstore_service.wire.protocol import shortened
 from torchrec_recstore_serving import predictor_pb2 as pb
 from torchrec_recstore_serving.batching import Answer, Batcher
 from torchrec_recstore_serving.follower import Follower
-from torchrec_recstore_serving.named_models import ModelSource, NamedModels, UnknownModel
+from torchrec_recstore_serving.named_models import ModelSource, NamedModels
 from torchrec_recstore_serving.predictor_http import HttpServer, failure
 from torchrec_recstore_serving.predictor_metrics import AGES, PredictorMetrics
 from torchrec_recstore_serving.predictor_pb2_grpc import PredictorServicer, add_PredictorServicer_to_server
@@ -254,11 +254,10 @@ class _Service(PredictorServicer):
 
     def Predict(self, request: Any, context: Any) -> Any:
         """See predictor.proto."""
+        self._check_name(request, context)
         try:
             arguments = {name: value_of(each, name) for name, each in request.arguments.items()}
             answer = self._models.one(request.model).submit(arguments).result()
-        except UnknownModel as error:
-            context.abort(grpc.StatusCode.NOT_FOUND, shortened(str(error)))
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, shortened(str(error)))
         except ConnectionError as error:
@@ -274,7 +273,10 @@ class _Service(PredictorServicer):
 
     def State(self, request: Any, context: Any) -> Any:
         """See predictor.proto."""
-        try:
-            return pb.StateReply(json=json.dumps(self._models.state(request.model)))
-        except UnknownModel as error:
-            context.abort(grpc.StatusCode.NOT_FOUND, shortened(str(error)))
+        self._check_name(request, context)
+        return pb.StateReply(json=json.dumps(self._models.state(request.model)))
+
+    def _check_name(self, request: Any, context: Any) -> None:
+        unknown = self._models.unknown(request.model)
+        if unknown is not None:
+            context.abort(grpc.StatusCode.NOT_FOUND, shortened(unknown))

@@ -23,7 +23,7 @@ from tornado.web import Application, RequestHandler, stream_request_body
 from torchrec_recstore_service.server.credentials import watched_context, watched_token
 from torchrec_recstore_service.server.listening import GRACE_S, ListenOptions, allowed, host_and_port
 from torchrec_recstore_serving.batching import Answer
-from torchrec_recstore_serving.named_models import NamedModels, UnknownModel
+from torchrec_recstore_serving.named_models import NamedModels
 from torchrec_recstore_serving.request_values import arguments_of_json, not_finite, place_of_float
 from torchrec_recstore_serving.requests import FLOAT_IDS, Value
 
@@ -208,11 +208,8 @@ class _Handler(RequestHandler):
         """See tornado. A reply before the body has been read closes the connection."""
         if self.needs_token and not self._server.is_allowed(self.request.headers.get("Authorization", "")):
             self.reply(401, _error("the token is missing or wrong"))
-            return
-        try:
-            self._server.models.one(*self.path_args or [None])
-        except UnknownModel as error:
-            self.reply(404, _error(str(error)))
+        elif self.path_args and (unknown := self._server.models.unknown(self.path_args[0])) is not None:
+            self.reply(404, _error(unknown))
 
     def reply(self, status: int, body: bytes) -> asyncio.Future[None]:
         """Begins to send a reply."""
