@@ -68,8 +68,9 @@ def follow(
     jagged: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="VALUES,LENGTHS,FEATURES",
-            help="Arguments of the model that are bags of ids, as plain tensors, and their number of features.",
+            metavar="[NAME:]VALUES,LENGTHS,FEATURES",
+            help="Arguments of the model, or of the model NAME only, that are bags of ids, as plain tensors, and their "
+            "number of features.",
             rich_help_panel=MODEL,
         ),
     ] = None,

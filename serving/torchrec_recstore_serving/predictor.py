@@ -38,7 +38,7 @@ class PredictorOptions:
         sources: Where the models come from, by name; see :func:`torchrec_recstore_serving.named_models.sources_of`.
         listening: The address, and who may call the server.
         http: The address for JSON over HTTP, as ``host:port``. None: there is none.
-        jagged: See :func:`torchrec_recstore_serving.requests.request_of`.
+        jagged: See :func:`torchrec_recstore_serving.requests.request_of`. ``NAME:ARGUMENT``: of one model.
         max_batch: The largest number of examples in a batch of several requests.
         threads: The number of threads that call a model.
         poll_s: The longest time between two looks at the source, in seconds.
@@ -70,8 +70,16 @@ class PredictorOptions:
         for flag, seconds in times.items():
             if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
                 raise ValueError(f"{flag} must be a positive number of seconds, got {seconds:g}")
+        for argument in self.jagged or {}:
+            if ":" in argument and argument.partition(":")[0] not in self.sources:
+                raise ValueError(f"--jagged {argument} names no model: write NAME:VALUES,LENGTHS,FEATURES")
         if self.http is not None:
             self.listening.check_address("--http", self.http)
+
+    def jagged_for(self, name: str) -> dict[str, tuple[str, int]]:
+        """Returns ``jagged`` for the model of a name."""
+        parts = {argument: argument.rpartition(":") for argument in self.jagged or {}}
+        return {parts[each][2]: value for each, value in (self.jagged or {}).items() if parts[each][0] in ("", name)}
 
 
 def jagged_of(text: str) -> tuple[str, tuple[str, int]]:
@@ -90,8 +98,8 @@ class Predictor:
     """A follower, and the queue of requests to its model.
 
     Args:
-        source: Where the model comes from.
         options: The options.
+        name: The name of the model.
         observe: See :class:`Batcher`.
 
     Raises:
@@ -101,13 +109,14 @@ class Predictor:
 
     def __init__(
         self,
-        source: ModelSource,
         options: PredictorOptions,
+        name: str = "",
         observe: Callable[[float, bool], object] = lambda seconds, failed: None,
     ) -> None:
-        self.jagged = options.jagged or {}
+        self.jagged: Mapping[str, tuple[str, int]] = options.jagged_for(name)
         """See :func:`torchrec_recstore_serving.requests.request_of`."""
         self._max_age_s = options.max_age_s
+        source = options.sources[name]
         self.follower = Follower(source.place, key=options.key, pinned=source.pinned)
         self._described: tuple[object, Mapping[str, Any]] = (None, {})
         """The model, and the arguments of its ``forward`` by name."""
@@ -181,9 +190,9 @@ def _opened(options: PredictorOptions, stack: ExitStack) -> tuple[dict[str, Pred
             named="" not in options.sources,
         )
         stack.callback(metrics.close)
-    for name, source in options.sources.items():
+    for name in options.sources:
         observe = () if metrics is None else (partial(metrics.observe, name),)
-        predictors[name] = Predictor(source, options, *observe)
+        predictors[name] = Predictor(options, name, *observe)
         stack.callback(predictors[name].close)
     return predictors, metrics
 

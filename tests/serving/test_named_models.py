@@ -13,8 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from torchrec_recstore.inference import DeltaPublisher
 from torchrec_recstore.modules import RecStoreEmbedding
+from torchrec_recstore_service.server.listening import ListenOptions
 from torchrec_recstore_serving import predictor_pb2 as pb
 from torchrec_recstore_serving.named_models import ModelSource, sources_of
+from torchrec_recstore_serving.predictor import Predictor, PredictorOptions, jagged_of
 from torchrec_recstore_serving.request_values import array_of, tensor_of
 
 from ..redis_server import free_port
@@ -41,6 +43,23 @@ def test_sources() -> None:
         sources_of(["a=x", "y"])
     with pytest.raises(ValueError, match="there are two sources with the name a: each needs a name of its own"):
         sources_of(["a=x", "a=y"])
+
+
+def test_options_of_one_model(tmp_path: Path) -> None:
+    """--jagged may be about one model, and --max-age is not about a pinned publication."""
+    sources = {"new": ModelSource(str(tmp_path / "published")), "old": ModelSource(str(tmp_path / "published"), 1)}
+    jagged = dict(map(jagged_of, ["all,lengths,1", "old:values,lengths,2"]))
+    options = PredictorOptions(sources, ListenOptions("127.0.0.1:0"), jagged=jagged, max_age_s=1e-6)
+    with DeltaPublisher(trained(4), tmp_path / "published", every_s=0) as publisher:
+        publish(publisher)
+    for name, arguments, reason in (("new", {"all"}, "the rows are older"), ("old", {"all", "values"}, "None")):
+        predictor = Predictor(options, name)
+        predictor.follower.poll()
+        assert predictor.jagged.keys() == arguments
+        assert str(predictor.not_ready()).startswith(reason)
+        predictor.close()
+    with pytest.raises(ValueError, match="--jagged x:values names no model"):
+        PredictorOptions(sources, ListenOptions("127.0.0.1:0"), jagged={"x:values": ("lengths", 2)})
 
 
 def trained(dim: int) -> RecStoreEmbedding:

@@ -101,7 +101,7 @@ def test_the_row_of_the_id_and_of_no_other(index: str, tmp_path: Path) -> None:
     model(torch.tensor([[NEAR], [NEAR + 1]]), torch.zeros(2, 1)).sum().backward()
     with DeltaPublisher(model.eval(), tmp_path / "published", every_s=0, dtype=torch.float32, index=index) as publisher:
         publisher.step()
-    predictor = Predictor(ModelSource(str(tmp_path / "published")), PredictorOptions({}, ACCESS))
+    predictor = Predictor(PredictorOptions({"": ModelSource(str(tmp_path / "published"))}, ACCESS))
     predictor.follower.poll()
     try:
         with served(predictor) as server:
