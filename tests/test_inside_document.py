@@ -35,7 +35,7 @@ def test_the_core_is_described() -> None:
         ("grow by a fifth", "index.cpp", "kGrowth = 5"),
         ("into 64 parts", "index.h", "kPartBits = 6"),
         ("first 512 KiB", "memory.cpp", "size_t{512} << 10"),
-        ("32nd of `max_rows`", "eviction.cpp", "kPart = 32"),
+        ("32nd of `max_rows`", "eviction.cpp", "kQueuePart = 32"),
         ("Philox4x32-10", "philox.h", "round < 10"),
         ("tasks of about a thousand ids", "forward.cpp", "kTaskIds = 1024"),
         ("two generations", "sightings.h", "two generations"),

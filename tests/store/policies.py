@@ -1,4 +1,4 @@
-"""References for tables with max_rows: the residents by the exact policies and by the store's rule, and their rows."""
+"""References for tables with max_rows: the residents by the exact policies, and their rows."""
 
 from __future__ import annotations
 
@@ -26,11 +26,6 @@ def fmix64(ids: Ids) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(33))
 
 
-def least_at_once(max_rows: int) -> int:
-    """The number of rows that the store evicts together when fewer would be enough."""
-    return max(1, max_rows // 32)
-
-
 class Residents:
     """The ids that have a row, with their last steps and frequencies.
 
@@ -38,16 +33,14 @@ class Residents:
         universe: All ids that will be looked up.
         max_rows: The bound.
         eviction: The policy.
-        at_once: The number of rows that are evicted together when fewer would be enough. 1 for the exact policy.
     """
 
-    def __init__(self, universe: Ids, max_rows: int, eviction: LRU | LFU, at_once: int = 1) -> None:
+    def __init__(self, universe: Ids, max_rows: int, eviction: LRU | LFU) -> None:
         self._universe = np.unique(universe)
         self._ties = fmix64(self._universe)
         self._max_rows = max_rows
         self._half_life = eviction.half_life_steps if isinstance(eviction, LFU) else None
         self._by_frequency = isinstance(eviction, LFU)
-        self._at_once = at_once
         self.resident = np.zeros(len(self._universe), bool)
         self.last_step = np.zeros(len(self._universe), np.int64)
         self.frequency = np.zeros(len(self._universe), np.int64)
@@ -71,6 +64,11 @@ class Residents:
     def remove(self, ids: Ids) -> None:
         """Removes rows."""
         self.resident[self._places(ids)] = False
+
+    def set_bookkeeping(self, ids: Ids, last_step: Ids, frequency: Ids) -> None:
+        """Writes the last steps and the frequencies of resident ids."""
+        places = np.searchsorted(self._universe, ids)
+        self.last_step[places], self.frequency[places] = last_step, frequency
 
     def ids(self) -> Ids:
         """The ids of the resident rows, ascending."""
@@ -104,7 +102,7 @@ class Residents:
             keys = [self._ties[candidates], self.last_step[candidates]]
             if self._by_frequency:
                 keys.append(self._aged(candidates))
-            leaving = candidates[np.lexsort(keys)][: max(over, self._at_once)]
+            leaving = candidates[np.lexsort(keys)][:over]
             self.resident[leaving] = False
             self.evicted += len(leaving)
         self.resident[new] = True
@@ -133,9 +131,7 @@ class Model:
     def __init__(self, options: TableOptions, initial: Table, universe: list[int]) -> None:
         assert options.max_rows is not None
         assert options.eviction is not None
-        self.policy = Residents(
-            np.array(universe), options.max_rows, options.eviction, at_once=least_at_once(options.max_rows)
-        )
+        self.policy = Residents(np.array(universe), options.max_rows, options.eviction)
         self.count = options.admission.count if options.admission else 1
         self.initial = initial
         self.weights: dict[int, Tensor] = {}

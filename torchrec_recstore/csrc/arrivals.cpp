@@ -58,8 +58,12 @@ void Arrivals::plan(const std::function<void(SlotSet&)>& pin_batch, Executor& ex
 void Arrivals::choose_leavers(int64_t new_rows, const std::function<void(SlotSet&)>& pin_batch, Executor& executor) {
   const Bounds& bounds = table_.config().bounds;
   const int64_t over = table_.size() + new_rows - bounds.max_rows;
-  if (over <= 0) return;
-  if (bounds.eviction == Eviction::kNone || bounds.cold_store) {
+  const bool evicts = bounds.eviction != Eviction::kNone && !bounds.cold_store;
+  if (over <= 0) {
+    if (evicts) table_.evictions().prepare(table_, new_rows, executor);
+    return;
+  }
+  if (!evicts) {
     throw InvalidArgument("table '" + table_.config().name + "' needs " + std::to_string(table_.size() + new_rows) +
                           " rows, max_rows is " + std::to_string(bounds.max_rows) + " for this shard, " +
                           (bounds.cold_store ? "and no rows were moved to the cold store" : "and it has no eviction"));
@@ -67,11 +71,12 @@ void Arrivals::choose_leavers(int64_t new_rows, const std::function<void(SlotSet
   SlotSet pinned = pinned_slots(table_);
   pin_batch(pinned);
   check_working_set(table_, pinned.size() + new_rows);
-  leavers_ = least_rows(table_, pinned, leaving_at_once(table_, over), executor);
+  leavers_ = table_.evictions().next(table_, pinned, over, executor);
 }
 
 void Arrivals::make_room(int64_t reused) noexcept {
   table_.leave(leavers_, reused);
+  if (!leavers_.empty()) table_.evictions().evicted();
   table_.counters().evicted += static_cast<int64_t>(leavers_.size());
 }
 

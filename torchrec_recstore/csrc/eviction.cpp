@@ -1,18 +1,24 @@
 #include "eviction.h"
 
 #include <algorithm>
+#include <array>
+#include <utility>
 
 #include "mix.h"
 
 namespace recstore {
 namespace {
 
-constexpr int64_t kPart = 32;            // one row in this many of a full table is evicted at once
+constexpr int64_t kPart = 32;            // one row in this many of a full table moves to its cold store at once
 constexpr int64_t kExpiryParts = 4;      // number of searches for expired rows within Expiry.steps
 constexpr int64_t kTaskEntries = 16384;  // entries of the index in a task
 constexpr int64_t kRoundWalks = 32;      // tasks whose results are joined at once: at most 11 MB
 constexpr int64_t kTaskSlots = 1 << 16;
 constexpr uint32_t kNoClass = 0xFFFF;
+constexpr int64_t kQueuePart = 32;       // one row in this many of a full table is in its queue
+constexpr int64_t kLeastQueue = 1024;
+constexpr size_t kMetaAhead = 32;        // rows whose bookkeeping is prefetched
+constexpr size_t kSample = 3072;
 
 // A monotone map of 32-bit values to few classes. Values below 2**kBits map to themselves; larger values are told apart
 // by their leading kBits + 1 bits.
@@ -29,7 +35,10 @@ constexpr uint32_t kCoarseValues = coarse<kBits>(0xFFFFFFFFu) + 1;
 // class has a lower rank.
 struct LeastRecent {
   static constexpr uint32_t kClasses = kCoarseValues<6>;
+  static constexpr bool kArrivalsRankLow = false;
   uint32_t now;
+
+  uint32_t era() const { return 0; }
 
   uint64_t rank(const RowMeta& meta) const { return meta.last_step; }
   uint32_t class_of(const RowMeta& meta) const {
@@ -40,8 +49,11 @@ struct LeastRecent {
 struct LeastFrequent {
   static constexpr uint32_t kAges = kCoarseValues<3>;
   static constexpr uint32_t kClasses = kCoarseValues<3> * kAges;
+  static constexpr bool kArrivalsRankLow = true;
   uint32_t now;
   uint32_t half_life;
+
+  uint32_t era() const { return half_life == 0 ? 0 : now / half_life; }
 
   uint32_t frequency(const RowMeta& meta) const { return aged_frequency(meta, now, half_life); }
   uint64_t rank(const RowMeta& meta) const { return uint64_t{frequency(meta)} << 32 | meta.last_step; }
@@ -147,19 +159,177 @@ std::vector<Leaver> least(const Table& table, const Policy& policy, const SlotSe
   return leavers;
 }
 
+// Returns how many rows a queue has.
+int64_t queue_rows(const Table& table) { return std::max(table.config().bounds.max_rows / kQueuePart, kLeastQueue); }
+
+template <class Call>  // call(policy)
+auto by_policy(const Table& table, const Call& call) {
+  const auto now = static_cast<uint32_t>(table.clock());
+  const Bounds& bounds = table.config().bounds;
+  if (bounds.eviction == Eviction::kLeastFrequent) return call(LeastFrequent{now, static_cast<uint32_t>(bounds.half_life)});
+  return call(LeastRecent{now});
+}
+
 }  // namespace
 
 std::vector<Leaver> least_rows(const Table& table, const SlotSet& kept, int64_t count, Executor& executor) {
-  const auto now = static_cast<uint32_t>(table.clock());
-  const Bounds& bounds = table.config().bounds;
-  if (bounds.eviction == Eviction::kLeastFrequent) {
-    return least(table, LeastFrequent{now, static_cast<uint32_t>(bounds.half_life)}, kept, count, executor);
+  return by_policy(table, [&](const auto& policy) { return least(table, policy, kept, count, executor); });
+}
+
+std::vector<Leaver> EvictionQueue::next(const Table& table, const SlotSet& kept, int64_t count, Executor& executor) try {
+  put_offered_back();  // they were not evicted
+  if (count > queue_rows(table)) return least_rows(table, kept, count, executor);
+  return by_policy(table, [&](const auto& policy) { return next_by(policy, table, kept, count, executor); });
+} catch (...) {
+  reset();
+  throw;
+}
+
+void EvictionQueue::reserve(int64_t rows) {
+  // A table to which rows return without evictions does not need the queue.
+  if (static_cast<int64_t>(arrivals_.size()) > 4 * most_) reset();
+  if (notes_arrivals_) reserve_more(arrivals_, static_cast<size_t>(rows));
+}
+
+void EvictionQueue::prepare(const Table& table, int64_t new_rows, Executor& executor) try {
+  const int64_t most = table.config().bounds.max_rows;
+  const int64_t room = most - table.size();
+  if (ready_ || new_rows == 0 || room > most / kQueuePart) return;
+  const double part = static_cast<double>(new_rows) / static_cast<double>(std::max<int64_t>(1, room));
+  by_policy(table, [&](const auto& policy) { walk(policy, table, part, executor); });
+} catch (...) {
+  reset();
+  throw;
+}
+
+// Visits this part of the rest of the walk.
+template <class Policy>
+void EvictionQueue::walk(const Policy& policy, const Table& table, double part, Executor& executor) {
+  const Index& index = table.index();
+  const Rows& rows = table.rows();
+  if ((ready_ || walking_) && policy.era() != era_) reset();
+  if (!walking_) {
+    walking_ = true;
+    notes_arrivals_ = Policy::kArrivalsRankLow;
+    position_ = 0;
+    since_ = policy.now;
+    era_ = policy.era();
+    most_ = queue_rows(table);
+    bound_ = {UINT64_MAX, UINT64_MAX};
+    lowest_.clear();
+    passed_.clear();
   }
-  return least(table, LeastRecent{now}, kept, count, executor);
+  const uint64_t positions = index.positions(kTaskEntries);
+  const uint64_t rest = Index::kPositions - position_;
+  const uint64_t end = part >= 1 ? Index::kPositions : position_ + std::min(rest, static_cast<uint64_t>(part * static_cast<double>(rest)) + 1);
+  while (position_ < end) {
+    const auto tasks = static_cast<int64_t>(std::min<uint64_t>(kRoundWalks, (end - position_ + positions - 1) / positions));
+    std::vector<std::vector<Ranked>> parts(static_cast<size_t>(tasks));
+    for_each_task(executor, tasks, [&](int64_t task) {
+      const uint64_t first = position_ + static_cast<uint64_t>(task) * positions;
+      std::array<std::pair<int64_t, Slot>, kMetaAhead> ahead;
+      size_t visited = 0;
+      const auto look = [&](size_t entry) {
+        const auto [id, slot] = ahead[entry % kMetaAhead];
+        const Ranked ranked{policy.rank(rows.meta(slot)), mix(static_cast<uint64_t>(id))};
+        if (ranked < bound_ && !(ranked < limit_)) parts[task].push_back(ranked);  // below limit_ it is in the queue
+      };
+      index.for_each(first, std::min(first + positions, end), [&](int64_t id, Slot slot) {
+        __builtin_prefetch(&rows.meta(slot));
+        if (visited >= kMetaAhead) look(visited);
+        ahead[visited++ % kMetaAhead] = {id, slot};
+      });
+      for (size_t entry = visited - std::min(visited, kMetaAhead); entry < visited; ++entry) look(entry);
+    });
+    position_ = std::min(end, position_ + static_cast<uint64_t>(tasks) * positions);
+    for (const auto& some : parts) lowest_.insert(lowest_.end(), some.begin(), some.end());
+    if (static_cast<int64_t>(lowest_.size()) > most_ + most_ / 2) cut();
+  }
+  if (position_ == Index::kPositions) end_walk();
+}
+
+// Drops about a third of the rows, and ranks them by a sample, because an exact rank would take several times as long.
+void EvictionQueue::cut() {
+  std::vector<Ranked> sample(kSample);
+  for (size_t i = 0; i < kSample; ++i) sample[i] = lowest_[i * lowest_.size() / kSample];
+  std::nth_element(sample.begin(), sample.begin() + kSample * 2 / 3, sample.end());
+  bound_ = sample[kSample * 2 / 3];
+  lowest_.erase(std::remove_if(lowest_.begin(), lowest_.end(), [&](const Ranked& row) { return !(row < bound_); }), lowest_.end());
+}
+
+// Makes the queue of what the walk has found.
+void EvictionQueue::end_walk() {
+  queue_.insert(queue_.end(), lowest_.begin(), lowest_.end());
+  std::make_heap(queue_.begin(), queue_.end(), RanksAbove());
+  // Under LRU, rows that were made since the walk began are not noted, and rank no lower than this.
+  limit_ = notes_arrivals_ ? bound_ : std::min(bound_, Ranked{since_, 0});
+  lowest_.clear();
+  arrivals_.insert(arrivals_.end(), passed_.begin(), passed_.end());
+  passed_.clear();
+  ready_ = true;
+  walking_ = false;
+}
+
+void EvictionQueue::put_offered_back() {
+  for (const Ranked& ranked : offered_) put_back(ranked);
+  offered_.clear();
+}
+
+void EvictionQueue::put_back(const Ranked& ranked) {
+  queue_.push_back(ranked);
+  std::push_heap(queue_.begin(), queue_.end(), RanksAbove());
+}
+
+template <class Policy>
+std::vector<Leaver> EvictionQueue::next_by(const Policy& policy, const Table& table, const SlotSet& kept, int64_t count, Executor& executor) {
+  if (ready_ && policy.era() != era_) reset();
+  const Index& index = table.index();
+  const Rows& rows = table.rows();
+  std::vector<Leaver> leavers;
+  leavers.reserve(static_cast<size_t>(count));
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    if (!ready_) walk(policy, table, 1, executor);
+    put_offered_back();
+    for (const int64_t id : arrivals_) put_back({0, mix(static_cast<uint64_t>(id))});
+    arrivals_.clear();
+    std::vector<Ranked> stay;
+    leavers.clear();
+    while (static_cast<int64_t>(leavers.size()) < count && !queue_.empty()) {
+      std::pop_heap(queue_.begin(), queue_.end(), RanksAbove());
+      const Ranked ranked = queue_.back();
+      queue_.pop_back();
+      const auto id = static_cast<int64_t>(unmix(ranked.mixed_id));
+      const Slot slot = index.find(id);
+      if (slot == kNoSlot) continue;
+      const Ranked now{policy.rank(rows.meta(slot)), ranked.mixed_id};
+      if (now < ranked) continue;  // the row has left and arrived again, and is in the queue as an arrival
+      if (!(now < limit_)) {       // the next walk finds it, unless the walk has passed it
+        if (walking_ && now < bound_) passed_.push_back(id);
+        continue;
+      }
+      if (ranked < now) {
+        put_back(now);
+      } else if (!offered_.empty() && offered_.back().mixed_id == ranked.mixed_id) {
+        continue;  // it was in the queue twice
+      } else if (kept.contains(slot)) {
+        stay.push_back(now);
+      } else {
+        leavers.push_back({id, slot});
+        offered_.push_back(now);
+      }
+    }
+    for (const Ranked& ranked : stay) put_back(ranked);
+    const bool enough = static_cast<int64_t>(leavers.size()) == count;
+    // The next walk ends when this queue does.
+    walk(policy, table, enough ? static_cast<double>(count) / static_cast<double>(queue_.size() + leavers.size()) : 1, executor);
+    if (enough) return leavers;
+  }
+  return least(table, policy, kept, count, executor);
 }
 
 int64_t leaving_at_once(const Table& table, int64_t needed) {
-  return std::max(needed, table.config().bounds.max_rows / kPart);
+  const Bounds& bounds = table.config().bounds;
+  return bounds.cold_store ? std::max(needed, bounds.max_rows / kPart) : needed;
 }
 
 int64_t expired_before(const Table& table, int64_t step) {

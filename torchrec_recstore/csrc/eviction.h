@@ -20,11 +20,11 @@ struct Leaver {
 // on slots nor on the columns of the shard. The caller holds the lock.
 //
 // A scan of the bookkeeping, which is small and contiguous, selects the candidates, which are usually a few more than
-// `count`. A scan of the index then finds their ids.
+// `count`. A scan of the index then finds their ids. This takes time for the whole table; see EvictionQueue.
 std::vector<Leaver> least_rows(const Table& table, const SlotSet& kept, int64_t count, Executor& executor);
 
-// Returns how many rows are evicted together when `needed` rows do not fit. To scan the table is expensive, so at least
-// a fixed part of max_rows is evicted.
+// Returns how many rows are evicted together when `needed` rows do not fit. A cold store takes many rows at once, so at
+// least a fixed part of max_rows moves there.
 int64_t leaving_at_once(const Table& table, int64_t needed);
 
 // Returns the step such that the rows whose last step is earlier expire in step number `step`, by Bounds::expiry; 0 if

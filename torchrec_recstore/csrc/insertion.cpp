@@ -54,6 +54,7 @@ void Insertion::take_slots(const std::vector<Leaver>& leaving) {
     total += static_cast<int64_t>(part.fresh.size());
   }
   table_.index().reserve(total);
+  table_.evictions().reserve(total);
   reused_ = std::min(total, static_cast<int64_t>(leaving.size()));
   for (int64_t i = 0; i < reused_; ++i) taken_.push_back(leaving[i].slot);
   table_.rows().take(total - reused_, taken_);
@@ -90,6 +91,9 @@ void Insertion::finish() noexcept {
   int64_t left = 0;
   for (const Part& part : parts_) {
     left += part.left;
+    if (table_.evictions().notes_arrivals()) {
+      for (const int32_t m : part.fresh) table_.evictions().arrived(misses_[m].id);
+    }
     for (int32_t i = 0; i < part.left; ++i) {
       const int32_t row = order_[part.begin + i];
       const Miss& miss = misses_[part.fresh[row]];

@@ -41,6 +41,7 @@ void Table::close() {
   rows_.clear();
   sightings_.reset();
   cold_filter_.clear();
+  evictions_.reset();
   open_ = false;
 }
 
@@ -175,6 +176,7 @@ void Table::exchange_rows(Table& other) {
   std::swap(cold_filter_, other.cold_filter_);
   next_position_ = other.next_position_ = 0;
   for (Table* table : {this, &other}) {
+    table->evictions_.reset();
     table->rows_.changes().restart(last);
     table->vacated_.add_all();
   }
@@ -186,6 +188,7 @@ void Table::ids(int64_t* out) const {
 
 void Table::set_clock(int64_t steps) noexcept {
   counters_.steps = steps;
+  evictions_.reset();
   if (wall_clock_) wall_clock_->set_steps(steps);
 }
 

@@ -10,6 +10,7 @@
 
 #include "cold_filter.h"
 #include "config.h"
+#include "eviction_queue.h"
 #include "executor.h"
 #include "index.h"
 #include "initializer.h"
@@ -113,6 +114,7 @@ class Table {
   ColdFilter& cold_filter() { return cold_filter_; }
   const ColdFilter& cold_filter() const { return cold_filter_; }
 
+  EvictionQueue& evictions() { return evictions_; }
   // The slots that rows have left, for slots that were resolved ahead.
   Vacated& vacated() { return vacated_; }
   const Vacated& vacated() const { return vacated_; }
@@ -186,6 +188,7 @@ class Table {
   std::optional<WallClock> wall_clock_;
   ColdFilter cold_filter_;
   Snapshot* snapshot_ = nullptr;
+  EvictionQueue evictions_;
   Vacated vacated_;
   uint64_t next_position_ = 0;  // the position in the index at which compaction continues
   uint64_t next_pass_ = 1;

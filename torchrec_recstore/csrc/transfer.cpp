@@ -97,6 +97,7 @@ void write_rows(Table& table, const int64_t* ids, int64_t n, const ConstRowImage
   check_bookkeeping(in.frequency, n);
   std::vector<Slot> slots(static_cast<size_t>(n));
   find_or_insert(table, ids, n, slots.data(), executor, Arrival::kWrite);
+  table.evictions().reset();  // the rows get other ranks
   // All occurrences of a slot belong to one task, so that the last one is written last.
   const int64_t tasks = n < kParallelRows ? 1 : executor.threads();
   for_each_task(executor, tasks, [&](int64_t task) {
