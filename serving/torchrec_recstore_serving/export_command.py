@@ -36,6 +36,18 @@ def export(
         Literal["int8", "int4", "fp16", "float32"] | None,
         typer.Option(help="Data type of the exported rows.", show_default="int8"),
     ] = None,
+    index: Annotated[
+        Literal["sorted", "hash"] | None,
+        typer.Option(
+            help="How the model finds ids; hash needs a library of torchrec-recstore-serving.", show_default="sorted"
+        ),
+    ] = None,
+    rows: Annotated[
+        Literal["memory", "mapped"] | None,
+        typer.Option(
+            help="Where a process that serves has the rows; mapped needs --index hash.", show_default="memory"
+        ),
+    ] = None,
     tables: Annotated[
         list[str] | None,
         typer.Option("--table", metavar="NAME", help="Export only this table. May be given several times."),
@@ -65,7 +77,8 @@ def export(
 ) -> None:
     """Export the tables of a checkpoint as a TorchScript file that torch.jit.load runs without torchrec_recstore.
 
-    The exported model takes raw ids. It finds rows in a sorted tensor of ids. Ids without a row read as zeros.
+    The exported model takes raw ids, and ids without a row read as zeros. With --index hash --rows mapped, all
+    processes of a host share the rows, which lie in the file, and the tables may be larger than the memory.
 
     With --delta-of, OUT is a safetensors file. A running server applies the file to the loaded export. The delta has
     the tables and the data type of the export. --min-frequency and --top-rows must have the same values as for the
@@ -78,12 +91,13 @@ def export(
     with errors_in_one_line():
         if os.path.lexists(output) and not overwrite:
             raise ValueError(f"{output} exists already: name a path that does not, or pass --overwrite")
-        if delta_of is not None and (tables or dtype):
-            raise ValueError("--delta-of takes tables and dtype from the export: leave out --table and --dtype")
+        if delta_of is not None and (tables or dtype or index or rows):
+            raise ValueError("--delta-of takes these from the export: leave out --table, --dtype, --index and --rows")
         for name in tables or ():
             if (tables or []).count(name) > 1:
                 raise ValueError(f"--table {name} is named twice")
-        info = _export(checkpoint, output, tables, dtype or "int8", delta_of, min_frequency, top_rows, key)
+        model = {"tables": tables, "dtype": dtype or "int8", "index": index or "sorted", "rows": rows or "memory"}
+        info = _export(checkpoint, output, model, delta_of, min_frequency, top_rows, key)
     if as_json:
         print_json(_as_json(info))
     else:
@@ -93,8 +107,7 @@ def export(
 def _export(
     checkpoint: Path,
     output: Path,
-    tables: list[str] | None,
-    dtype: str,
+    model: dict[str, Any],
     delta_of: Path | None,
     min_frequency: int,
     top_rows: int | None,
@@ -108,6 +121,7 @@ def _export(
         from torchrec_recstore_serving.from_checkpoint import export_checkpoint, export_checkpoint_delta
         from torchrec_recstore_serving.row_formats import DTYPES
 
+        tables = model["tables"]
         rows = sum(table.rows for name, table in known.items() if not tables or name in tables)
         rows *= 2 if min_frequency or top_rows else 1  # rows are read once to select them and once to export them
         with progress("exporting", rows) as advance:
@@ -116,8 +130,7 @@ def _export(
                 info = export_checkpoint(
                     checkpoint,
                     output,
-                    tables=tables,
-                    dtype=DTYPES[dtype],
+                    **model | {"dtype": DTYPES[model["dtype"]]},
                     min_frequency=min_frequency,
                     top_rows=top_rows,
                     key=key,

@@ -41,6 +41,20 @@ def user_table(model: DistributedModelParallel) -> Table:
     return table
 
 
+def test_rows_in_the_file(trained: DistributedModelParallel, tmp_path: Path) -> None:
+    given = (tmp_path / "full", tmp_path / "out.pt", "--dtype", "float32", "--rows", "mapped")
+    refused = export(*given)
+    assert (refused.exit_code, (tmp_path / "out.pt").exists()) == (2, False)
+    assert 'rows="mapped" needs index="hash"' in refused.stderr
+    assert export(*given, "--index", "hash").exit_code == 0
+    table = user_table(trained)
+    served = torch.jit.load(tmp_path / "out.pt")
+    assert torch.equal(served.lookup("user", table.ids()), table.lookup(table.ids()))
+    assert str(tmp_path / "out.pt") in Path("/proc/self/maps").read_text()
+    changed = export(tmp_path / "full", tmp_path / "delta", "--delta-of", tmp_path / "out.pt", "--index", "hash")
+    assert "leave out --table, --dtype, --index and --rows" in changed.stderr
+
+
 def test_a_file_that_torch_alone_reads(trained: DistributedModelParallel, tmp_path: Path) -> None:
     done = export(tmp_path / "full", tmp_path / "out.pt", "--dtype", "float32", "--table", "user", "--json")
     assert (done.exit_code, done.stderr) == (0, "")
@@ -78,7 +92,7 @@ def test_a_delta(trained: DistributedModelParallel, tmp_path: Path) -> None:
     assert "removed" in export(tmp_path / "later", tmp_path / "two", "--delta-of", tmp_path / "out.pt").stdout
     refused = export(tmp_path / "later", tmp_path / "three", "--delta-of", tmp_path / "out.pt", "--dtype", "int8")
     assert refused.exit_code == 2
-    assert refused.stderr.startswith("error: --delta-of takes tables and dtype from the export")
+    assert refused.stderr.startswith("error: --delta-of takes these from the export: leave out --table, --dtype")
 
 
 def test_a_signed_file(trained: DistributedModelParallel, tmp_path: Path) -> None:
