@@ -267,8 +267,8 @@ def test_what_is_no_call_is_refused(start: Callable[..., tuple[RecStoreServer, s
             return request.ByteSize().to_bytes(4, "little") + request.SerializeToString()
 
         assert "at most 1048576 bytes" in refused(b"\xff\xff\xff\xff")
-        assert "not a SegmentRequest" in refused(b"\x02\0\0\0\xff\xff")
-        assert "neither a pull nor a write" in refused(bytes(4))
+        assert "cannot be read" in refused(b"\x02\0\0\0\xff\xff")
+        assert "no call that this server knows" in refused(bytes(4))
         for size in (2**27, 2**63, 2**64 - 1):
             assert "(--max-write)" in refused(framed(raw.write(0, 1, size)))
             pull = pb.SegmentRequest(pull=raw.pull(1).pull, ids=size, rows=2**64 - size)

@@ -31,15 +31,15 @@ def read_by_protobuf(message: bytes) -> str | None:
     call = request.WhichOneof("call")
     if call is None:
         return None
-    header = getattr(request, call)
     is_pull = call == "pull"
+    header = getattr(request, call) if is_pull or call == "write" else pb.WriteHeader()
     texts = [header.table, header.epoch, "" if is_pull else header.client]
     numbers = (
         [header.want % 2**32, 0, 0, 0, 0]
         if is_pull
         else [*(header.kind % 2**32, header.request, header.done_before, header.ids, int(header.float32))]
     )
-    said = [int(is_pull), *(text.encode().hex() for text in texts), *numbers]
+    said = [("write", "pull", "describe", "attach").index(call), *(text.encode().hex() for text in texts), *numbers]
     said += [request.ids, request.rows, request.initial_ids, request.initial_rows]
     for table in header.tables:
         has_rate = table.HasField("learning_rate")
@@ -65,6 +65,11 @@ class Messages:
         ]
         named = {"table": chosen.choice(_TEXTS), "epoch": chosen.choice(_TEXTS), "tables": tables}
         sizes = {name: chosen.choice(_NUMBERS) for name in ("ids", "rows", "initial_ids", "initial_rows")}
+        if chosen.random() < 0.1:
+            about = (
+                {"describe": pb.DescribeRequest()} if chosen.random() < 0.5 else {"attach": pb.AttachRequest(port=True)}
+            )
+            return pb.SegmentRequest(**about, **sizes).SerializeToString()  # type: ignore[arg-type]
         if chosen.random() < 0.5:
             pull = pb.PullHeader(want=chosen.randrange(4), **named)  # type: ignore[arg-type]
             return pb.SegmentRequest(pull=pull, **sizes).SerializeToString()
@@ -133,6 +138,11 @@ def test_random_and_damaged_messages() -> None:
         "0a03 0a0174 0a03 120172",  # the same call twice: protobuf merges them
         "0a03 0a0174 1203 120172",  # the last call counts
         "0a03 0a0174 0800",
+        "0a03 0a0174 3a00",
+        "3a00 4200 0a00",
+        "4202 0801",
+        "3a01 ff",  # a field that is cut
+        "3800",
         "0a00 fa0700",  # field 127
         "0a00 ffffffff0f",
         "0a00 a006 01",

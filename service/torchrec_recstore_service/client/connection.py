@@ -131,6 +131,21 @@ class Connection:
         reply: pb.DescribeReply = self._call(table, lambda left: self._unary("Describe", pb.DescribeRequest(), left))
         return reply
 
+    def rows_address(self) -> str:
+        """Returns the address of the server's port for rows, or those of its pair in the form of :attr:`address`.
+
+        Raises:
+            ValueError: The server takes no calls on rows by TCP.
+        """
+
+        def port(side: Side) -> str:
+            offer = self._call("", lambda left: side.unary("Attach", pb.AttachRequest(port=True), left))
+            if not offer.rows_port:
+                raise ValueError(f"server {side.address} takes no calls on rows by TCP")
+            return f"{host_of(side.address)}:{offer.rows_port}"
+
+        return "/".join(map(port, self._sides))
+
     def create(self, table: str, spec: str) -> None:
         """Creates a table. ``spec`` is the JSON of a :class:`TableSpec`."""
 
@@ -405,7 +420,8 @@ class Side:
     """The channel and the connections for rows to one server: the only one, or one of a pair."""
 
     def __init__(self, address: str, access: Access, context: ssl.SSLContext | None) -> None:
-        self._address, self._access, self._context = address, access, context
+        self.address = address
+        self._access, self._context = access, context
         self._channel = channel_of(address, access)
         self.stub: Any = ParameterServerStub(self._channel)  # type: ignore[no-untyped-call]
         self.metadata = [(VERSION_KEY, VERSION)]
@@ -423,7 +439,7 @@ class Side:
     def _by_tcp(self, offer: pb.AttachReply) -> TcpConnection | None:
         if not offer.rows_port:
             return None
-        return TcpConnection(host_of(self._address).strip("[]"), offer.rows_port, self._access.token, self._context)
+        return TcpConnection(host_of(self.address).strip("[]"), offer.rows_port, self._access.token, self._context)
 
     def close(self) -> None:
         """Closes the channel and the connections."""

@@ -56,12 +56,13 @@ def read_rows(tables: Sequence[Hosted], reads: Sequence[RowRead], out: Sequence[
         out: For each read, (N, dim), contiguous, in the dtype of its table. The tensor that receives the rows.
 
     Raises:
-        NoInitialRow: An id has no row, and its table has ``initial_rows``.
+        NoInitialRow: An id has no row and does not read as zeros, and its table has ``initial_rows``.
         MemoryError, ColdStoreError: See :meth:`Table.lookup`.
     """
     native = []
     for hosted, read, rows in zip(tables, reads, out, strict=True):
-        check_initial_rows(hosted, read.ids)
+        if read.missing != "zeros":
+            check_initial_rows(hosted, read.ids)
         if rows.dtype is torch.float32 and not hosted.kernel.cold_rows.tiers:
             native.append((hosted, read.ids, rows))
         else:

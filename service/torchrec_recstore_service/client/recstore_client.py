@@ -527,6 +527,22 @@ class RecStoreClient(metaclass=_OneOfProcess):
             self._specs[name] = spec
         return spec
 
+    def rows_addresses(self) -> list[str]:
+        """Returns where each server takes calls on rows by TCP: ``host:port``, or ``host:port/host:port`` for a pair.
+
+        Raises:
+            ValueError: The tables are in this process, or a server takes no such calls.
+        """
+        tables = self._open()
+        if isinstance(tables, HostedTables):
+            raise ValueError("the tables of the client are in this process, not on servers")
+        return tables.rows_addresses()
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether connections to the servers are encrypted."""
+        return self._access["tls_ca"] is not None
+
     def dtypes(self) -> set[torch.dtype]:
         """Returns the dtypes of the rows of the tables that this client has used so far."""
         return {value_dtype(spec.dtype) for spec in self._specs.values()}

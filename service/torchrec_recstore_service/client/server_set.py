@@ -115,6 +115,10 @@ class ServerSet:
         self._epoch.label(table)
         return self._members
 
+    def rows_addresses(self) -> list[str]:
+        """Returns the address of the port for rows of each server. See :meth:`Connection.rows_address`."""
+        return self._each(Connection.rows_address)
+
     def epoch(self) -> str:
         """Returns the label of the epoch of this client's calls."""
         return self._epoch.label("")

@@ -127,9 +127,9 @@ RECSTORE_EXPORT void recstore_request_text(const char* message, int64_t size, ch
       for (const char c : value) out += std::sprintf(out, "%02x", static_cast<unsigned>(static_cast<unsigned char>(c)));
       *out++ = ' ';
     };
-    number(request.is_pull ? 1 : 0);
+    number(static_cast<uint64_t>(request.call));
     for (const std::string* each : {&request.table, &request.epoch, &request.client}) text(*each);
-    const auto kind = request.is_pull ? static_cast<uint64_t>(request.want) : static_cast<uint64_t>(request.kind);
+    const auto kind = request.call == Call::kPull ? static_cast<uint64_t>(request.want) : static_cast<uint64_t>(request.kind);
     for (const uint64_t each : {kind, request.request, request.done_before, request.ids, uint64_t{request.float32}}) number(each);
     for (const uint64_t each : request.sizes) number(each);
     for (const TableIds& each : request.tables) {

@@ -1,6 +1,5 @@
 #include "replica.h"
 
-#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -14,6 +13,8 @@
 #include <cstring>
 #include <stdexcept>
 #include <utility>
+
+#include "tcp.h"
 
 namespace recstore_service {
 namespace {
@@ -37,25 +38,13 @@ struct Replica::Socket {
   }
 
   void connect(const std::string& host, int port, TlsContext* context) {
-    addrinfo hints{}, *found = nullptr;
-    hints.ai_socktype = SOCK_STREAM;
-    if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) fail("the backup's host has no address");
-    const std::unique_ptr<addrinfo, void (*)(addrinfo*)> all(found, freeaddrinfo);
-    for (const addrinfo* each = found; each != nullptr && fd < 0; each = each->ai_next) {
-      fd = socket(each->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-      if (fd < 0) continue;
-      int error = ::connect(fd, each->ai_addr, each->ai_addrlen) == 0 ? 0 : errno;
-      if (error == EINPROGRESS) {
-        pollfd ready{fd, POLLOUT, 0};
-        socklen_t size = sizeof error;
-        if (::poll(&ready, 1, 3000) != 1 || getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = ETIMEDOUT;
-      }
-      if (error != 0) ::close(std::exchange(fd, -1));
+    try {
+      fd = tcp_socket(host, port, 3000);
+    } catch (const std::runtime_error& error) {
+      throw std::runtime_error(std::string("the backup cannot be reached: ") + error.what());
     }
-    if (fd < 0) fail("the backup cannot be reached");
     // A backup whose host is gone is lost after 5 s, not after the many minutes of the system.
     const int on = 1, idle = 2, interval = 1, probes = 3, unacknowledged = 5000;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof interval);

@@ -137,7 +137,7 @@ bool RowCalls::run(const RowRequest& request, const std::string& message, bool f
                    std::vector<char>& found) {
   const std::vector<TableRef> tables = tables_of(request);
   if (tables.empty() || request.sizes[0] % 8 != 0 || !gate_.is_in(request.epoch)) return false;
-  if (!request.is_pull) return write(request, message, from_primary, tables, arrays, reply);
+  if (request.is_write()) return write(request, message, from_primary, tables, arrays, reply);
   if (request.want != Want::kFound || !request.tables.empty()) return false;
   const auto n = static_cast<int64_t>(request.sizes[0] / 8);
   found.resize(static_cast<size_t>(n));

@@ -25,8 +25,11 @@ struct TableIds {
 enum class Want : uint64_t { kRows = 0, kFound = 1, kFoundRows = 2 };
 enum class Kind : uint64_t { kNone = 0, kPush = 1, kUpdate = 2, kDelete = 3 };
 
+// Python answers the last two.
+enum class Call { kWrite, kPull, kDescribe, kAttach };
+
 struct RowRequest {
-  bool is_pull = false;
+  Call call = Call::kWrite;
   std::string table;
   std::string epoch;
   std::vector<TableIds> tables;
@@ -39,6 +42,7 @@ struct RowRequest {
   bool float32 = false;
   std::array<uint64_t, 4> sizes{};  // in bytes: ids, rows, initial ids, initial rows
 
+  bool is_write() const { return call == Call::kWrite; }
   uint64_t bytes() const { return sizes[0] + sizes[1] + sizes[2] + sizes[3]; }
 };
 

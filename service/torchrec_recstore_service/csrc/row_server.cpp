@@ -37,6 +37,7 @@ constexpr size_t kAlignment = 64;
 constexpr size_t kPacketBytes = size_t{1} << 16;             // MESSAGE_BYTES in segment.py
 constexpr int64_t kTcpPart = int64_t{1} << 19, kMemoryPart = int64_t{1} << 21;  // bytes of rows that are read at once
 constexpr int64_t kMostByMemory = 64;                        // connections
+constexpr const char* kCallNames[] = {"Write", "Pull", "Describe", "Attach"};  // of a Call, in the metrics
 constexpr int64_t kListener = 0, kMemoryListener = -2;
 constexpr double kHelloS = 10, kMemoryS = 10, kDiscardS = 2;
 constexpr double kPatienceS = 0.25;        // PATIENCE_S in calls.py
@@ -600,15 +601,15 @@ RowServer::Step RowServer::message(Connection& c) {
     return refuse(c, failed.status(), !c.by_memory);  // the sizes of its arrays are not known
   }
   const uint64_t bytes = c.request.bytes();
-  const bool memory_is_less = !c.request.is_pull && memory_.limit() < most_write_bytes_;
-  const uint64_t most = c.request.is_pull ? kMostPullBytes : memory_is_less ? memory_.limit() : most_write_bytes_;
+  const bool memory_is_less = c.request.is_write() && memory_.limit() < most_write_bytes_;
+  const uint64_t most = !c.request.is_write() ? kMostPullBytes : memory_is_less ? memory_.limit() : most_write_bytes_;
   const auto& sizes = c.request.sizes;
   if (c.by_memory && !c.fit({sizes[0], sizes[1], sizes[2], sizes[3]})) return refuse(c, c.unfit(), false);
-  if ((c.by_memory && c.request.is_pull) || (bytes <= most && *std::max_element(sizes.begin(), sizes.end()) <= most)) {  // no overflow
+  if ((c.by_memory && !c.request.is_write()) || (bytes <= most && *std::max_element(sizes.begin(), sizes.end()) <= most)) {  // no overflow
     c.enter(State::kMemory);
     return Step::kAgain;
   }
-  const std::string what = c.request.is_pull ? "a read may have at most 4194304 ids"
+  const std::string what = !c.request.is_write() ? "a read may have at most 4194304 ids"
                            : memory_is_less  ? "a request may have at most " + std::to_string(most) + " bytes (--max-request-memory)"
                                              : "a write may have at most " + std::to_string(most / 128) + " ids and " + std::to_string(most) +
                                                    " bytes (--max-write)";
@@ -678,7 +679,7 @@ RowServer::Step RowServer::body(Connection& c) {
 RowServer::Step RowServer::run(Connection& c) {
   c.enter(State::kRun);
   try {
-    if (c.request.is_pull && (c.pull = calls_.pull(c.request, c.at, c.by_memory ? kMemoryPart : kTcpPart)) != nullptr) {
+    if (c.request.call == Call::kPull && (c.pull = calls_.pull(c.request, c.at, c.by_memory ? kMemoryPart : kTcpPart)) != nullptr) {
       if (c.by_memory && static_cast<uint64_t>(c.pull->bytes()) > c.segment_bytes) return refuse(c, c.unfit(), false);
       c.enter(State::kReply);
       return Step::kAgain;
@@ -693,7 +694,7 @@ RowServer::Step RowServer::run(Connection& c) {
   } catch (const CallFailed& failed) {
     return refuse(c, failed.status(), false);
   } catch (const std::bad_alloc&) {
-    if (!c.request.is_pull) throw;  // the client asks again, because the write may have been carried out
+    if (c.request.is_write()) throw;  // the client asks again, because the write may have been carried out
     return refuse(c, {kResourceExhausted, "out of memory", "MemoryError"}, false);
   }
   c.enter(State::kPython);
@@ -801,7 +802,7 @@ RowServer::Step RowServer::send_out(Connection& c) {
 // Ends the call of a connection, if it has one, and gives its memory back.
 void RowServer::finish(Connection& c) {
   if (c.in_call) {
-    counts_.call(c.request.is_pull ? "Pull" : "Write", c.outcome, now() - c.begin);
+    counts_.call(kCallNames[static_cast<size_t>(c.request.call)], c.outcome, now() - c.begin);
     c.in_call = false;
     --running_[c.by_memory];
   }

@@ -1,7 +1,7 @@
 """Calls on rows by TCP and by shared memory, which the native library answers without Python: csrc/row_server.h.
 
 Python answers the calls for which the library has no function: those on tables with a cold store or with initial rows,
-and those with an error in the request.
+those with an error in the request, and those about the server itself.
 
 Tests: tests/service/test_native_rows.py, tests/service/test_shared_memory.py.
 """
@@ -48,6 +48,7 @@ class NativeRows:
         counts: The counts of calls.
         calls: The calls on rows in Python.
         status: The function that returns what a client is told of an error, by the method and the error.
+        describe: The function that returns the state of the server.
         max_write_bytes: The largest size in bytes of the arrays of a write.
     """
 
@@ -60,10 +61,12 @@ class NativeRows:
         counts: CallCounts,
         calls: RowCalls,
         status: Callable[[str, Exception], Status],
+        describe: Callable[[], pb.DescribeReply],
         max_write_bytes: int,
     ) -> None:
         self._python = calls
         self._status = status
+        self._describe = describe
         self._counts = counts
         self._max_write_bytes = max_write_bytes
         self._kept = (applied, gate, pair)  # as long as the library uses them
@@ -219,6 +222,11 @@ class NativeRows:
 
     def _answer(self, call: PythonCall) -> None:
         request = pb.SegmentRequest.FromString(ctypes.string_at(call.message, call.message_bytes))
+        if request.WhichOneof("call") in ("describe", "attach"):
+            about = self._describe() if request.HasField("describe") else self.offer()
+            said = about.SerializeToString()
+            self._reply(call, pb.SegmentReply(last=True, found=len(said)), _address(said))
+            return
         # Copies, because a cold store may keep them longer than the call.
         arrays = [_memory(address, size).clone() for address, size in zip(call.arrays, call.sizes, strict=True)]
         if request.HasField("write"):

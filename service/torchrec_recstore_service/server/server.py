@@ -80,9 +80,8 @@ class ParameterServer(ParameterServerServicer):
         self._pair = Pair()
         self._set = SetCalls(tables, directory, self._applied, self._pair)
         self._rows = RowCalls(tables, self._set.write_once, observer, self._set.check, max_write_bytes)
-        self._native = NativeRows(
-            *(tables, self._applied, self._set.gate, self._pair, observer, self._rows, _status, max_write_bytes)
-        )
+        kept = (self._applied, self._set.gate, self._pair, observer)
+        self._native = NativeRows(tables, *kept, self._rows, _status, self._described, max_write_bytes)
         tables.alone = self._set.gate.exclusive
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
@@ -234,8 +233,15 @@ class ParameterServer(ParameterServerServicer):
 
     def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachReply:
         """See recstore.proto."""
+        if request.port:
+            return pb.AttachReply(rows_port=self._native.port)
         with self._call("Attach", context):
             return self._native.offer()
+
+    def _described(self) -> pb.DescribeReply:
+        """Returns what ``Describe`` returns to a client that does not call by gRPC."""
+        self._pair.check_primary()
+        return self._set.describe()
 
     @contextmanager
     def _call(self, method: str, context: Any) -> Iterator[None]:

@@ -328,8 +328,10 @@ class ResumeReply(_message.Message):
     def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("port",)
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    port: bool
+    def __init__(self, port: _Optional[bool] = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("socket", "secret", "rows_port")
@@ -342,20 +344,24 @@ class AttachReply(_message.Message):
     def __init__(self, socket: _Optional[str] = ..., secret: _Optional[bytes] = ..., rows_port: _Optional[int] = ...) -> None: ...
 
 class SegmentRequest(_message.Message):
-    __slots__ = ("pull", "write", "ids", "rows", "initial_ids", "initial_rows")
+    __slots__ = ("pull", "write", "describe", "attach", "ids", "rows", "initial_ids", "initial_rows")
     PULL_FIELD_NUMBER: _ClassVar[int]
     WRITE_FIELD_NUMBER: _ClassVar[int]
+    DESCRIBE_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     INITIAL_IDS_FIELD_NUMBER: _ClassVar[int]
     INITIAL_ROWS_FIELD_NUMBER: _ClassVar[int]
     pull: PullHeader
     write: WriteHeader
+    describe: DescribeRequest
+    attach: AttachRequest
     ids: int
     rows: int
     initial_ids: int
     initial_rows: int
-    def __init__(self, pull: _Optional[_Union[PullHeader, _Mapping]] = ..., write: _Optional[_Union[WriteHeader, _Mapping]] = ..., ids: _Optional[int] = ..., rows: _Optional[int] = ..., initial_ids: _Optional[int] = ..., initial_rows: _Optional[int] = ...) -> None: ...
+    def __init__(self, pull: _Optional[_Union[PullHeader, _Mapping]] = ..., write: _Optional[_Union[WriteHeader, _Mapping]] = ..., describe: _Optional[_Union[DescribeRequest, _Mapping]] = ..., attach: _Optional[_Union[AttachRequest, _Mapping]] = ..., ids: _Optional[int] = ..., rows: _Optional[int] = ..., initial_ids: _Optional[int] = ..., initial_rows: _Optional[int] = ...) -> None: ...
 
 class SegmentReply(_message.Message):
     __slots__ = ("code", "details", "error", "found", "rows", "deleted", "last")
