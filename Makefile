@@ -9,7 +9,7 @@ SERVICE := service/torchrec_recstore_service/csrc
 SOURCES := $(wildcard torchrec_recstore/csrc/*.* torchrec_recstore/csrc/ops/*.* $(SERVING)/*.* $(SERVING)/ops/*.* $(SERVICE)/*.*)
 # The names of these files differ, because their objects lie in one folder. library.cpp is the interface for Python.
 CORE := $(notdir $(wildcard torchrec_recstore/csrc/*.cpp $(SERVING)/*.cpp) $(filter-out %/library.cpp,$(wildcard $(SERVICE)/*.cpp)))
-INCLUDES := -I torchrec_recstore/csrc -I $(SERVING) -I $(SERVICE)
+INCLUDES := -I torchrec_recstore/csrc -I $(SERVING) -I $(SERVICE) -I service/torchrec_recstore_service/include
 vpath %.cpp torchrec_recstore/csrc $(SERVING) $(SERVICE)
 
 .PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-mutations parity matrix lint proto bench big docs wheel package clean
@@ -99,10 +99,11 @@ build/tsan/%.o: %.cpp $(filter %.h %.inl,$(SOURCES))
 build/tsan/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(TSAN_OBJECTS)
 	$(CXX) $(TSAN) $(INCLUDES) $< $(TSAN_OBJECTS) -ldl -o $@
 
-test-tsan: build/tsan/test_stress build/tsan/test_serving build/tsan/test_row_server  ## the multithreaded work of the core, under ThreadSanitizer
+test-tsan: build/tsan/test_stress build/tsan/test_serving build/tsan/test_row_server build/tsan/test_server_rows  ## the multithreaded work of the core, under ThreadSanitizer
 	tests/cpp/under_tsan.sh build/tsan/test_stress
 	tests/cpp/under_tsan.sh build/tsan/test_serving
 	tests/cpp/under_tsan.sh build/tsan/test_row_server
+	tests/cpp/under_tsan.sh build/tsan/test_server_rows
 
 test-mutations: build $(VENV)/.dev-requirements $(CPP_TESTS)  ## one mistake at a time in a copy of the code; a test of make test must fail for each
 	$(BIN)/python -m tests.mutations.run $(ARGS)

@@ -13,13 +13,26 @@ from native_build import FLAGS, BuildOnTorch, WithCore  # noqa: E402
 
 CSRC = f"{CORE}/torchrec_recstore/csrc"
 OWN = "torchrec_recstore_serving/csrc"
-# The parts of the core that the library contains: the search of the index, and memory.
-SHARED = sorted([*glob.glob(f"{CSRC}/row_kernels*.cpp"), f"{CSRC}/memory.cpp", f"{CSRC}/buffer_pool.cpp"])
-HEADERS = sorted([*glob.glob(f"{CSRC}/*.[hi]*"), *glob.glob(f"{OWN}/**/*.h", recursive=True)])
+SERVICE = f"{CORE}/service/torchrec_recstore_service"
+# The parts of the core that the library contains: the search of the index, and memory. And the parts of the service:
+# connections for rows, and their messages.
+SHARED = sorted(
+    [
+        *glob.glob(f"{CSRC}/row_kernels*.cpp"),
+        *(f"{CSRC}/{name}.cpp" for name in ("memory", "buffer_pool")),
+        *(f"{SERVICE}/csrc/{name}.cpp" for name in ("row_messages", "tcp", "tls")),
+    ]
+)
+SHARED_HEADERS = [
+    *glob.glob(f"{CSRC}/*.[hi]*"),
+    *(f"{SERVICE}/csrc/{name}.h" for name in ("message_fields", "row_messages", "status", "tcp", "tls")),
+    f"{SERVICE}/include/recstore/slots.h",
+]
+HEADERS = sorted([*SHARED_HEADERS, *glob.glob(f"{OWN}/**/*.h", recursive=True)])
 
 
 class Sdist(WithCore):
-    core, core_files = CORE, (*SHARED, *glob.glob(f"{CSRC}/*.[hi]*"))
+    core, core_files = CORE, (*SHARED, *SHARED_HEADERS)
 
 
 setup(
@@ -29,11 +42,11 @@ setup(
         Extension(
             "torchrec_recstore_serving._serving",
             SHARED + sorted(glob.glob(f"{OWN}/**/*.cpp", recursive=True)),
-            include_dirs=[CSRC],
+            include_dirs=[CSRC, f"{SERVICE}/csrc", f"{SERVICE}/include"],
             depends=HEADERS,
             # torch's headers need C++20 from 2.14 on, and GCC 12 warns about them.
             extra_compile_args=[*FLAGS, "-std=c++20", "-Wno-stringop-overflow"],
-            libraries=["torch", "torch_cpu", "c10"],
+            libraries=["torch", "torch_cpu", "c10", "dl"],
             py_limited_api=True,
         ),
     ],

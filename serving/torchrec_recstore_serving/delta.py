@@ -23,6 +23,7 @@ from torchrec_recstore_serving.library import load_library
 from torchrec_recstore_serving.row_formats import FORMATS, packed
 from torchrec_recstore_serving.served_model import dense_tensors, served_tables, tensor_at, version_of
 from torchrec_recstore_serving.served_tables import ServedTable
+from torchrec_recstore_serving.server_tables import served_on_servers
 from torchrec_recstore_serving.signing import Key, key_at
 from torchrec_recstore_serving.verification import (
     FORMAT,
@@ -217,9 +218,16 @@ def write_delta(
     if sorted(tables) != sorted(base.recstore_tables()):
         raise ValueError(f"the model has the tables {sorted(tables)}, base has {sorted(base.recstore_tables())}")
     _check_attributes(served, base)
+    there = served_on_servers(served)
+    for name in sorted(there.keys() ^ served_on_servers(base).keys()):
+        raise ValueError(
+            f"table {name!r} is on servers only in {'the model' if name in there else 'base'}: export anew"
+        )
     tensors: dict[str, Tensor] = {}
     found = {}
     for name, table in tables.items():
+        if name in there:  # the servers have the changes
+            continue
         if changes is not None and table.has_ids:
             ids, rows, removed = _known_changes(table, changes[int(table.raw_ids())], base)
         else:

@@ -52,7 +52,14 @@ from torchrec_recstore_serving.selection import (
     warn_unless_finite,
     whole_table,
 )
-from torchrec_recstore_serving.served_model import copied_with, scriptable
+from torchrec_recstore_serving.served_model import copied_with, scriptable, served_collection
+from torchrec_recstore_serving.server_tables import (
+    ON_SERVERS,
+    ServerTable,
+    TableOnServers,
+    served_on_servers,
+    tables_on_servers,
+)
 from torchrec_recstore_serving.signing import Key, key_at
 from torchrec_recstore_serving.static_modules import (
     PositionWeights,
@@ -129,13 +136,15 @@ def export_for_inference(
         The model in evaluation mode, on the CPU, on every rank.
 
     Raises:
-        TypeError, ValueError: An argument is invalid; ``dtype`` does not support a table's dim; a table is on the meta
-            device; ``min_frequency`` or ``top_rows`` is given and a table was never trained; a sharded module cannot
-            be exported; the model has no tables; or with ``path``, TorchScript cannot compile a module. The message
-            names the argument, the table or the module.
+        TypeError, ValueError: An argument is invalid; ``dtype`` does not support a table's dim, or with
+            ``rows="servers"`` is not that of the rows; a table is on the meta device; a table is on servers, or with
+            ``rows="servers"`` none is; ``min_frequency`` or ``top_rows`` is given and a table was never trained; a
+            sharded module cannot be exported; the model has no tables; or with ``path``, TorchScript cannot compile a
+            module. The message names the argument, the table or the module.
         ImportError: ``index`` is ``"hash"``, and the native library was built with a different version of torch.
         OSError: The file cannot be written.
-        ColdStoreError: A cold store fails. All of these errors are raised on every rank.
+        ColdStoreError: A cold store fails.
+        ServiceError: With ``rows="servers"``, a server cannot be reached. All of these errors are raised on every rank.
 
     Warns:
         RecStoreWarning: A table reads ids without a row as random initial rows (``TableOptions.missing="init"``). The
@@ -151,7 +160,7 @@ def export_for_inference(
             raise ValueError("key signs a file: pass path, too")
         signing = key_at(key) if env.rank == 0 else None
     marks: dict[Table, int] = {}
-    exported = read_model(model, dtype, min_frequency, top_rows, env, marks, path)
+    exported = read_model(model, dtype, min_frequency, top_rows, env, marks, path, rows)
     version = ""
     if path is not None:
         with refused_together(env):
@@ -173,20 +182,24 @@ def read_model(
     env: ShardingEnv,
     marks: dict[Table, int],
     path: str | Path | None = None,
+    rows: str = "memory",
 ) -> nn.Module:
     """Returns the static model, and adds the change mark of each shard to ``marks``. See export_for_inference."""
     with refused_together(env):
         row_format = check_dtype(dtype)
         check_selection(min_frequency, top_rows)
+        if rows == "servers" and (min_frequency or top_rows is not None):
+            raise ValueError('min_frequency and top_rows select exported rows, and rows="servers" exports none')
         if path is not None and env.rank == 0:
             check_path(Path(path))
-        kinds = _collections(model)
+        kinds = _collections(model, rows)
         for module in model.modules():
             if isinstance(module, RecStoreCollection):
                 module.recstore_state.copies.check()
         for config_name, dim in _dims(kinds):
             check_dim(config_name, dim, row_format)
-    conversion = _Conversion(dtype, min_frequency, top_rows, marks)
+    on_servers = tables_on_servers(kinds, dtype, env) if rows == "servers" else {}
+    conversion = _Conversion(dtype, min_frequency, top_rows, marks, on_servers)
     exported = conversion.model(model, kinds, env)
     warn_of_initial_rows(conversion.initial_rows)
     warn_unless_finite(exported)
@@ -233,7 +246,7 @@ def export_delta(
     signing: Key | None = None
     served: torch.jit.ScriptModule | None = None
     dtype: torch.dtype | None = None
-    hashed, version = False, ""
+    hashed, version, rows = False, "", "memory"
     with refused_together(env):
         if env.rank == 0:
             check_path(Path(path))
@@ -241,16 +254,17 @@ def export_delta(
             served = open_base(base, signing)
             dtype = dtype_of(served)
             hashed, version = is_hashed(served), served.recstore_version()
-    dtype, hashed, version = all_gathered((dtype, hashed, version), env)[0]
+            rows = "servers" if served_on_servers(served) else "memory"
+    dtype, hashed, version, rows = all_gathered((dtype, hashed, version, rows), env)[0]
     assert dtype is not None
     chained = hashed and not min_frequency and top_rows is None
     marks: dict[Table, int] = {}
     exported, changes = None, None
     if chained:
-        exported, changes = read_changes(model, dtype, version, env, marks)
+        exported, changes = read_changes(model, dtype, version, env, marks, rows)
     if exported is None or changes is None:
         marks = {}
-        exported = read_model(model, dtype, min_frequency, top_rows, env, marks)
+        exported = read_model(model, dtype, min_frequency, top_rows, env, marks, rows=rows)
     info: DeltaInfo | None = None
     with refused_together(env):
         if served is not None:
@@ -263,7 +277,12 @@ def export_delta(
 
 
 def read_changes(
-    model: nn.Module, dtype: torch.dtype, version: str, env: ShardingEnv, marks: dict[Table, int]
+    model: nn.Module,
+    dtype: torch.dtype,
+    version: str,
+    env: ShardingEnv,
+    marks: dict[Table, int],
+    rows: str = "memory",
 ) -> tuple[nn.Module, list[ChangedRows] | None]:
     """Returns the static model without the rows of RecStore tables, and the rows that have changed since a version.
 
@@ -271,11 +290,12 @@ def read_changes(
     list. The list is None, on every rank, if it is not known which rows have changed.
     """
     with refused_together(env):
-        kinds = _collections(model)
+        kinds = _collections(model, rows)
         for module in model.modules():
             if isinstance(module, RecStoreCollection):
                 module.recstore_state.copies.check()
-    conversion = _Conversion(dtype, 0, None, marks, structure=True)
+    on_servers = tables_on_servers(kinds, dtype, env) if rows == "servers" else {}
+    conversion = _Conversion(dtype, 0, None, marks, on_servers, structure=True)
     exported = conversion.model(model, kinds, env)
     changes = []
     for name, shards, of_table in conversion.sources:
@@ -289,13 +309,15 @@ def read_changes(
     return exported, changes
 
 
-def _collections(model: nn.Module) -> list[nn.Module]:
+def _collections(model: nn.Module, rows: str) -> list[nn.Module]:
     """Returns the modules that an export replaces. A feature-processed collection comes after the collection in it.
 
     Raises:
-        ValueError: There is no such module, or a sharded module cannot be exported.
+        ValueError: There is no such module, a sharded module cannot be exported, or a table is on servers and ``rows``
+            is not ``"servers"``.
     """
-    refuse_remote_tables(model)
+    if rows != "servers":
+        refuse_remote_tables(model, ON_SERVERS)
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, _KINDS)]
     for name, module in model.named_modules():
         inside = any(name == outer or name.startswith(f"{outer}.") or outer == "" for outer, _ in found)
@@ -326,6 +348,7 @@ class _Conversion:
         min_frequency: The minimum frequency of an exported row.
         top_rows: The maximum number of exported rows of each table. None: no limit.
         marks: The change mark of each shard whose rows are read is added to it.
+        on_servers: The tables whose rows stay on servers, by collection and name.
         structure: Whether no rows are read. Each RecStore table then has one row, whose id is the table's position in
             :attr:`sources`. Default: False.
     """
@@ -336,9 +359,11 @@ class _Conversion:
         min_frequency: int,
         top_rows: int | None,
         marks: dict[Table, int],
+        on_servers: Mapping[tuple[nn.Module, str], TableOnServers],
         structure: bool = False,
     ) -> None:
         self._marks = marks
+        self._on_servers = on_servers
         self._structure = structure
         self.sources: list[tuple[str, list[Table], ShardingEnv | None]] = []
         """The name, the shards and the environment of each table whose rows were not read."""
@@ -360,8 +385,22 @@ class _Conversion:
     def of(self, module: nn.Module) -> nn.Module:
         """Returns the static module that replaces ``module``."""
         if id(module) not in self._done:
-            self._done[id(module)] = self._of(module)
+            self._done[id(module)] = self._with_servers(module, self._of(module))
         return self._done[id(module)]
+
+    def _with_servers(self, module: nn.Module, static: nn.Module) -> nn.Module:
+        """Returns the static module of a collection; if it has tables on servers, the served module with them."""
+        of_module = {name: table for (each, name), table in self._on_servers.items() if each is module}
+        if not of_module:
+            return static
+        assert isinstance(static, StaticEmbeddingBagCollection | StaticEmbeddingCollection)
+        served = served_collection(static)
+        tables: nn.ModuleList = served.tables  # type: ignore[assignment]
+        for number, (config, _) in enumerate(static.tables()):
+            if config.name in of_module:
+                tables[number] = ServerTable(config.name, FORMATS[self._dtype], of_module[config.name])
+        self.initial_rows += [name for name, table in of_module.items() if not table.zeros]
+        return served
 
     def _of(self, module: nn.Module) -> nn.Module:
         processors = _processors(module)
@@ -392,6 +431,10 @@ class _Conversion:
         for config in configs_of(module):
             if config.name in stock:
                 tables.append(StaticTable(config, None, stock[config.name].float()))
+            elif (module, config.name) in self._on_servers:  # the place of a ServerTable
+                tables.append(
+                    StaticTable(config, torch.empty(0, dtype=torch.int64), torch.zeros(1, config.embedding_dim))
+                )
             else:
                 ids, weight = self._rows_of_table(module, config)
                 tables.append(StaticTable(config, ids, weight))

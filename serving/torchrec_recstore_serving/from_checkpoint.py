@@ -103,7 +103,7 @@ def export_checkpoint(
             :func:`torchrec_recstore.inference.export_for_inference`. Default: None, no limit.
         index: How the module searches ids; see :func:`torchrec_recstore.inference.export_for_inference`. With
             ``"hash"``, the module needs the native library and no FBGEMM. Default: ``"sorted"``.
-        rows: Where a process has the rows that it serves; see
+        rows: Where a process has the rows that it serves, ``"memory"`` or ``"mapped"``; see
             :func:`torchrec_recstore.inference.export_for_inference`. Default: ``"memory"``.
         key: The file of the secret key with which the file is signed. Default: None, no signature.
         advance: A callback that is called with the number of rows read since the last call. With ``min_frequency`` or
@@ -123,6 +123,8 @@ def export_checkpoint(
     output = Path(output)
     check_path(output)
     check_index(index, rows)
+    if rows == "servers":
+        raise ValueError('rows="servers" is for a model whose tables are on servers, and a checkpoint has its own rows')
     signing = key_at(key)
     served, left_out = _served(checkpoint, tables, dtype, min_frequency, top_rows, advance)
     if index == "hash":

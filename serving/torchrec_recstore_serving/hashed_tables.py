@@ -135,14 +135,17 @@ def check_index(index: str, rows: str = "memory") -> None:
     Raises:
         TypeError, ValueError, ImportError: ``index`` or ``rows`` cannot be used.
     """
-    for name, value, values in (("index", index, ("sorted", "hash")), ("rows", rows, ("memory", "mapped"))):
-        accepted = f'{name} must be "{values[0]}" or "{values[1]}"'
+    of_rows = ("memory", "mapped", "servers")
+    for name, value, values in (("index", index, ("sorted", "hash")), ("rows", rows, of_rows)):
+        accepted = f"{name} must be " + ", ".join(f'"{each}"' for each in values[:-1]) + f' or "{values[-1]}"'
         if not isinstance(value, str):
             raise TypeError(f"{accepted}, got {type(value).__name__}")
         if value not in values:
             raise ValueError(f"{accepted}, got {value!r}")
     if rows == "mapped" and index != "hash":
         raise ValueError('rows="mapped" needs index="hash": the library of the hash index maps the rows')
+    if rows == "servers" and index != "hash":
+        raise ValueError('rows="servers" needs index="hash": the library of the hash index reads the rows')
     if index == "hash":
         load_library()
 

@@ -66,7 +66,7 @@ class DeltaPublisher:
         top_rows: The maximum number of published rows of each table. Default: None.
         index: How the published model searches ids, ``"hash"`` or ``"sorted"``; see ``export_for_inference``. Default:
             ``"hash"``.
-        rows: Where a follower has the rows of a full export, ``"memory"`` or ``"mapped"``; see
+        rows: Where a follower has the rows of a full export, ``"memory"``, ``"mapped"`` or ``"servers"``; see
             ``export_for_inference``. Default: ``"memory"``.
         key: The file of a secret key of at least 32 characters, with which everything that is published is signed.
             Followers with the same key load nothing else. Rank 0 reads it. Default: None, no signature.
@@ -105,6 +105,7 @@ class DeltaPublisher:
         self._model = model
         self._every_s, self._full_every_s = every_s, full_every_s
         self._dtype, self._min_frequency, self._top_rows = dtype, min_frequency, top_rows
+        self._rows = rows
         self._env = whole_environment()
         self._marks: dict[Table, int] = {}
         """The change marks of this rank's shards when they were read last."""
@@ -205,9 +206,9 @@ class DeltaPublisher:
         reading = self._changes()
         if reading is None:
             self._marks = {}
-            reading = _Reading(
-                read_model(self._model, self._dtype, self._min_frequency, self._top_rows, self._env, self._marks)
-            )
+            selection = (self._min_frequency, self._top_rows)
+            exported = read_model(self._model, self._dtype, *selection, self._env, self._marks, None, self._rows)
+            reading = _Reading(exported)
         if self._writer is not None:
             self._writer.begin(reading, moment)
 
@@ -218,7 +219,7 @@ class DeltaPublisher:
             return None
         remember(self._marks, version)
         marks: dict[Table, int] = {}
-        exported, changes = read_changes(self._model, self._dtype, version, self._env, marks)
+        exported, changes = read_changes(self._model, self._dtype, version, self._env, marks, self._rows)
         if changes is None:
             return None
         self._marks = marks

@@ -212,7 +212,7 @@ def scriptable(exported: nn.Module, *, index: str = "sorted") -> nn.Module:
     """
     check_index(index)
     replaced = {
-        id(module): _served(module)
+        id(module): served_collection(module)
         for module in exported.modules()
         if isinstance(module, StaticEmbeddingBagCollection | StaticEmbeddingCollection)
     }
@@ -238,7 +238,8 @@ def _name_apart(model: nn.Module) -> None:
         table.name = ".".join([*parts, table.name])
 
 
-def _served(module: StaticEmbeddingBagCollection | StaticEmbeddingCollection) -> nn.Module:
+def served_collection(module: StaticEmbeddingBagCollection | StaticEmbeddingCollection) -> nn.Module:
+    """Returns the served collection of a static one, whose ``tables`` are in the order of the static tables."""
     stored = stored_rows(module.collection)
     described = module.tables()
     tables = []

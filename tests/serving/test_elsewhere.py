@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torchrec import KeyedJaggedTensor
 
+from tests.recstore_server import RecStoreServer
 from tests.secrets import write_secret
+from torchrec_recstore import RecStoreClient
 from torchrec_recstore.checkpoint import save_checkpoint
 from torchrec_recstore.inference import (
     DeltaPublisher,
@@ -29,6 +31,9 @@ from torchrec_recstore.inference import (
     scriptable,
 )
 from torchrec_recstore.modules import RecStoreEmbedding
+from torchrec_recstore_serving.script import save_script, scripted
+from torchrec_recstore_serving.served_tables import ServedTables
+from torchrec_recstore_serving.server_tables import ServerTable, TableOnServers
 
 from ..checkpoint.models import recstore
 from .models import Model, OfPlainTensors, batch, plain_batch, train
@@ -312,3 +317,28 @@ def test_deltas_of_any_tensors_in_cpp(program: Path, tmp_path: Path) -> None:
         assert done.returncode == 1
         assert done.stderr.startswith(f"error: {delta} is no safetensors file or damaged: ")
         assert message in done.stderr
+
+
+@pytest.mark.skipif(NO_LIBRARY is not None, reason=str(NO_LIBRARY))
+@pytest.mark.slow
+def test_rows_on_servers_in_cpp(program: Path, tmp_path: Path) -> None:
+    """A model whose rows are on a server needs the library alone."""
+    server = RecStoreServer(tmp_path / "data")
+    with RecStoreClient([server.address]) as client:
+        client.init_data("b", (100, 6))
+        client.push("b", torch.arange(100), torch.arange(600.0).view(-1, 6))
+        address = ",".join(client.rows_addresses())
+        table = ServerTable("b", "float32", TableOnServers("b", 6, torch.float32, address, False, True))
+        model = ServedTables([table])
+        save_script(scripted(model), tmp_path / "model.pt")
+        inputs = [torch.randint(-20, 120, (10,)), torch.tensor([[3, 0, 2, 1, 4]])]
+        torch.save(inputs, tmp_path / "inputs.pt")
+        files = [tmp_path / name for name in ("model.pt", "inputs.pt", "output.pt")]
+        done = run(program, *files, "--library", load_library())
+        assert done.returncode == 0, done.stderr
+        assert torch.equal(torch.load(files[2]), model(*inputs))
+        assert torch.load(files[2]).any()
+        server.kill()
+        done = run(program, *files, "--library", load_library())
+        assert done.returncode == 1
+        assert "table 'b' on server" in done.stderr

@@ -175,11 +175,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for message, arguments in (
         ('rows="mapped" needs index="hash"', {"path": tmp_path / "x.pt", "rows": "mapped"}),
         ('rows="mapped" is about the file: pass path, too', {"index": "hash", "rows": "mapped"}),
-        ('rows must be "memory" or "mapped", got \'disk\'', {"path": tmp_path / "x.pt", "rows": "disk"}),
+        ('rows must be "memory", "mapped" or "servers", got \'disk\'', {"path": tmp_path / "x.pt", "rows": "disk"}),
     ):
         with pytest.raises(ValueError, match=message):
             export_for_inference(model, **arguments)
-    with pytest.raises(TypeError, match='rows must be "memory" or "mapped", got int'):
+    with pytest.raises(TypeError, match='rows must be "memory", "mapped" or "servers", got int'):
         export_for_inference(model, tmp_path / "x.pt", rows=1)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 

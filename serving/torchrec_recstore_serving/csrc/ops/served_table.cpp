@@ -23,9 +23,10 @@
 #include "buffer_pool.h"
 #include "error.h"
 #include "../checksum.h"
-#include "../gate.h"
 #include "../served_rows.h"
 #include "mapped_file.h"
+#include "server_table.h"
+#include "table_calls.h"
 
 // library.py reads the version of torch from the file before it loads the library.
 extern "C" __attribute__((visibility("default"), used)) const char recstore_serving_torch[] =
@@ -40,12 +41,6 @@ Tensor checked(const Tensor& tensor, const char* name, at::ScalarType type, int6
   TORCH_CHECK_VALUE(tensor.device().is_cpu() && tensor.scalar_type() == type && tensor.dim() == dims, name, " must be ", type, " of ", dims,
                     " dimension(s) on the CPU");
   return tensor.contiguous();
-}
-
-Tensor checked_integers(const Tensor& values, const char* name = "values") {
-  TORCH_CHECK_VALUE(values.device().is_cpu() && values.dim() == 1 && at::isIntegralType(values.scalar_type(), /*includeBool=*/false), name,
-                    " must be integers of shape (N,)");
-  return values.to(at::kLong).contiguous();
 }
 
 at::ScalarType element_type(const RowLayout& layout) { return layout.format == RowFormat::kFloat32 ? at::kFloat : at::kByte; }
@@ -80,13 +75,6 @@ RowMemory memory_of(const Tensor& rows, bool writable) {
 // A tensor of memory that a version keeps.
 Tensor view_of(const std::shared_ptr<const ServedRows>& rows, const void* data, at::IntArrayRef shape, at::ScalarType type) {
   return at::from_blob(const_cast<void*>(data), shape, [rows](void*) {}, at::TensorOptions(type));
-}
-
-// An output, in memory that is used again when nothing refers to it.
-Tensor output(int64_t n, int64_t dim) {
-  auto buffer = std::make_shared<BufferPool::Buffer>(BufferPool::instance().take(tensor_bytes({n, dim}, sizeof(float))));
-  void* data = buffer->data();
-  return at::from_blob(data, {n, dim}, [buffer](void*) {}, at::TensorOptions(at::kFloat));
 }
 
 // Changes whose memory is that of tensors.
@@ -230,20 +218,6 @@ struct Rows final : torch::CustomClassHolder {
   }
 };
 
-// A call of a model, and a change of it: see Gate. Each ends with release(), or when nothing refers to it.
-struct Hold final : torch::CustomClassHolder {
-  explicit Hold(std::shared_ptr<Gate::Hold> given) : hold(std::move(given)) {}
-  void release() { hold.reset(); }
-  std::shared_ptr<Gate::Hold> hold;
-};
-
-struct Change final : torch::CustomClassHolder {
-  explicit Change(std::shared_ptr<Gate> gate) : change(std::make_unique<Gate::Change>(std::move(gate))) {}
-  void commit() { change->commit(); }
-  void release() { change.reset(); }
-  std::unique_ptr<Gate::Change> change;
-};
-
 // A table of a served model: the version of its rows that it has now. A call works on the calling thread alone, because
 // servers answer several requests at a time.
 class Table final : public torch::CustomClassHolder {
@@ -279,24 +253,10 @@ class Table final : public torch::CustomClassHolder {
 
   Tensor pooled(const Tensor& values, const Tensor& lengths, const std::optional<Tensor>& weights, bool mean) const {
     const auto rows = this->rows();
-    const Tensor ids = checked_integers(values), sizes = checked_integers(lengths, "lengths");
-    const int64_t bags = sizes.numel(), dim = rows->layout().dim;
-    Tensor offsets = at::empty({bags + 1}, at::kLong), used;
-    auto* bounds = offsets.mutable_data_ptr<int64_t>();
-    const auto* size = sizes.const_data_ptr<int64_t>();
-    bounds[0] = 0;
-    for (int64_t b = 0; b < bags; ++b) {
-      TORCH_CHECK_VALUE(size[b] >= 0 && size[b] <= ids.numel() - bounds[b], "lengths must not be negative and add up to the number of values");
-      bounds[b + 1] = bounds[b] + size[b];
-    }
-    TORCH_CHECK_VALUE(bounds[bags] == ids.numel(), "lengths must not be negative and add up to the number of values");
-    if (weights.has_value()) {
-      used = weights->to(at::kFloat).contiguous();
-      TORCH_CHECK_VALUE(used.dim() == 1 && used.numel() == ids.numel(), "weights must be a number for each value");
-    }
+    const Bags given(values, lengths, weights);
+    const int64_t bags = given.count(), dim = rows->layout().dim;
     Tensor out = output(bags, dim);
-    const float* factors = weights.has_value() ? used.const_data_ptr<float>() : nullptr;
-    rows->pool(ids.const_data_ptr<int64_t>(), bounds, bags, factors, mean, out.mutable_data_ptr<float>());
+    rows->pool(given.values(), given.bounds(), bags, given.factors(), mean, out.mutable_data_ptr<float>());
     return out;
   }
 
@@ -415,6 +375,7 @@ TORCH_LIBRARY(recstore, library) {
       .def_pickle([](const c10::intrusive_ptr<Rows>& self) { return self->saved(); }, [](const Rows::Saved& saved) { return Rows::loaded(saved); });
   library.class_<Hold>("ServedHold").def("release", &Hold::release);
   library.class_<Change>("ServedChange").def("commit", &Change::commit).def("release", &Change::release);
+  define_server_table(library);
   library.class_<Table>("ServedTable")
       .def(torch::init([](int64_t format, int64_t dim, const Tensor& ids, const Tensor& rows) { return Table::made(format, dim, ids, rows); }))
       .def("lookup", &Table::lookup)
