@@ -290,6 +290,11 @@ def serving_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             )
             bar = "at most 1.15x" if r["format"] == "float32" else "at most 1.3x"
             lines.append((f"memory over rows and ids, {what}", f"{r['memory_over_rows_and_ids']:.2f}x", bar))
+        if r["benchmark"] == "serving_servers":
+            what = f"ids/s with rows on a server of the host over rows in memory, {r['ids']:,} ids of dim {r['dim']}"
+            for road, over in r["servers_over_memory"].items():
+                figure = f"{over['median']:.2f}x ({r['million_ids_per_second'][road]:.1f}M ids/s)"
+                lines.append((f"{what}, by {road}", figure, "at least 0.5x" if road == "shared memory" else ""))
         if r["benchmark"] == "serving_load":
             what = f"loading an export of {r['rows']:,} rows, {r['format']}, over reading its file"
             lines.append((what, f"{r['load_over_read']['median']:.2f}x", "at most 1.3x"))

@@ -32,7 +32,9 @@ SCRIPT_OF |= {
     "service_replicated": "service",
     "service_saturation": "service",
 }
-SCRIPT_OF |= {f"serving_{part}": "serving" for part in ("lookup", "delta", "mapped", "load", "publisher", "stream")}
+SCRIPT_OF |= {
+    f"serving_{part}": "serving" for part in ("lookup", "delta", "mapped", "servers", "load", "publisher", "stream")
+}
 SCRIPT_OF |= {f"options_{part}": "options" for part in ("training", "new_rows", "evaluation", "routing")}
 
 QUICK: dict[str, list[str]] = {

@@ -10,6 +10,8 @@ Prints JSON rows. Both sides of each comparison are measured in this run:
 - ``serving_mapped``: a model whose rows are mapped from its file and one with the rows in memory look up the same ids,
   with one thread. The shares of two processes in the pages of the file are added, and the memory of a process with the
   rows in memory is divided by the bytes of the rows and ids.
+- ``serving_servers``: a model whose rows stay on a server of this host and one with the rows in memory look up the same
+  50,000 ids, with one thread, by shared memory and by TCP.
 - ``serving_load``: an export is loaded, and its file is read. Both are in the page cache.
 - ``serving_publisher``: training steps with a ``DeltaPublisher`` and without it.
 - ``serving_http``: predictions by ``recstore follow`` on a kept connection of HTTP, and by a bare server of the same
@@ -43,16 +45,23 @@ import torch
 from measure import anonymous_bytes, clock, emit, interleave, redis_server, spread
 from torch import Tensor, nn
 
+from service import servers
 from torchrec_recstore import ops
 from torchrec_recstore.inference import DeltaPublisher, export_delta, export_for_inference, follow, load_library
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
 from torchrec_recstore.options import TableOptions, UniformInit
 from torchrec_recstore.store import Table
+from torchrec_recstore_service import RecStoreClient
 from torchrec_recstore_serving.delta import read_delta
+from torchrec_recstore_serving.hashed_tables import HashedTable
+from torchrec_recstore_serving.script import scripted
+from torchrec_recstore_serving.served_tables import ServedTables
+from torchrec_recstore_serving.server_tables import ServerTable, TableOnServers
 
 DIM = 16
 CHANGED = 10_000
 BATCH = 100_000
+SERVERS_BATCH = 50_000
 DELTAS, WARM_UP = 20, 3
 EVERY_S = 2.0
 RATE = 2000
@@ -226,6 +235,56 @@ def mapped(model: Rows, folder: Path, ids: Tensor, steps: int) -> None:
                 ),
             }
         )
+    torch.set_num_threads(threads)
+
+
+def on_servers(ids: Tensor, steps: int) -> None:
+    """Compares a model whose rows are on a server of this host with one whose rows are in memory, with one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    ids = ids[:1_000_000]
+    with servers(1) as (addresses, _), RecStoreClient(addresses) as client:
+        place = ",".join(client.rows_addresses())
+        for dim in (16, 64):
+            name = f"t{dim}"
+            client.init_data(name, (len(ids), dim))
+            rows = torch.randn(len(ids) + 1, dim)
+            for some, values in zip(ids.split(100_000), rows[1:].split(100_000), strict=True):
+                client.push(name, some, values)
+            there = ServerTable(name, "float32", TableOnServers(name, dim, torch.float32, place, False, True))
+            here = scripted(ServedTables([HashedTable(name, dim, "float32", ids, rows)]))
+            remote = scripted(ServedTables([there]))
+
+            def lookup(road: str, name: str, served: Any) -> Callable[[int], tuple[float]]:
+                def side(_: int) -> tuple[float]:
+                    os.environ["RECSTORE_SHARED_MEMORY"] = "0" if road == "TCP" else "1"
+                    some = ids[torch.randint(0, len(ids), (SERVERS_BATCH,))]  # the other side has not read these rows
+                    begin = clock()
+                    found = served.lookup(name, some)
+                    seconds = clock() - begin
+                    del found
+                    return (seconds,)
+
+                return side
+
+            sides = {"memory": here, "shared memory": remote, "TCP": remote}
+            timings = interleave({road: lookup(road, name, each) for road, each in sides.items()}, steps, warm_up=8)
+            emit(
+                {
+                    "benchmark": "serving_servers",
+                    "rows": len(ids),
+                    "dim": dim,
+                    "ids": SERVERS_BATCH,
+                    "million_ids_per_second": {
+                        road: spread([SERVERS_BATCH / t[0] for t in times], scale=1e-6)["median"]
+                        for road, times in timings.items()
+                    },
+                    "servers_over_memory": {
+                        road: spread([a[0] / b[0] for a, b in zip(timings["memory"], timings[road], strict=True)], 1)
+                        for road in ("shared memory", "TCP")
+                    },
+                }
+            )
     torch.set_num_threads(threads)
 
 
@@ -552,6 +611,7 @@ def main() -> None:
                 deltas(model, folder, ids)
             if rows == max(sizes):
                 mapped(model, folder, ids, arguments.steps)
+                on_servers(ids, arguments.steps)
                 load(model, folder, rows, 3)
             del model
             gc.collect()
