@@ -26,7 +26,6 @@ SHARED = sorted(
 SHARED_HEADERS = [
     *glob.glob(f"{CSRC}/*.[hi]*"),
     *(f"{SERVICE}/csrc/{name}.h" for name in ("message_fields", "row_messages", "status", "tcp", "tls")),
-    f"{SERVICE}/include/recstore/slots.h",
 ]
 HEADERS = sorted([*SHARED_HEADERS, *glob.glob(f"{OWN}/**/*.h", recursive=True)])
 
@@ -42,7 +41,7 @@ setup(
         Extension(
             "torchrec_recstore_serving._serving",
             SHARED + sorted(glob.glob(f"{OWN}/**/*.cpp", recursive=True)),
-            include_dirs=[CSRC, f"{SERVICE}/csrc", f"{SERVICE}/include"],
+            include_dirs=[CSRC, f"{SERVICE}/csrc"],
             depends=HEADERS,
             # torch's headers need C++20 from 2.14 on, and GCC 12 warns about them.
             extra_compile_args=[*FLAGS, "-std=c++20", "-Wno-stringop-overflow"],

@@ -43,7 +43,8 @@ def load_library() -> Path:
         )
     torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     # The documented way to give torch.export a class of C++. The types of torch 2.13 know an older form of it.
-    register_fake_class("recstore::ServedTable", _TracedTable)  # type: ignore[arg-type]
+    for name in ("ServedTable", "ServerTable"):
+        register_fake_class(f"recstore::{name}", _TracedTable)  # type: ignore[arg-type]
     return path
 
 

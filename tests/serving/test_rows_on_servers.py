@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.export import Dim, ShapesCollection
 from torchrec import EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor, KeyedTensor, PoolingType
 from torchrec.modules.embedding_configs import DataType
 
@@ -31,6 +32,7 @@ from torchrec_recstore.inference import (
     export_for_inference,
     load_library,
     read_delta,
+    scriptable,
     verify,
 )
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
@@ -185,6 +187,21 @@ def test_answers_are_those_of_the_trained_model(
         assert (segments() > before) == (road == "memory")
         ids = torch.arange(-60, 60)
         assert torch.equal(native_of(served).contains(ids), client.exists("t", ids))
+
+
+def test_torch_export(shared: list[RecStoreServer]) -> None:
+    with client_of(*shared) as client:
+        model = train(Bags(client, DataType.FP32))
+        static = export_for_inference(model, dtype=torch.float32, index="hash", rows="servers")
+        some = batch(50)
+        given = KeyedJaggedTensor(some.keys(), some.values(), lengths=some.lengths())
+        shapes = ShapesCollection()
+        shapes[given.values()] = {0: Dim.DYNAMIC}
+        served = scriptable(static, index="hash")
+        program = torch.export.export(served, (given,), dynamic_shapes=shapes, strict=False).module()
+        train(model, 1)
+        for features in (some, batch(50)):
+            assert torch.equal(program(features), model(features))
 
 
 def test_many_ids(shared: list[RecStoreServer], road: str, tmp_path: Path) -> None:

@@ -17,9 +17,9 @@
 
 #include "error.h"
 #include "message_fields.h"
-#include "recstore/slots.h"
 #include "row_kernels.h"
 #include "row_links.h"
+#include "slots.h"
 
 namespace recstore {
 namespace {

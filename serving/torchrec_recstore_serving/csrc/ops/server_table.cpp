@@ -69,6 +69,8 @@ class RemoteTable final : public torch::CustomClassHolder {
   c10::intrusive_ptr<Hold> hold() const { return c10::make_intrusive<Hold>(gate_->hold()); }
   c10::intrusive_ptr<Change> change() const { return c10::make_intrusive<Change>(gate_); }
   const Saved& saved() const { return saved_; }
+  // What torch.export has to know of a table: see library.py.
+  std::tuple<std::tuple<std::string, int64_t>> flattened() const { return {{"dim", table_.dim}}; }
 
  private:
   Saved saved_;
@@ -89,6 +91,7 @@ void define_server_table(torch::Library& library) {
       .def("contains", &RemoteTable::contains)
       .def("hold", &RemoteTable::hold)
       .def("change", &RemoteTable::change)
+      .def("__obj_flatten__", &RemoteTable::flattened)
       .def_pickle([](const c10::intrusive_ptr<RemoteTable>& self) { return self->saved(); },
                   [](const RemoteTable::Saved& saved) { return c10::make_intrusive<RemoteTable>(saved); });
 }
