@@ -9,10 +9,10 @@ SERVICE := service/torchrec_recstore_service/csrc
 SOURCES := $(wildcard torchrec_recstore/csrc/*.* torchrec_recstore/csrc/ops/*.* $(SERVING)/*.* $(SERVING)/ops/*.* $(SERVICE)/*.*)
 # The names of these files differ, because their objects lie in one folder. library.cpp is the interface for Python.
 CORE := $(notdir $(wildcard torchrec_recstore/csrc/*.cpp $(SERVING)/*.cpp) $(filter-out %/library.cpp,$(wildcard $(SERVICE)/*.cpp)))
-INCLUDES := -I torchrec_recstore/csrc -I $(SERVING) -I $(SERVICE) -I service/torchrec_recstore_service/include
+INCLUDES := -I torchrec_recstore/csrc -I $(SERVING) -I $(SERVICE)
 vpath %.cpp torchrec_recstore/csrc $(SERVING) $(SERVICE)
 
-.PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-mutations parity matrix lint proto bench big docs wheel package clean
+.PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-arm test-mutations parity matrix lint proto bench big docs wheel package clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -72,7 +72,7 @@ CPP_TESTS := $(patsubst tests/cpp/%.cpp,build/cpp/%,$(filter-out %/test_faults.c
 
 TSAN_OBJECTS := $(CPP_OBJECTS:build/cpp/%=build/tsan/%)
 
-.SECONDARY: $(CPP_OBJECTS) $(TSAN_OBJECTS)
+.SECONDARY:
 
 build/cpp/%.o: %.cpp $(filter %.h %.inl,$(SOURCES))
 	@mkdir -p $(@D)
@@ -104,6 +104,26 @@ test-tsan: build/tsan/test_stress build/tsan/test_serving build/tsan/test_row_se
 	tests/cpp/under_tsan.sh build/tsan/test_serving
 	tests/cpp/under_tsan.sh build/tsan/test_row_server
 	tests/cpp/under_tsan.sh build/tsan/test_server_rows
+
+# The same tests on another processor, for which a cross compiler builds them and which an emulator runs. Its vectors are
+# those of lanes.inl; OpenSSL of this processor is of no use there.
+ARM_CXX ?= aarch64-linux-gnu-g++
+ARM_RUN ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
+ARM_OBJECTS := $(CPP_OBJECTS:build/cpp/%=build/arm/%)
+ARM_TESTS := $(CPP_TESTS:build/cpp/%=build/arm/%)
+
+build/arm/%.o: %.cpp $(filter %.h %.inl,$(SOURCES))
+	@mkdir -p $(@D)
+	$(ARM_CXX) $(CPP_FLAGS) $(INCLUDES) -c $< -o $@
+
+build/arm/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(ARM_OBJECTS)
+	$(ARM_CXX) $(CPP_FLAGS) $(INCLUDES) $< $(ARM_OBJECTS) -ldl -o $@
+
+.PHONY: $(ARM_TESTS:%=run-%)
+$(ARM_TESTS:%=run-%): run-%: %
+	$(ARM_RUN) $<
+
+test-arm: $(ARM_TESTS:%=run-%)  ## the C++ tests for aarch64: needs g++-aarch64-linux-gnu and qemu-user of Debian
 
 test-mutations: build $(VENV)/.dev-requirements $(CPP_TESTS)  ## one mistake at a time in a copy of the code; a test of make test must fail for each
 	$(BIN)/python -m tests.mutations.run $(ARGS)

@@ -7,6 +7,13 @@
 
 #define RECSTORE_INLINE inline __attribute__((always_inline))
 
+// GCC has __builtin_shufflevector from version 12 on, and Clang has nothing else.
+#if defined(__clang__)
+#define RECSTORE_SHUFFLE(v, ...) __builtin_shufflevector((v), (v), __VA_ARGS__)
+#else
+#define RECSTORE_SHUFFLE(v, ...) __builtin_shuffle((v), Register<int32_t>{__VA_ARGS__})
+#endif
+
 constexpr int kLanes = 16;
 constexpr int kWidth = RECSTORE_WIDTH;
 
@@ -154,7 +161,7 @@ RECSTORE_INLINE Vec square_root(Vec v) {
 // Adds to each lane the lane that follows `apart` lanes later.
 template <int apart, int... lanes>
 RECSTORE_INLINE Register<float> fold(Register<float> v, std::integer_sequence<int, lanes...>) {
-  return v + __builtin_shuffle(v, Register<int32_t>{(lanes % apart + apart)...});
+  return v + RECSTORE_SHUFFLE(v, (lanes % apart + apart)...);
 }
 
 // Returns the sum of the lanes. It adds lanes that are 8 apart first, then 4, 2 and 1.

@@ -7,7 +7,7 @@
 // Returns the result of combine() over all lanes.
 template <int apart, class V, class Combine, int... lanes>
 RECSTORE_INLINE V folded(V v, const Combine& combine, std::integer_sequence<int, lanes...>) {
-  return combine(v, __builtin_shuffle(v, Register<int32_t>{(lanes ^ apart)...}));
+  return combine(v, RECSTORE_SHUFFLE(v, (lanes ^ apart)...));
 }
 template <class V, class Combine>
 RECSTORE_INLINE auto combined(V v, const Combine& combine) {
