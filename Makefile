@@ -1,6 +1,8 @@
 # Each target builds everything that it needs. A second call builds only what has changed.
 
 PYTHON ?= python3
+ARM_CXX ?= aarch64-linux-gnu-g++
+ARM_RUN ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
@@ -51,9 +53,9 @@ test: build $(VENV)/.dev-requirements  ## lint, the C++ tests, and the Python te
 	@$(MAKE) --no-print-directory --output-sync=target -j$(shell nproc) lint test-cpp
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow" $(ARGS)
 
-test-slow: build $(VENV)/.dev-requirements  ## the slow tests, test-faults and test-tsan: the second step of CI
+test-slow: build $(VENV)/.dev-requirements  ## the slow tests, test-faults, test-tsan and test-arm: the second step of CI
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m slow $(ARGS)
-	@$(MAKE) --no-print-directory -j$(shell nproc) test-faults test-tsan
+	@$(MAKE) --no-print-directory -j$(shell nproc) test-faults test-tsan $(if $(shell command -v $(ARM_CXX)),test-arm)
 
 test-all:  ## everything that CI runs: make test, then make test-slow
 	@$(MAKE) --no-print-directory test
@@ -105,10 +107,7 @@ test-tsan: build/tsan/test_stress build/tsan/test_serving build/tsan/test_row_se
 	tests/cpp/under_tsan.sh build/tsan/test_row_server
 	tests/cpp/under_tsan.sh build/tsan/test_server_rows
 
-# The same tests on another processor, for which a cross compiler builds them and which an emulator runs. Its vectors are
-# those of lanes.inl; OpenSSL of this processor is of no use there.
-ARM_CXX ?= aarch64-linux-gnu-g++
-ARM_RUN ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
+# The same tests on another processor, for which a cross compiler builds them and which an emulator runs.
 ARM_OBJECTS := $(CPP_OBJECTS:build/cpp/%=build/arm/%)
 ARM_TESTS := $(CPP_TESTS:build/cpp/%=build/arm/%)
 
