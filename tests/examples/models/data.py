@@ -1,4 +1,4 @@
-"""Small data sets in the formats of MovieLens and of Criteo, in which there is something to learn."""
+"""Small data sets in the formats of MovieLens, SASRec's "Games" and Criteo, in which there is something to learn."""
 
 from __future__ import annotations
 
@@ -48,6 +48,18 @@ def movielens(folder: Path) -> Path:
     with gzip.open(folder / "ml-100k.inter.gz", "wt") as file:
         file.write("user_id:token\titem_id:token\trating:float\ttimestamp:float\n" + "".join(r for _, r in ratings))
     return folder
+
+
+def interactions(path: Path, users: int = 2000) -> Path:
+    """Users of up to nine items. Each item is followed by the one with the next number of its kind."""
+    rng = random.Random(0)
+    lines = []
+    for user in range(users):
+        first = rng.randrange(NUM_MOVIES)
+        items = [(first + NUM_KINDS * place) % NUM_MOVIES for place in range(1 + user % 9)]
+        lines += [f"{user + 1} {RAW + item}\n" for item in items]
+    path.write_text("".join(lines))
+    return path
 
 
 def criteo(path: Path, rows: int = 8000) -> Path:

@@ -6,12 +6,14 @@ import math
 
 import pytest
 import torch
-from models import dcn_v2, din, hstu, two_tower
+from models import dcn_v2, din, hstu, sasrec, two_tower
 from torch import Tensor, nn
-from torchrec import EmbeddingConfig, KeyedJaggedTensor
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.crossnet import CrossNet
 
 from torchrec_recstore import Adam, RecStoreEmbeddingCollection
+
+from . import data
 
 
 def silu(x: float) -> float:
@@ -115,6 +117,71 @@ def test_hstu_trains_alike_on_recstore_and_on_nn_embedding(monkeypatch: pytest.M
     # The first steps of Adam have the sign of the gradient. Where a gradient is zero up to rounding, the signs differ.
     moved = (static.rows.weight - begin).norm()
     assert (rows - static.rows.weight).norm() < 0.05 * moved
+
+
+@pytest.fixture(scope="module")
+def games(tmp_path_factory: pytest.TempPathFactory) -> sasrec.Interactions:
+    return sasrec.Interactions(data.interactions(tmp_path_factory.mktemp("data") / "Video.txt", users=90))
+
+
+def sasrec_batch(games: sasrec.Interactions, ends: Tensor) -> KeyedJaggedTensor:
+    place, lengths = games.history(ends)
+    ids = torch.cat([games.item[place], games.item[place + 1], games.random_items(games.user, games.owned)[place]])
+    return KeyedJaggedTensor(sasrec.KEYS, ids, lengths=lengths.repeat(3))
+
+
+def test_sasrec_attention_is_causal_and_within_a_user() -> None:
+    lengths = torch.tensor([4, 1, 3])
+    qkv = torch.randn(8, 3 * sasrec.DIM)
+    attended = sasrec.attend(qkv, lengths, dropout=0.0)
+    for begin, end in [(0, 4), (4, 5), (5, 8)]:
+        for place in range(begin, end):
+            q, k, v = qkv[begin : place + 1].chunk(3, dim=1)
+            weights = (k @ q[-1] / sasrec.DIM**0.5).softmax(dim=0)
+            torch.testing.assert_close(attended[place], weights @ v)
+
+
+def test_sasrec_reads_histories_and_draws_items_that_the_user_does_not_have(games: sasrec.Interactions) -> None:
+    last = int((games.user == games.user.bincount().argmax()).nonzero()[-1])  # The user has nine items.
+    place, lengths = games.history(torch.tensor([last, last - 8, last - 7]))
+    assert place.tolist() == [*range(last - 8, last), last - 8]
+    assert lengths.tolist() == [8, 0, 1]
+    owned = set(zip(games.user.tolist(), games.item.tolist(), strict=True))
+    for _ in range(20):
+        drawn = games.random_items(games.user, games.owned).tolist()
+        assert not owned & set(zip(games.user.tolist(), drawn, strict=True))
+    assert games.item[last] in games.random_items(games.user[last].expand(2000), games.owned[:last]), "not of training"
+
+
+def test_sasrec_trains_alike_on_recstore_and_on_nn_embedding(
+    games: sasrec.Interactions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With batches of all items, the Adam of RecStore's rows is that of torch: the losses and the rows are equal."""
+    monkeypatch.setattr(sasrec, "DROPOUT", 0.0)
+    config = EmbeddingConfig(name="t_item", embedding_dim=sasrec.DIM, num_embeddings=60, feature_names=sasrec.KEYS)
+    dynamic = RecStoreEmbeddingCollection([config], optimizer=Adam(lr=sasrec.LR, betas=sasrec.BETAS))
+    static = EmbeddingCollection([config])
+    weight = static.embeddings["t_item"].weight
+    dynamic.embeddings["t_item"].table.insert(games.items, weight.detach())
+    models = [sasrec.SASRec(dynamic), sasrec.SASRec(static)]
+    models[1].load_state_dict(models[0].state_dict(), strict=False)
+    adam = torch.optim.Adam([weight], lr=sasrec.LR, betas=sasrec.BETAS)
+    last = games.user.bincount().cumsum(0) - 1
+    last = last[last > games.first[last]]
+    for step in range(3):
+        batch = sasrec_batch(games, last)
+        assert set(batch.values().tolist()) == set(games.items.tolist())
+        adam.zero_grad()
+        numbers = torch.searchsorted(games.items, batch.values())
+        batches = [batch, KeyedJaggedTensor(sasrec.KEYS, numbers, lengths=batch.lengths())]
+        predicted = [model(each) for model, each in zip(models, batches, strict=True)]
+        losses = [nn.functional.softplus((x * (wrong - right)).sum(dim=1)).mean() for x, right, wrong in predicted]
+        for loss in losses:
+            loss.backward()
+        adam.step()
+        torch.testing.assert_close(losses[0], losses[1], rtol=0 if step == 0 else 1e-4, atol=0)
+    rows = dynamic.embeddings["t_item"].table.lookup(games.items)
+    torch.testing.assert_close(rows, weight.detach(), rtol=0, atol=1e-4)
 
 
 def test_din_attention_weighs_each_movie_of_a_history() -> None:
