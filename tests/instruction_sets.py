@@ -41,7 +41,7 @@ def _by(isa: str, work: Callable[[], list[str]]) -> list[str] | None:
     finally:
         process.join()
     if isinstance(result, Exception):
-        if "lacks it" in str(result):
+        if "this processor does not support" in str(result):
             return None
         raise result
     return result

@@ -61,7 +61,7 @@ def main(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     [
         ("inspect", "Missing argument 'PATH': see recstore inspect --help"),
         ("export a b --dtype int3", "'int8', 'int4', 'fp16', 'float32': see recstore export --help"),
-        ("export a b --top-row 3", "--top-row (Possible options: --top-rows): see recstore export --help"),
+        ("export a b --top-row 3", "--top-row (Possible options: --rows, --top-rows): see recstore export --help"),
         ("nosuch", "No such command 'nosuch': see recstore --help"),
     ],
 )
