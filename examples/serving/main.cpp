@@ -1,12 +1,13 @@
 // Serves an exported model with libtorch alone: no Python, no torchrec_recstore.
 //
-//   main MODEL.pt INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta DELTA.safetensors]...
+//   main MODEL.pt INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta DELTA.safetensors]... [--key FILE]
 //   main MODEL.pt2 INPUTS.pt OUTPUT.pt [--library LIB.so]...
-//   main --follow DIRECTORY [--library LIB.so]...
+//   main --follow DIRECTORY [--library LIB.so]... [--key FILE]
 //
 // MODEL.pt is a file of export_for_inference, and MODEL.pt2 a package that AOTInductor has made of such a model.
 // INPUTS.pt is a list of tensors that torch.save has written, the arguments of the model's forward. OUTPUT.pt gets the
-// tensor that forward returns. A damaged model or delta is refused.
+// tensor that forward returns. A damaged model or delta is refused, and with --key one that is not signed with the key,
+// before anything is loaded from it. A signed model is loaded from memory, so its rows cannot be mapped.
 //
 // With --follow, the program serves what a DeltaPublisher publishes to the directory: it loads the newest full export and
 // applies the deltas after it as they appear. Each line of the standard input, "INPUTS.pt OUTPUT.pt", is a request. The
@@ -26,6 +27,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <charconv>
 #include <chrono>
 #include <cstdint>
@@ -39,8 +41,10 @@
 #include <map>
 #include <memory>
 #include <regex>
+#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -51,6 +55,70 @@ std::vector<char> bytes_of(const std::string& path) {
   if (!file) throw std::runtime_error("cannot read " + path);
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
+
+// The secret key with which files are signed: see "Damaged files" in docs/serving.md. A program without a key needs no
+// libcrypto.
+class Key {
+ public:
+  explicit Key(const std::string& path) : path_(path) {
+    const std::vector<char> file = bytes_of(path);
+    const auto is_space = [](char c) { return std::isspace(static_cast<unsigned char>(c)) != 0; };
+    const auto begin = std::find_if_not(file.begin(), file.end(), is_space);
+    const auto end = std::find_if_not(file.rbegin(), std::make_reverse_iterator(begin), is_space).base();
+    secret_.assign(begin, end);
+    if (secret_.size() < 32) throw std::runtime_error("the key " + path + " must have at least 32 characters");
+    library_ = dlopen("libcrypto.so.3", RTLD_NOW);
+    if (library_ == nullptr) throw std::runtime_error(dlerror());
+  }
+
+  // Throws if the bytes of a file are not signed with the key.
+  void check(const std::vector<char>& file, const std::string& name, bool is_delta) const {
+    const std::string before = is_delta ? "\"recstore signature\":\"" : "recstore signature ", sum = is_delta ? "\"recstore delta\":\"0001 " : "recstore export 0001 ";
+    // The digits of an export are its last bytes, and those of a delta are in its header.
+    const std::string_view text(file.data(), file.size());
+    const size_t first = is_delta ? 8 : file.size() - std::min(file.size(), before.size() + kDigits + 1 + sum.size() + kSumDigits);
+    const size_t found = text.find(before, first), found_sum = text.find(sum, first);
+    if (found == text.npos || found_sum == text.npos || found + before.size() + kDigits > file.size()) throw std::runtime_error(name + " has no signature, and the key " + path_ + " is required");
+    const size_t signature = found + before.size(), place = found_sum + sum.size();
+    const size_t end = place + kSumDigits >= file.size() ? place : file.size();
+    const std::string what = std::string(is_delta ? "delta " : "export ") + std::to_string(place) + " " + std::to_string(signature);
+    void* context = function<void*()>("HMAC_CTX_new")();
+    const auto update = [&](const char* data, size_t size) {
+      function<int(void*, const char*, size_t)>("HMAC_Update")(context, data, size);
+    };
+    function<int(void*, const char*, int, const void*, void*)>("HMAC_Init_ex")(context, secret_.data(), static_cast<int>(secret_.size()), function<const void*()>("EVP_sha256")(), nullptr);
+    update(what.c_str(), what.size() + 1);
+    size_t at = 0;
+    for (const auto& [zeros, count] : std::map<size_t, size_t>{{signature, kDigits}, {place, kSumDigits}}) {
+      if (zeros >= end) break;
+      update(file.data() + at, zeros - at);
+      update(std::string(count, '0').data(), count);
+      at = zeros + count;
+    }
+    update(file.data() + at, end - at);
+    unsigned char digest[32];
+    function<int(void*, unsigned char*, unsigned*)>("HMAC_Final")(context, digest, nullptr);
+    function<void(void*)>("HMAC_CTX_free")(context);
+    std::string digits;
+    for (const unsigned char byte : digest) digits += {"0123456789abcdef"[byte >> 4], "0123456789abcdef"[byte & 15]};
+    if (text.substr(signature, kDigits) != digits) throw std::runtime_error(name + " is not signed with the key " + path_ + ": it was changed, or was written with another key");
+  }
+
+ private:
+  static constexpr size_t kDigits = 64, kSumDigits = 16;
+
+  template <class Type>
+  Type* function(const char* name) const {
+    void* found = dlsym(library_, name);
+    if (found == nullptr) throw std::runtime_error(dlerror());
+    return reinterpret_cast<Type*>(found);
+  }
+
+  std::string path_, secret_;
+  void* library_;
+};
+
+std::unique_ptr<const Key> required_key;
 
 // The header of a safetensors file: {"name":{"dtype":"I64","shape":[2,3],"data_offsets":[0,48]},...}.
 class Header {
@@ -179,6 +247,7 @@ c10::Dict<std::string, at::Tensor> tensors_of(const std::vector<char>& file) {
 
 c10::Dict<std::string, at::Tensor> read_delta(const std::string& path) {
   const std::vector<char> file = bytes_of(path);
+  if (required_key != nullptr) required_key->check(file, path, /*is_delta=*/true);
   try {
     return tensors_of(file);
   } catch (const std::exception& error) {
@@ -188,6 +257,12 @@ c10::Dict<std::string, at::Tensor> read_delta(const std::string& path) {
 
 // A served model that is, bit for bit, what was exported: torch::jit::load itself takes damaged files.
 std::shared_ptr<torch::jit::Module> loaded(const std::string& path) {
+  if (required_key != nullptr) {
+    const std::vector<char> file = bytes_of(path);
+    required_key->check(file, path, /*is_delta=*/false);
+    std::istringstream checked(std::string(file.begin(), file.end()));
+    return std::make_shared<torch::jit::Module>(torch::jit::load(checked));
+  }
   auto served = std::make_shared<torch::jit::Module>(torch::jit::load(path));
   const auto size = static_cast<int64_t>(std::filesystem::file_size(path));
   try {
@@ -337,9 +412,12 @@ int run(const std::vector<std::string>& arguments) {
   std::string directory;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const bool library = arguments[i] == "--library", delta = arguments[i] == "--delta", follows = arguments[i] == "--follow";
-    if ((library || delta || follows) && i + 1 == arguments.size()) throw std::runtime_error(arguments[i] + " needs a file");
+    const bool key = arguments[i] == "--key";
+    if ((library || delta || follows || key) && i + 1 == arguments.size()) throw std::runtime_error(arguments[i] + " needs a file");
     if (library) {
       if (dlopen(arguments[++i].c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) throw std::runtime_error(dlerror());
+    } else if (key) {
+      required_key = std::make_unique<Key>(arguments[++i]);
     } else if (delta) {
       deltas.push_back(arguments[++i]);
     } else if (follows) {
@@ -349,9 +427,10 @@ int run(const std::vector<std::string>& arguments) {
     }
   }
   if (!directory.empty() && files.empty() && deltas.empty()) return follow(directory);
-  if (files.size() != 3 || !directory.empty()) throw std::runtime_error("usage: main MODEL.pt|MODEL.pt2 INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta FILE]..., or main --follow DIRECTORY");
+  if (files.size() != 3 || !directory.empty()) throw std::runtime_error("usage: main MODEL.pt|MODEL.pt2 INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta FILE]... [--key FILE], or main --follow DIRECTORY");
   c10::InferenceMode inference;
   if (std::filesystem::path(files[0]).extension() == ".pt2") {
+    if (required_key != nullptr) throw std::runtime_error(files[0] + " has no signature, and --key requires one");
     if (!deltas.empty()) throw std::runtime_error(files[0] + " takes no deltas: serve the file of export_for_inference, or make a new package");
     answer_by_package(files[0], files[1], files[2]);
     return 0;

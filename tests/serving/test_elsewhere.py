@@ -231,11 +231,11 @@ def test_package_in_cpp(program: Path, tmp_path: Path, index: str, dtype: str) -
 @pytest.mark.slow
 @pytest.mark.skipif(NO_LIBRARY is not None, reason=str(NO_LIBRARY))
 def test_following_in_cpp(program: Path, tmp_path: Path) -> None:
-    """The program follows a publisher with a key, whose signatures it does not check, and names the version."""
+    """The program follows a publisher with a key, whose signatures it checks, and names the version."""
     model, ids = RecStoreEmbedding(50, 4, name="t", lr=0.3), torch.arange(6)
     torch.save([ids], tmp_path / "inputs.pt")
-    arguments = ("--follow", tmp_path / "published", "--library", load_library())
-    key = write_secret(tmp_path / "key", "0123456789abcdef" * 2)
+    key = write_secret(tmp_path / "key", "0123456789abcdef" * 2 + "\n")
+    arguments = ("--follow", tmp_path / "published", "--library", load_library(), "--key", key)
     publisher = DeltaPublisher(
         model, tmp_path / "published", every_s=0.01, full_every_s=3600, dtype=torch.float32, index="hash", key=key
     )
@@ -265,6 +265,34 @@ def test_following_in_cpp(program: Path, tmp_path: Path) -> None:
         follower.stdin.close()
         assert follower.wait(60) == 0
     assert len(versions) == 4
+
+
+@pytest.mark.slow
+def test_signatures_in_cpp(program: Path, tmp_path: Path) -> None:
+    key, other = (write_secret(tmp_path / name, f"{name}0123456789abcdef" * 2) for name in ("key", "other"))
+    model, ids = RecStoreEmbedding(50, 4, name="t", lr=0.3), torch.arange(6)
+    torch.save([ids], tmp_path / "inputs.pt")
+    files = [tmp_path / name for name in ("model.pt", "inputs.pt", "output.pt")]
+    delta = tmp_path / "delta"
+    model(ids).sum().backward()
+    export_for_inference(model.eval(), files[0], dtype=torch.float32, key=key)
+    model.train()(ids + 3).sum().backward()
+    export_delta(model.eval(), delta, base=files[0], key=key)
+    done = run(program, *files, "--delta", delta, "--key", key)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(files[2]), model(ids))
+    for path in (files[0], delta):
+        content = path.read_bytes()
+        assert f"{files[0]} is not signed with the key" in run(program, *files, "--key", other).stderr
+        for place in (len(content) // 2, len(content) - 130):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            done = run(program, *files, "--delta", delta, "--key", key)
+            assert (done.returncode, f"{path} is not signed with the key" in done.stderr) == (1, True)
+        path.write_bytes(content)
+    export_for_inference(model, files[0], dtype=torch.float32)
+    assert f"{files[0]} has no signature, and the key" in run(program, *files, "--key", key).stderr
+    short = write_secret(tmp_path / "short", "0123456789abcdef")
+    assert "must have at least 32 characters" in run(program, *files, "--key", short).stderr
 
 
 class Odd(nn.Module):
