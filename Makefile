@@ -53,9 +53,9 @@ test: build $(VENV)/.dev-requirements  ## lint, the C++ tests, and the Python te
 	@$(MAKE) --no-print-directory --output-sync=target -j$(shell nproc) lint test-cpp
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow" $(ARGS)
 
-test-slow: build $(VENV)/.dev-requirements  ## the slow tests, test-faults, test-tsan and test-arm: the second step of CI
+test-slow: build $(VENV)/.dev-requirements  ## the slow tests, test-faults and test-tsan: the second step of CI
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m slow $(ARGS)
-	@$(MAKE) --no-print-directory -j$(shell nproc) test-faults test-tsan $(if $(shell command -v $(ARM_CXX)),test-arm)
+	@$(MAKE) --no-print-directory -j$(shell nproc) test-faults test-tsan
 
 test-all:  ## everything that CI runs: make test, then make test-slow
 	@$(MAKE) --no-print-directory test
