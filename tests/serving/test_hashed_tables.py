@@ -103,7 +103,9 @@ def test_a_replica_follows_a_model_for_long(tmp_path: Path, monkeypatch: pytest.
 def follow(folder: Path, deltas: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     whole: list[bool] = []
     exported = export_module.read_model
-    monkeypatch.setattr(export_module, "read_model", lambda *args: whole.append(True) or exported(*args))
+    monkeypatch.setattr(
+        export_module, "read_model", lambda *args, **more: whole.append(True) or exported(*args, **more)
+    )
     model = Model(SMALL)
     for number in range(3):
         step(model, number)
