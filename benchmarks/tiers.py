@@ -52,7 +52,7 @@ from torchrec_recstore.store import Table
 from torchrec_recstore.store.cold_store import id_bytes, split
 
 NEW = 0.1  # the fraction of new ids in a batch
-BLOCK_STEPS = 10  # many rows are evicted together, so means over several steps are compared
+BLOCK_STEPS = 10  # single steps differ, so means over several steps are compared
 AHEAD = 3  # the number of batches in a pipeline
 PAUSES_DIM = 16
 SHARE = 0.1  # the fraction of the ids that have room in DRAM

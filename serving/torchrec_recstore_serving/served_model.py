@@ -203,8 +203,8 @@ def scriptable(exported: nn.Module, *, index: str = "sorted") -> nn.Module:
     Args:
         exported: The result of :func:`torchrec_recstore.inference.export_for_inference`, with TorchRec's plain or
             quantised collections. They must not be sharded.
-        index: How the tables search ids; see :func:`torchrec_recstore.inference.export_for_inference`. The model is not
-            for ``torch.export`` with ``"hash"``. Default: ``"sorted"``.
+        index: How the tables search ids; see :func:`torchrec_recstore.inference.export_for_inference`. Default:
+            ``"sorted"``.
 
     Raises:
         TypeError, ValueError: ``index`` is neither ``"sorted"`` nor ``"hash"``.

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.export import Dim, ShapesCollection
-from torchrec import EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor, KeyedTensor, PoolingType
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor, PoolingType
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_recstore import RecStoreClient, RecStoreWarning, Servers, TableOptions
@@ -50,6 +50,7 @@ from ..secrets import write_secret
 from ..service.test_remote_sharded import batch as sharded_batch
 from ..service.test_remote_sharded import sharded
 from ..service.test_remote_sharded import train as train_sharded
+from . import models
 from .models import BAGS, SEQUENCES, batch, train
 
 try:
@@ -61,22 +62,15 @@ NUMBERS = itertools.count()
 TOKEN = "correct-horse-battery-staple-0123456789"
 
 
-class Model(nn.Module):
+class Model(models.Model):
     """Both eager collections, of a client, and a dense layer."""
 
     def __init__(self, client: RecStoreClient, weighted: bool = False, **options: Any) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         more = {"lr": 0.3, "client": client, "options": TableOptions(**options)}
         self.bags = RecStoreEmbeddingBagCollection(BAGS, is_weighted=weighted, **more)
         self.rows = RecStoreEmbeddingCollection(SEQUENCES, need_indices=True, **more)
         self.over = nn.Sequential(nn.Linear(40, 3), nn.ReLU(), nn.Linear(3, 1))
-
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """(B, 1)."""
-        pooled: KeyedTensor = self.bags(features)
-        rows: dict[str, JaggedTensor] = self.rows(features)
-        out: Tensor = self.over(pooled.values())
-        return out + rows["h"].values().sum()
 
 
 class Bags(nn.Module):
