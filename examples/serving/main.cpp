@@ -82,30 +82,46 @@ class Key {
     const size_t signature = found + before.size(), place = found_sum + sum.size();
     const size_t end = place + kSumDigits >= file.size() ? place : file.size();
     const std::string what = std::string(is_delta ? "delta " : "export ") + std::to_string(place) + " " + std::to_string(signature);
-    void* context = function<void*()>("HMAC_CTX_new")();
-    const auto update = [&](const char* data, size_t size) {
-      function<int(void*, const char*, size_t)>("HMAC_Update")(context, data, size);
-    };
-    function<int(void*, const char*, int, const void*, void*)>("HMAC_Init_ex")(context, secret_.data(), static_cast<int>(secret_.size()), function<const void*()>("EVP_sha256")(), nullptr);
-    update(what.c_str(), what.size() + 1);
+    std::vector<std::string_view> parts = {{what.c_str(), what.size() + 1}};
+    const std::string zeros(kDigits, '0');  // in the place of the signature and of the checksum
     size_t at = 0;
-    for (const auto& [zeros, count] : std::map<size_t, size_t>{{signature, kDigits}, {place, kSumDigits}}) {
-      if (zeros >= end) break;
-      update(file.data() + at, zeros - at);
-      update(std::string(count, '0').data(), count);
-      at = zeros + count;
+    for (const auto& [begin, count] : std::map<size_t, size_t>{{signature, kDigits}, {place, kSumDigits}}) {
+      if (begin >= end) break;
+      parts.push_back(text.substr(at, begin - at));
+      parts.push_back(std::string_view(zeros).substr(0, count));
+      at = begin + count;
     }
-    update(file.data() + at, end - at);
+    parts.push_back(text.substr(at, end - at));
+    require(text.substr(signature, kDigits) == signed_digits(parts), name);
+  }
+
+  // Throws if latest.json, or the record of a publication, is not signed with the key. The signature, its last field, is
+  // that of the text without it.
+  void check_record(std::string_view text, const std::string& name) const {
+    constexpr std::string_view before = ", \"signature\": \"", what("record\0", 7);
+    const size_t found = text.rfind(before), signature = found + before.size();
+    if (found == text.npos) throw std::runtime_error(name + " has no signature, and the key " + path_ + " is required");
+    require(text.substr(signature) == signed_digits({what, text.substr(0, found), "}"}) + "\"}", name);
+  }
+
+ private:
+  static constexpr size_t kDigits = 64, kSumDigits = 16;
+
+  void require(bool is_signed, const std::string& name) const {
+    if (!is_signed) throw std::runtime_error(name + " is not signed with the key " + path_ + ": it was changed, or was written with another key");
+  }
+
+  std::string signed_digits(const std::vector<std::string_view>& parts) const {
+    void* context = function<void*()>("HMAC_CTX_new")();
+    function<int(void*, const char*, int, const void*, void*)>("HMAC_Init_ex")(context, secret_.data(), static_cast<int>(secret_.size()), function<const void*()>("EVP_sha256")(), nullptr);
+    for (const std::string_view part : parts) function<int(void*, const char*, size_t)>("HMAC_Update")(context, part.data(), part.size());
     unsigned char digest[32];
     function<int(void*, unsigned char*, unsigned*)>("HMAC_Final")(context, digest, nullptr);
     function<void(void*)>("HMAC_CTX_free")(context);
     std::string digits;
     for (const unsigned char byte : digest) digits += {"0123456789abcdef"[byte >> 4], "0123456789abcdef"[byte & 15]};
-    if (text.substr(signature, kDigits) != digits) throw std::runtime_error(name + " is not signed with the key " + path_ + ": it was changed, or was written with another key");
+    return digits;
   }
-
- private:
-  static constexpr size_t kDigits = 64, kSumDigits = 16;
 
   template <class Type>
   Type* function(const char* name) const {
@@ -321,18 +337,21 @@ class Publications {
     int64_t number = -1;  // of the newest publication; -1: there is none
     int64_t full = -1;    // of the newest full export
     std::string run;      // the publisher, which may begin to count anew
+    std::string version;  // of the model of the newest publication
   };
   Latest latest() const {
     if (!std::filesystem::exists(directory_ / "latest.json")) return {};
     const std::vector<char> bytes = bytes_of(directory_ / "latest.json");
     const std::string text(bytes.begin(), bytes.end());
-    std::smatch number, full, run;
+    if (required_key != nullptr) required_key->check_record(text, directory_ / "latest.json");
+    std::smatch number, full, run, version;
     if (!std::regex_search(text, number, std::regex("\"number\": (\\d+)")) ||
         !std::regex_search(text, full, std::regex("\"fulls\": \\[(?:\\d+, )*(\\d+)\\]")) ||
-        !std::regex_search(text, run, std::regex("\"run\": \"([^\"]*)\""))) {
+        !std::regex_search(text, run, std::regex("\"run\": \"([^\"]*)\"")) ||
+        !std::regex_search(text, version, std::regex("\"version\": \"([^\"]*)\""))) {
       throw std::runtime_error((directory_ / "latest.json").string() + " is not what a DeltaPublisher writes");
     }
-    return {std::stoll(number[1]), std::stoll(full[1]), run[1]};
+    return {std::stoll(number[1]), std::stoll(full[1]), run[1], version[1]};
   }
   std::string file(int64_t number, const char* suffix) const {
     std::string digits = std::to_string(number);
@@ -362,20 +381,28 @@ class Follower {
 
  private:
   void update() {
-    Publications::Latest latest;
     try {
-      latest = publications_.latest();
+      catch_up(publications_.latest());
+      problem_.clear();
+    } catch (const std::exception& error) {
+      if (problem_ != error.what()) std::cerr << error.what() << std::endl;
+      problem_ = error.what();
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+  void catch_up(const Publications::Latest& latest) {
+    try {
       if (latest.number >= 0 && (latest.run != run_ || (broken_ && latest.full > full_))) load(latest);
       while (!broken_ && number_ < latest.number) {
         std::atomic_store(&served_, after_delta(served_, publications_.file(number_ + 1, ".delta")));
         ++number_;
       }
+      if (!broken_ && number_ == latest.number && version_of(served_) != latest.version) throw std::runtime_error("publication " + std::to_string(number_) + " is not the version that latest.json names");
     } catch (const std::exception& error) {  // the chain is broken, or the publisher has deleted a file meanwhile
-      std::cerr << "the next full export will be loaded: " << error.what() << std::endl;
       broken_ = true;
       full_ = latest.full;
+      throw std::runtime_error(std::string("the next full export will be loaded: ") + error.what());
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
   void load(const Publications::Latest& latest) {
     std::atomic_store(&served_, loaded(publications_.file(latest.full, ".pt")));
@@ -391,6 +418,7 @@ class Follower {
   int64_t full_ = -1;   // of the full export that was loaded last, or after which the chain is broken
   bool broken_ = false;
   std::string run_;
+  std::string problem_;  // the last error, which is printed once
   std::atomic<bool> done_{false};
   std::thread thread_;
 };

@@ -176,12 +176,13 @@ class Writers:
 
 
 def described(value: Publication | Latest, key: Key | None = None) -> str:
-    """Returns a publication or the state of a place as JSON, with a signature if there is a key."""
-    fields = asdict(value)
+    """Returns a publication or the state of a place as JSON, with a signature at its end if there is a key."""
+    fields = dict(sorted(asdict(value).items()))
     return json.dumps(fields if key is None else {**fields, "signature": _signature(fields, key)})
 
 
 def _signature(fields: Mapping[str, Any], key: Key) -> str:
+    """Returns the signature of the text without it. A reader that parses no JSON finds that text in the record."""
     return key.sign("record", json.dumps(fields, sort_keys=True).encode())
 
 

@@ -262,6 +262,15 @@ def test_following_in_cpp(program: Path, tmp_path: Path) -> None:
                 output = torch.load(tmp_path / "output.pt")
                 time.sleep(0.02)
             versions.add(line.split()[-1])
+        latest = tmp_path / "published" / "latest.json"
+        for place in (0.1, 0.5, 0.99):
+            whole = latest.read_bytes()
+            at = int(len(whole) * place)
+            latest.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            assert follower.stderr is not None
+            while f"{latest} is not signed with the key" not in (said := follower.stderr.readline()):
+                assert said
+            latest.write_bytes(whole)
         follower.stdin.close()
         assert follower.wait(60) == 0
     assert len(versions) == 4
