@@ -7,8 +7,8 @@ consecutive steps, so that neither a drift of the machine's speed nor a single s
 thread and measures its processor time, because it asks how much work an option adds.
 
 - options_training: Forward and backward of a kernel over one table of ``--rows`` rows. One twentieth of the ids of each
-  batch occur only once. Admission, expiry, narrow rows and states, stochastic rounding and other optimizers are
-  compared with float32, row-wise Adagrad and no option.
+  batch occur only once. Admission, expiry, narrow rows and states, stochastic rounding, the check of gradients and
+  other optimizers are compared with float32, row-wise Adagrad and no option.
 - options_new_rows: Training lookups of new ids with other initializers, compared with ``UniformInit``.
 - options_evaluation: Lookups in which half of the ids have no row, ``missing="init"`` compared with
   ``missing="zeros"``.
@@ -83,6 +83,8 @@ def training(arguments: argparse.Namespace) -> None:
         "int8": Table(dim, torch.int8),
         "int8, state in float16": Table(dim, torch.int8, state_dtype=torch.float16),
         "state in float16": Table(dim, state_dtype=torch.float16),
+        'nonfinite="skip"': Table(dim, options=TableOptions(nonfinite="skip")),
+        'nonfinite="raise"': Table(dim, options=TableOptions(nonfinite="raise")),
         "SGD": Table(dim, optimizer=SGD()),
         "Adagrad": Table(dim, optimizer=Adagrad()),
         "Adagrad, state in float16": Table(dim, optimizer=Adagrad(), state_dtype=torch.float16),

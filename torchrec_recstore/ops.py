@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchrec_recstore import fake_ops
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.options import LFU, ConstantInit, Initializer, NormalInit, TableOptions, UniformInit
+from torchrec_recstore.options import LFU, NONFINITE, ConstantInit, Initializer, NormalInit, TableOptions, UniformInit
 from torchrec_recstore.row_types import ROW_TYPES, STATE_TYPES
 
 try:
@@ -138,14 +138,15 @@ def table_create(
 
     ``missing``, ``"zeros"`` or ``"init"``, is how an evaluation lookup reads an id without a row. Lookups return
     float32 for each ``dtype``, one of ``row_types.ROW_DTYPES``. ``stochastic_rounding`` is for updates of narrow
-    weights. ``state_dtype``, a key of ``row_types.STATE_TYPES``, is that of optimizer states. Only the bounds of
-    ``options`` are used.
+    weights. ``state_dtype``, a key of ``row_types.STATE_TYPES``, is that of optimizer states. Only the bounds and
+    ``nonfinite`` of ``options`` are used.
     """
     numbers = _initializer_numbers(initializer)
     with native_errors(f"table '{name}'"):
         shard = (name, columns.start, columns.stop, seed, missing == "init", *numbers)
         types = (ROW_TYPES[dtype], stochastic_rounding, STATE_TYPES[state_dtype])
-        return cast(int, _ops.table_create(*shard, optimizer.kind, optimizer.numbers(), *types, _bounds(options)))
+        rest = (*types, NONFINITE.index(options.nonfinite), _bounds(options))
+        return cast(int, _ops.table_create(*shard, optimizer.kind, optimizer.numbers(), *rest))
 
 
 # A decorator for the ops of finalizers: Python may collect garbage in the middle of a trace, and the graph must not

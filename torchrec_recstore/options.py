@@ -28,6 +28,8 @@ __all__ = [
 MAX_INIT_ROWS = 2**20
 """The largest ``n`` in the default initializer ``uniform(+-sqrt(1/n))``. Without a limit, ``num_embeddings=2**40``
 would initialize rows to almost zero."""
+NONFINITE = ("pass", "skip", "raise")
+"""What :class:`TableOptions` allows as ``nonfinite``, in the order of csrc/config.h."""
 
 
 def _check_finite(owner: object, *names: str) -> None:
@@ -46,15 +48,18 @@ def _check_positive(owner: object, *names: str) -> None:
             raise ValueError(f"{type(owner).__name__}.{name} must be positive, got {value}")
 
 
+def check_int(name: str, value: object, least: int, most: int = 2**63 - 1) -> int:
+    """Returns ``value``, or raises TypeError or ValueError if it is not an int from ``least`` to ``most``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be at {f'least {least}' if value < least else f'most {most}'}, got {value}")
+    return value
+
+
 def _check_int(owner: object, least: int, *names: str) -> None:
     for name in names:
-        value, field = getattr(owner, name), f"{type(owner).__name__}.{name}"
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{field} must be an int, got {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{field} must be at least {least}, got {value}")
-        if value >= 2**63:
-            raise ValueError(f"{field} must be less than 2**63")
+        check_int(f"{type(owner).__name__}.{name}", getattr(owner, name), least)
 
 
 def _check_str(owner: object, *names: str) -> None:
@@ -228,10 +233,8 @@ class MinFrequency:
     counter_bytes: int = 2**23
 
     def __post_init__(self) -> None:
-        _check_int(self, 1, "count")
+        check_int("MinFrequency.count", self.count, 1, 255)
         _check_int(self, 2**10, "counter_bytes")
-        if self.count > 255:
-            raise ValueError(f"MinFrequency.count must be at most 255, got {self.count}")
         if self.counter_bytes & (self.counter_bytes - 1) or self.counter_bytes > 2**34:
             raise ValueError(
                 f"MinFrequency.counter_bytes must be a power of two, at most 2**34, got {self.counter_bytes}"
@@ -276,8 +279,7 @@ class RedisStore:
     retry_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.url, str):
-            raise TypeError(f"RedisStore.url must be a str, got {type(self.url).__name__}")
+        _check_str(self, "url")
         scheme = self.url.partition("://")[0]
         if scheme not in ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster"):
             raise ValueError(
@@ -369,22 +371,14 @@ class Servers:
     def __post_init__(self) -> None:
         # A tuple, so that the options can be compared and hashed.
         object.__setattr__(self, "addresses", checked_addresses(self.addresses, "Servers.addresses"))
-        if isinstance(self.staleness, bool) or not isinstance(self.staleness, int):
-            raise TypeError(f"Servers.staleness must be an int, got {type(self.staleness).__name__}")
-        if self.staleness < 0:
-            raise ValueError(f"Servers.staleness must not be negative, got {self.staleness}")
+        _check_int(self, 0, "staleness")
         check_token(self.token, "Servers.token")
-        for name in _given(self, "tls_ca", "tls_cert", "tls_key"):
-            if not isinstance(value := getattr(self, name), str):
-                raise TypeError(f"Servers.{name} must be a str, got {type(value).__name__}")
+        _check_str(self, *_given(self, "tls_ca", "tls_cert", "tls_key"))
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("Servers.tls_cert and Servers.tls_key must be set together")
         if self.tls_cert is not None and self.tls_ca is None:
             raise ValueError("Servers.tls_cert needs tls_ca")
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
-            raise TypeError(f"Servers.timeout_s must be a number, got {type(self.timeout_s).__name__}")
-        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise ValueError(f"Servers.timeout_s must be positive and finite, got {self.timeout_s}")
+        _check_positive(self, "timeout_s")
 
 
 def is_shared(cold_store: Hashable | None) -> bool:
@@ -424,6 +418,11 @@ class TableOptions:
             sharding types ignore it. Default: ``"block"``.
         missing: The row that an evaluation lookup returns for an id without a row: ``"zeros"``, or the id's initial row
             (``"init"``). Default: ``"zeros"``.
+        nonfinite: What an update does with gradients that are NaN or infinite. ``"pass"`` applies them, as TorchRec
+            does: the row is NaN from then on. ``"skip"`` leaves each row as it is whose summed gradient is not finite,
+            and counts it in ``TableStats.nonfinite``; a shard by columns decides by its columns. ``"raise"`` raises
+            ValueError before a row of the table (on servers: of the server) changes, and skips rows whose sum
+            overflows. Default: ``"pass"``.
         servers: The :class:`Servers` that own the rows of the table, for tables of a ``RecStoreSharder``. The servers
             apply the other options, and select the cold store themselves. Default: None, which means that the rows are
             on the ranks.
@@ -442,20 +441,19 @@ class TableOptions:
     cold_store: Hashable | None = None
     routing: Literal["block", "hash"] = "block"
     missing: Literal["zeros", "init"] = "zeros"
+    nonfinite: Literal["pass", "skip", "raise"] = "pass"
     servers: Servers | None = None
 
     __repr__ = set_fields
 
     def __post_init__(self) -> None:
-        if self.initializer is not None and not isinstance(self.initializer, UniformInit | NormalInit | ConstantInit):
-            kind = type(self.initializer).__name__
-            raise TypeError(f"TableOptions.initializer must be UniformInit, NormalInit or ConstantInit, got {kind}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"TableOptions.seed must be an int, got {type(self.seed).__name__}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError("TableOptions.seed must fit 64 bits")
         _check_int(self, 1, *_given(self, "expected_rows", "max_rows"))
-        kinds = {"eviction": (LRU, LFU), "expiry": (Expiry,), "admission": (MinFrequency,)}
+        kinds: dict[str, tuple[type, ...]] = {"initializer": (UniformInit, NormalInit, ConstantInit)}
+        kinds |= {"eviction": (LRU, LFU), "expiry": (Expiry,), "admission": (MinFrequency,), "servers": (Servers,)}
         for name in _given(self, *kinds):
             if not isinstance(value := getattr(self, name), kinds[name]):
                 names = " or ".join(kind.__name__ for kind in kinds[name])
@@ -470,17 +468,16 @@ class TableOptions:
             )
         if not isinstance(self.cold_store, Hashable):
             raise TypeError(f"TableOptions.cold_store must be hashable, got {type(self.cold_store).__name__}")
-        if self.routing not in ("block", "hash"):
-            raise ValueError(f"TableOptions.routing must be 'block' or 'hash', got {self.routing!r}")
-        if self.servers is not None and not isinstance(self.servers, Servers):
-            raise TypeError(f"TableOptions.servers must be Servers, got {type(self.servers).__name__}")
+        choices = {"routing": ("block", "hash"), "missing": ("zeros", "init"), "nonfinite": NONFINITE}
+        for name, known in choices.items():
+            if (value := getattr(self, name)) not in known:
+                choice = " or ".join(map(repr, known))
+                raise ValueError(f"TableOptions.{name} must be {choice}, got {value!r}")
         if self.servers is not None and self.cold_store is not None:
             raise ValueError(
                 "TableOptions.cold_store cannot be used with servers: each server chooses it, with recstore serve "
                 "--cold-store"
             )
-        if self.missing not in ("zeros", "init"):
-            raise ValueError(f"TableOptions.missing must be 'zeros' or 'init', got {self.missing!r}")
 
 
 def shard_options(options: TableOptions, split: tuple[int, int] | None, table_name: str) -> TableOptions:

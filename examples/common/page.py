@@ -229,7 +229,7 @@ def _tables(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
         whole = total(counts)
         columns["hit rate"] = [share(stats.hits / stats.lookups) if stats.lookups else "-" for stats in done]
         foot.append(share(whole.hits / whole.lookups))
-        for count in ("lookups", "inserts", "evicted", "expired", "refused", "cold_rows", "cold_hits"):
+        for count in ("lookups", "inserts", "evicted", "expired", "refused", "cold_rows", "cold_hits", "nonfinite"):
             if getattr(whole, count):
                 columns[count.replace("_", " ")] = [f"{getattr(stats, count):,}" for stats in done]
                 foot.append(f"{getattr(whole, count):,}")

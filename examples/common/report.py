@@ -123,7 +123,7 @@ def print_result(console: Console, result: Mapping[str, Any], lines: Mapping[str
     console.print(", ".join([*told, f"world size {result['world_size']}"]))
     rows, sizes, counts = result["rows"], result["bytes"], result["counts"]
     tables = {name: TableStats(**({"rows": rows[name], "bytes": sizes[name]} | counts.get(name, {}))) for name in rows}
-    columns = _columns(result.get("bounds") or {})
+    columns = _columns(result.get("bounds") or {}, tables)
     # Rows and bytes are not counted since a step, so a table of rows and bytes needs no caption.
     shown = Table(caption=counted_since(result) if len(columns) > 2 else None)
     shown.add_column("table")
@@ -146,7 +146,7 @@ def counted_since(result: Mapping[str, Any]) -> str | None:
 
 def in_words(tables: Mapping[str, TableStats], limits: Mapping[str, Any]) -> str:
     """Returns the last row of the table of :func:`print_result` as one line."""
-    return ", ".join(f"{title} {number(total(tables))}" for title, number in _columns(limits).items())
+    return ", ".join(f"{title} {number(total(tables))}" for title, number in _columns(limits, tables).items())
 
 
 def total(tables: Mapping[str, TableStats]) -> TableStats:
@@ -169,7 +169,7 @@ def hit_rate(stats: TableStats) -> float | None:
     return stats.hits / stats.lookups if stats.lookups else None
 
 
-def _columns(limits: Mapping[str, Any]) -> dict[str, Callable[[TableStats], str]]:
+def _columns(limits: Mapping[str, Any], tables: Mapping[str, TableStats]) -> dict[str, Callable[[TableStats], str]]:
     """Returns the columns of the report: functions that format a table's statistics, by title."""
     shown = {name for name, value in limits.items() if value is not None}
     columns: dict[str, Callable[[TableStats], str]] = {
@@ -183,8 +183,9 @@ def _columns(limits: Mapping[str, Any]) -> dict[str, Callable[[TableStats], str]
         ("expire_steps", ["expired"]),
         ("min_frequency", ["refused"]),
         ("cold_store", ["cold_rows", "cold_hits"]),
+        ("nonfinite", ["nonfinite"]),
     ):
-        for count in counts if limit in shown else ():
+        for count in counts if limit in shown or any(getattr(stats, limit, 0) for stats in tables.values()) else ():
             columns[count.replace("_", " ")] = lambda stats, count=count: f"{getattr(stats, count):,}"  # type: ignore[misc]
     return columns
 

@@ -43,7 +43,7 @@ def test_errors_change_nothing(one_rank: None) -> None:
         load_dense_weights(model, {"user": torch.zeros(3, models.DIM), "item": torch.zeros(3, 7)})
     with pytest.raises(TypeError, match="table 'user' must be a floating-point tensor"):
         load_dense_weights(model, {"user": torch.zeros(3, models.DIM, dtype=torch.int64)})
-    with pytest.raises(ValueError, match="num_rows must not be negative"):
+    with pytest.raises(ValueError, match="num_rows must be at least 0"):
         export_dense_weights(model, "user", -1)
     for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, models.shards(model), strict=True):
         assert torch.equal(ids, ids_now)

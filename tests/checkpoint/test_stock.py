@@ -280,7 +280,7 @@ def test_what_does_not_fit_changes_nothing(one_rank: None) -> None:
         stock_state_dict(model, {"user": ROWS})
     with pytest.raises(ValueError, match="no RecStore table 'stranger'"):
         stock_state_dict(model, {**NUM_ROWS, "stranger": 3})
-    with pytest.raises(ValueError, match="num_rows of table 'user' must not be negative, got -1"):
+    with pytest.raises(ValueError, match="num_rows of table 'user' must be at least 0, got -1"):
         stock_state_dict(model, {**NUM_ROWS, "user": -1})
     before = {key: whole(key, value).clone() for key, value in stock.state_dict().items()}
     with pytest.raises(ValueError, match=r"item.weight is of shape \(99, 8\), and of shape \(100, 8\) in the model"):

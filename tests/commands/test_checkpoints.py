@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -58,8 +59,27 @@ def test_inspect(chain: tuple[DistributedModelParallel, Path]) -> None:
     assert told["chain"] == [f"{path}/full", f"{path}/delta"]
     assert told["dense"] == ["over.bias", "over.weight"]
     assert not told["verified"]
+    assert told["nonfinite_rows"] is None
     sizes = [file.stat().st_size for file in (path / "delta").iterdir() if file.name != "metadata.json"]
     assert told["bytes"] == sum(sizes)
+
+
+def test_inspect_counts_rows_that_are_not_finite(one_rank: None, tmp_path: Path) -> None:
+    model = models.recstore()
+    models.train(model)
+    table = user_table(model)
+    ids = table.ids()[:3]
+    rows = table.lookup(ids)
+    bad = rows.clone()
+    bad[0, 1], bad[2, 0] = math.nan, -math.inf
+    table.insert(ids, bad)
+    save_checkpoint(model, tmp_path / "saved")
+    assert "not finite      rows with NaN or infinity: 2 of user\n" in recstore("inspect", tmp_path / "saved").stdout
+    told = json.loads(recstore("inspect", tmp_path / "saved", "--json").stdout)
+    assert {name: count for name, count in told["nonfinite_rows"].items() if count} == {"user": 2}
+    table.insert(ids, rows)
+    save_checkpoint(model, tmp_path / "delta", delta_of=tmp_path / "saved")
+    assert "not finite" not in recstore("inspect", tmp_path / "delta").stdout
 
 
 def as_dicts(table: Table) -> dict[int, dict[str, Tensor]]:

@@ -45,7 +45,7 @@ def negative_learning_rate() -> None:
     Adam(lr=-0.1)
 
 
-@situation("TypeError", "TableOptions.initializer must be UniformInit, NormalInit or ConstantInit, got str")
+@situation("TypeError", "TableOptions.initializer must be UniformInit or NormalInit or ConstantInit, got str")
 def an_initializer_by_name() -> None:
     TableOptions(initializer="normal")  # type: ignore[arg-type]
 
@@ -68,6 +68,11 @@ def float_ids() -> None:
 @situation("ValueError", "grads must have the shape (3, 4), got (3, 2)")
 def narrow_gradients() -> None:
     Table(4, name="t_user").update(THREE, torch.ones(3, 2))
+
+
+@situation("ValueError", "table 't_user': a gradient is NaN or infinite, and nonfinite='raise': no row was ...")
+def a_gradient_that_is_not_finite() -> None:
+    Table(4, name="t_user", options=TableOptions(nonfinite="raise")).update(THREE, torch.full((3, 4), torch.nan))
 
 
 @situation("ValueError", "ids must be on the CPU, got meta")

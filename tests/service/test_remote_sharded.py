@@ -230,7 +230,7 @@ def test_what_is_refused(server: RecStoreServer) -> None:
     for arguments, kind, error in (
         ({"addresses": "a:1"}, TypeError, "Servers.addresses must be a list"),
         ({"addresses": ["a"]}, ValueError, "Servers.addresses must be HOST:PORT"),
-        ({"addresses": ["a:1"], "staleness": -1}, ValueError, "Servers.staleness must not be negative"),
+        ({"addresses": ["a:1"], "staleness": -1}, ValueError, "Servers.staleness must be at least 0, got -1"),
         ({"addresses": ["a:1"], "token": "a b"}, ValueError, "Servers.token must be"),
         ({"addresses": ["a:1"], "tls_cert": "x"}, ValueError, "tls_key must be set together"),
         ({"addresses": ["a:1"], "timeout_s": 0}, ValueError, "Servers.timeout_s must be positive"),

@@ -119,6 +119,16 @@ def _compare_tables(
     return difference
 
 
+def nonfinite_rows(chain: Sequence[CheckpointInfo], name: str) -> int:
+    """Returns how many rows have a weight or state that is not finite. All files must have passed ``check_files``."""
+    count = 0
+    for shards in FoldedTable(chain, name):
+        tensors = [tensor for shard in shards for key, tensor in shard.rows.items() if key not in STAMPS]
+        finite = [values(each).isfinite().view(len(each), -1).all(1) for each in tensors]
+        count += int((~torch.stack(finite).all(0)).sum())
+    return count
+
+
 def _sightings(before: CheckpointInfo, after: CheckpointInfo, name: str) -> dict[str, tuple[object, object]]:
     """Returns the sums of the counts of admission if any count differs."""
     counted = (saved_state(info, name).sightings or no_sightings() for info in (before, after))

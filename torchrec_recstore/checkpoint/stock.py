@@ -15,6 +15,7 @@ from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore import optim
+from torchrec_recstore.options import check_int
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import ShardLayout, WholeRows
 from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out, tables_named
@@ -75,8 +76,7 @@ def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Te
         ValueError: The table is unknown, several tables have the name, or ``num_rows`` is negative, on every rank.
     """
     table = tables_named(model, [table_name])[table_name]
-    if num_rows < 0:
-        raise ValueError(f"num_rows must not be negative, got {num_rows}")
+    check_int("num_rows", num_rows, 0)
     with refused_together(table.state.env):
         table.state.copies.check()
     out = torch.zeros(num_rows, table.dim)  # Cells of other ranks' shards stay 0.
@@ -406,8 +406,7 @@ def _counted_tables(model: nn.Module, num_rows: Mapping[str, int], leave_out: bo
     if missing:
         raise ValueError(f"num_rows has no number for RecStore table {', '.join(missing)}")
     for table, rows in counts.items():
-        if rows < 0:
-            raise ValueError(f"num_rows of table {table.name!r} must not be negative, got {rows}")
+        check_int(f"num_rows of table {table.name!r}", rows, 0)
         state = table.state
         ids = [shard.table.ids() for shard in state.shards if shard.table.columns.start == 0]
         outside = sum(all_gathered(sum(int(((i < 0) | (i >= rows)).sum()) for i in ids), state.env))

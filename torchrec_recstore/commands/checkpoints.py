@@ -66,6 +66,7 @@ def inspect(
     if path.is_file():
         _inspect_served_file(path, verify, as_json)
         return
+    from torchrec_recstore.checkpoint.compare import nonfinite_rows
     from torchrec_recstore.checkpoint.info import METADATA, read_chain, read_info
 
     with errors_in_one_line():
@@ -78,10 +79,13 @@ def inspect(
         chain = read_chain(path)
         if verify:
             _verify(chain)
+        nonfinite = {name: nonfinite_rows(chain, name) for name in chain[-1].tables} if verify else {}
     if as_json:
-        print_json({**_as_json(chain), "verified": verify})
+        print_json({**_as_json(chain), "verified": verify, "nonfinite_rows": nonfinite if verify else None})
         return
     _print_checkpoint(chain)
+    if bad := [f"{count:,} of {name}" for name, count in in_order(nonfinite) if count]:
+        print_line(f"not finite      rows with NaN or infinity: {', '.join(bad)}")
     files = sum(len(info.files) for info in chain) + len(chain)
     print_line(f"checksums       {f'{files} files good' if verify else 'not verified'}")
 

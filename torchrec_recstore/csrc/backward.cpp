@@ -359,6 +359,7 @@ struct Update::Work {
   ResolvedBatch resolved;
   const float* grad;
   Steps steps;
+  std::vector<std::atomic<int64_t>> nonfinite = std::vector<std::atomic<int64_t>>(resolved.group.tables.size());
   std::vector<StepScalars> scalars;
   std::vector<StochasticRounding> roundings;
   Grouping grouping;
@@ -403,10 +404,11 @@ Distinct Update::run() noexcept {
     args.scalars = work.scalars[chunk.table];
     args.step = work.steps[chunk.table];
     args.half_life = static_cast<uint32_t>(table.config().bounds.half_life);
+    args.nonfinite = table.config().nonfinite == Nonfinite::kPass ? nullptr : &work.nonfinite[chunk.table];
     row_kernels().update(args);
   });
   for (size_t t = 0; t < tables.size(); ++t) {
-    if (work.steps[t] != kForgotten) tables[t]->count_update(distinct[t]);
+    if (work.steps[t] != kForgotten) tables[t]->count_update(distinct[t], work.nonfinite[t]);
   }
   return distinct;
 }

@@ -50,6 +50,10 @@ inline int64_t state_bytes(StateType type) { return type == StateType::kFloat16 
 // Number of floats that this many numbers occupy. They are padded to whole floats.
 inline int64_t state_floats(StateType type, int64_t numbers) { return type == StateType::kFloat16 ? (numbers + 1) / 2 : numbers; }
 
+// What an update does with gradients that are not finite: nothing; it leaves the rows as they are whose summed gradient is
+// not finite; or it fails before any row changes. The values are those of NONFINITE in options.py.
+enum class Nonfinite : int64_t { kPass = 0, kSkip = 1, kRaise = 2 };
+
 enum class InitKind : int64_t { kUniform = 0, kNormal = 1, kConstant = 2 };
 
 struct InitConfig {
@@ -94,6 +98,7 @@ struct TableConfig {
   RowType row_type = RowType::kFloat32;
   bool stochastic_rounding = false;  // updates round narrow weights stochastically; else to nearest
   StateType state_type = StateType::kFloat32;
+  Nonfinite nonfinite = Nonfinite::kPass;
   InitConfig init;
   OptimizerConfig optimizer;
   Bounds bounds;

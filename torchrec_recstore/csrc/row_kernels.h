@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
@@ -104,6 +105,8 @@ struct UpdateArgs {
   StepScalars scalars;
   uint32_t step;                  // the step that looked up the rows; 0: do not record a step
   uint32_t half_life;             // half-life of the frequencies
+  std::atomic<int64_t>* nonfinite;  // the number of rows that were not updated, because their gradient is not finite; or
+                                    // nullptr: all rows are updated
 };
 
 // The search of the index and the loops over rows, which are compiled once for each instruction set. All versions give the same bits: they use

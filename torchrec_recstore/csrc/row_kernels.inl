@@ -227,10 +227,14 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
       const float* g = grad;
       const float scale = scale_of(a, bag, p);
       if (link != 0 || scale != 1.0f || columns % kLanes != 0) g = sum_gradients(a, columns, grad, scale, p);
-      if (Extras) g = before_step(a, columns, w, g);
-      Step::run(a, columns, w, typename State::Of(a, p, row + weight_floats, aside), g);
-      if (Extras) after_step(a, columns, w);
-      if constexpr (Row::kNarrow) updated.add(p, row);
+      if (a.nonfinite == nullptr || is_finite(columns, g)) {
+        if (Extras) g = before_step(a, columns, w, g);
+        Step::run(a, columns, w, typename State::Of(a, p, row + weight_floats, aside), g);
+        if (Extras) after_step(a, columns, w);
+        if constexpr (Row::kNarrow) updated.add(p, row);
+      } else {
+        a.nonfinite->fetch_add(1, std::memory_order_relaxed);
+      }
       if (a.step != 0) count_step(aside.meta, a.step, a.half_life);
     }
   }

@@ -21,6 +21,17 @@ inline float sum_of_squares(Columns columns, const float* x) {
 template <class Columns>
 inline float norm(Columns columns, const float* x) { return __builtin_sqrtf(sum_of_squares(columns, x)); }
 
+// Whether all numbers are finite: x - x is 0 if x is, and else NaN.
+template <class Columns>
+inline bool is_finite(Columns columns, const float* x) {
+  Vec sum{};
+  for_each_run(columns, [&](int64_t d, auto n) {
+    const Vec v = load(x + d, n);
+    sum += v - v;
+  });
+  return reduce(sum) == 0.0f;
+}
+
 template <class Columns>
 inline void scale(Columns columns, const float* from, float factor, float* to) {
   const Vec f = broadcast(factor);

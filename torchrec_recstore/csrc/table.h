@@ -34,6 +34,7 @@ struct Counters {
   int64_t expired = 0;
   int64_t cold_hits = 0;
   int64_t updates = 0;
+  int64_t nonfinite = 0;
   int64_t steps = 0;
 };
 
@@ -91,9 +92,10 @@ class Table {
   // LAMB, like FBGEMM's iter, and a checkpoint contains it.
   int64_t optimizer_steps() const { return optimizer_steps_; }
   void set_optimizer_steps(int64_t steps) { optimizer_steps_ = steps; }
-  // Counts an update of `rows` rows.
-  void count_update(int64_t rows) {
-    counters_.updates += rows;
+  // Counts an update of `rows` rows, of which `nonfinite` were left as they are.
+  void count_update(int64_t rows, int64_t nonfinite) {
+    counters_.updates += rows - nonfinite;
+    counters_.nonfinite += nonfinite;
     ++optimizer_steps_;
   }
   int64_t size() const { return index_.size(); }

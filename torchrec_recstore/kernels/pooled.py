@@ -15,6 +15,7 @@ from torchrec_recstore import ops
 from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.kernels.lookup import LookupKernel
 from torchrec_recstore.kernels.routing import BlockRouting, one_routing_each
+from torchrec_recstore.options import check_int
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.cold_tier import ColdTier
 from torchrec_recstore.store.memory_tier import holding
@@ -52,8 +53,7 @@ class PooledKernel(LookupKernel):
         if pooling not in ("sum", "mean"):
             raise ValueError(f"pooling must be 'sum' or 'mean', got {pooling!r}")
         routings = one_routing_each(tables, routings)
-        if accumulation_steps < 1:
-            raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
+        check_int("accumulation_steps", accumulation_steps, 1)
         self.tables = list(tables)
         self.accumulation_steps = accumulation_steps
         self._pending: list[tuple[Tensor, Tensor]] = []  # context and gradient of each pass before the next update

@@ -18,7 +18,7 @@ from torchrec_recstore.modules.eager_kernels import Bags, EagerKernels
 from torchrec_recstore.modules.owned_table import load_table_state
 from torchrec_recstore.modules.table_module import LearningRate, TableModule, optimizer_of
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.options import NormalInit, TableOptions
+from torchrec_recstore.options import NormalInit, TableOptions, check_int
 
 
 class DropIn(TableModule):
@@ -326,11 +326,8 @@ class RecStoreEmbeddingBag(DropIn):
 
 
 def _check_shape(num_embeddings: int, embedding_dim: int, max_norm: float | None, weight: Tensor | None) -> None:
-    for argument, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
-    if num_embeddings < 0:
-        raise ValueError(f"num_embeddings must not be negative, got {num_embeddings}")
+    check_int("num_embeddings", num_embeddings, 0)
+    check_int("embedding_dim", embedding_dim, 1)
     if max_norm is not None:
         raise ValueError(
             f"max_norm={max_norm} is not supported, since lookups do not change rows: "

@@ -26,7 +26,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_recstore.display import html_table, text_table
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.options import Servers, TableOptions, resident_rows
+from torchrec_recstore.options import Servers, TableOptions, check_int, resident_rows
 from torchrec_recstore.sharders.fused_params import (
     ACCUMULATION_KEY,
     OPTIMIZER_KEY,
@@ -158,10 +158,7 @@ def with_own_arguments(
     fused_params: Mapping[str, Any] | None, optimizer: Optimizer | None, accumulation_steps: int
 ) -> dict[str, Any] | None:
     """Returns a sharder's ``fused_params`` with its own arguments, which the planner reads too."""
-    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int):
-        raise TypeError(f"accumulation_steps must be an int, got {type(accumulation_steps).__name__}")
-    if accumulation_steps < 1:
-        raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
+    check_int("accumulation_steps", accumulation_steps, 1)
     own: dict[str, Any] = {} if accumulation_steps == 1 else {ACCUMULATION_KEY: accumulation_steps}
     if optimizer is not None:
         if not isinstance(optimizer, Optimizer):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrec_recstore.ops import RowTensors
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.options import TableOptions
+from torchrec_recstore.options import TableOptions, check_int
 from torchrec_recstore.row_types import MOST_COLUMNS, ROW_DTYPES, STATE_TYPES, as_stored, stored_columns, value_dtype
 
 
@@ -116,12 +116,7 @@ def check_table(
     state_dtype: object,
 ) -> None:
     """Raises TypeError or ValueError, which name the argument, if an argument of a :class:`Table` is not valid."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim must be an int, got {type(dim).__name__}")
-    if dim < 1:
-        raise ValueError(f"dim must be at least 1, got {dim}")
-    if dim > MOST_COLUMNS:
-        raise ValueError(f"dim must be at most 2**24, got {dim}")
+    dim = check_int("dim", dim, 1, MOST_COLUMNS)
     if dtype not in ROW_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, ROW_DTYPES))}, got {dtype}")
     if stochastic_rounding is not None and not isinstance(stochastic_rounding, bool):

@@ -31,7 +31,7 @@ PART_ROWS = 1 << 16
 """The rows that :meth:`Table.parts` reads, and :meth:`Table.write` writes, at once: it limits memory and pauses."""
 
 _ARRIVALS = 8  # the parts of max_rows in which rows are written
-_NATIVE_STATS = "rows bytes lookups misses inserts updates steps refused evicted expired cold_hits refused_times"
+_STATS = "rows bytes lookups misses inserts updates nonfinite steps refused evicted expired cold_hits refused_times"
 
 
 class Table:
@@ -458,7 +458,7 @@ class Table:
     def stats(self) -> TableStats:
         """Returns the table's statistics: numbers of rows, bytes, hits, misses and so on."""
         with ops.native_errors(self._who):
-            told = dict(zip(_NATIVE_STATS.split(), ops.table_stats(self.handle), strict=True))
+            told = dict(zip(_STATS.split(), ops.table_stats(self.handle), strict=True))
         return TableStats(**told, cold_rows=self.tier.rows, hits=told["lookups"] - told["misses"])
 
     def close(self, *, flush: bool = True) -> None:

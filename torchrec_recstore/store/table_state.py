@@ -176,6 +176,7 @@ class TableStats:
         expired: The number of rows that expired.
         cold_hits: The number of misses that were found in the cold store.
         updates: The number of rows that a backward or ``update`` has changed.
+        nonfinite: The number of rows that an update has left as they are. See ``TableOptions.nonfinite``.
         steps: The number of training lookups.
         refused_times: The number of calls of ``set_time`` with a time that was refused. See ``Expiry.max_jump_s``.
     """
@@ -192,6 +193,7 @@ class TableStats:
     expired: int = 0
     cold_hits: int = 0
     updates: int = 0
+    nonfinite: int = 0
     steps: int = 0
     refused_times: int = 0
 

@@ -24,7 +24,7 @@ from torchrec_recstore.kernels.lookup import LookupKernel
 from torchrec_recstore.kernels.pooled import PooledKernel
 from torchrec_recstore.kernels.sequence import SequenceKernel
 from torchrec_recstore.optim import SGD, Optimizer
-from torchrec_recstore.options import ConstantInit, TableOptions
+from torchrec_recstore.options import ConstantInit, TableOptions, check_int
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.arguments import among
@@ -70,10 +70,7 @@ class ClientTable:
         options: TableOptions,
         staleness: int = 0,
     ) -> None:
-        if isinstance(staleness, bool) or not isinstance(staleness, int):
-            raise TypeError(f"staleness must be an int, got {type(staleness).__name__}")
-        if staleness < 0:
-            raise ValueError(f"staleness must not be negative, got {staleness}")
+        check_int("staleness", staleness, 0)
         self.client = client
         self.name = name
         self.dim = shape[1]

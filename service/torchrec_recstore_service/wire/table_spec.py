@@ -14,7 +14,7 @@ import torch
 
 from torchrec_recstore.encoding import check_fields, decode, encode
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.options import TableOptions
+from torchrec_recstore.options import TableOptions, check_int
 from torchrec_recstore.row_types import MOST_COLUMNS, ROW_DTYPES
 
 _LONGEST = 1 << 16
@@ -52,10 +52,7 @@ class TableSpec:
     lossless: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.dim, bool) or not isinstance(self.dim, int):
-            raise TypeError(f"dim must be an int, got {type(self.dim).__name__}")
-        if self.dim < 1:
-            raise ValueError(f"dim must be at least 1, got {self.dim}")
+        check_int("dim", self.dim, 1)
         if self.dim > MOST_COLUMNS:
             raise ValueError("dim must be at most 2**24")
         if self.dtype not in ROW_DTYPES:

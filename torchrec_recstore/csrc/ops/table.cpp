@@ -23,12 +23,13 @@ constexpr int64_t kMostColumns = int64_t{1} << 24;
 int64_t table_create(std::string name, int64_t column_begin, int64_t column_end, int64_t seed, bool missing_reads_init,
                      int64_t init, double init_a, double init_b, double init_truncate, int64_t optimizer,
                      std::vector<double> optimizer_numbers, int64_t row_type, bool stochastic_rounding,
-                     int64_t state_type, std::vector<int64_t> bounds) {
+                     int64_t state_type, int64_t nonfinite, std::vector<int64_t> bounds) {
   if (column_begin < 0 || column_end <= column_begin) throw InvalidArgument("columns must be a non-empty range");
   if (column_end > kMostColumns) throw InvalidArgument("a row has at most 2**24 columns, got " + std::to_string(column_end));
   if (init < 0 || init > 2) throw InvalidArgument("init must be 0, 1 or 2");
   if (row_type < 0 || row_type > 3) throw InvalidArgument("row_type must be from 0 to 3");
   if (state_type < 0 || state_type > 1) throw InvalidArgument("state_type must be 0 or 1");
+  if (nonfinite < 0 || nonfinite > 2) throw InvalidArgument("nonfinite must be 0, 1 or 2");
   TableConfig config;
   config.name = std::move(name);
   config.column_begin = column_begin;
@@ -39,6 +40,7 @@ int64_t table_create(std::string name, int64_t column_begin, int64_t column_end,
   config.row_type = static_cast<RowType>(row_type);
   config.stochastic_rounding = stochastic_rounding;
   config.state_type = static_cast<StateType>(state_type);
+  config.nonfinite = static_cast<Nonfinite>(nonfinite);
   config.bounds = Bounds::of(bounds);
   config.optimizer = OptimizerConfig::of(optimizer, optimizer_numbers);
   row_kernels();  // throws if RECSTORE_ISA is wrong
@@ -118,12 +120,13 @@ Tensor table_ids(int64_t table) {
   return out;
 }
 
-// Returns rows, bytes, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold hits, refused times.
+// Returns rows, bytes, lookups, misses, inserts, updates, nonfinite, steps, refused, evicted, expired, cold hits, refused
+// times.
 std::vector<int64_t> table_stats(int64_t table) {
   const SharedTable owner(tables().get(table), executor());
   const Counters& c = owner->counters();
   const int64_t refused_times = owner->wall_clock() == nullptr ? 0 : owner->wall_clock()->refused();
-  return {owner->size(), owner->bytes(), c.lookups, c.misses, c.inserts, c.updates, c.steps, c.refused, c.evicted, c.expired, c.cold_hits, refused_times};
+  return {owner->size(), owner->bytes(), c.lookups, c.misses, c.inserts, c.updates, c.nonfinite, c.steps, c.refused, c.evicted, c.expired, c.cold_hits, refused_times};
 }
 
 // Returns what admission has counted: ids (N,) int64, their counts (N,) uint8, and their generations (N,) uint8.
@@ -217,7 +220,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def(
       "table_create(str name, int column_begin, int column_end, int seed, bool missing_reads_init, int init, float init_a, "
       "float init_b, float init_truncate, int optimizer, float[] optimizer_numbers, int row_type, "
-      "bool stochastic_rounding, int state_type, int[] bounds) -> int");
+      "bool stochastic_rounding, int state_type, int nonfinite, int[] bounds) -> int");
   m.def("table_destroy(int table) -> ()");
   m.def("table_lookup(int table, Tensor ids, bool train) -> Tensor");
   m.def("table_read(int table, Tensor ids, Tensor(a!) out) -> ()");
