@@ -82,6 +82,17 @@ def test_fused(rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert words in report
 
 
+def test_dense_layers_in_bfloat16(rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each step uses the present weights, so the loss falls as in float32, and the evaluation is in float32."""
+    changes = {"data": rows_file, "limit_rows": 4000, "batch_size": 64}
+    result, _ = train_here(tmp_path / "amp.json", capsys, **changes, amp=True)
+    plain, _ = train_here(tmp_path / "plain.json", capsys, **changes)
+    check_result(result, amp=True, train_samples=3200)
+    assert result["train_loss"] != plain["train_loss"]
+    assert result["train_loss"] == pytest.approx(plain["train_loss"], abs=2e-3)
+    assert result["test_auc"] == pytest.approx(plain["test_auc"], abs=0.02)
+
+
 @pytest.mark.slow
 def test_recstore_holds_the_ids_it_was_trained_on_and_learns_the_same_on_two_ranks(
     rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
