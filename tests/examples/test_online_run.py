@@ -146,10 +146,9 @@ def test_a_stopped_follower_is_seen_and_an_interrupted_run_goes_on(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", range(3))
-def test_the_served_model_follows_the_drift_and_a_frozen_one_does_not(tmp_path: Path, seed: int) -> None:
-    result, report = run(tmp_path / "run", "--seconds", 30, "--rate", 1000, "--seed", seed)
-    print(f"seed {seed}: margin {result['margin']:.4f}\n{report}")
+def test_the_served_model_follows_the_drift_and_a_frozen_one_does_not(tmp_path: Path) -> None:
+    result, report = run(tmp_path / "run", "--seconds", 30, "--rate", 1000)
+    print(f"margin {result['margin']:.4f}\n{report}")
     assert result["margin"] > MARGIN
     assert result["offset"] == 140_000 + 30 * 1000
     assert result["expired"] > 0
