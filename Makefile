@@ -6,6 +6,8 @@ ARM_RUN ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
+# Slow tests wait for half of their time: for processes that are killed, for leases, for clicks.
+SLOW_WORKERS := $(shell n=$$(($$(nproc) + 1)); echo $$((n < 8 ? n : 8)))
 SERVING := serving/torchrec_recstore_serving/csrc
 SERVICE := service/torchrec_recstore_service/csrc
 SOURCES := $(wildcard torchrec_recstore/csrc/*.* torchrec_recstore/csrc/ops/*.* $(SERVING)/*.* $(SERVING)/ops/*.* $(SERVICE)/*.*)
@@ -54,7 +56,7 @@ test: build $(VENV)/.dev-requirements  ## lint, the C++ tests, and the Python te
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow" $(ARGS)
 
 test-slow: build $(VENV)/.dev-requirements  ## the slow tests, test-faults and test-tsan: the second step of CI
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m slow $(ARGS)
+	$(BIN)/python -m pytest -n $(SLOW_WORKERS) --dist worksteal -m slow $(ARGS)
 	@$(MAKE) --no-print-directory -j$(shell nproc) test-faults test-tsan
 
 test-all:  ## everything that CI runs: make test, then make test-slow
