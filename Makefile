@@ -16,7 +16,7 @@ CORE := $(notdir $(wildcard torchrec_recstore/csrc/*.cpp $(SERVING)/*.cpp) $(fil
 INCLUDES := -I torchrec_recstore/csrc -I $(SERVING) -I $(SERVICE)
 vpath %.cpp torchrec_recstore/csrc $(SERVING) $(SERVICE)
 
-.PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-arm test-mutations parity matrix lint proto bench big docs wheel package clean
+.PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-arm test-mutations parity matrix lint proto bench big docs wheels try-wheels package clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -153,9 +153,21 @@ bench: build $(VENV)/.dev-requirements  ## run the benchmarks; writes benchmarks
 docs: build $(VENV)/.dev-requirements  ## build the documentation as HTML, in build/docs; a warning is an error
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
-wheel: build $(VENV)/.dev-requirements  ## build the three wheels in dist/
+$(VENV)/.wheel-requirements: requirements/wheels.txt $(VENV)/.dev-requirements
+	$(PIP) install -r $<
+	@touch $@
+
+# dist/ then holds wheels for both processors and the sdists; those of this processor are tried.
+wheels: build $(VENV)/.wheel-requirements  ## build wheels and sdists for an index in dist/, check them, and try the wheels
 	rm -rf dist
-	for d in . service serving; do $(BIN)/python -m build --wheel --no-isolation --outdir dist $$d || exit 1; done
+	$(BIN)/python build_wheels.py $(ARGS)
+	for d in . service serving; do $(BIN)/python -m build --sdist --no-isolation --outdir dist $$d || exit 1; done
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m abi3audit --strict --assume-minimum-abi3 3.10 dist/*.whl
+	@$(MAKE) --no-print-directory try-wheels
+
+try-wheels:  ## try the wheels in dist/ in a clean environment, with $$PYTHON or python3
+	tests/package/install.sh $(foreach name,recstore recstore_service recstore_serving,$(wildcard dist/torchrec_$(name)-*$(shell uname -m).whl))
 
 package: $(VENV)/.dev-requirements  ## build wheels and sdists in dist/, and try each in a clean environment
 	rm -rf dist

@@ -33,7 +33,8 @@ SCRIPT_OF |= {
     "service_saturation": "service",
 }
 SCRIPT_OF |= {
-    f"serving_{part}": "serving" for part in ("lookup", "delta", "mapped", "servers", "load", "publisher", "stream")
+    f"serving_{part}": "serving"
+    for part in ("lookup", "delta", "mapped", "servers", "load", "publisher", "http", "stream")
 }
 SCRIPT_OF |= {f"options_{part}": "options" for part in ("training", "new_rows", "evaluation", "routing")}
 

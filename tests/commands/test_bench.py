@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def test_list() -> None:
     for name in scripts.SCRIPTS:
         text = (ROOT / "benchmarks" / f"{name}.py").read_text()
         assert all(f'"{flag}"' in text for flag in scripts.QUICK[name] if flag.startswith("--")), name
+        for benchmark in re.findall(r'"benchmark": "(\w+)"', text):
+            assert scripts.SCRIPT_OF.get(benchmark, benchmark) == name
 
 
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,7 +231,9 @@ def test_bags_and_rows_of_bounded_tables() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("backend", "kinds"), [("aot_eager", ("weighted", "timed", "bounded", "several")), ("inductor", ("several",))])
+@pytest.mark.parametrize(
+    ("backend", "kinds"), [("aot_eager", ("weighted", "timed", "bounded", "several")), ("inductor", ("several",))]
+)
 @pytest.mark.usefixtures("one_rank")
 def test_one_rank(backend: str, kinds: tuple[str, ...]) -> None:
     compiled_equals_eager(0, 1, kinds, backend, ("pipeline", "model"), 20)
