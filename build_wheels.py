@@ -38,12 +38,10 @@ def compilers(architecture: str, calls_torch: bool) -> "dict[str, str]":
     if not calls_torch:
         zig = [sys.executable, "-m", "ziglang"]
         target = ["-target", f"{architecture}-linux-gnu.{GLIBC}"]
-        # Without a sanitizer, and with neither unknown warnings nor debug information of the C++ library.
+        quiet = ["-fno-sanitize=all", "-Wno-unknown-warning-option"]
         return {
             "CC": script(f"cc-{architecture}", *zig, "cc", *target),
-            "CXX": script(
-                f"cxx-{architecture}", *zig, "c++", *target, "-fno-sanitize=all", "-Wno-unknown-warning-option"
-            ),
+            "CXX": script(f"cxx-{architecture}", *zig, "c++", *target, *quiet),
         }
     prefix = "" if architecture == platform.machine() else f"{architecture}-linux-gnu-"
     found = {"CC": f"{prefix}gcc", "CXX": f"{prefix}g++"}
@@ -85,6 +83,7 @@ def build(project: str, architecture: str, output: Path) -> Path:
 
 
 def main() -> None:
+    """Builds the wheels that the flags ask for, and prints their names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="directory of the wheels")
     parser.add_argument("--arch", default=",".join(ARCHITECTURES), help="processors, separated by commas")
