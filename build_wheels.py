@@ -60,8 +60,8 @@ def build(project: str, architecture: str, output: Path) -> Path:
     for name in TORCH:
         options = ["-shared", "-fPIC", f"-Wl,-soname,lib{name}.so", "-x", "c", "/dev/null"]
         subprocess.run([environment["CC"], *options, "-o", stubs / f"lib{name}.so"], check=True)
-    # The empty libraries have no symbols, so the linker would leave their names out.
-    environment["LDFLAGS"] = f"-L{stubs} -Wl,--no-as-needed"
+    # The empty libraries have no symbols, so the linker would leave their names out. -s leaves out debug information.
+    environment["LDFLAGS"] = f"-L{stubs} -Wl,--no-as-needed -s"
     environment["_PYTHON_HOST_PLATFORM"] = f"linux-{architecture}"
     # A copy, so that objects of another compiler are not taken, and the checkout keeps its extension.
     copy = WORK / "source"
@@ -75,8 +75,10 @@ def build(project: str, architecture: str, output: Path) -> Path:
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(built), str(copy / project)]
     subprocess.run(command, env=environment, check=True)
     (wheel,) = built.glob("*.whl")
-    own = [f"--exclude=lib{name}.so" for name in TORCH]
-    repair = [sys.executable, "-m", "auditwheel", "repair", "--strip", *own, "--wheel-dir", str(output), str(wheel)]
+    options = [f"--exclude=lib{name}.so" for name in TORCH]
+    if not PROJECTS[project]:  # the others ask for whatever GCC's system has
+        options.append(f"--plat=manylinux_{GLIBC.replace('.', '_')}_{architecture}")
+    repair = [sys.executable, "-m", "auditwheel", "repair", *options, "--wheel-dir", str(output), str(wheel)]
     before = set(output.glob("*.whl"))
     subprocess.run(repair, env=environment, check=True)
     (repaired,) = set(output.glob("*.whl")) - before
