@@ -75,10 +75,8 @@ def build(project: str, architecture: str, output: Path) -> Path:
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(built), str(copy / project)]
     subprocess.run(command, env=environment, check=True)
     (wheel,) = built.glob("*.whl")
-    options = [f"--exclude=lib{name}.so" for name in TORCH]
-    if not PROJECTS[project]:  # the others ask for whatever GCC's system has
-        options.append(f"--plat=manylinux_{GLIBC.replace('.', '_')}_{architecture}")
-    repair = [sys.executable, "-m", "auditwheel", "repair", *options, "--wheel-dir", str(output), str(wheel)]
+    own = [f"--exclude=lib{name}.so" for name in TORCH]
+    repair = [sys.executable, "-m", "auditwheel", "repair", *own, "--wheel-dir", str(output), str(wheel)]
     before = set(output.glob("*.whl"))
     subprocess.run(repair, env=environment, check=True)
     (repaired,) = set(output.glob("*.whl")) - before

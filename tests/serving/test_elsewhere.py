@@ -262,6 +262,7 @@ def test_following_in_cpp(program: Path, tmp_path: Path) -> None:
                 output = torch.load(tmp_path / "output.pt")
                 time.sleep(0.02)
             versions.add(line.split()[-1])
+        publisher.close()  # It would write the file again.
         latest = tmp_path / "published" / "latest.json"
         for place in (0.1, 0.5, 0.99):
             whole = latest.read_bytes()
@@ -271,6 +272,7 @@ def test_following_in_cpp(program: Path, tmp_path: Path) -> None:
             while f"{latest} is not signed with the key" not in (said := follower.stderr.readline()):
                 assert said
             latest.write_bytes(whole)
+            time.sleep(0.5)  # It says the same again once it has read the file in between.
         follower.stdin.close()
         assert follower.wait(60) == 0
     assert len(versions) == 4
