@@ -88,11 +88,8 @@ for _name, _entry in commands().items():
             {"hidden": True, "context_settings": _PASS_ON} if _command.__module__ == __name__ else {}
         )
         app.command(_name, rich_help_panel=JOBS, **_says_why)(_command)
-app.command(rich_help_panel=CHECKPOINTS)(inspect)
-app.command(rich_help_panel=CHECKPOINTS)(diff)
-app.command(rich_help_panel=CHECKPOINTS)(compact)
-app.command(rich_help_panel=CHECKPOINTS)(top)
-app.command(rich_help_panel=CHECKPOINTS)(neighbours)
+for _of_checkpoints in (inspect, diff, compact, top, neighbours):
+    app.command(rich_help_panel=CHECKPOINTS)(_of_checkpoints)
 app.command(rich_help_panel=MACHINE)(doctor)
 app.command(rich_help_panel=MACHINE)(bench)
 

@@ -12,11 +12,9 @@ from torchrec_recstore.doctor import machine as checks
 from torchrec_recstore.doctor.machine import Finding, Machine
 from torchrec_recstore.doctor.packages import MODULES, optional_packages, packages, probe
 
-SECTIONS = ("packages", "processor", "memory", "threads", "files")
-
 
 def examine(data: Path, cold: Sequence[Path] = ()) -> Iterator[tuple[str, Finding]]:
-    """Checks the packages and this machine. Yields the section and the finding of each check, in the order of SECTIONS.
+    """Checks the packages and this machine. Yields the section and the finding of each check, section by section.
 
     ``data`` is a directory on the disk for checkpoints and cold rows, and ``cold`` are directories of ``RocksDBStore``.
     """
