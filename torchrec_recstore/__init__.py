@@ -28,8 +28,9 @@ __version__ = "0.2.0"
 # The public names by the module that defines them.
 _NAMES = {
     "checkpoint": """AsyncSave CheckpointError CheckpointInfo TopRows async_save compact_checkpoint export_dense_weights
-        load_checkpoint load_dense_weights load_distributed_checkpoint load_into_stock load_stock_state_dict
-        neighbours read_info save_checkpoint stock_optimizer_state_dict stock_state_dict top_rows""",
+        load_checkpoint load_dense_weights load_distributed_checkpoint load_distributed_state load_into_stock
+        load_stock_state_dict neighbours read_info save_checkpoint stock_optimizer_state_dict stock_state_dict
+        top_rows""",
     "modules": """RecStoreEmbedding RecStoreEmbeddingBag RecStoreEmbeddingBagCollection RecStoreEmbeddingCollection
         SparseAdamW SparseRowWiseAdagrad SparseSGD""",
     "planner": "RecStoreConstraints RecStorePlanner",

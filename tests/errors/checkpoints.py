@@ -15,7 +15,13 @@ from tests.checkpoint import models
 from tests.checkpoint.test_info import Document, change
 from tests.errors.situations import situation
 from tests.sharders.models import bag, collection, sharded
-from torchrec_recstore import compact_checkpoint, load_checkpoint, load_distributed_checkpoint, save_checkpoint
+from torchrec_recstore import (
+    compact_checkpoint,
+    load_checkpoint,
+    load_distributed_checkpoint,
+    load_distributed_state,
+    save_checkpoint,
+)
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.modules import RecStoreEmbedding
 
@@ -226,6 +232,27 @@ def an_unknown_base(one_rank: None, tmp_path: Path) -> None:
 def weights_alone(one_rank: None, tmp_path: Path) -> None:
     model = models.recstore()
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "1000")
+    load_distributed_checkpoint(model, tmp_path / "1000")
+
+
+@situation(
+    "ValueError", "sparse.embedding_bags.user.weight: the checkpoint has 1 ids outside [0, 3), and row i is id i"
+)
+def an_id_that_a_stock_table_lacks(one_rank: None, tmp_path: Path) -> None:
+    key = "sparse.embedding_bags.user.weight"
+    saved = {key: torch.ones(2, 8), f"{key}_id": torch.tensor([1, -1]), f"{key}_rows": torch.tensor([2])}
+    dcp.save(saved, checkpoint_id=tmp_path / "1000")
+    load_distributed_state({key: torch.ones(3, 8)}, checkpoint_id=tmp_path / "1000")
+
+
+@situation(
+    "ValueError",
+    "the checkpoint .../1000 has no table and no tensor of the model: load_distributed_state loads the state of an "
+    "optimizer alone",
+)
+def an_optimizer_alone(one_rank: None, tmp_path: Path) -> None:
+    model = models.recstore()
+    dcp.save(model.fused_optimizer.state_dict(), checkpoint_id=tmp_path / "1000")
     load_distributed_checkpoint(model, tmp_path / "1000")
 
 

@@ -10,24 +10,29 @@ from typing import TYPE_CHECKING
 from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
-    from torchrec_recstore.checkpoint.distributed import load_distributed_checkpoint
-    from torchrec_recstore.checkpoint.files import CheckpointError
-    from torchrec_recstore.checkpoint.fold import compact_checkpoint
-    from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_info
-    from torchrec_recstore.checkpoint.load import load_checkpoint
-    from torchrec_recstore.checkpoint.row_search import TopRows, neighbours, top_rows
-    from torchrec_recstore.checkpoint.save import AsyncSave, async_save, save_checkpoint
-    from torchrec_recstore.checkpoint.stock import (
-        export_dense_weights,
-        load_dense_weights,
-        load_into_stock,
-        load_stock_state_dict,
-        stock_optimizer_state_dict,
-        stock_state_dict,
-    )
+    from torchrec_recstore.checkpoint.distributed import load_distributed_checkpoint as load_distributed_checkpoint
+    from torchrec_recstore.checkpoint.distributed import load_distributed_state as load_distributed_state
+    from torchrec_recstore.checkpoint.files import CheckpointError as CheckpointError
+    from torchrec_recstore.checkpoint.fold import compact_checkpoint as compact_checkpoint
+    from torchrec_recstore.checkpoint.info import CheckpointInfo as CheckpointInfo
+    from torchrec_recstore.checkpoint.info import TableInfo as TableInfo
+    from torchrec_recstore.checkpoint.info import read_info as read_info
+    from torchrec_recstore.checkpoint.load import load_checkpoint as load_checkpoint
+    from torchrec_recstore.checkpoint.row_search import TopRows as TopRows
+    from torchrec_recstore.checkpoint.row_search import neighbours as neighbours
+    from torchrec_recstore.checkpoint.row_search import top_rows as top_rows
+    from torchrec_recstore.checkpoint.save import AsyncSave as AsyncSave
+    from torchrec_recstore.checkpoint.save import async_save as async_save
+    from torchrec_recstore.checkpoint.save import save_checkpoint as save_checkpoint
+    from torchrec_recstore.checkpoint.stock import export_dense_weights as export_dense_weights
+    from torchrec_recstore.checkpoint.stock import load_dense_weights as load_dense_weights
+    from torchrec_recstore.checkpoint.stock import load_into_stock as load_into_stock
+    from torchrec_recstore.checkpoint.stock import load_stock_state_dict as load_stock_state_dict
+    from torchrec_recstore.checkpoint.stock import stock_optimizer_state_dict as stock_optimizer_state_dict
+    from torchrec_recstore.checkpoint.stock import stock_state_dict as stock_state_dict
 
 _NAMES = {
-    "distributed": "load_distributed_checkpoint",
+    "distributed": "load_distributed_checkpoint load_distributed_state",
     "files": "CheckpointError",
     "fold": "compact_checkpoint",
     "info": "CheckpointInfo TableInfo read_info",
@@ -38,27 +43,6 @@ _NAMES = {
     "stock_optimizer_state_dict stock_state_dict",
 }
 
-__all__ = [
-    "AsyncSave",
-    "CheckpointError",
-    "CheckpointInfo",
-    "TableInfo",
-    "TopRows",
-    "async_save",
-    "compact_checkpoint",
-    "export_dense_weights",
-    "load_checkpoint",
-    "load_dense_weights",
-    "load_distributed_checkpoint",
-    "load_into_stock",
-    "load_stock_state_dict",
-    "neighbours",
-    "read_info",
-    "save_checkpoint",
-    "stock_optimizer_state_dict",
-    "stock_state_dict",
-    "top_rows",
-]
-
 _modules = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = [*_modules]
 __getattr__, __dir__ = lazy_names(__name__, _modules)

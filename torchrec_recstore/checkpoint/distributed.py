@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torchrec.distributed import DistributedModelParallel
 
 from torchrec_recstore.checkpoint.reader import held_rows, overlap
+from torchrec_recstore.checkpoint.stock import fill
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import owned_positions
@@ -84,7 +85,8 @@ def load_distributed_checkpoint(
     with refused_together(env):
         prefix = _prefix(tensors.saved, {*mine, *weights}, "model_key", model_key)
         if prefix is None:
-            raise ValueError(f"the checkpoint {checkpoint_id} has no table and no tensor of the model")
+            fix = "load_distributed_state loads the state of an optimizer alone"
+            raise ValueError(f"the checkpoint {checkpoint_id} has no table and no tensor of the model: {fix}")
         states_prefix = _prefix(tensors.saved, of_tables | of_stock, "optimizer_key", optimizer_key)
         present = [table for table in tables if strict or prefix + table.weight_key in tensors.saved]
         tensors.check_files()
@@ -111,6 +113,51 @@ def load_distributed_checkpoint(
     exchange_all(loaded)
     for table in present:
         table.state.forget_copies()
+
+
+def load_distributed_state(state_dict: dict[str, Any], *, checkpoint_id: str | Path, **arguments: Any) -> None:
+    """Loads a checkpoint into a ``state_dict``, as ``torch.distributed.checkpoint.load`` does. Collective.
+
+    It replaces ``dcp.load`` where a framework calls it, with a load planner of its own or with DCP's. The entries of
+    RecStore tables become plain tensors of the saved sizes, so that every rank holds all rows of the state until it has
+    loaded it; :func:`load_distributed_checkpoint` needs less memory. Either the model or the checkpoint can have
+    TorchRec's own tables: row i is id i, an id without a row reads as zeros, and optimizer states are not converted.
+    Raises ValueError if one of these tables in ``state_dict`` has no row for an id of the checkpoint.
+
+    Args:
+        state_dict: The state of a model or of an optimizer, or a dict with such states. It is changed in place.
+        checkpoint_id: The checkpoint's directory.
+        arguments: The other arguments of ``torch.distributed.checkpoint.load``.
+    """
+    saved = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+    stock = list(_sized(state_dict, "", saved))
+    load(state_dict, checkpoint_id=checkpoint_id, **arguments)
+    for of_module, key, value in stock:
+        ids, rows, table = of_module.pop(f"{key}_id"), of_module[key], torch.zeros(value.size())
+        of_module[key] = value
+        if outside := int(((ids < 0) | (ids >= len(table))).sum()):
+            raise ValueError(f"{key}: the checkpoint has {outside} ids outside [0, {len(table)}), and row i is id i")
+        table[ids] = rows.float()
+        fill(value, table)
+
+
+def _sized(state: dict[str, Any], prefix: str, saved: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Gives the entries of RecStore tables the saved keys and sizes. Yields the ones that TorchRec's own tables had."""
+
+    def empty(entry: TensorStorageMetadata) -> Tensor:
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+    for key, value in list(state.items()):
+        name = prefix + key
+        if isinstance(value, dict) and f"{name}.columns" in saved:  # the optimizer state of a table
+            state[key] = {k[len(name) + 1 :]: empty(saved[k]) for k in saved if k.startswith(f"{name}.")}
+        elif isinstance(value, dict):
+            yield from _sized(value, f"{name}.", saved)
+        elif name in saved and (f"{key}_rows" in state or f"{name}_rows" in saved):
+            if state.pop(f"{key}_rows", None) is None:
+                yield state, key, value
+            state.pop(f"{key}_id", None)
+            state |= {key + end: empty(saved[name + end]) for end in ("", "_id") if name + end in saved}
 
 
 _SEARCHED = {

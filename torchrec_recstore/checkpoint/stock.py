@@ -79,16 +79,7 @@ def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Te
     check_int("num_rows", num_rows, 0)
     with refused_together(table.state.env):
         table.state.copies.check()
-    out = torch.zeros(num_rows, table.dim)  # Cells of other ranks' shards stay 0.
-    for shard in table.shards:
-        columns = shard.table.columns
-        for begin in range(0, num_rows, _DENSE_CHUNK):
-            ids = torch.arange(begin, min(begin + _DENSE_CHUNK, num_rows))
-            ids = ids[shard.owned(ids)]  # A shared cold store contains rows of all ranks.
-            ids = ids[shard.table.contains(ids)]
-            out[ids, columns.start : columns.stop] = shard.table.lookup(ids).float()
-    _summed(out, table.state.env)
-    return out
+    return _exported(table, num_rows, {"weight": "element"})["weight"]
 
 
 def stock_state_dict(model: nn.Module, num_rows: Mapping[str, int], *, leave_out: bool = False) -> dict[str, Any]:
@@ -151,7 +142,7 @@ def stock_optimizer_state_dict(
     for (key, name), value in gathered(parts, env).items():
         state[key][name] = value
     for table, rows in counts.items():
-        states = _exported_states(table, rows)
+        states = _exported(table, rows, optim.state_names(table.state.optimizer))
         state[table.weight_key] = {stock: states[name] for name, stock in names[table.weight_key].items()}
     return {"state": state}
 
@@ -201,12 +192,12 @@ def load_stock_state_dict(
     rest = {key: value for key, value in plain.items() if key not in tables}
     for key, value in rest.items():
         if _is_sharded(own[key]):
-            _fill(own[key], value)
+            fill(own[key], value)
             rest[key] = own[key]
     with rows_left_out(model):
         model.load_state_dict(rest)
     for value, part in fused:
-        _fill(value, part)
+        fill(value, part)
     for key, table in tables.items():
         replace_rows(table.state.shards, WholeRows(key, plain[key], None))
         table.state.forget_copies()
@@ -284,7 +275,7 @@ def _summed(value: Tensor, env: ShardingEnv) -> None:
         dist.all_reduce(value, group=env.process_group)
 
 
-def _fill(value: Any, plain: Tensor) -> None:
+def fill(value: Any, plain: Tensor) -> None:
     """Copies a plain tensor into this rank's parts of ``value``. Each column shard gets a copy of a row-wise state."""
     for offsets, part in _local_parts(value):
         if part.dim() == 1:  # TorchRec 1.8.0 concatenates the row-wise states of column shards.
@@ -417,15 +408,15 @@ def _counted_tables(model: nn.Module, num_rows: Mapping[str, int], leave_out: bo
     return {table: counts[table] for table in tables}
 
 
-def _exported_states(table: ModelTable, num_rows: int) -> dict[str, Tensor]:
-    kinds = optim.state_names(table.state.optimizer)
+def _exported(table: ModelTable, num_rows: int, kinds: Mapping[str, optim.StateKind]) -> dict[str, Tensor]:
     sizes = {"element": (num_rows, table.dim), "row": (num_rows,)}
-    out = {name: torch.zeros(sizes[kind]) for name, kind in kinds.items()}
+    out = {name: torch.zeros(sizes[kind]) for name, kind in kinds.items()}  # Cells of other ranks' shards stay 0.
     for shard in table.state.shards:
         columns = shard.table.columns
         ids = shard.table.ids()
+        ids = ids[shard.owned(ids)]  # A shared cold store contains rows of all ranks.
         for part in torch.split(ids[(ids >= 0) & (ids < num_rows)], _CHUNK):
-            rows = shard.table.read_rows(part)
+            rows = {"weight": shard.table.lookup(part).float()} if "weight" in kinds else shard.table.read_rows(part)
             for name, kind in kinds.items():
                 if kind == "element":
                     out[name][part, columns.start : columns.stop] = rows[name]

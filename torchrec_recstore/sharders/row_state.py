@@ -222,8 +222,8 @@ def _check_row_count(name: str, saved: Value, loaded: int) -> None:
     if rows != loaded:
         raise ValueError(
             f"RecStore table {name!r}: the state has the weights or ids of {loaded} rows, and was saved with {rows} "
-            "rows. torch.distributed.checkpoint.load reads as many rows as the model has: load a checkpoint with "
-            "torchrec_recstore.load_distributed_checkpoint(model, checkpoint_id)"
+            "rows. torch.distributed.checkpoint.load reads as many rows as the model has: call load_distributed_state "
+            "of torchrec_recstore in its place, or load_distributed_checkpoint(model, checkpoint_id)"
         )
 
 
