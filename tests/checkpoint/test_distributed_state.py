@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed import DistributedModelParallel
 
@@ -78,7 +79,7 @@ def test_one_dict_with_both(one_rank: None, tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path)
     models.train(other, steps=1, distinct=30)
     state = {"model": other.state_dict(), "optim": {"fused": other.fused_optimizer.state_dict()}, "step": 0}
-    load_distributed_state(state, checkpoint_id=tmp_path)
+    load_distributed_state(state, checkpoint_id=tmp_path, storage_reader=FileSystemReader(tmp_path))
     other.load_state_dict(state["model"])
     other.fused_optimizer.load_state_dict(state["optim"]["fused"])
     models.assert_holds(other, models.shards(model))

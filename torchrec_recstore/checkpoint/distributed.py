@@ -129,7 +129,7 @@ def load_distributed_state(state_dict: dict[str, Any], *, checkpoint_id: str | P
         checkpoint_id: The checkpoint's directory.
         arguments: The other arguments of ``torch.distributed.checkpoint.load``.
     """
-    saved = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+    saved = (arguments.get("storage_reader") or FileSystemReader(checkpoint_id)).read_metadata().state_dict_metadata
     stock = list(_sized(state_dict, "", saved))
     load(state_dict, checkpoint_id=checkpoint_id, **arguments)
     for of_module, key, value in stock:
@@ -153,7 +153,7 @@ def _sized(state: dict[str, Any], prefix: str, saved: Mapping[str, Any]) -> Iter
             state[key] = {k[len(name) + 1 :]: empty(saved[k]) for k in saved if k.startswith(f"{name}.")}
         elif isinstance(value, dict):
             yield from _sized(value, f"{name}.", saved)
-        elif name in saved and (f"{key}_rows" in state or f"{name}_rows" in saved):
+        elif name in saved and (f"{key}_rows" in state or f"{name}_id" in saved):
             if state.pop(f"{key}_rows", None) is None:
                 yield state, key, value
             state.pop(f"{key}_id", None)
