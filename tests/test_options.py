@@ -60,7 +60,7 @@ EVERYTHING = TableOptions(
         (lambda: RocksDBStore(3), TypeError, r"RocksDBStore\.path must be a str, got int"),
         (lambda: RedisStore("http://host"), ValueError, r"RedisStore\.url must begin with redis://"),
         (lambda: RedisStore(3), TypeError, r"RedisStore\.url must be a str, got int"),
-        (lambda: RedisStore("redis://host", -1.0), ValueError, r"RedisStore\.retry_seconds must not be negative"),
+        (lambda: RedisStore("redis://host", -1.0), ValueError, r"RedisStore\.retry_seconds must be at least 0"),
         (lambda: RedisStore("redis://host", float("inf")), ValueError, r"RedisStore\.retry_seconds must be finite"),
         (lambda: ServerStore(["host:1"]), TypeError, r"ServerStore\.servers must be a str, got list"),
         (lambda: ServerStore(""), ValueError, r"ServerStore\.servers must not be empty"),

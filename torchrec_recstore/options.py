@@ -32,10 +32,12 @@ NONFINITE = ("pass", "skip", "raise")
 """What :class:`TableOptions` allows as ``nonfinite``, in the order of csrc/config.h."""
 
 
-def _check_finite(owner: object, *names: str) -> None:
+def _check_finite(owner: object, *names: str, least: float = -math.inf) -> None:
     for name in names:
         if not math.isfinite(value := getattr(owner, name)):
             raise ValueError(f"{type(owner).__name__}.{name} must be finite, got {value}")
+        if value < least:
+            raise ValueError(f"{type(owner).__name__}.{name} must be at least {least}, got {value}")
 
 
 def _check_positive(owner: object, *names: str) -> None:
@@ -113,9 +115,8 @@ class NormalInit:
     truncate_std: float | None = None
 
     def __post_init__(self) -> None:
-        _check_finite(self, "mean", "std")
-        if self.std < 0:
-            raise ValueError(f"NormalInit.std must not be negative, got {self.std}")
+        _check_finite(self, "mean")
+        _check_finite(self, "std", least=0)
         if self.truncate_std is not None and not self.truncate_std > 0:
             raise ValueError(f"NormalInit.truncate_std must be positive, got {self.truncate_std}")
 
@@ -286,9 +287,7 @@ class RedisStore:
                 "RedisStore.url must begin with redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://, "
                 f"got {self.public_url!r}"
             )
-        _check_finite(self, "retry_seconds")
-        if self.retry_seconds < 0:
-            raise ValueError(f"RedisStore.retry_seconds must not be negative, got {self.retry_seconds}")
+        _check_finite(self, "retry_seconds", least=0)
 
     @property
     def public_url(self) -> str:
@@ -447,10 +446,7 @@ class TableOptions:
     __repr__ = set_fields
 
     def __post_init__(self) -> None:
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"TableOptions.seed must be an int, got {type(self.seed).__name__}")
-        if not -(2**63) <= self.seed < 2**63:
-            raise ValueError("TableOptions.seed must fit 64 bits")
+        _check_int(self, -(2**63), "seed")
         _check_int(self, 1, *_given(self, "expected_rows", "max_rows"))
         kinds: dict[str, tuple[type, ...]] = {"initializer": (UniformInit, NormalInit, ConstantInit)}
         kinds |= {"eviction": (LRU, LFU), "expiry": (Expiry,), "admission": (MinFrequency,), "servers": (Servers,)}

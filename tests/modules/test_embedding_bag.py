@@ -248,7 +248,7 @@ def test_positional_arguments_are_those_of_torch() -> None:
         (ValueError, "scale_grad_by_freq must be False", {"mode": "max", "scale_grad_by_freq": True}),
         (ValueError, "sparse must be False", {"mode": "max", "sparse": True}),
         (ValueError, "_weight must have the shape", {"_weight": torch.randn(3, DIM)}),
-        (ValueError, "padding_idx must be between", {"padding_idx": -5}),
+        (ValueError, "padding_idx must be at least -4, got -5", {"padding_idx": -5}),
         (TypeError, "padding_idx must be an int", {"padding_idx": 1.0}),
         (ValueError, "dtype must be one of", {"dtype": torch.float64}),
         (ValueError, "device must be cpu or meta, got cuda", {"device": "cuda"}),

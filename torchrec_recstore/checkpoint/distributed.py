@@ -160,13 +160,6 @@ def _sized(state: dict[str, Any], prefix: str, saved: Mapping[str, Any]) -> Iter
             state |= {key + end: empty(saved[name + end]) for end in ("", "_id") if name + end in saved}
 
 
-_SEARCHED = {
-    "model_key": ("the model", ("model.", "")),
-    "optimizer_key": ("its fused optimizer", ("optimizer.state.",)),
-}
-"""By argument: what is found by its keys, and the prefixes that are preferred if several have equally many keys."""
-
-
 class _SavedTensors:
     """A reader of the tensors of a checkpoint of DCP, which can read ranges of rows."""
 
@@ -316,7 +309,8 @@ def _prefix(saved: Iterable[str], keys: set[str], argument: str, given: str | No
 
     Dots join the keys of nested dicts. ``given`` is the prefix that the user has set with ``argument``, if any.
     """
-    what, preferred = _SEARCHED[argument]
+    of_model = argument == "model_key"
+    what, preferred = ("the model", ("model.", "")) if of_model else ("its fused optimizer", ("optimizer.state.",))
     times: Counter[str] = Counter()
     for key in saved:
         begins = [0, *(at + 1 for at, letter in enumerate(key) if letter == ".")]

@@ -26,7 +26,6 @@ _Key = TypeVar("_Key", bound=Hashable)
 # The optimizers whose step depends on the number of updates.
 _COUNTING = (optim.Adam, optim.PartialRowWiseAdam, optim.LAMB, optim.PartialRowWiseLAMB)
 _STOCK = (optim.SGD, optim.Adagrad, optim.RowWiseAdagrad, *_COUNTING)
-_DENSE_CHUNK = 1 << 20  # rows
 _CHUNK = 1 << 18  # rows with their states
 
 
@@ -55,8 +54,8 @@ def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for name, tensor in weights.items():
         for shard in tables[name].shards:
             columns = shard.table.columns
-            for begin in range(0, tensor.shape[0], _DENSE_CHUNK):
-                part = tensor[begin : begin + _DENSE_CHUNK].detach()
+            for begin in range(0, tensor.shape[0], _CHUNK):
+                part = tensor[begin : begin + _CHUNK].detach()
                 ids = torch.arange(begin, begin + part.shape[0])
                 owned = shard.owned(ids)
                 rows = part[owned, columns.start : columns.stop].to("cpu", torch.float32)

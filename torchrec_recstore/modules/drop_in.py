@@ -368,10 +368,7 @@ def _shape_of(embeddings: Tensor) -> tuple[int, int]:
 def _padding_id(padding_idx: int | None, num_embeddings: int) -> int | None:
     if padding_idx is None:
         return None
-    if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
-        raise TypeError(f"padding_idx must be an int, got {type(padding_idx).__name__}")
-    if not -num_embeddings <= padding_idx < 2**63:
-        raise ValueError(f"padding_idx must be between -num_embeddings and 2**63 - 1, got {padding_idx}")
+    check_int("padding_idx", padding_idx, -num_embeddings)
     return padding_idx if padding_idx >= 0 else num_embeddings + padding_idx
 
 

@@ -23,7 +23,7 @@ from torchrec_recstore.modules.eager_kernels import Bags, EagerKernels, EagerTab
 from torchrec_recstore.modules.table_module import LearningRate, RemoteTableModule, TableModule, rows_device
 from torchrec_recstore.ops import check_integers, concatenated
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.options import TableOptions
+from torchrec_recstore.options import TableOptions, check_int
 from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.table_configs import ROW_DTYPES, check_config, check_init_fn, initializer_of, missing_features
 
@@ -39,8 +39,7 @@ class EagerCollection(RefusesQuantization, nn.Module):
     def _register(self, configs: Sequence[_Config], enable_fusion: bool, fusion_k: int) -> None:
         if not isinstance(enable_fusion, bool):
             raise TypeError(f"enable_fusion must be a bool, got {type(enable_fusion).__name__}")
-        if isinstance(fusion_k, bool) or not isinstance(fusion_k, int):
-            raise TypeError(f"fusion_k must be an int, got {type(fusion_k).__name__}")
+        check_int("fusion_k", fusion_k, -(2**63))
         names: set[str] = set()
         for config in configs:
             if config.name in names:

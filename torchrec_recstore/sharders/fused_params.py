@@ -115,19 +115,15 @@ class CarriedOptions:
         return hash((CarriedOptions, self.options.servers))
 
 
-def _carried(fused_params: Mapping[str, Any] | None) -> CarriedOptions:
+def carried_options(fused_params: Mapping[str, Any] | None) -> CarriedOptions:
+    """Returns the options and the row name in a table's ``fused_params``, or the default options without a name."""
     carried = (fused_params or {}).get(OPTIONS_KEY)
     return carried if isinstance(carried, CarriedOptions) else CarriedOptions(TableOptions())
 
 
 def table_options(fused_params: Mapping[str, Any] | None) -> TableOptions:
     """Returns the options in a table's ``fused_params``, or the default options if there are none."""
-    return _carried(fused_params).options
-
-
-def carried_row_name(fused_params: Mapping[str, Any] | None) -> str | None:
-    """Returns the row name in a table's ``fused_params``, or None if there is none."""
-    return _carried(fused_params).row_name
+    return carried_options(fused_params).options
 
 
 def accumulation_steps(fused_params: Mapping[str, Any] | None) -> int:

@@ -28,7 +28,7 @@ from torchrec_recstore.options import TableOptions, shard_options
 from torchrec_recstore.plugins import plugin
 from torchrec_recstore.sharders.fused_params import (
     accumulation_steps,
-    carried_row_name,
+    carried_options,
     optimizer_from_fused_params,
     output_dtype,
     state_dtype,
@@ -107,7 +107,8 @@ def _remote_table(config: ShardedEmbeddingTable, optimizer: Optimizer) -> Remote
     options, dtype = whole_options(config, config.fused_params), ROW_DTYPES[config.data_type]
     servers = options.servers
     assert servers is not None
-    name, shape = carried_row_name(config.fused_params) or config.name, (config.num_embeddings, config.embedding_dim)
+    name = carried_options(config.fused_params).row_name or config.name
+    shape = (config.num_embeddings, config.embedding_dim)
     client = plugin("client")(servers)
     table: RemoteTable = client.table(name, shape, dtype, optimizer, replace(options, servers=None), servers.staleness)
     return table
@@ -122,7 +123,7 @@ def _make_shard(
         dtype=dtype,
         optimizer=optimizer,
         options=shard_options(whole_options(config, config.fused_params), split, config.name),
-        name=carried_row_name(config.fused_params) or config.name,
+        name=carried_options(config.fused_params).row_name or config.name,
         columns=_columns(config),
         shard=rank,
         owned=None if routing is None else routing.owned,
