@@ -347,6 +347,18 @@ def option_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     return lines
 
 
+def tables(rows: list[dict[str, Any]]) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """The tables that ``recstore bench`` prints: the columns and the rows of each one that is not empty."""
+    every = [
+        (KERNEL, kernel_figures(rows)),
+        (LIMIT, limit_figures(rows)),
+        (OTHER, other_figures(rows)),
+        (SERVING, serving_figures(rows)),
+        (OPTIONS, option_figures(rows)),
+    ]
+    return [(columns, figures) for columns, figures in every if figures]
+
+
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns the lines of a table in Markdown."""
     return ["| " + " | ".join(line) + " |" for line in (columns, ["---"] * len(columns), *rows)]

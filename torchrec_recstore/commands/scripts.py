@@ -104,7 +104,8 @@ def bench(
         folder = _folder_of("benchmarks")
     sys.path.insert(0, str(folder))  # the scripts import each other by their plain names
     scripts = importlib.import_module("scripts")
-    known = {name: _first_line(folder / f"{name}.py") for name in scripts.SCRIPTS}
+    first_lines = {name: (folder / f"{name}.py").read_text().partition("\n")[0] for name in scripts.SCRIPTS}
+    known = {name: line.strip('"').replace("``", "") for name, line in first_lines.items()}
     if list_ and as_json:
         print_json(known)
         return
@@ -141,23 +142,10 @@ def bench(
     raise typer.Exit(1 if failed else 0)
 
 
-def _first_line(script: Path) -> str:
-    with script.open() as file:
-        return file.readline().strip().strip('"').replace("``", "")
-
-
 def print_figures(rows: list[dict[str, Any]], quick: bool) -> None:
     """Prints tables of the measurements, and the conditions of the run. The benchmarks must be on the import path."""
-    said = importlib.import_module("figures")
-    for columns, figures in (
-        (said.KERNEL, said.kernel_figures(rows)),
-        (said.LIMIT, said.limit_figures(rows)),
-        (said.OTHER, said.other_figures(rows)),
-        (said.SERVING, said.serving_figures(rows)),
-        (said.OPTIONS, said.option_figures(rows)),
-    ):
-        if figures:
-            print_table(columns, ([cell.replace("`", "") for cell in figure] for figure in figures))
+    for columns, figures in importlib.import_module("figures").tables(rows):
+        print_table(columns, ([cell.replace("`", "") for cell in figure] for figure in figures))
     first = rows[0]
     where = f"{first['cpu']}, {first['threads']} threads, torch {first['torch']}, {first['commit']}; medians"
     print_line(where + (". Quick sizes: do not quote these results." if quick else "."))

@@ -6,7 +6,7 @@ Tests: tests/distributed/test_reshard_failures.py, tests/checkpoint/test_crashes
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -82,29 +82,11 @@ def refused_together(env: ShardingEnv) -> Iterator[None]:
         yield
     except Exception as refused:
         error = refused
-    _raise_first(all_gathered(picklable(error), env), error)
-
-
-def all_made(make: Callable[[], _T], env: ShardingEnv) -> list[_T]:
-    """Returns the results of ``make`` of every rank, or raises the first rank's error on every rank. Collective."""
-    value: Any = None
-    error: Exception | None = None
-    try:
-        value = make()
-    except Exception as refused:
-        error = refused
-    gathered = all_gathered((value, picklable(error)), env)
-    _raise_first([of_rank for _, of_rank in gathered], error)
-    return [of_rank for of_rank, _ in gathered]
-
-
-def _raise_first(errors: Sequence[Exception | None], own: Exception | None) -> None:
-    """Raises the first error of any rank, or ``own``, the error of this rank, if it is the same."""
-    for first in errors:
-        if first is not None and own is not None and (first is own or str(first) == str(own)):
-            raise own
+    for first in all_gathered(picklable(error), env):
+        if first is not None and error is not None and (first is error or str(first) == str(error)):
+            raise error  # It has the traceback of this rank.
         if first is not None:
-            raise first from own
+            raise first from error
 
 
 def picklable(error: Exception | None) -> Exception | None:

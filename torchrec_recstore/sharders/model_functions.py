@@ -16,7 +16,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.collection import RecStoreCollection
-from torchrec_recstore.sharders.gather import all_gathered, all_made, refused_together, whole_environment
+from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.model_tables import (
     all_tables,
     collections_by_path,
@@ -190,7 +190,9 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
         "set_time: {} is on servers, whose rows expire by the servers' clocks: call set_time for models without tables "
         "on servers",
     )
-    set_event_time(tables, all_made(lambda: check_time(unix_seconds), whole_environment()))
+    with refused_together(env := whole_environment()):
+        seconds = check_time(unix_seconds)
+    set_event_time(tables, all_gathered(seconds, env))
 
 
 def reshard(model: nn.Module, plan: ShardingPlan) -> None:

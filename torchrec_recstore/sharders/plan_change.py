@@ -18,7 +18,7 @@ from torchrec.distributed.types import ModuleSharder, ParameterSharding, Shardin
 from torchrec_recstore.kernels import BlockRouting
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.delta_tracker import Record
-from torchrec_recstore.sharders.gather import all_gathered, all_made, refused_together
+from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL
 from torchrec_recstore.sharders.row_state import ModuleState, RowState
@@ -314,19 +314,13 @@ def _exchanged(take: Callable[[], list[list[_Message]]], env: ShardingEnv) -> li
     if group is None or env.world_size == 1:
         return take()[0]
     device = torch.device("cpu") if torch.device("cpu") in group._device_types else torch.device("cuda")
-    packed = torch.empty(0)
-    sizes: list[int] = []
-
-    def pack() -> list[list[tuple[int, int, int]]]:
-        nonlocal packed, sizes
+    with refused_together(env):
         sent = take()
         packed, of_parts = Part.packed([part for to_rank in sent for _, _, part in to_rank])
         packed, left = packed.to(device), iter(of_parts)
-        described = [[(number, group, next(left)) for number, group, _ in to_rank] for to_rank in sent]
-        sizes = [sum(size for _, _, size in to_rank) for to_rank in described]
-        return described
-
-    arriving = [of_rank[env.rank] for of_rank in all_made(pack, env)]
+    described = [[(number, of_group, next(left)) for number, of_group, _ in to_rank] for to_rank in sent]
+    sizes = [sum(size for _, _, size in to_rank) for to_rank in described]
+    arriving = [of_rank[env.rank] for of_rank in all_gathered(described, env)]
     expected = [sum(size for _, _, size in messages) for messages in arriving]
     with refused_together(env):  # A rank without memory would keep the others waiting.
         buffer = torch.empty(sum(expected), dtype=torch.uint8, device=device)
