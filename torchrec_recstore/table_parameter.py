@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _DATA: Any = Tensor.data
-_FIX = (
-    "set initial rows with TableOptions(initializer=...), and write rows with load_state_dict or, if the model is "
-    "sharded, with load_dense_weights"
-)
+_FIXES = {
+    "change": "set initial rows with TableOptions(initializer=...), and write rows with load_state_dict or, if the "
+    "model is sharded, with load_dense_weights",
+    "read": "read rows in state_dict() or, if the model is sharded, with export_dense_weights",
+}
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class GivenCopies:
 
 
 class _Unwritable(Tensor):
-    """A tensor without rows. In-place methods raise an error. Other operations return plain tensors."""
+    """A tensor without rows. In-place methods and reads raise an error. Other operations return plain tensors."""
 
     # Without __torch_function__, operations are as fast as those of plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -136,7 +137,7 @@ class TableParameter(_Unwritable, nn.Parameter):
     """The parameter that represents a table in a module. It is always empty: (0, dim).
 
     A write to it raises ``RuntimeError``, which names the table, because functions that initialize parameters, as in
-    ``model.apply(init_weights)``, would silently change nothing.
+    ``model.apply(init_weights)``, would silently change nothing. So does a read, which would find no row.
     """
 
     def __new__(cls, data: Tensor, requires_grad: bool = True, *, table: str) -> TableParameter:
@@ -161,16 +162,16 @@ def _unwritable(tensor: Tensor, table: str) -> Tensor:
     return found
 
 
-def _refuse(tensor: _Unwritable, method: str) -> NoReturn:
+def _refuse(tensor: _Unwritable, method: str, effect: str = "change") -> NoReturn:
     raise RuntimeError(
-        f"table {tensor.table!r}: {method} would change no row, because its weight is an empty parameter and its rows "
-        f"are in RecStore: {_FIX}"
+        f"table {tensor.table!r}: {method} would {effect} no row, because its weight is an empty parameter and its "
+        f"rows are in RecStore: {_FIXES[effect]}"
     )
 
 
-def _refusing(method: str) -> Callable[..., NoReturn]:
+def _refusing(method: str, effect: str = "change") -> Callable[..., NoReturn]:
     def refuse(self: _Unwritable, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(self, method)
+        _refuse(self, method, effect)
 
     refuse.__name__ = method
     return refuse
@@ -182,3 +183,5 @@ _IN_PLACE = [name for name in dir(Tensor) if name.endswith("_") and not name.sta
 _OPERATORS = [name for name in dir(Tensor) if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")]
 for _name in (*_IN_PLACE, *_OPERATORS, "__setitem__"):
     setattr(_Unwritable, _name, _refusing(_name))
+for _name in ("__getitem__", "__pow__", "abs", "mean", "norm", "pow", "square", "sum"):
+    setattr(_Unwritable, _name, _refusing(_name, "read"))

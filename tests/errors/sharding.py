@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from torchrec import KeyedJaggedTensor
@@ -486,3 +487,22 @@ def torch_export(one_rank: None) -> None:
 def traced_collection() -> None:
     rows = RecStoreEmbedding(10, 4, fused=False, name="user")
     make_fx(rows, tracing_mode="fake", _allow_non_fake_inputs=True)(torch.tensor([1]))
+
+
+@situation(
+    "ValueError",
+    "RecStore table 't_user': full_state_dict=True gathers no table without rows, nor rows in several shards: save "
+    "model.state_dict() with torch.distributed.checkpoint.save, and load it with "
+    "torchrec_recstore.load_distributed_checkpoint(model, checkpoint_id)",
+)
+def full_state_without_rows(one_rank: None) -> None:
+    get_model_state_dict(sharded(collection(bag("t_user"))).module, options=StateDictOptions(full_state_dict=True))
+
+
+@situation(
+    "RuntimeError",
+    "table 't_user': __getitem__ would read no row, because its weight is an empty parameter and its rows are in "
+    "RecStore: read rows in state_dict() or, if the model is sharded, with export_dense_weights",
+)
+def row_of_a_parameter(one_rank: None) -> None:
+    sharded(collection(bag("t_user"))).module.embedding_bags["t_user"].weight[3]

@@ -166,6 +166,25 @@ def test_parameters_of_tables_refuse_to_be_written(one_rank: None) -> None:
     models.assert_holds(model, before)
 
 
+READS: list[Callable[[nn.Parameter], Any]] = [
+    lambda p: p[3],
+    lambda p: p.data[:, 0],
+    lambda p: p.square().sum(),
+    lambda p: p**2,
+    lambda p: p.norm(),
+    lambda p: p.detach().abs().mean(),
+    lambda p: p.pow(2),
+]
+
+
+def test_parameters_of_tables_refuse_to_be_read(one_rank: None) -> None:
+    parameter = trained().module.sparse.embedding_bags["item"].weight
+    for read in READS:
+        with pytest.raises(RuntimeError, match=r"table 'item': \w+ would read no row.*export_dense_weights"):
+            read(parameter)
+    assert repr(parameter).startswith("Parameter")
+
+
 def test_parameters_of_tables_are_parameters(one_rank: None) -> None:
     model = trained()
     parameters = dict(model.named_parameters())

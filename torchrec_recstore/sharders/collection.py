@@ -233,6 +233,8 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             table = getattr(self, self._tables_name)[name]
             if not hasattr(table, "weight"):
                 table.register_parameter("weight", placeholder_parameter(name, dim))
+            # torch.distributed.checkpoint.state_dict looks for each key of state_dict in the module (torch 2.13).
+            table.weight_id = table.weight_rows = None
 
     def make_state(self, fused_optimizer: CombinedOptimizer) -> CombinedOptimizer:
         """Makes ``recstore_state`` and returns the fused optimizer with the states of the RecStore tables."""

@@ -5,10 +5,13 @@ Tests: tests/checkpoint/test_state_dict.py, tests/checkpoint/test_distributed.py
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -18,7 +21,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.kernels import BlockRouting
 from torchrec_recstore.row_types import value_dtype
-from torchrec_recstore.sharders.gather import all_gathered
+from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.store import Table, TableState
 
 Value = Tensor | ShardedTensor
@@ -60,6 +63,78 @@ class _Piece:
             yield replace(self, rows=range(begin, min(begin + PIECE_ROWS, self.rows.stop)))
 
 
+class RowTensor(ShardedTensor):
+    """A sharded tensor with an entry for each row of a table. Pickling, copying and cloning make a ``ShardedTensor``.
+
+    Two methods know functions of torch 2.13 by their names, because these have no hook.
+    """
+
+    ids: RowTensor | None = None  # The ids of the rows, if the entries are their weights.
+    _what: str
+    _env: ShardingEnv
+
+    def size(self, dim: int | None = None) -> Any:
+        """Returns the size. Raises ValueError if a load of torch.distributed.checkpoint needs another one."""
+        load = sys._getframe(1)
+        if load.f_code.co_name == "create_default_local_load_plan" and load.f_locals["md"].size != super().size():
+            self._refuse("torch.distributed.checkpoint.load cannot change the number of rows")
+        return super().size(dim)
+
+    def local_shards(self) -> list[TensorShard]:
+        """Returns this rank's shards. Raises ValueError if torch would take them for a part of evenly split rows."""
+        is_gathered = sys._getframe(1).f_code.co_name == "_all_gather_sharded_tensor"
+        if is_gathered and (dist.get_world_size() > 1 or len(self._metadata.shards_metadata) > 1 or not self.size(0)):
+            self._refuse("full_state_dict=True gathers no table without rows, nor rows in several shards")
+        return super().local_shards()
+
+    def gather(  # type: ignore[override]
+        self, dst: int = 0, out: Tensor | None = None, enforce_dtype: bool = False, dtype: torch.dtype | None = None
+    ) -> None:
+        """Writes the row of id i to row i of ``out``, (N, dim) on the rank ``dst``, and zeros elsewhere. Collective.
+
+        TorchRec's ``state_dict_gather`` calls this method with the weight of an unsharded model. Raises ValueError on
+        every rank if ``out`` does not fit or an id is outside [0, N). The last two arguments have no effect.
+        """
+        if self.ids is None:
+            super().gather(dst, out, enforce_dtype, dtype)
+            return
+        mine = dist.get_rank(self._process_group) == dst
+        with refused_together(self._env):
+            if mine and (out is None or out.dim() != 2 or out.shape[1] != self.size(1)):
+                shape = "None" if out is None else tuple(out.shape)
+                raise ValueError(f"{self._what}: out must have the shape (rows, {self.size(1)}), got {shape}")
+        ids = torch.empty(self.ids.size(), dtype=torch.int64) if mine else None
+        rows = torch.empty(self.size(), dtype=self.dtype) if mine else None
+        if self.size(0):
+            self.ids.gather(dst, ids, dtype=torch.int64)
+            super().gather(dst, rows, dtype=self.dtype)
+        with refused_together(self._env):
+            if out is None or ids is None or rows is None:
+                return
+            outside = int(((ids < 0) | (ids >= len(out))).sum())
+            if outside:
+                raise ValueError(
+                    f"{self._what} has {outside} ids outside [0, {len(out)}), and row i of the gathered tensor is the "
+                    "row of id i: stock_state_dict(model, num_rows, leave_out=True) leaves these rows out; "
+                    "local_shards() and weight_id have all rows"
+                )
+            with torch.no_grad():
+                out.zero_()
+                out[ids.to(out.device)] = rows.to(out)
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise ValueError(
+            f"{self._what}: {why}: save model.state_dict() with torch.distributed.checkpoint.save, and load it with "
+            "torchrec_recstore.load_distributed_checkpoint(model, checkpoint_id)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = ShardedTensor._init_from_local_shards_and_global_metadata(
+            self.local_shards(), self.metadata(), process_group=self._process_group
+        )
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
 class ShardLayout:
     """The current layout of a table's rows over the shards. The constructor is collective."""
 
@@ -67,6 +142,7 @@ class ShardLayout:
         local = [(len(t), t.columns, value_dtype(t.dtype)) for t in (shard.table for shard in shards)]
         states = [shard.state() for shard in shards] if with_state else []
         gathered = all_gathered((local, states), env)
+        self._name = name
         self.state = TableState.merged(state for _, of_rank in gathered for state in of_rank)
         self._env = env
         ends: dict[range, int] = {}
@@ -82,23 +158,21 @@ class ShardLayout:
         self.rows = next(iter(ends.values()))
         self.column_shards = sorted(ends, key=lambda columns: columns.start)
 
-    def by_row(self, tensors: Iterable[Tensor]) -> ShardedTensor:
+    def by_row(self, tensors: Iterable[Tensor]) -> RowTensor:
         """Returns the whole tensor, (R,) int64, of one part for each of this rank's shards, (rows,)."""
         # Only the first column shard holds the parts.
         return self._whole(tensors, None, torch.int64)
 
-    def by_column(self, tensors: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> ShardedTensor:
+    def by_column(self, tensors: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> RowTensor:
         """Returns the whole tensor, (R, D) of ``dtype``, of one (rows, columns) part for each of this rank's shards."""
         return self._whole(tensors, {columns: columns for columns in self.column_shards}, dtype)
 
-    def by_column_shard(self, tensors: Iterable[Tensor]) -> ShardedTensor:
+    def by_column_shard(self, tensors: Iterable[Tensor]) -> RowTensor:
         """Returns the whole tensor, (R, C) float32, of one part for each of this rank's shards, (rows,)."""
         places = {columns: range(i, i + 1) for i, columns in enumerate(self.column_shards)}
         return self._whole([tensor.unsqueeze(1) for tensor in tensors], places, torch.float32)
 
-    def _whole(
-        self, tensors: Iterable[Tensor], places: Mapping[range, range] | None, dtype: torch.dtype
-    ) -> ShardedTensor:
+    def _whole(self, tensors: Iterable[Tensor], places: Mapping[range, range] | None, dtype: torch.dtype) -> RowTensor:
         # places are the columns of the tensor in each column shard of the table.
         def metadata(piece: _Piece) -> ShardMetadata:
             offsets, sizes = [piece.rows.start], [len(piece.rows)]
@@ -120,7 +194,12 @@ class ShardLayout:
         shards, size = [metadata(part) for piece in kept for part in piece.cut()], torch.Size([self.rows, *width])
         whole = ShardedTensorMetadata(shards, size, TensorProperties(dtype=dtype))
         group = self._env.process_group
-        return ShardedTensor._init_from_local_shards_and_global_metadata(local, whole, process_group=group)
+        made = ShardedTensor._init_from_local_shards_and_global_metadata(local, whole, process_group=group)
+        # The functions of torch 2.13 that make a tensor from shards and their metadata only make a ShardedTensor.
+        made.__class__ = RowTensor
+        assert isinstance(made, RowTensor)
+        made._what, made._env = f"RecStore table {self._name!r}", self._env
+        return made
 
 
 class WholeRows:

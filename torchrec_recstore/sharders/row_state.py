@@ -11,9 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
@@ -22,7 +20,7 @@ from torchrec_recstore import ops
 from torchrec_recstore.modules.table_module import rows_not_loaded, warn_of_rows_on_servers
 from torchrec_recstore.optim import Optimizer, StateKind, state_names
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.sharders.gather import refused_together
+from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.sharders.kernel import BackwardOptimizer, placeholder_parameter
 from torchrec_recstore.sharders.layout import LocalShard, ShardLayout, Value, WholeRows, gathered_rows, owned_positions
 from torchrec_recstore.store import Part, Table, TableState
@@ -32,62 +30,6 @@ from torchrec_recstore.table_parameter import GivenCopies
 
 # The methods that return copies of a table's weights and ids, and of its optimizer state, for error messages.
 WEIGHTS, _STATES = "state_dict", "fused_optimizer.state_dict"
-
-
-class ShardedRows(ShardedTensor):
-    """A sharded (R, dim) tensor of the rows of a table. Pickling, copying and cloning make a ``ShardedTensor``."""
-
-    _table: str
-    _ids: ShardedTensor
-    _env: ShardingEnv
-
-    @classmethod
-    def of(cls, table: str, weights: ShardedTensor, ids: ShardedTensor, env: ShardingEnv) -> ShardedRows:
-        """Changes the class of ``weights``, (R, dim), to this class, and returns it. ``ids``, (R,), are of its rows."""
-        # The functions of torch 2.13 that make a tensor from shards and their metadata only make a ShardedTensor.
-        weights.__class__ = cls
-        assert isinstance(weights, ShardedRows)
-        weights._table, weights._ids, weights._env = table, ids, env
-        return weights
-
-    def gather(  # type: ignore[override]
-        self, dst: int = 0, out: Tensor | None = None, enforce_dtype: bool = False, dtype: torch.dtype | None = None
-    ) -> None:
-        """Writes the row of id i to row i of ``out``, (N, dim) on the rank ``dst``, and zeros elsewhere. Collective.
-
-        TorchRec's ``state_dict_gather`` calls this method with the weight of an unsharded model. Raises ValueError on
-        every rank if ``out`` does not fit or an id is outside [0, N). The last two arguments have no effect.
-        """
-        mine = dist.get_rank(self._process_group) == dst
-        what = f"RecStore table {self._table!r}"
-        with refused_together(self._env):
-            if mine and (out is None or out.dim() != 2 or out.shape[1] != self.size(1)):
-                shape = "None" if out is None else tuple(out.shape)
-                raise ValueError(f"{what}: out must have the shape (rows, {self.size(1)}), got {shape}")
-        ids = torch.empty(self._ids.size(), dtype=torch.int64) if mine else None
-        rows = torch.empty(self.size(), dtype=self.dtype) if mine else None
-        if self.size(0):
-            self._ids.gather(dst, ids, dtype=torch.int64)
-            super().gather(dst, rows, dtype=self.dtype)
-        with refused_together(self._env):
-            if out is None or ids is None or rows is None:
-                return
-            outside = int(((ids < 0) | (ids >= len(out))).sum())
-            if outside:
-                raise ValueError(
-                    f"{what} has {outside} ids outside [0, {len(out)}), and row i of the gathered tensor is the row of "
-                    "id i: stock_state_dict(model, num_rows, leave_out=True) leaves these rows out; local_shards() and "
-                    "weight_id have all rows"
-                )
-            with torch.no_grad():
-                out.zero_()
-                out[ids.to(out.device)] = rows.to(out)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = ShardedTensor._init_from_local_shards_and_global_metadata(
-            self.local_shards(), self.metadata(), process_group=self._process_group
-        )
-        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 @dataclass(eq=False, repr=False)
@@ -227,14 +169,15 @@ def _check_row_count(name: str, saved: Value, loaded: int) -> None:
         )
 
 
-def _export_weights(table: RowState) -> tuple[ShardedRows, ShardedTensor]:
+def _export_weights(table: RowState) -> tuple[Tensor, Tensor]:
     """Returns copies of a table's ``weight``, (R, dim) of its dtype, and ``weight_id``, (R,) int64. Collective."""
     layout = ShardLayout(table.name, table.shards, table.env)
     ids = [shard.table.ids() for shard in table.shards]
     weights = [shard.table.lookup(i) for shard, i in zip(table.shards, ids, strict=True)]
     given = [[table.copies.give(table.name, WEIGHTS, part) for part in parts] for parts in (weights, ids)]
-    whole_ids = layout.by_row(given[1])
-    return ShardedRows.of(table.name, layout.by_column(given[0], layout.dtype), whole_ids, table.env), whole_ids
+    whole = layout.by_column(given[0], layout.dtype)
+    whole.ids = whole_ids = layout.by_row(given[1])
+    return whole, whole_ids
 
 
 def _checked_weights(name: str, shards: Sequence[LocalShard], weight: Value, ids: Tensor | None) -> WholeRows:
@@ -312,6 +255,12 @@ class ModuleState:
             state_dict[key] = placeholder_parameter(name, dim)
         keys = {name: self.weight_key(prefix, name) for name in self.shards}
         if self.emits_rows:
+            given = [each for key in keys.values() for each in (key, f"{key}_id", f"{key}_rows") if each in state_dict]
+            if any(of_rank != given for of_rank in all_gathered(given, self.env)):
+                raise ValueError(
+                    "the ranks load other entries of RecStore tables: pass the whole state on every rank, because "
+                    "broadcast_from_rank0=True sends no ids, or call load_distributed_checkpoint"
+                )
             found = {name: key for name, key in keys.items() if key in state_dict}
             ids = {name: state_dict.pop(f"{key}_id", None) for name, key in found.items()}
             counts = {name: state_dict.pop(f"{key}_rows", None) for name, key in found.items()}
