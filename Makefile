@@ -129,7 +129,7 @@ test-arm: $(ARM_TESTS:%=run-%)  ## the C++ tests for aarch64: needs g++-aarch64-
 test-mutations: build $(VENV)/.dev-requirements $(CPP_TESTS)  ## one mistake at a time in a copy of the code; a test of make test must fail for each
 	$(BIN)/python -m tests.mutations.run $(ARGS)
 
-parity: build $(VENV)/.dev-requirements  ## compare every sharding, pooling, batch and row type with TorchRec; writes docs/parity.md
+parity: build $(VENV)/.dev-requirements  ## compare every sharding, pooling, batch and row type, and what users do with models, with TorchRec; writes docs/parity.md
 	$(BIN)/python -W ignore -m tests.parity.report
 
 matrix: build $(VENV)/.dev-requirements  ## run the tests with each supported TorchRec; writes the README's table of versions

@@ -183,5 +183,5 @@ _IN_PLACE = [name for name in dir(Tensor) if name.endswith("_") and not name.sta
 _OPERATORS = [name for name in dir(Tensor) if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")]
 for _name in (*_IN_PLACE, *_OPERATORS, "__setitem__"):
     setattr(_Unwritable, _name, _refusing(_name))
-for _name in ("__getitem__", "__pow__", "abs", "mean", "norm", "pow", "square", "sum"):
+for _name in ("__getitem__", "__pow__", "abs", "max", "mean", "min", "norm", "numpy", "pow", "square", "sum", "tolist"):
     setattr(_Unwritable, _name, _refusing(_name, "read"))

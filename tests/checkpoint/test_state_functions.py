@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from tests.distributed.workers import run_on_ranks
+from tests.sharders.models import batch, sequence, sequences, sharded, tables
 from torchrec_recstore.sharders import layout
 
 from . import models
@@ -35,6 +36,15 @@ def test_rows_of_any_ids_are_carried(one_rank: None, options: StateDictOptions) 
     for (_, _, ids, rows), (_, _, loaded, loaded_rows) in zip(models.shards(model), models.shards(other), strict=True):
         assert torch.equal(ids, loaded)
         assert torch.equal(rows["weight"], loaded_rows["weight"])
+
+
+def test_sequences(one_rank: None) -> None:
+    model, other = (sharded(sequences(sequence("t", ["f"]))) for _ in range(2))
+    model(batch(f=[[2**50, -1]]))["f"].values().sum().backward()
+    set_model_state_dict(other.module, get_model_state_dict(model.module, options=FULL), options=FULL)
+    ids = torch.tensor([-1, 2**50])
+    assert torch.equal(tables(model)["t"].lookup(ids), tables(other)["t"].lookup(ids))
+    assert tables(other)["t"].ids().tolist() == ids.tolist()
 
 
 def test_no_rows_and_rows_in_pieces_are_not_gathered(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,12 @@ from itertools import product
 from pathlib import Path
 
 from .cells import BAGS, SEQUENCES, Cell
-from .outcomes import FAILS, UNSUPPORTED, UPSTREAM, WORKS, Outcome
+from .outcomes import DIFFERS, FAILS, UNSUPPORTED, UPSTREAM, WORKS, Outcome
 from .run_cell import LEARNING_RATE, ROW_LEARNING_RATE, STEPS, TOLERANCE
+from .uses.use import Use
 
 PATH = Path(__file__).parents[2] / "docs" / "parity.md"
-_KINDS = (WORKS, UPSTREAM, UNSUPPORTED, FAILS)
+_KINDS = (WORKS, UPSTREAM, UNSUPPORTED, DIFFERS, FAILS)
 _COLUMNS = {
     BAGS: {
         _label: Cell(BAGS, "", 0, pooling, weighted, varying)
@@ -28,14 +29,14 @@ _COLUMNS = {
 }
 
 
-def text(outcomes: Mapping[Cell, Outcome]) -> str:
+def text(outcomes: Mapping[Cell, Outcome], uses: Mapping[Use, Outcome]) -> str:
     """The whole document."""
-    notes = list(dict.fromkeys(o for o in outcomes.values() if o.kind != WORKS))
+    notes = list(dict.fromkeys(o for o in (*outcomes.values(), *uses.values()) if o != Outcome(WORKS)))
     counts = Counter(outcome.kind for outcome in outcomes.values())
     parts = [
         "# RecStore tables against unsharded TorchRec",
-        "This page lists which combinations of sharding, pooling, weights, batches and data types work. "
-        "`make parity` writes this page. Do not edit it by hand.",
+        "This page lists which combinations of sharding, pooling, weights, batches and data types work, and which "
+        "[uses](#uses) of a sharded model. `make parity` writes this page. Do not edit it by hand.",
         "Each cell is one test of a model of `torchrec.distributed.test_utils.test_model`: `TestSparseNN`, or "
         "`TestMixedEmbeddingSparseArch` for sequences. Batches come from its `ModelInput`. All tables of the model are "
         "in RecStore with one sharding type. The test loads the weights of the unsharded model, once through "
@@ -62,6 +63,7 @@ def text(outcomes: Mapping[Cell, Outcome]) -> str:
     for module, data_type in dict.fromkeys((cell.module, cell.data_type) for cell in outcomes):
         of_table = {c: o for c, o in outcomes.items() if (c.module, c.data_type) == (module, data_type)}
         parts += [f"## {module}, {data_type.lower()}", "\n".join(_table(module, of_table, notes))]
+    parts += _uses(uses, notes)
     parts += ["## Notes", "\n".join(_note(index, note) for index, note in enumerate(notes, 1))]
     return "\n\n".join(parts) + "\n"
 
@@ -88,6 +90,41 @@ def kinds(document: str) -> dict[Cell, str]:
     return found
 
 
+def kinds_of_uses(document: str) -> dict[str, str]:
+    """The kind of outcome of each use in a document, by its name."""
+    section = document.partition("\n## Uses\n")[2].partition("\n## Notes\n")[0]
+    rows = [line.strip("|").rsplit("|", 1) for line in section.splitlines() if line.startswith("| ")]
+    return {
+        name.strip(): next(kind for kind in _KINDS if entry.strip().startswith(kind))
+        for name, entry in rows
+        if entry.strip() not in ("outcome", "---")
+    }
+
+
+def _uses(uses: Mapping[Use, Outcome], notes: list[Outcome]) -> Iterable[str]:
+    counts = Counter(outcome.kind for outcome in uses.values())
+    yield "## Uses"
+    yield (
+        "What users do with a sharded model, each tried with TorchRec's own FUSED tables and with RecStore tables: a "
+        "model of two tables of 100 rows, row-wise Adagrad for the rows, and Adam for a linear layer. The models and "
+        "the batches are equal, and the results, mostly predictions before and after further training, must agree "
+        "within 0.001. Without another word, a use is that of one rank and of table-wise sharding."
+    )
+    yield "\n".join(
+        [
+            f"- **{WORKS}**: {counts[WORKS]} uses. The results are equal, or only the stock tables fail.",
+            f"- **{UPSTREAM}**: {counts[UPSTREAM]}. TorchRec's own tables fail, too.",
+            f"- **{UNSUPPORTED}**: {counts[UNSUPPORTED]}. An error says what to call instead. The note shows it.",
+            f"- **{DIFFERS}**: {counts[DIFFERS]}. The results differ on purpose. The note says why, and what to call.",
+            f"- **{FAILS}**: {counts[FAILS]}. These uses are defects of RecStore.",
+        ]
+    )
+    for topic in dict.fromkeys(use.topic for use in uses):
+        yield f"### {topic}"
+        of_topic = [f"| {use.name} | {_entry(uses[use], notes)} |" for use in uses if use.topic == topic]
+        yield "\n".join(["| use | outcome |", "| --- | --- |", *of_topic])
+
+
 def _table(module: str, outcomes: Mapping[Cell, Outcome], notes: list[Outcome]) -> Iterable[str]:
     shape = [(c.pooling, c.weighted, c.varying) for c in outcomes]
     columns = {
@@ -103,11 +140,18 @@ def _table(module: str, outcomes: Mapping[Cell, Outcome], notes: list[Outcome]) 
 
 
 def _entry(outcome: Outcome | None, notes: list[Outcome]) -> str:
-    if outcome is None or outcome.kind == WORKS:
+    if outcome is None or outcome == Outcome(WORKS):
         return "" if outcome is None else WORKS
     return f"{outcome.kind} ({notes.index(outcome) + 1})"
 
 
 def _note(index: int, outcome: Outcome) -> str:
-    stock = outcome.stock if outcome.stock == "works" else f"`{outcome.stock}`"
-    return f"{index}. {outcome.kind}: `{outcome.reason}`. With FUSED tables: {stock}."
+    stock = outcome.stock if outcome.stock == "works" else _code(outcome.stock)
+    if outcome.kind == WORKS:
+        return f"{index}. {outcome.kind}, but not with FUSED tables: {stock}."
+    reason = outcome.reason if outcome.kind == DIFFERS else _code(outcome.reason)
+    return f"{index}. {outcome.kind}: {reason}. With FUSED tables: {stock}."
+
+
+def _code(error: str) -> str:
+    return f"`` {error} ``" if "`" in error else f"`{error}`"

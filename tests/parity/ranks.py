@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.distributed import comm
 from torchrec.distributed.planner.types import PlannerError
 
@@ -25,6 +27,7 @@ from tests.processes import START_METHOD
 
 from .cells import Cell
 from .run_cell import ranks_of_a_node, run_cell
+from .uses.use import Use
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=20)
 AGREEMENT_TIMEOUT = timedelta(seconds=45)  # a rank waits this long for the others to end their trial
@@ -37,9 +40,9 @@ TRACEBACKS = "PARITY_TRACEBACKS"  # set it to see where trials failed
 
 @dataclass(frozen=True)
 class Trial:
-    """A cell on RecStore's kernel ("recstore") or on TorchRec's FUSED one ("stock")."""
+    """A cell or a use on RecStore's kernel ("recstore") or on TorchRec's FUSED one ("stock")."""
 
-    cell: Cell
+    cell: Cell | Use
     kernel: str
 
 
@@ -50,10 +53,12 @@ class Report:
     Args:
         error: The error. Empty if the trial succeeded.
         refused: Whether RecStore or the planner raised the error because something is not supported.
+        result: What a use has returned.
     """
 
     error: str = ""
     refused: bool = False
+    result: Any = None
 
 
 def run_trials(trials: Sequence[Trial]) -> dict[Trial, list[Report]]:
@@ -112,7 +117,7 @@ def _rank(rank: int, world_size: int, directory: str, trials: Sequence[Trial]) -
     status = 0
     try:
         for index, trial in enumerate(trials):
-            report = _report(trial, rank)
+            report = _report(trial, rank, Path(directory, f"files_{index}"))
             if report.error:
                 _leave_group()  # at once, for ranks that wait for this one: else they do so until the time limit
             unfinished = Path(directory, f"unfinished_{rank}")
@@ -144,26 +149,34 @@ def _join_group(store: dist.Store, name: str, rank: int, world_size: int) -> Non
     )
 
 
-def _report(trial: Trial, rank: int) -> Report:
+def _report(trial: Trial, rank: int, files: Path) -> Report:
     try:
+        if isinstance(trial.cell, Use):
+            files.mkdir(exist_ok=True)
+            return Report(result=trial.cell.run(trial.kernel, files))
         run_cell(trial.cell, trial.kernel, rank)
         return Report()
+    except CheckpointException as error:  # of torch.distributed.checkpoint, around the errors of the ranks
+        cause, trace = next(iter(error.failures.values()))
+        return _failed(trial, rank, cause, trace)
     except Exception as error:
-        if os.environ.get(TRACEBACKS):
-            print(f"{trial} on rank {rank}:\n{traceback.format_exc()}", flush=True)
-        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-        return Report(
-            f"{type(error).__name__}: {_one_line(str(error))}",
-            refused=isinstance(error, PlannerError) or str(PACKAGE) in raised_in,
-        )
+        return _failed(trial, rank, error, traceback.extract_tb(error.__traceback__))
+
+
+def _failed(trial: Trial, rank: int, error: BaseException, trace: traceback.StackSummary) -> Report:
+    if os.environ.get(TRACEBACKS):
+        print(f"{trial} on rank {rank}:\n{''.join(trace.format())}{error}", flush=True)
+    refused = isinstance(error, PlannerError) or str(PACKAGE) in trace[-1].filename
+    return Report(f"{type(error).__name__}: {_one_line(str(error))}", refused)
 
 
 def _one_line(message: str) -> str:
     """The message without the parts that differ between runs and cells."""
-    line = " ".join(message.split()) or "no message"
+    line = " ".join(re.sub(r"\x1b\[\d+m", "", message).split()) or "no message"
     line = re.sub(r"\[[^\]]*?([a-z_]+\.cc):\d+\]", r"[\1]", line)
     line = re.sub(r"\[[0-9a-f.:]+\]:\d+", "a peer", line)
     line = re.sub(r"\(?\b\d+\)?(,? (?:vs\.?|got) )\(?\d+\)?", r"N\1M", line)
+    line = re.sub(r", with args: .*", "", line)
     line = re.sub(r"(index) \d+", r"\1 I", line)
     line = line.replace("|", "/")
     return line if len(line) <= LONGEST else line[:LONGEST].rsplit(" ", 1)[0] + " ..."

@@ -138,13 +138,16 @@ def _stock(cell: Cell, tables: Tables) -> DistributedModelParallel:
     if cell.sequential:  # with shardings that RecStore's planner does not plan
         plan = EmbeddingShardingPlanner(topology=_topology(cell), debug=False).plan(model, sharders)
     else:  # with shardings that the stock planner does not plan on CPU
-        plan = _plan(cell, tables, model)
-        for of_module in plan.plan.values():
-            for name, sharding in of_module.items():
-                of_module[name] = ParameterSharding(
-                    sharding.sharding_type, "fused", sharding.ranks, sharding.sharding_spec
-                )
+        plan = on_fused_kernels(_plan(cell, tables, model))
     return DistributedModelParallel(model, plan=plan, sharders=sharders, device=CPU)
+
+
+def on_fused_kernels(plan: ShardingPlan) -> ShardingPlan:
+    """Places the tables of a plan of RecStore's planner on TorchRec's FUSED kernels, and returns the plan."""
+    for of_module in plan.plan.values():
+        for name, sharding in of_module.items():
+            of_module[name] = ParameterSharding(sharding.sharding_type, "fused", sharding.ranks, sharding.sharding_spec)
+    return plan
 
 
 def _load(sharded: DistributedModelParallel, whole: nn.Module, kernel: str) -> dict[str, Tensor]:

@@ -174,6 +174,7 @@ READS: list[Callable[[nn.Parameter], Any]] = [
     lambda p: p.norm(),
     lambda p: p.detach().abs().mean(),
     lambda p: p.pow(2),
+    lambda p: p.detach().cpu().numpy(),
 ]
 
 

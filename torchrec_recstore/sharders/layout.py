@@ -75,8 +75,9 @@ class RowTensor(ShardedTensor):
 
     def size(self, dim: int | None = None) -> Any:
         """Returns the size. Raises ValueError if a load of torch.distributed.checkpoint needs another one."""
-        load = sys._getframe(1)
-        if load.f_code.co_name == "create_default_local_load_plan" and load.f_locals["md"].size != super().size():
+        size, load = super().size(), sys._getframe(1)
+        saved = load.f_locals.get("md") if load.f_code.co_name == "create_default_local_load_plan" else None
+        if getattr(saved, "size", size) != size:
             self._refuse("torch.distributed.checkpoint.load cannot change the number of rows")
         return super().size(dim)
 
