@@ -61,14 +61,15 @@ def test_a_parameter_cannot_be_frozen(one_rank: None, sequential: bool) -> None:
     assert torch.equal(read(), before)
 
 
-@pytest.mark.parametrize("location", ["cpu", torch.device("cpu"), {"cpu": "cpu"}])
-def test_a_state_is_loaded_with_a_map_location(one_rank: None, location: Any) -> None:
+@pytest.mark.parametrize("location", ["cpu", torch.device("cpu"), {"cpu": "cpu"}, lambda storage, location: storage])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_state_is_loaded_with_a_map_location(one_rank: None, location: Any, weights_only: bool) -> None:
     model, file = model_of(sequential=False), io.BytesIO()
     model(batch(f=[[1, 2]])).values().sum().backward()
     torch.save(model.state_dict(), file)
     file.seek(0)
     other = model_of(sequential=False)
-    other.load_state_dict(torch.load(file, map_location=location, weights_only=False))
+    other.load_state_dict(torch.load(file, map_location=location, weights_only=weights_only))
     (ours, theirs) = (next(iter(each.module.recstore_tables())) for each in (model, other))
     ids = torch.tensor([1, 2])
     assert torch.equal(ours.lookup(ids), theirs.lookup(ids))

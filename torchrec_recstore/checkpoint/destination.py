@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ _AT_FDCWD = -100  # linux/fcntl.h
 _RENAME_EXCHANGE = 2  # linux/fs.h
 
 
-class Destination:
+class Destination(AbstractContextManager["Destination"]):
     """A locked path to which this process writes a checkpoint; also a context manager.
 
     :meth:`stage` creates a hidden directory next to the path, the caller writes the files into it, and :meth:`publish`
@@ -102,9 +102,6 @@ class Destination:
             if self._staging is not None:
                 shutil.rmtree(self._staging, ignore_errors=True)
                 self._staging = None
-
-    def __enter__(self) -> Destination:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -33,7 +33,7 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used: it is damaged, incomplete, or of another format. The message names the file."""
 
 
-class FileLock:
+class FileLock(AbstractContextManager["FileLock"]):
     """A lock of a file that one process holds, or several share if all set ``shared``; also a context manager.
 
     The lock is an ``flock``. The operating system releases it when the process ends for any reason, and a forked
@@ -77,9 +77,6 @@ class FileLock:
 
     def __del__(self) -> None:
         self.close()
-
-    def __enter__(self) -> FileLock:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

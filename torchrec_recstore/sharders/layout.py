@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import metadata as tensor_metadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as TensorShard
+from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.kernels import BlockRouting
@@ -130,10 +132,18 @@ class RowTensor(ShardedTensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = ShardedTensor._init_from_local_shards_and_global_metadata(
-            self.local_shards(), self.metadata(), process_group=self._process_group
-        )
-        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        # What ShardedTensor returns here cannot be loaded with weights_only or a callable map_location (torch 2.13).
+        return sharded_tensor, (self.local_shards(), self.metadata())
+
+
+def sharded_tensor(shards: list[TensorShard], whole: ShardedTensorMetadata, group: Any = None) -> ShardedTensor:
+    """Returns the tensor of this rank's shards. The files of ``torch.save`` name this function."""
+    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, whole, process_group=group)
+
+
+# So that torch.load reads them by default, with weights_only=True. DTensor does the same for its classes.
+_SAVED: list[Any] = [sharded_tensor, TensorShard, ShardMetadata, ShardedTensorMetadata, TensorProperties]
+torch.serialization.add_safe_globals([*_SAVED, tensor_metadata.MEM_FORMAT_ENCODING, _remote_device])
 
 
 class ShardLayout:
@@ -194,8 +204,7 @@ class ShardLayout:
         width = [] if places is None else [places[self.column_shards[-1]].stop]
         shards, size = [metadata(part) for piece in kept for part in piece.cut()], torch.Size([self.rows, *width])
         whole = ShardedTensorMetadata(shards, size, TensorProperties(dtype=dtype))
-        group = self._env.process_group
-        made = ShardedTensor._init_from_local_shards_and_global_metadata(local, whole, process_group=group)
+        made = sharded_tensor(local, whole, self._env.process_group)
         # The functions of torch 2.13 that make a tensor from shards and their metadata only make a ShardedTensor.
         made.__class__ = RowTensor
         assert isinstance(made, RowTensor)

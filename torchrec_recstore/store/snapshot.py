@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import BinaryIO
 
 import numpy as np
@@ -90,7 +91,7 @@ def _spooled_ascending(file: BinaryIO, ids: Tensor, image_bytes: int) -> Batches
             yield ids[places], torch.from_numpy(images[places.numpy()])
 
 
-class Snapshot:
+class Snapshot(AbstractContextManager["Snapshot"]):
     """A snapshot of a table's rows, which can be read while the table changes. See :meth:`Table.snapshot`.
 
     A row that changes before it has been read is copied first, so a snapshot needs memory for the rows that change in
@@ -167,9 +168,6 @@ class Snapshot:
         """Closes the snapshot. It may be closed twice."""
         self._close()
         self._cold = None
-
-    def __enter__(self) -> Snapshot:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -79,6 +79,23 @@ def lightning_resume_trusted(new: Models) -> Any:
 
 
 @use(needs="lightning")
+def lightning_resume_of_the_inside(new: Models) -> Any:
+    """Lightning's `Trainer.fit(..., ckpt_path=...)` of a module whose `load_state_dict` loads the model inside of it"""
+
+    class Training(lightning_class()):
+        def load_state_dict(self, state: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
+            return self.model.load_state_dict({key.removeprefix("model."): state[key] for key in state}, strict=strict)
+
+    module, path = Training(new), new.folder / "last.ckpt"
+    fitted(new, module, epochs=1).save_checkpoint(path)
+    other = Training(new, seed=1)
+    fitted(new, other, epochs=1, resume=path)
+    check_equal(predictions(other.model), predictions(module.model))
+    fitted(new, other, epochs=2, resume=path, weights_only=True)
+    return predictions(other.model)
+
+
+@use(needs="lightning")
 def lightning_checkpoints(new: Models) -> Any:
     """Lightning's `ModelCheckpoint` of each epoch, whose `"state_dict"` is loaded into a model"""
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -101,7 +118,7 @@ def lightning_state(new: Models) -> Any:
 
 @use(needs="lightning")
 def lightning_validation(new: Models) -> Any:
-    """Lightning's `Trainer.validate` and gradient clipping, with a schedule of the fused optimizer"""
+    """Lightning's `Trainer.validate`, gradient clipping and gradient accumulation"""
 
     class Training(lightning_class()):
         def validation_step(self, number: torch.Tensor, index: int) -> None:
