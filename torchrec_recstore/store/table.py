@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -34,7 +35,7 @@ _ARRIVALS = 8  # the parts of max_rows in which rows are written
 _STATS = "rows bytes lookups misses inserts updates nonfinite steps refused evicted expired cold_hits refused_times"
 
 
-class Table:
+class Table(AbstractContextManager["Table"]):
     """One shard of one embedding table: a growing native store of rows by id.
 
     Every int64 value is a valid id. A call either does all of its work, or raises an error and leaves the table
@@ -484,9 +485,6 @@ class Table:
 
     def __bool__(self) -> bool:
         return True  # __len__ would make an empty table false
-
-    def __enter__(self) -> Table:
-        return self
 
     def __exit__(self, kind: object, *error: object) -> None:
         try:
