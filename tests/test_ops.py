@@ -84,7 +84,7 @@ def _looked_up() -> tuple[int, torch.Tensor]:
 
 
 CASES: dict[str, Any] = {
-    "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, [1e-8] + [0.0] * 14, 0, False, 0, [0] * 9),
+    "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, [1e-8] + [0.0] * 14, 0, False, 0, 0, [0] * 9),
     "table_destroy": lambda: (ops.table_create("t", range(4), 0, "zeros", ConstantInit(0.0), SGD()),),
     "table_lookup": lambda: (_table(), IDS, True),
     "table_read": lambda: (_table_of(IDS), IDS, torch.ones(3, 4)),
@@ -298,41 +298,45 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.rows_update([group, group], [IDS, IDS], [ROWS, ROWS], [0.1, 0.1]), "different tables"),
         (lambda: native.table_insert(table, IDS, torch.ones(3, 5)), "weights"),
         (
-            lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, [0] * 9),
+            lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, 0, [0] * 9),
             "columns",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 9, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, [0] * 9),
+            lambda: native.table_create("t", 0, 4, 0, False, 9, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, 0, [0] * 9),
             "init",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 11, [0.0] * 15, 0, False, 0, [0] * 9),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 11, [0.0] * 15, 0, False, 0, 0, [0] * 9),
             "optimizer must",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 3, 0, False, 0, [0] * 9),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 3, 0, False, 0, 0, [0] * 9),
             "optimizer_numbers",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [-1.0] * 15, 0, False, 0, [0] * 9),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [-1.0] * 15, 0, False, 0, 0, [0] * 9),
             "optimizer_numbers",
         ),
         (
             lambda: native.table_create(
-                "t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [0.0] * 4 + [1.0] + [0.0] * 10, 0, False, 0, [0] * 9
+                "t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [0.0] * 4 + [1.0] + [0.0] * 10, 0, False, 0, 0, [0] * 9
             ),
             "beta1",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 4, False, 0, [0] * 9),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 4, False, 0, 0, [0] * 9),
             "row_type",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 2, [0] * 9),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 2, 0, [0] * 9),
             "state_type",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, [-1] * 9),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, 3, [0] * 9),
+            "nonfinite",
+        ),
+        (
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, 0, [-1] * 9),
             "bounds",
         ),
         (lambda: native.table_images(_table_of(IDS), torch.tensor([2])), "id 2 has no row"),
