@@ -69,6 +69,16 @@ def test_changes_do_not_show_in_a_snapshot(change: str, optimizer: Optimizer, dt
     assert same(read_all(table.snapshot()), rows_of(table))
 
 
+def test_a_training_lookup_is_a_change_and_an_evaluation_is_none() -> None:
+    table = Table(2)
+    table.lookup(torch.arange(10), train=True)
+    for ids, train, changed in (([3, 1, 3, 99], True, [1, 3, 99]), ([4, 5, 98], False, []), ([], True, [])):
+        mark = table.mark()
+        table.lookup(torch.tensor(ids, dtype=torch.int64), train=train)
+        with table.snapshot(mark) as snapshot:
+            assert read_all(snapshot)[0].tolist() == changed
+
+
 def test_a_forward_that_is_pending_when_it_begins_changes_nothing_in_it() -> None:
     table = trained(RowWiseAdagrad(0.1), torch.arange(300))
     kernel = PooledKernel([table], [0], "sum")

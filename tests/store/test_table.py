@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchrec_recstore.kernels import PooledKernel
-from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
+from torchrec_recstore.optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import NormalInit, TableOptions
 from torchrec_recstore.store import Table, TableStats
 
@@ -35,6 +35,20 @@ def test_grows_to_many_rows_and_shrinks_to_none() -> None:
     assert len(table) == 0
     table.lookup(ids[:10], train=True)
     assert table.stats().rows == 10
+
+
+def test_rows_and_their_bookkeeping_stay_as_they_are_while_the_table_grows() -> None:
+    table, ids = Table(7, optimizer=Adam(0.1)), torch.arange(-500, 500)
+    for _ in range(3):
+        table.lookup(ids, train=True)
+        table.update(ids, torch.randn(1000, 7))
+    before = table.read_rows(ids)
+    assert before["frequency"].tolist() == [3] * 1000
+    for part in torch.arange(1000, 200_000).split(20_000):
+        table.lookup(part, train=True)
+    after = table.read_rows(ids)
+    assert before.keys() == after.keys() == {"weight", "exp_avg", "exp_avg_sq", "last_step", "frequency"}
+    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 def test_a_row_depends_on_seed_name_id_and_column_alone() -> None:
