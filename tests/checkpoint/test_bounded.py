@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed import DistributedModelParallel
 
@@ -183,6 +184,36 @@ def test_an_async_save_is_of_its_moment(tmp_path: Path, store: str, monkeypatch:
     models.assert_holds(other, held)
     # Slots of rows that the snapshot has read are reused while the snapshot exists.
     assert all(table.stats().bytes < 3 * size for table, size in zip(shards_of(model), before, strict=True))
+
+
+def evicts_on_two(rank: int, world_size: int, *, path: Path) -> None:
+    options = TableOptions(max_rows=2 * MAX_ROWS, eviction=LRU(), routing="hash")
+    model = models.recstore("row_wise", options=options)
+    train(model, seed=100 * rank)
+    save_checkpoint(model, path / "full")
+    (table,) = (shard.table for shard in model.module.sparse.recstore_state.shards["user"])
+    before, mark = table.ids(), table.mark()
+    train(model, seed=100 * rank + 20)
+    save_checkpoint(model, path / "delta", delta_of=path / "full")
+    with table.snapshot(since=mark) as snapshot:
+        assert snapshot.left is not None
+        left = set(snapshot.left.tolist())
+    gone = set(before.tolist()) - set(table.ids().tolist())
+    assert gone
+    assert gone <= left
+    assert not left & set(table.ids().tolist())
+    of_ranks: list[set[int]] = [set()] * world_size
+    dist.all_gather_object(of_ranks, left)
+    assert of_ranks[0].isdisjoint(of_ranks[1])
+    for bound in (options, TableOptions(routing="hash")):
+        other = models.recstore("row_wise", options=bound)
+        load_checkpoint(other, path / "delta")
+        models.assert_holds(other, models.shards(model))
+
+
+@pytest.mark.slow
+def test_a_delta_knows_what_was_evicted_on_each_of_two_ranks(tmp_path: Path) -> None:
+    run_on_ranks(2, partial(evicts_on_two, path=tmp_path))
 
 
 def saves_on_two(rank: int, world_size: int, *, path: Path, sharding: str) -> None:
