@@ -258,3 +258,11 @@ def test_tables_stay_out_of_the_dense_optimizer_and_of_checkpoints_of_it() -> No
     )
     model.load_state_dict(model.state_dict())
     combined.load_state_dict(combined.state_dict())
+
+
+def test_the_number_of_updates_is_set_as_that_of_stock_tables() -> None:
+    """The first update of Adam depends on it: an update that counts as the 11th is smaller."""
+    model = sharded(collection(bag()), {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.1})
+    model.fused_optimizer.set_optimizer_step(10)
+    model(batch(f=[[1, 2]])).values().sum().backward()
+    assert [table.state().optimizer_steps for table in tables(model).values()] == [11]

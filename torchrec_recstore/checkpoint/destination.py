@@ -14,10 +14,8 @@ from typing import NamedTuple
 
 from torchrec_recstore.checkpoint.files import (
     CheckpointError,
-    FileLock,
     is_staging,
     leftovers,
-    lock_file,
     make_directory,
     path_lock,
     staging_name,
@@ -47,7 +45,7 @@ class Destination(AbstractContextManager["Destination"]):
             locks.enter_context(path_lock(path))
             for base in bases:
                 try:
-                    locks.enter_context(_base_lock(base.path, path))
+                    locks.enter_context(path_lock(base.path, needed_by=path))
                 except OSError as error:  # Without write access there is no lock; publish finds a replaced base.
                     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                         raise
@@ -182,15 +180,6 @@ def _metadata(path: Path) -> _Metadata | None:
         return _Metadata(str(document["checksum"]), frozenset(document["files"]), base)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _base_lock(base: Path, path: Path) -> FileLock:
-    return FileLock(
-        lock_file(base),
-        f"writing {path}, which needs it,",
-        lambda holder: f"{base}, which {path} needs, cannot be used: {holder}: wait for that process",
-        shared=True,
-    )
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -115,12 +115,17 @@ def lock_file(path: Path) -> Path:
     return path.with_name(f".{path.name}.lock")
 
 
-def path_lock(path: Path) -> FileLock:
-    """Takes the lock of a process that writes to ``path``."""
+def path_lock(path: Path, needed_by: Path | None = None) -> FileLock:
+    """Takes the lock of a process that writes to ``path``, or shares it to write a delta of it to ``needed_by``."""
+    doing, refused, remedy = "writing it", "cannot be written", ", or use another path"
+    if needed_by is not None:
+        doing, refused, remedy = f"writing {needed_by}, which needs it,", f"which {needed_by} needs, cannot be used", ""
+    who = path if needed_by is None else f"{path},"
     return FileLock(
         lock_file(path),
-        "writing it",
-        lambda holder: f"{path} cannot be written: {holder}: wait for that process, or use another path",
+        doing,
+        lambda holder: f"{who} {refused}: {holder}: wait for that process{remedy}",
+        shared=needed_by is not None,
     )
 
 

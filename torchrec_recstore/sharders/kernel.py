@@ -21,6 +21,7 @@ from torchrec.modules.embedding_configs import EmbeddingTableConfig, PoolingMode
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_recstore import ops
 from torchrec_recstore.kernels import BlockRouting, PooledKernel, RemoteTable, SequenceKernel
 from torchrec_recstore.kernels.device_copies import CopyTarget, to_device, to_host, weights_to_host
 from torchrec_recstore.optim import Optimizer
@@ -200,6 +201,12 @@ class BackwardOptimizer(FusedOptimizer):  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Does nothing."""
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Sets the number of updates of the module's tables, which Adam and LAMB count, as FBGEMM's kernels do."""
+        for state in self.state.values():
+            for shard in state["rows"].shards:
+                ops.table_set_optimizer_steps(shard.table.handle, step)
 
 
 class ParameterOptimizer(FusedOptimizer):  # type: ignore[misc]
