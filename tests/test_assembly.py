@@ -11,8 +11,9 @@ import subprocess
 import pytest
 
 # GCC passes a vector that is wider than the registers through the stack, which took up to hundreds of references in one
-# of these functions. LAMB and FTRL have up to 26 references, because they have more constants than registers.
-MOST = 40
+# of these functions. LAMB and FTRL have up to 26 references, because they have more constants than registers, and
+# Adadelta with float16 states has 49 at 128 columns in AVX2.
+MOST = 50
 HOT = re.compile(
     r"recstore::(avx2|avx512)::\(anonymous namespace\)::"
     r"(?:pool_bags|pool_block|update_rows)<recstore::\1::\(anonymous namespace\)::Float32Row,.*\b(?:16|32|64|128)l?\b"

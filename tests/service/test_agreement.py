@@ -23,6 +23,7 @@ from torchrec_recstore.cli import app
 from torchrec_recstore.optim import SGD, Adam
 from torchrec_recstore.options import ConstantInit, MinFrequency, TableOptions
 from torchrec_recstore_service import RecStoreClient, ServerRestartedError, ServerSetError, ServiceError
+from torchrec_recstore_service.client.client_epoch import MOST_ANSWERS, ClientEpoch, Runs
 from torchrec_recstore_service.client.connection import Connection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 
@@ -432,3 +433,23 @@ def test_a_read_is_of_one_epoch(pair: list[RecStoreServer], read: str, monkeypat
     backend = reader._open()
     rows = reader.pull("t", IDS) if read == "pull" else backend.found_rows("t", IDS)[1]
     assert rows.unique().tolist() == [1.0]
+
+
+def test_writes_wait_for_one_that_is_far_behind() -> None:
+    """A server keeps the answers of 1024 writes from the oldest one on that a client may repeat, and refuses others."""
+    epoch, numbers = ClientEpoch(lambda table: Runs("", {})), []
+
+    def write_many() -> None:
+        for _ in range(3 * MOST_ANSWERS):
+            with epoch.write() as number:
+                numbers.append(number)
+
+    with epoch.write() as oldest:
+        thread = threading.Thread(target=write_many)
+        thread.start()
+        while len(numbers) < MOST_ANSWERS - 1:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        assert numbers == list(range(oldest + 1, oldest + MOST_ANSWERS))
+    thread.join()
+    assert numbers == list(range(oldest + 1, oldest + 1 + 3 * MOST_ANSWERS))

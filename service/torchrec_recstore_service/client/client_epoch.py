@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from torchrec_recstore_service.wire.protocol import ServerRestartedError
 
+MOST_ANSWERS = 1024
+"""The writes of a client whose answers a server keeps, from the oldest on that it may repeat: csrc/applied.cpp."""
+
 
 @dataclass(frozen=True, eq=False)
 class Runs:
@@ -54,6 +57,7 @@ class ClientEpoch:
         """The epoch of the calls, and the runs that this client knows."""
         self._requests = 0
         self._pending: set[int] = set()
+        self._ended = threading.Condition(self._lock)  # a write has ended
         self._saved = 0  # the writes up to this number are in a save
 
     def label(self, table: str) -> str:
@@ -105,8 +109,9 @@ class ClientEpoch:
 
     @contextmanager
     def write(self) -> Iterator[int]:
-        """Returns a context with the number of a write."""
+        """Returns a context with the number of a write. It waits for a write that is 1024 numbers behind."""
         with self._lock:
+            self._ended.wait_for(lambda: self._requests < min(self._pending, default=self._requests) + MOST_ANSWERS - 1)
             self._requests += 1
             number = self._requests
             self._pending.add(number)
@@ -115,6 +120,7 @@ class ClientEpoch:
         finally:
             with self._lock:
                 self._pending.remove(number)
+                self._ended.notify_all()
 
     @property
     def done_before(self) -> int:
