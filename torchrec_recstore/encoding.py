@@ -53,7 +53,7 @@ def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
     The value is None, a bool, int, float or str, a tensor, a dataclass of :mod:`torchrec_recstore.optim` or
     ``options``, or a list, tuple or dict of these; keys of a dict are str or int. Its tensors are added to ``tensors``,
     by paths such as "/a/0"; ``where`` is the path to the value. Raises TypeError, which names the path, if a part has
-    another type.
+    another type. A field with ``metadata``, which earlier versions do not know, is left out if it has its default.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -81,8 +81,8 @@ def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
         return dict(items) if plain else {"$dict": [list(item) for item in items]}
     if is_dataclass(value) and _CLASSES.get(type(value).__name__) is type(value):
-        values = {field.name: getattr(value, field.name) for field in fields(value)}
-        return {"$type": type(value).__name__, **{k: encode(v, tensors, f"{where}/{k}") for k, v in values.items()}}
+        kept = [f.name for f in fields(value) if not f.metadata or getattr(value, f.name) != f.default]
+        return {"$type": type(value).__name__, **{k: encode(getattr(value, k), tensors, f"{where}/{k}") for k in kept}}
     raise TypeError(
         f"training_state{where} is of type {type(value).__name__}, which cannot be saved: pass plain values and tensors"
     )

@@ -440,7 +440,7 @@ class TableOptions:
     cold_store: Hashable | None = None
     routing: Literal["block", "hash"] = "block"
     missing: Literal["zeros", "init"] = "zeros"
-    nonfinite: Literal["pass", "skip", "raise"] = "pass"
+    nonfinite: Literal["pass", "skip", "raise"] = field(default="pass", metadata={"since": "0.2.0"})
     servers: Servers | None = None
 
     __repr__ = set_fields

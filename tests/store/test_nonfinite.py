@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torchrec_recstore import SGD, Adam, RowWiseAdagrad, TableOptions
+from torchrec_recstore.encoding import decode, encode
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import ConstantInit
@@ -115,3 +116,11 @@ def test_backward_of_bags(accumulation_steps: int) -> None:
 def test_refused_values() -> None:
     with pytest.raises(ValueError, match=r"TableOptions\.nonfinite must be 'pass' or 'skip' or 'raise', got 'drop'"):
         TableOptions(nonfinite="drop")  # type: ignore[arg-type]
+
+
+def test_files_name_it_only_if_it_is_set() -> None:
+    """Earlier versions refuse a field that they do not know, so they read the files of tables that do not use it."""
+    assert "nonfinite" not in encode(TableOptions(), {})
+    written = encode(TableOptions(nonfinite="skip"), {})
+    assert written["nonfinite"] == "skip"
+    assert decode(written, {}) == TableOptions(nonfinite="skip")
