@@ -111,7 +111,8 @@ class ClientEpoch:
     def write(self) -> Iterator[int]:
         """Returns a context with the number of a write. It waits for a write that is 1024 numbers behind."""
         with self._lock:
-            self._ended.wait_for(lambda: self._requests < min(self._pending, default=self._requests) + MOST_ANSWERS - 1)
+            while self._pending and self._requests >= min(self._pending) + MOST_ANSWERS - 1:
+                self._ended.wait()
             self._requests += 1
             number = self._requests
             self._pending.add(number)
