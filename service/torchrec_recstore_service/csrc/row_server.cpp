@@ -92,6 +92,9 @@ struct Connection {
 
   int64_t number = 0;
   int fd = -1;
+  // What a thread does before it arms the connection happens before what the next thread does with it. The kernel sees to
+  // that; the memory model of C++, and so ThreadSanitizer, knows it of an atomic alone.
+  std::atomic<bool> armed{false};
   bool leaves = false;  // it was shut down to make room; guarded by the mutex of the server
   bool by_memory = false;  // a socket of messages beside a segment of memory
   int memory = -1;         // the file of the segment
@@ -414,6 +417,7 @@ void RowServer::make_room() {
 }
 
 void RowServer::handle(Connection& c) {
+  c.armed.load(std::memory_order_acquire);
   Step step = Step::kAgain;
   try {
     while (step == Step::kAgain) {
@@ -442,6 +446,7 @@ void RowServer::arm(Connection& c, uint32_t events) {
   epoll_event event{};
   event.events = events | EPOLLONESHOT;
   event.data.u64 = static_cast<uint64_t>(c.number);
+  c.armed.store(true, std::memory_order_release);
   epoll_ctl(epoll_, EPOLL_CTL_MOD, c.fd, &event);
 }
 
