@@ -204,8 +204,8 @@ class BackwardOptimizer(FusedOptimizer):  # type: ignore[misc]
 
     def set_optimizer_step(self, step: int) -> None:
         """Sets the number of updates of the module's tables, which Adam and LAMB count, as FBGEMM's kernels do."""
-        for state in self.state.values():
-            for shard in state["rows"].shards:
+        for shard in (shard for state in self.state.values() for shard in state["rows"].shards):
+            with ops.native_errors(f"table {shard.table.name!r}"):
                 ops.table_set_optimizer_steps(shard.table.handle, step)
 
 
