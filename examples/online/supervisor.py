@@ -25,6 +25,7 @@ from online.page import page
 from online.settings import Settings
 
 from torchrec_recstore_serving.destinations import publications_at
+from torchrec_recstore_serving.publications import FULL
 
 STATE = "state.json"
 """The file with the state of a run. A run that goes on reads it."""
@@ -255,7 +256,8 @@ class Supervisor:
         number = latest.fulls[0]
         frozen.claim(latest.run)
         with closing(frozen), suppress(FileNotFoundError):  # A trainer that starts again may replace the export.
-            shutil.copyfile(source.fetch(number, "full", self.settings.folder), frozen.path_of(number, "full"))
+            for kind in FULL:
+                shutil.copyfile(source.fetch(number, kind, self.settings.folder), frozen.path_of(number, kind))
             frozen.append(replace(source.publication(number), base=None), None)
 
     def _second(self) -> float | None:

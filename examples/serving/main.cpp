@@ -327,8 +327,9 @@ void answer_by_package(const std::string& path, const std::string& inputs_path, 
   answer(model, inputs_path, output_path);
 }
 
-// A directory of publications: latest.json names the newest one, 000000000012.pt is a full export, and
-// 000000000013.delta is the delta from publication 12 to 13. Each file appears whole, and latest.json last.
+// A directory of publications: latest.json names the newest one, 000000000012.pt and 000000000012.safetensors are a full
+// export, a model without rows and the delta with all of them, and 000000000013.delta is the delta from publication 12 to
+// 13. Each file appears whole, and latest.json last.
 class Publications {
  public:
   explicit Publications(std::filesystem::path directory) : directory_(std::move(directory)) {}
@@ -405,11 +406,14 @@ class Follower {
     }
   }
   void load(const Publications::Latest& latest) {
-    std::atomic_store(&served_, loaded(publications_.file(latest.full, ".pt")));
+    const std::string program = publications_.file(latest.full, ".pt");
+    const Served served = loaded(program);
+    served->run_method("apply_delta", read_delta(publications_.file(latest.full, ".safetensors")));
+    std::atomic_store(&served_, served);
     number_ = full_ = latest.full;
     run_ = latest.run;
     broken_ = false;
-    std::cout << "loaded " << publications_.file(latest.full, ".pt") << std::endl;
+    std::cout << "loaded " << program << std::endl;
   }
 
   Publications publications_;

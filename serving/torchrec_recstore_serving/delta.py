@@ -133,8 +133,10 @@ def open_base(base: str | Path | torch.jit.ScriptModule, key: Key | None = None)
     return base
 
 
-def private_copy(path: Path, folder: Path, name: str, key: Key, on_block: Callable[[], object] = lambda: None) -> Path:
-    """Copies an exported model into a folder of this process, and checks the copy: nobody can change it afterwards.
+def private_copy(
+    path: Path, folder: Path, name: str, key: Key | None, on_block: Callable[[], object] = lambda: None
+) -> Path:
+    """Copies a file into a folder of this process, and checks the copy: nobody can change it afterwards.
 
     Returns:
         The path of the copy.
@@ -142,7 +144,7 @@ def private_copy(path: Path, folder: Path, name: str, key: Key, on_block: Callab
     Raises:
         OSError, ValueError: See :func:`verify`.
     """
-    copy = folder / "copy.pt"
+    copy = folder / path.name
     with path.open("rb") as source, copy.open("w+b") as file:
         while block := source.read(1 << 24):
             file.write(block)
@@ -248,11 +250,7 @@ def write_delta(
             dense[f"dense/{name}"] = tensor.clone(memory_format=torch.contiguous_format)
     after = base.recstore_version_after(tensors | dense) if is_hashed(base) else version_of(served, base)
     versions = base.recstore_version(), after
-    for name, version in zip(("base", "version"), versions, strict=True):
-        tensors[name] = torch.tensor(list(version.encode()), dtype=torch.uint8)
-    tensors |= dense | {"format": torch.tensor([FORMAT])}
-    tensors["checksum"] = scripted_function(checksum_of)(tensors)
-    _write(tensors, path, key)
+    write_tensors(tensors | dense, *versions, path, key)
     names = tuple(name.removeprefix("dense/") for name in dense)
     return DeltaInfo(path, path.stat().st_size, *versions, found, names)
 
@@ -329,10 +327,19 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*pair)
 
 
-def _write(tensors: Mapping[str, Tensor], path: Path, key: Key | None) -> None:
+def write_tensors(tensors: Mapping[str, Tensor], base: str, version: str, path: Path, key: Key | None) -> None:
+    """Writes the file of a delta from one version of a model to another, completely or not at all.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    tensors = {**tensors, "format": torch.tensor([FORMAT])}
+    for name, text in (("base", base), ("version", version)):
+        tensors[name] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    tensors["checksum"] = scripted_function(checksum_of)(tensors)
     try:
         with whole_file(path) as beside:
-            safetensors.torch.save_file(dict(tensors), beside, metadata=delta_metadata(key))
+            safetensors.torch.save_file(tensors, beside, metadata=delta_metadata(key))
             sign(beside, key)
     except (OSError, SafetensorError) as error:  # safetensors raises SafetensorError in the place of an OSError.
         raise OSError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from torchrec_recstore.utils import warn_user
 from torchrec_recstore_serving.bad_reads import BadReads, last_line
-from torchrec_recstore_serving.delta import checked_delta, load_export, private_copy
+from torchrec_recstore_serving.delta import checked_delta, private_copy
 from torchrec_recstore_serving.destinations import publications_at
 from torchrec_recstore_serving.follower_state import FollowerState
-from torchrec_recstore_serving.publications import Kind, Latest, Publication
+from torchrec_recstore_serving.full_export import load_full
+from torchrec_recstore_serving.publications import FULL, Kind, Latest, Publication
 from torchrec_recstore_serving.retrieval import Retrieval, as_sequence
 from torchrec_recstore_serving.signing import key_at
 from torchrec_recstore_serving.verification import check_file
@@ -370,9 +371,9 @@ class Follower:
                 continue
             try:
                 publication = self._source.publication(number)
-                path = self._checked_full(number, folder)
+                paths = [self._checked(number, kind, folder) for kind in FULL]
                 with self._changing():
-                    model = load_export(path)
+                    model = load_full(*paths)
                     if model.recstore_version() != publication.version:
                         raise ValueError("its full export is that of another publication")
             except ConnectionError:
@@ -396,10 +397,11 @@ class Follower:
             self._served = model, publication
         self._reached = model, publication
 
-    def _checked_full(self, number: int, folder: Path) -> Path:
-        """Returns the file of a full export after its bytes have been checked."""
-        path, name = self._source.fetch(number, "full", folder), self._source.name_of(number, "full")
-        if self._key is not None and path.parent != folder:
+    def _checked(self, number: int, kind: Kind, folder: Path) -> Path:
+        """Returns a file of a full export after its bytes have been checked."""
+        path, name = self._source.fetch(number, kind, folder), self._source.name_of(number, kind)
+        # Rows that are mapped must stay in the directory, and the tensors are read while others could shorten the file.
+        if path.parent != folder and (self._key is not None or kind == "full"):
             return private_copy(path, folder, name, self._key, self._check_open)
         with path.open("rb") as file:
             check_file(file, name, self._key, self._check_open)

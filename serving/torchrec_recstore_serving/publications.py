@@ -17,8 +17,10 @@ from typing import Any, Literal, Protocol
 from torchrec_recstore.checkpoint.files import FileLock, is_staging, make_directory, whole_file
 from torchrec_recstore_serving.signing import Key, no_signature, wrong_signature
 
-Kind = Literal["full", "delta"]
-_SUFFIXES: dict[Kind, str] = {"full": ".pt", "delta": ".delta"}
+Kind = Literal["program", "full", "delta"]
+FULL: tuple[Kind, ...] = ("program", "full")
+"""The files of a full export: a model without rows, and all of its rows and dense tensors."""
+_SUFFIXES: dict[Kind, str] = {"program": ".pt", "full": ".safetensors", "delta": ".delta"}
 
 
 @dataclass(frozen=True)
@@ -254,10 +256,10 @@ def _group(number: int) -> str:
 class DirectoryPublications:
     """Publications in a directory, which others may see by network.
 
-    The files of publication 12 are ``000000000012.delta``, ``000000000012.pt`` if it has a full export, and
-    ``000000000012.json``. ``latest.json`` names the newest publication. Each file is written under another name, synced
-    and renamed, and ``latest.json`` is the last of them. A reader begins there and asks for files by their names, so
-    that it never reads a part of a file, and never lists the directory.
+    The files of publication 12 are ``000000000012.delta``, ``000000000012.pt`` and ``000000000012.safetensors`` if it
+    has a full export, and ``000000000012.json``. ``latest.json`` names the newest publication. Each file is written
+    under another name, synced and renamed, and ``latest.json`` is the last of them. A reader begins there and asks for
+    files by their names, so that it never reads a part of a file, and never lists the directory.
 
     Args:
         directory: The directory. The publisher creates it if it does not exist.
@@ -297,7 +299,7 @@ class DirectoryPublications:
         after = latest_after(publication, before)
         self._write(self._record(publication.number), described(publication, self._key))
         self._write(self._directory / "latest.json", described(after, self._key))
-        kinds: list[Kind] = ["full"] if publication.full else ["delta"]
+        kinds = FULL if publication.full else ("delta",)
         names = {
             self._record(publication.number).name,
             *(self.path_of(publication.number, kind).name for kind in kinds),

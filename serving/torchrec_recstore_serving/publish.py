@@ -24,9 +24,10 @@ from torchrec_recstore_serving.changes import ChangedRows, remember
 from torchrec_recstore_serving.delta import DeltaInfo, checked_delta, is_hashed, write_delta
 from torchrec_recstore_serving.destinations import publications_at
 from torchrec_recstore_serving.export import read_changes, read_model
+from torchrec_recstore_serving.full_export import write_full
 from torchrec_recstore_serving.hashed_tables import HashedTable, check_index, mapped_tables
-from torchrec_recstore_serving.publications import Latest, Publication
-from torchrec_recstore_serving.script import save_script, scripted
+from torchrec_recstore_serving.publications import FULL, Latest, Publication
+from torchrec_recstore_serving.script import scripted
 from torchrec_recstore_serving.served_model import scriptable
 from torchrec_recstore_serving.signing import Key, key_at
 
@@ -395,7 +396,8 @@ class _Writer:
         assert self._base is not None
         number = self._number + 1
         if full:
-            save_script(self._base, self._place.path_of(number, "full"), self._key, self._mapped)
+            program, tensors = (self._place.path_of(number, kind) for kind in FULL)
+            write_full(self._base, program, tensors, self._key, self._mapped)
         base = None if info is None else info.base
         publication = Publication(number, self._base.recstore_version(), base, moment, full, self._run)
         latest = self._place.append(publication, self._latest)

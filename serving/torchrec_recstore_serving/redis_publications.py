@@ -20,6 +20,7 @@ from torchrec_recstore.checkpoint.files import whole_file
 from torchrec_recstore.options import RedisStore
 from torchrec_recstore_service.wire.addresses import Backoff, is_loopback
 from torchrec_recstore_serving.publications import (
+    FULL,
     Kind,
     Latest,
     Publication,
@@ -47,9 +48,10 @@ class RedisPublications:
 
     The entry of publication 12 on the stream ``clicks`` has the ID ``12-0`` and the fields ``publication``, a JSON
     document, and ``parts``, the number of keys with its delta: ``clicks:12:delta:0`` and so on. A small delta is in the
-    field ``delta``. A full export is in keys ``clicks:12:full:0`` and so on. ``clicks:latest`` describes the newest
-    publication, and ``clicks:keys`` is a sorted set of all keys with their numbers. One transaction adds the entry,
-    replaces ``clicks:latest`` and makes the keys permanent, which until then expire.
+    field ``delta``. A full export is in keys ``clicks:12:program:0`` and ``clicks:12:full:0`` and so on.
+    ``clicks:latest`` describes the newest publication, and ``clicks:keys`` is a sorted set of all keys with their
+    numbers. One transaction adds the entry, replaces ``clicks:latest`` and makes the keys permanent, which until then
+    expire.
 
     Args:
         url: The URL of the server, with ``stream=NAME`` in its query.
@@ -115,8 +117,8 @@ class RedisPublications:
         elif publication.base is not None:
             keys += self._upload(number, "delta")
             fields["parts"] = len(keys)
-        if publication.full:
-            keys += self._upload(number, "full")
+        for kind in FULL if publication.full else ():
+            keys += self._upload(number, kind)
 
         def commit(pipeline: Any) -> bool:
             if keys and pipeline.exists(*keys) != len(keys):
@@ -132,7 +134,7 @@ class RedisPublications:
             return True
 
         done = self._call(lambda: self._transaction(commit, before, described(after, self._signing)))
-        for kind in ("full", "delta"):
+        for kind in (*FULL, "delta"):
             self.path_of(number, kind).unlink(missing_ok=True)
         if done:
             self._length += 1
@@ -271,7 +273,7 @@ class RedisPublications:
         names = self._key("keys")
         old = self._client.zrangebyscore(names, "-inf", first_kept(latest, "full"))
         # The older full export stays, and the delta that leads to it leaves with the entries before it.
-        older = f"{self._key(latest.fulls[0])}:full:".encode()
+        older = tuple(f"{self._key(latest.fulls[0], kind)}:".encode() for kind in FULL)
         old = [key for key in old if not key.startswith(older)]
         for begin in range(0, len(old), 1024):
             some = old[begin : begin + 1024]

@@ -21,6 +21,8 @@ from torchrec_recstore.inference import DeltaPublisher, Follower, export_for_inf
 from torchrec_recstore.utils import RecStoreWarning
 from torchrec_recstore_serving import bad_reads
 from torchrec_recstore_serving import publish as publish_module
+from torchrec_recstore_serving.destinations import publications_at
+from torchrec_recstore_serving.publications import Kind
 
 from ..processes import ForkedCommand
 from ..redis_server import RedisServer, free_port
@@ -252,8 +254,8 @@ def test_a_moment_without_memory(tmp_path: Path) -> None:
         assert follower.state.problem is None
 
 
-@pytest.mark.parametrize("kind", ["delta", "full"])
-def test_a_checksum_that_is_wrong_again_and_again(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["delta", "program", "full"])
+def test_a_checksum_that_is_wrong_again_and_again(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damaged bytes are given up after eight reads, until the next full export."""
     monkeypatch.setattr(bad_reads, "_FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(bad_reads, "_LONGEST_PAUSE_S", 0.02)
@@ -264,7 +266,8 @@ def test_a_checksum_that_is_wrong_again_and_again(kind: str, tmp_path: Path, mon
             assert follower.poll()
             change(model, 0)
             publish(publisher)
-        file = place / ("000000000002.delta" if kind == "delta" else "000000000001.pt")
+        number: int = 2 if kind == "delta" else 1
+        file = publications_at(place).path_of(number, kind)
         good = file.read_bytes()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RecStoreWarning)

@@ -12,19 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_recstore.checkpoint import async_save
 from torchrec_recstore.inference import DeltaPublisher, Follower, export_for_inference, follow
-from torchrec_recstore.modules import RecStoreEmbeddingBag
+from torchrec_recstore.modules import RecStoreEmbeddingBag, RecStoreEmbeddingBagCollection
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.sharders.gather import all_gathered
 from torchrec_recstore.utils import RecStoreWarning
 from torchrec_recstore_serving import publish as publish_module
 from torchrec_recstore_serving.delta import is_hashed
 from torchrec_recstore_serving.destinations import publications_at
+from torchrec_recstore_serving.publications import FULL
 
 from ..checkpoint.models import batch as sharded_batch
 from ..checkpoint.models import recstore
@@ -152,13 +155,14 @@ def test_only_what_followers_need_is_kept(place: str, tmp_path: Path, request: p
         if "://" not in place:
             names = sorted(path.name for path in Path(place).iterdir() if not path.name.startswith("."))
             numbers = ["000000000003", "000000000004"]
-            kept = [f"{number}{suffix}" for number in numbers for suffix in (".json", ".pt")]
+            kept = [f"{number}{suffix}" for number in numbers for suffix in (".json", ".pt", ".safetensors")]
             assert names == sorted([*kept, "000000000004.delta", "latest.json"])
         else:
             with request.getfixturevalue("server").client() as client:
                 assert [entry[0] for entry in client.xrange("clicks")] == [b"3-0", b"4-0"]
                 parts = {key for key in client.scan_iter("clicks:*") if key.split(b":")[1].isdigit()}
-                assert parts == {b"clicks:3:full:0", b"clicks:4:full:0"}, "the small delta is in its entry"
+                # The small delta is in its entry.
+                assert parts == {f"clicks:{number}:{kind}:0".encode() for number in (3, 4) for kind in FULL}
                 assert {client.ttl(key) for key in client.scan_iter("*")} == {-1}
         # The delta that the slow follower needs has been deleted.
         with pytest.warns(RecStoreWarning, match=r"publication 2 cannot be applied: .*2"):
@@ -200,6 +204,71 @@ def test_a_publisher_that_starts_again(place: str, tmp_path: Path) -> None:
             assert_follows(follower, model, tmp_path)
         assert (follower.state.number, follower.state.fulls_loaded, follower.state.deltas_applied) == (6, 2, 4)
         assert follower.state.problem is None
+
+
+class Tables(nn.Module):
+    """A RecStore table and one of TorchRec's own in one collection each, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = RecStoreEmbeddingBagCollection(
+            [EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=100, feature_names=["f"])], lr=0.3
+        )
+        stock = EmbeddingBagConfig(name="stock", embedding_dim=8, num_embeddings=50, feature_names=["g"])
+        self.stock = EmbeddingBagCollection(tables=[stock])
+        self.over = nn.Linear(16, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """(B, 1)."""
+        pooled: list[KeyedTensor] = [self.bags(features), self.stock(features)]
+        out: Tensor = self.over(torch.cat([each.values() for each in pooled], dim=1))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize(("index", "rows"), [("hash", "memory"), ("hash", "mapped"), ("sorted", "memory")])
+def test_a_full_export_is_a_program_and_its_tensors(index: str, rows: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """What is unpickled has no rows and no dense values: these are in safetensors, equal to those of an export."""
+    model = Tables()
+    features = KeyedJaggedTensor(["f", "g"], torch.randint(0, 50, (40,)), lengths=torch.full((20,), 2))
+    model(features).sum().backward()
+    place = tmp_path / "published"
+    options = {"dtype": dtype, "index": index, "rows": rows}
+    with DeltaPublisher(model, place, every_s=0, full_every_s=0, **options) as publisher:  # type: ignore[arg-type]
+        for number in (1, 2):
+            publish(publisher)
+            name = f"{number:012d}"
+            export_for_inference(model, tmp_path / "export.pt", **options)  # type: ignore[arg-type]
+            export = torch.jit.load(tmp_path / "export.pt")
+            program = torch.jit.load(place / f"{name}.pt")
+            tensors = safetensors.torch.load_file(place / f"{name}.safetensors")
+            if rows == "memory":
+                assert len(program.recstore_ids("t")) == 0
+                assert torch.equal(tensors["t/ids"], export.recstore_ids("t"))
+                assert torch.equal(tensors["t/rows"], export.recstore_rows("t")[1:])
+            assert not program.recstore_rows("stock").any()
+            assert torch.equal(tensors["stock/rows"], export.recstore_rows("stock"))
+            assert tensors.keys() >= program.recstore_dense().keys() == {"dense/over.weight", "dense/over.bias"}
+            for key, value in program.recstore_dense().items():
+                assert not value.any()
+                assert torch.equal(tensors[key], export.recstore_dense()[key])
+            program.verify()
+            with Follower(place) as follower:
+                assert follower.poll()
+                assert follower.version == export.recstore_version()
+                assert torch.equal(follower.model(features), export(features))
+                follower.model.verify()
+            model(features).sum().backward()
+            with torch.no_grad():
+                model.over.bias += 1
+    # The tensors of another publication, which are signed, too.
+    (place / "000000000003.safetensors").write_bytes((place / "000000000002.safetensors").read_bytes())
+    refused = "this model is of version" if rows == "mapped" else "another publication"
+    with (
+        Follower(place) as follower,
+        pytest.warns(RecStoreWarning, match=f"full export 3 cannot be loaded: .*{refused}"),
+    ):
+        follower.poll()
 
 
 def damage(place: str, number: int, kind: str, server: Callable[[], RedisServer]) -> None:

@@ -32,6 +32,7 @@ from ..redis_server import needs_redis, redis_server
 from .test_predictor import FollowCommand
 from .test_publish import assert_follows, change, publish, trained, wait_for
 
+FULL_FILES = ("000000000003.pt", "000000000003.safetensors")
 SECRET = "0123456789abcdef0123456789abcdef"
 
 
@@ -120,7 +121,7 @@ def test_signed_publications(place: str, key: Path, other_key: Path, tmp_path: P
         assert_follows(follower, model, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["latest.json", "000000000002.json", "000000000002.delta", "000000000003.pt"])
+@pytest.mark.parametrize("name", ["latest.json", "000000000002.json", "000000000002.delta", *FULL_FILES])
 @pytest.mark.parametrize("place_of", [0.001, 0.5, 0.999])
 def test_a_changed_byte(name: str, place_of: float, key: Path, tmp_path: Path) -> None:
     """The follower names the file, serves what it has, and goes on when the file is right."""
@@ -135,10 +136,10 @@ def test_a_changed_byte(name: str, place_of: float, key: Path, tmp_path: Path) -
                 change(model, step)
                 publisher._writer._next_full = 1e9 if step == 0 else 0  # type: ignore[union-attr]
                 publish(publisher)
-            if name == "000000000003.pt":  # The full export is only loaded if a delta before it is gone.
+            if name in FULL_FILES:  # The full export is only loaded if a delta before it is gone.
                 (place / "000000000002.delta").unlink()
             elif name != "latest.json":  # Otherwise the full export would be loaded.
-                (place / "000000000003.pt").rename(tmp_path / "aside")
+                (place / FULL_FILES[0]).rename(tmp_path / "aside")
             file = place / name
             whole = file.read_bytes()
             at = int(len(whole) * place_of)
@@ -156,7 +157,7 @@ def test_a_changed_byte(name: str, place_of: float, key: Path, tmp_path: Path) -
             file.write_bytes(whole)
             time.sleep(0.6)
             assert follower.poll()
-            if name in ("latest.json", "000000000003.pt"):
+            if name in ("latest.json", *FULL_FILES):
                 assert_follows(follower, model, tmp_path)
                 assert follower.state.problem is None
 

@@ -227,7 +227,7 @@ void ServedRows::add_chunks() {
   chunks_.push_back(chunk);
 }
 
-std::shared_ptr<const ServedRows> ServedRows::build(const RowLayout& layout, const int64_t* ids, int64_t count, RowMemory memory) {
+std::shared_ptr<ServedRows> ServedRows::build(const RowLayout& layout, const int64_t* ids, int64_t count, RowMemory memory) {
   layout.check();
   if (count + count / kRoom + kLeastRoom >= kMostSlots) throw InvalidArgument("a table holds fewer than 2**32 rows");
   auto store = std::make_shared<Store>();

@@ -71,7 +71,7 @@ class ServedRows : public std::enable_shared_from_this<ServedRows> {
  public:
   // The table of ids (count,) and their rows, which follow the row for ids without a row in `memory`: (count + 1,
   // stride). Throws InvalidArgument if an id occurs twice.
-  static std::shared_ptr<const ServedRows> build(const RowLayout& layout, const int64_t* ids, int64_t count, RowMemory memory);
+  static std::shared_ptr<ServedRows> build(const RowLayout& layout, const int64_t* ids, int64_t count, RowMemory memory);
   // The table whose index and rows have been saved.
   static std::shared_ptr<const ServedRows> load(const RowLayout& layout, std::unique_ptr<IdIndex> index,
                                                 std::shared_ptr<void> index_owner, RowMemory memory, int64_t slots,

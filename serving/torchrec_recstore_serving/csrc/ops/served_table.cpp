@@ -142,6 +142,12 @@ std::shared_ptr<const ServedRows> whole(const std::shared_ptr<const ServedRows>&
   return ServedRows::build(layout, ids.const_data_ptr<int64_t>(), n, memory_of(all, false));
 }
 
+// The table of ids and of their rows, (count + 1, row_bytes) with the row for ids without a row first.
+std::shared_ptr<ServedRows> built(const RowLayout& layout, const Tensor& ids, const Tensor& rows) {
+  const Tensor packed = layout.stride == layout.row_bytes ? rows : rows.narrow(1, 0, layout.stride).contiguous();
+  return ServedRows::build(layout, ids.const_data_ptr<int64_t>(), ids.numel(), memory_of(packed, false));
+}
+
 // The table whose index and rows are a record of the model's file: see Rows::Saved.
 std::shared_ptr<const ServedRows> mapped_rows(const RowLayout& layout, int64_t slots, uint64_t checksum, uint64_t salt, int64_t home_lines,
                                               const std::string& name) {
@@ -228,8 +234,7 @@ class Table final : public torch::CustomClassHolder {
     const Tensor given = checked_integers(ids), all = checked(rows, "rows", rows.scalar_type(), 2);
     TORCH_CHECK_VALUE(all.size(0) == given.numel() + 1, "there must be a row for each id, and one for ids without a row");
     const RowLayout layout = RowLayout::compact(static_cast<RowFormat>(format), dim, layout_of(format, dim, all).row_bytes);
-    const Tensor packed = layout.stride == layout.row_bytes ? all : all.narrow(1, 0, layout.stride).contiguous();
-    return c10::make_intrusive<Table>(ServedRows::build(layout, given.const_data_ptr<int64_t>(), given.numel(), memory_of(packed, false)));
+    return c10::make_intrusive<Table>(built(layout, given, all));
   }
 
   std::shared_ptr<const ServedRows> rows() const {
@@ -308,7 +313,10 @@ class Table final : public torch::CustomClassHolder {
     next_.reset();
     before_.reset();
     const auto now = this->rows();
-    next_ = now->with(Changes(*now, ids, rows, removed).given);
+    const Changes changes(*now, ids, rows, removed);
+    // The first delta of a model without rows has all of them, which take less time together.
+    const bool first = now->slots() == 1 && now->rows() == 0 && changes.removed.numel() == 0;
+    next_ = first ? built(now->layout(), changes.ids, at::cat({missing_row(), changes.rows})) : now->with(changes.given);
     return static_cast<int64_t>(next_->checksum());
   }
 

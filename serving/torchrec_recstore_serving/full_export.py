@@ -1,0 +1,97 @@
+"""Writes and reads a published full export: a program without rows, and its rows and dense tensors in safetensors.
+
+The second file is a delta that leads from the program to the model. So the program alone is unpickled.
+
+Tests: tests/serving/test_publish.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from torchrec_recstore_serving.delta import load_export, write_tensors
+from torchrec_recstore_serving.hashed_tables import HashedTable
+from torchrec_recstore_serving.row_formats import TYPE_NUMBERS
+from torchrec_recstore_serving.script import save_script
+from torchrec_recstore_serving.server_tables import served_on_servers
+from torchrec_recstore_serving.signing import Key
+
+
+def write_full(
+    script: torch.jit.ScriptModule, program: Path, full: Path, key: Key | None, mapped: Sequence[HashedTable]
+) -> None:
+    """Writes a full export, each file completely or not at all.
+
+    Args:
+        script: The served model.
+        program: The file of the program, a served model without rows, whose dense tensors are zeros.
+        full: The file of the rows and the dense tensors.
+        key: The key with which both files are signed. None: no signature.
+        mapped: The tables whose rows a process maps. They are in the file of the program, beside its code.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    kept = {table.name for table in mapped} | set(served_on_servers(script))
+    empty = copy.deepcopy(script)
+    tensors: dict[str, Tensor] = {}
+    for table, without in zip(_tables(script), _tables(empty), strict=True):
+        if table.name in kept:
+            if hasattr(table, "native"):  # The rows are written apart from this object.
+                without.native = table.native
+            continue
+        ids, rows = _stored(table)
+        tensors |= {f"{table.name}/ids": ids, f"{table.name}/rows": rows, f"{table.name}/removed": ids[:0]}
+        _empty(without)
+    for name, tensor in script.recstore_dense().items():
+        tensors[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+    for tensor in empty.recstore_dense().values():
+        tensor.detach().zero_()
+    version = empty.recstore_computed_version()
+    for without in _tables(empty):
+        without.version = version
+    save_script(empty, program, key, mapped)
+    write_tensors(tensors, version, script.recstore_version(), full, key)
+
+
+def load_full(program: Path, full: Path) -> torch.jit.ScriptModule:
+    """Loads a full export from two files whose bytes have been checked.
+
+    Raises:
+        ValueError, torch.jit.Error: The two do not belong together, or the program is no served model.
+    """
+    model = load_export(program)
+    model.apply_delta(safetensors.torch.load_file(full))
+    return model
+
+
+def _tables(script: torch.jit.ScriptModule) -> Iterator[Any]:
+    """Yields each table of a served model, at each of its paths."""
+    return (module for _, module in script.named_modules(remove_duplicate=False) if hasattr(module, "row_format"))
+
+
+def _stored(table: Any) -> tuple[Tensor, Tensor]:
+    """Returns the ids of a table and their rows in the row format. In a table of TorchRec, row i is id i."""
+    if hasattr(table, "native"):
+        ids = table.native.ids()
+        return ids, table.native.stored(ids)
+    rows = table.stored_rows()
+    return (table.raw_ids(), rows[1:]) if table.has_ids else (torch.arange(len(rows)), rows)
+
+
+def _empty(table: Any) -> None:
+    """Removes the rows of a table. A table of TorchRec keeps their number, and has zeros that take no space."""
+    if hasattr(table, "native"):
+        number, none = TYPE_NUMBERS.get(table.row_format, 0), torch.empty(0, dtype=torch.int64)
+        table.native = torch.classes.recstore.ServedTable(number, table.dim, none, table.row_like())
+    elif table.has_ids:
+        table.ids, table.rows = table.ids[-1:].clone(), table.rows[:1].clone()
+    else:
+        table.rows = torch.zeros_like(table.rows[:1]).expand(table.rows.shape)
