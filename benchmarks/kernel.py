@@ -14,12 +14,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import limit
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from measure import clock, emit, interleave, spread
 from torch import Tensor
 
@@ -27,10 +25,10 @@ from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
 from torchrec_recstore.store import Table
 
-OPTIMIZERS: dict[str, tuple[Optimizer, EmbOptimType]] = {
-    "sgd": (SGD(0.01), EmbOptimType.EXACT_SGD),
-    "adagrad": (Adagrad(0.01), EmbOptimType.EXACT_ADAGRAD),
-    "rowwise_adagrad": (RowWiseAdagrad(0.01), EmbOptimType.EXACT_ROWWISE_ADAGRAD),
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": SGD(0.01),
+    "adagrad": Adagrad(0.01),
+    "rowwise_adagrad": RowWiseAdagrad(0.01),
 }
 
 
@@ -108,11 +106,19 @@ def recstore(case: Case, batches: list[Batch], optimizer: Optimizer) -> tuple[li
     return tables, PooledKernel(tables, range(case.tables), "sum")
 
 
-def fbgemm(case: Case, optimizer: EmbOptimType) -> SplitTableBatchedEmbeddingBagsCodegen:
+def fbgemm(case: Case, optimizer: str) -> Any:
     """Returns FBGEMM tables of ``case.rows`` rows, which are initialized as in TorchRec."""
+    # threads.py, which shares the other functions, needs torch alone.
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
     module = SplitTableBatchedEmbeddingBagsCodegen(
         [(case.rows, case.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)] * case.tables,
-        optimizer=optimizer,
+        optimizer=EmbOptimType[f"EXACT_{optimizer.upper()}"],
         learning_rate=0.01,
         eps=1e-8,
         pooling_mode=PoolingMode.SUM if case.pooled else PoolingMode.NONE,
@@ -158,9 +164,8 @@ def run(name: str, optimizer: str, steps: int) -> None:
     case = CASES[name]
     generator = torch.Generator().manual_seed(0)
     batches = make_batches(case, generator)
-    ours, theirs = OPTIMIZERS[optimizer]
-    _tables, kernel = recstore(case, batches, ours)
-    reference = fbgemm(case, theirs)
+    _tables, kernel = recstore(case, batches, OPTIMIZERS[optimizer])
+    reference = fbgemm(case, optimizer)
     shapes = [torch.Size((case.batch, case.tables * case.dim)), *(torch.Size((len(b.ids), case.dim)) for b in batches)]
     grads = {shape: torch.randn(shape, generator=generator) * 0.01 for shape in shapes}
 

@@ -1,0 +1,112 @@
+"""Measures how the steps of RecStore's pooled kernel become faster with the number of threads. It needs torch alone.
+
+    python benchmarks/threads.py [--threads 1,2,4,8,16] [--batches 8192,65536] [--dim 64] [--steps 20]
+
+Prints a JSON row for each batch size and number of threads, and then a table. ``forward`` and ``backward`` are those of
+26 tables whose rows are there, with row-wise Adagrad. ``new rows`` is the forward of a batch whose ids are all new, in
+tables that are empty at the beginning of each eighth step. ``first touch`` fills fresh memory of the size of its rows.
+``gather`` and ``scatter`` move the same rows of one array by known slots, as kernel.py does: they are the limit of the
+machine, which has fewer memory channels than processors. The steps of all numbers of threads are interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import limit
+import torch
+from kernel import BATCHES, CASES, OPTIMIZERS, Case, limits, make_batches, recstore, step
+from measure import clock, emit, interleave, spread
+
+from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.store import Table
+
+PARTS = ("forward", "backward", "new rows", "first touch", "gather", "scatter")
+
+
+def new_rows(case: Case) -> Callable[[int], float]:
+    """Returns a function that looks up a batch of new ids in tables that grow, and returns the seconds."""
+    offsets = torch.arange(case.tables * case.batch + 1)
+    kernel: PooledKernel | None = None
+
+    def side(i: int) -> float:
+        nonlocal kernel
+        if kernel is None or i % BATCHES == 0:  # so that the rows fit into memory
+            tables = [
+                Table(case.dim, optimizer=OPTIMIZERS["rowwise_adagrad"], name=f"n{j}") for j in range(case.tables)
+            ]
+            kernel = PooledKernel(tables, range(case.tables), "sum")
+        ids = (torch.arange(len(offsets) - 1) + (i % BATCHES) * len(offsets)) * 7919
+        begin = clock()
+        kernel(ids, offsets, train=True)
+        return clock() - begin
+
+    return side
+
+
+def first_touch(case: Case) -> float:
+    """Fills memory in huge pages that the process has not had before, and returns the seconds."""
+    begin = clock()
+    limit.empty(case.tables * case.batch, case.dim).zero_()
+    return clock() - begin
+
+
+def measure(case: Case, threads: list[int], steps: int) -> list[dict[str, Any]]:
+    """Returns a row for each number of threads."""
+    generator = torch.Generator().manual_seed(0)
+    batches = make_batches(case, generator)
+    _tables, kernel = recstore(case, batches, OPTIMIZERS["rowwise_adagrad"])
+    shape = torch.Size((case.batch, case.tables * case.dim))
+    grads = {shape: torch.randn(shape, generator=generator) * 0.01}
+    bare = limits(case, batches)
+
+    def side(count: int) -> Callable[[int], tuple[float, ...]]:
+        grow = new_rows(case)
+
+        def run(i: int) -> tuple[float, ...]:
+            torch.set_num_threads(count)
+            b = batches[i % BATCHES]
+            kernel(b.ids, b.offsets, b.weights, train=False)  # wakes the threads of this number
+            return (
+                *step(lambda: kernel(b.ids, b.offsets, b.weights, train=True), grads),
+                grow(i),
+                first_touch(case),
+                *bare(i),
+            )
+
+        return run
+
+    timings = interleave({str(count): side(count) for count in threads}, steps, warm_up=3)
+    rows = []
+    for count in threads:
+        spreads = [spread(values) for values in zip(*timings[str(count)], strict=True)]
+        rows.append({"batch": case.batch, "threads": count} | dict(zip(PARTS, spreads, strict=True)))
+    return rows
+
+
+def main() -> None:
+    """Runs the requested batch sizes and prints the speeds over one thread."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", default=",".join(str(2**i) for i in range(torch.get_num_threads().bit_length())))
+    parser.add_argument("--batches", default="8192,65536")
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=20)
+    arguments = parser.parse_args()
+    threads = [int(count) for count in arguments.threads.split(",")]
+    lines = [f"| batch | threads | {' | '.join(PARTS)} |", f"| --- | --- |{' --- |' * len(PARTS)}"]
+    for batch in arguments.batches.split(","):
+        rows = measure(replace(CASES["criteo"], batch=int(batch), dim=arguments.dim), threads, arguments.steps)
+        for row in rows:
+            torch.set_num_threads(row["threads"])  # a condition that each row states
+            emit({"benchmark": "threads", "dim": arguments.dim, **row})
+            medians = [(row[part]["median"], rows[0][part]["median"] / row[part]["median"]) for part in PARTS]
+            cells = " | ".join(f"{ms:.2f} ms, {speed:.2f}x" for ms, speed in medians)
+            lines.append(f"| {batch} | {row['threads']} | {cells} |")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
