@@ -30,7 +30,7 @@ $(VENV)/.train-requirements: requirements/base.txt requirements/build.txt requir
 	$(PIP) install --no-deps -r requirements/torchrec.txt
 	@touch $@
 
-$(VENV)/.dev-requirements: requirements/dev.txt requirements/cold.txt requirements/docs.txt requirements/service.txt $(VENV)/.train-requirements
+$(VENV)/.dev-requirements: requirements/dev.txt requirements/cold.txt requirements/docs.txt requirements/service.txt requirements/trainers.txt $(VENV)/.train-requirements
 	$(PIP) install -r requirements/dev.txt
 	@touch $@
 

@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
 
 
-def run_script(script: str, *flags: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+def run_script(
+    script: str, *flags: object, ranks: int = 1, timeout_s: float = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
     """Runs ``examples/<script>`` in a new interpreter, or in several under torchrun."""
     command = [sys.executable]
     if ranks > 1:
@@ -28,7 +30,7 @@ def run_script(script: str, *flags: object, ranks: int = 1) -> subprocess.Comple
     command += _script(script, flags)
     # One thread: tests share the machine, and spinning thread pools slow each other down.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
 
 
 def run_forked(script: str, *flags: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
@@ -59,7 +61,7 @@ def run_forked(script: str, *flags: object, ranks: int = 1) -> subprocess.Comple
 
 def _script(script: str, flags: tuple[object, ...]) -> list[str]:
     """The command line. A training writes curves and a report only if a flag says where."""
-    quiet = ["--no-log"] if script.endswith("train.py") and not {"--log-dir", "--log-every"} & {*flags} else []
+    quiet = ["--no-log"] if script.endswith("/train.py") and not {"--log-dir", "--log-every"} & {*flags} else []
     return [str(ROOT / "examples" / script), *map(str, flags), *quiet]
 
 

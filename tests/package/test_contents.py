@@ -121,7 +121,7 @@ def requirements(package: str = "torchrec_recstore") -> dict[str, dict[str, str]
     lines = {"": config["options"]["install_requires"], **extras}
     found = {}
     for extra, text in lines.items():
-        wanted = [re.fullmatch(r"([\w-]+)(?:\[\w+\])?(.*)", line) for line in text.split("\n") if line.strip()]
+        wanted = [re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?(.*)", line) for line in text.split("\n") if line.strip()]
         found[extra] = {match[1]: match[2] for match in wanted if match is not None}
     return found
 
@@ -137,7 +137,7 @@ def test_versions_are_locked_to_each_other() -> None:
 
 def pins() -> dict[str, str]:
     text = "\n".join(path.read_text() for path in (ROOT / "requirements").glob("*.txt"))
-    return dict(re.findall(r"^([\w-]+)==([\w.]+)", text, flags=re.MULTILINE))
+    return dict(re.findall(r"^([\w-]+)(?:\[[\w,]+\])?==([\w.]+)", text, flags=re.MULTILINE))
 
 
 def test_what_extras_name_is_pinned() -> None:
@@ -162,7 +162,7 @@ COMMON = ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli"]
         ("torchrec_recstore", "torchrec_recstore", [*COMMON, "parquet"]),
         ("service/torchrec_recstore_service", "torchrec_recstore_service", ["", "redis"]),
         ("serving/torchrec_recstore_serving", "torchrec_recstore_serving", ["", "redis", "retrieval"]),
-        ("examples", "torchrec_recstore", [*COMMON, "examples"]),
+        ("examples", "torchrec_recstore", [*COMMON, "examples", "trainers"]),
         ("benchmarks", "torchrec_recstore", [*COMMON, "examples"]),
     ],
 )
