@@ -1,4 +1,4 @@
-"""TorchRec's DLRM by Ray Train on two workers, with raw ids that Ray Data reads from Parquet. A killed worker is replaced.
+"""TorchRec's DLRM by Ray Train on two workers, with raw ids that Ray Data reads from Parquet. Workers may be killed.
 
     python examples/trainers/ray_train.py                      # generated rows
     python examples/trainers/ray_train.py --data train.txt     # a Criteo click log, also .gz

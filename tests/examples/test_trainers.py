@@ -84,7 +84,10 @@ def test_ray_starts_killed_workers_again(log: Path, tmp_path: Path, monkeypatch:
         monkeypatch.setenv("RAY_TMPDIR", short)
         folder = tmp_path / "run"
         flags = ["--data", log, "--folder", folder, "--kill-at", "12", *FLAGS, *cluster]
-        done = run_script("trainers/ray_train.py", *flags, timeout_s=800)
+        for _ in range(3):
+            done = run_script("trainers/ray_train.py", *flags, timeout_s=800)
+            if "timed out during startup" not in done.stderr:  # Ray's own limit of 30 s, which has no setting
+                break
     assert done.returncode == 0, done.stdout + done.stderr
     assert (folder / "killed").exists()
     lines = re.findall(r"(continues after step \d+|step \d+: .*, checkpoint \w{32})$", done.stdout, flags=re.MULTILINE)
