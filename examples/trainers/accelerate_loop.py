@@ -6,7 +6,7 @@
 
 accelerator.prepare gets the optimizer of the dense layers and the data, but not the model: DistributedModelParallel has
 distributed it. Two hooks save and load the model with save_checkpoint and load_checkpoint, within save_state and
-load_state. After a crash, or after Ctrl-C, give the same command again, with the same number of processes.
+load_state. After a crash, or after Ctrl-C, give the same command again, with any number of processes.
 
 The model is that of examples/dlrm/minimal.py. The log is split by time: the first 80 % train, the last 10 % test.
 Packages: requirements/trainers.txt.
