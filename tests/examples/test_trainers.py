@@ -88,6 +88,8 @@ def test_ray_starts_killed_workers_again(log: Path, tmp_path: Path, monkeypatch:
             done = run_script("trainers/ray_train.py", *flags, timeout_s=800)
             if "timed out during startup" not in done.stderr:  # Ray's own limit of 30 s, which has no setting
                 break
+        else:
+            pytest.skip("Ray did not start within its own limit of 30 s on this machine, three times")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (folder / "killed").exists()
     lines = re.findall(r"(continues after step \d+|step \d+: .*, checkpoint \w{32})$", done.stdout, flags=re.MULTILINE)
