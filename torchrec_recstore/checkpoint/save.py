@@ -26,7 +26,7 @@ from torchrec_recstore.encoding import encode
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.model_tables import dense_tensors, recstore_tables
 from torchrec_recstore.store import TableState
-from torchrec_recstore.store.table import warn_of_pending_passes
+from torchrec_recstore.store.table import check_applied
 
 # The saves that are being written, and the failed saves whose error has not been raised yet.
 _open: set[AsyncSave] = set()
@@ -193,7 +193,7 @@ class _Save:
                 self._tables = recstore_tables(model)
                 for table in self._tables:
                     table.state.copies.check()
-                warn_of_pending_passes(shard.table for table in self._tables for shard in table.shards)
+                check_applied((shard.table for table in self._tables for shard in table.shards), saves=True)
                 bases = [] if delta_of is None else read_chain(delta_of)
                 marks = self._marks_since(bases)
                 if env.rank == 0:  # Rank 0 holds the lock of the path for all ranks.

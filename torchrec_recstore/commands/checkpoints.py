@@ -93,14 +93,7 @@ def inspect(
 def _print_run(path: Path, checkpoints: Sequence[CheckpointInfo], cold: Sequence[Run], as_json: bool) -> None:
     if as_json:
         told = [
-            {
-                "path": str(info.path),
-                "step": info.step,
-                "rows": _rows_of([info]),
-                "world_size": info.world_size,
-                "bytes": info.bytes,
-                "delta_of": None if info.base is None else str(info.base),
-            }
+            {**_facts(info), "rows": _rows_of([info]), "delta_of": None if info.base is None else str(info.base)}
             for info in checkpoints
         ]
         stores = [{**asdict(run), "path": str(run.path)} for run in cold]
@@ -161,13 +154,14 @@ def _print_checkpoint(chain: Sequence[CheckpointInfo]) -> None:
     print_table(["table", "rows", *here, "dim", "dtype", "optimizer", "bytes", "parts"], rows)
 
 
+def _facts(info: CheckpointInfo) -> dict[str, Any]:
+    return {"path": str(info.path), "step": info.step, "world_size": info.world_size, "bytes": info.bytes}
+
+
 def _as_json(chain: Sequence[CheckpointInfo]) -> dict[str, Any]:
     info = chain[-1]
     return {
-        "path": str(info.path),
-        "step": info.step,
-        "world_size": info.world_size,
-        "bytes": info.bytes,
+        **_facts(info),
         "chain": [str(each.path) for each in chain],
         "dense": list(info.dense),
         "training_state": _state_keys(info),
@@ -185,17 +179,11 @@ def _state_keys(info: CheckpointInfo) -> list[str] | str:
 
 def _table_as_json(info: CheckpointInfo, table: TableInfo) -> dict[str, Any]:
     return {
-        "rows": table.rows,
-        "rows_here": sum(part.rows for part in table.parts if part.columns == table.columns[0]),
-        "dim": table.dim,
-        "dtype": table.dtype,
-        "optimizer": repr(table.optimizer),
-        "options": repr(table.options),
-        "steps": table.steps,
-        "optimizer_steps": table.optimizer_steps,
-        "columns": table.columns,
-        "bytes": sum(info.files[part.file].bytes for part in (*table.parts, *table.removed)),
+        **{name: getattr(table, name) for name in ("rows", "dim", "dtype", "steps", "optimizer_steps", "columns")},
+        **{name: repr(getattr(table, name)) for name in ("optimizer", "options")},
         "parts": len(table.parts),
+        "rows_here": sum(part.rows for part in table.parts if part.columns == table.columns[0]),
+        "bytes": sum(info.files[part.file].bytes for part in (*table.parts, *table.removed)),
     }
 
 

@@ -296,8 +296,7 @@ def _fake_weight_gradients(handle: int, like: Tensor, *more: Any) -> Tensor:
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.handle, _, _, _, ctx.counts, weights = inputs
-    ctx.weights = None if weights is None else weights.shape[0]
+    _keep_for_read_backward(ctx, inputs, output)
     ctx.save_for_backward(output[1])
     ctx.mark_non_differentiable(output[1])
 
@@ -308,8 +307,8 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
     return None, None, None, None, None, None if weight_grads is None else grad_weights
 
 
-def _keep_for_read_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.handle, _, ids, offsets, _, weights = inputs
+def _keep_for_read_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.handle, _, ids, offsets, ctx.counts, weights = inputs
     ctx.weights = None if weights is None else weights.shape[0]
     ctx.save_for_backward(ids, offsets)
 

@@ -25,7 +25,7 @@ from torchrec_recstore.sharders.kernel import BackwardOptimizer, placeholder_par
 from torchrec_recstore.sharders.layout import LocalShard, ShardLayout, Value, WholeRows, gathered_rows, owned_positions
 from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.parts import STAMPS, column_weighted_mean
-from torchrec_recstore.store.table import warn_of_pending_passes
+from torchrec_recstore.store.table import check_applied
 from torchrec_recstore.table_parameter import GivenCopies
 
 # The methods that return copies of a table's weights and ids, and of its optimizer state, for error messages.
@@ -323,7 +323,7 @@ class ModuleState:
             return
         with refused_together(self.env):
             self.copies.check()
-        warn_of_pending_passes(shard.table for shards in self.shards.values() for shard in shards)
+        check_applied((shard.table for shards in self.shards.values() for shard in shards), saves=True)
         for name, table in self.tables.items():
             key = self.weight_key(prefix, name)
             weights, ids = _export_weights(table)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.ops import RowTensors
-from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.optim import Optimizer, state_bytes, state_names
 from torchrec_recstore.row_types import GRID_BYTES, as_numbers, as_stored, columns_of, joined_columns, row_bytes, values
 
 PART_BYTES = 1 << 25
@@ -180,9 +180,7 @@ def rows_in(size: int, dim: int, dtype: torch.dtype, optimizer: Optimizer) -> in
 
     ``dim`` is that of the whole table, so that the parts of all column shards hold the same ids.
     """
-    states = state_names(optimizer).values()
-    row = dim * (dtype.itemsize + 4 * sum(kind == "element" for kind in states)) + 4 * len(states) + 24
-    return max(1, size // row)
+    return max(1, size // (dim * dtype.itemsize + state_bytes(optimizer, dim) + 24))
 
 
 def zero_states(optimizer: Optimizer, rows: int, columns: int) -> dict[str, Tensor]:

@@ -524,24 +524,17 @@ def check_replaceable(tables: Iterable[Table]) -> None:
             raise ValueError(f"table '{table.name}': the table is being saved already: wait until the save has ended")
 
 
-def check_applied(tables: Iterable[Table]) -> None:
-    """Raises ValueError, which names the table, if a kernel with ``accumulation_steps`` keeps gradients of a table."""
+def check_applied(tables: Iterable[Table], *, saves: bool = False) -> None:
+    """Raises ValueError, which names the table, if a kernel with ``accumulation_steps`` keeps gradients of a table.
+
+    If the caller ``saves`` a state, which then lacks these gradients, the function only warns.
+    """
     for table in tables:
         if waiting := len(table.pending_passes):
-            raise ValueError(
-                f"table '{table.name}': the gradients of {waiting} backward passes have not been applied yet: call it "
-                "after a multiple of accumulation_steps"
-            )
-
-
-def warn_of_pending_passes(tables: Iterable[Table]) -> None:
-    """Warns that a saved state lacks the gradients that a kernel with ``accumulation_steps`` keeps of a table."""
-    for table in tables:
-        if waiting := len(table.pending_passes):
-            warn_user(
-                f"table '{table.name}': the gradients of {waiting} backward passes have not been applied yet, and are "
-                "not saved: save after a multiple of accumulation_steps"
-            )
+            what = f"table '{table.name}': the gradients of {waiting} backward passes have not been applied yet"
+            if not saves:
+                raise ValueError(f"{what}: call it after a multiple of accumulation_steps")
+            warn_user(f"{what}, and are not saved: save after a multiple of accumulation_steps")
             return
 
 
