@@ -36,7 +36,7 @@ setup(
             sorted(glob.glob(f"{CSRC}/*.cpp") + glob.glob(f"{CSRC}/ops/*.cpp")),
             depends=sorted(glob.glob(f"{CSRC}/**/*.[hi]*", recursive=True)),
             extra_compile_args=list(FLAGS),
-            libraries=["torch", "torch_cpu", "c10"],
+            libraries=["torch", "torch_cpu", "c10", "dl"],
             define_macros=[
                 ("Py_LIMITED_API", "0x030a0000"),
                 # torch 2.11: the first stable ABI in which from_blob() takes a deleter, which recycles the outputs.

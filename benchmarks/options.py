@@ -14,6 +14,8 @@ thread and measures its processor time, because it asks how much work an option 
   ``missing="zeros"``.
 - options_routing: TorchRec's split of a batch's ids over ranks, with ``routing="hash"`` compared with
   ``routing="block"``.
+- options_optimizers: ``Table.update`` with a user-defined optimizer (``RowOptimizer``), compared with the built-in one
+  of the same formula. Bar: 1.3. Needs g++.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from measure import emit, interleave, spread
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel
-from torchrec_recstore.optim import SGD, Adagrad, Adam
+from torchrec_recstore.optim import SGD, Adadelta, Adagrad, Adam, Optimizer, RowOptimizer, RowWiseAdagrad
 from torchrec_recstore.options import ConstantInit, Expiry, MinFrequency, NormalInit, TableOptions, UniformInit
 from torchrec_recstore.store import Table
 
@@ -38,6 +40,64 @@ EXPIRY_STEPS = 40
 BLOCK_STEPS = 30  # a multiple of 10, because expired rows are searched for in every tenth step
 RANKS = 2
 HINT = 2**40
+
+BUILT_IN: dict[str, tuple[RowOptimizer, Optimizer]] = {
+    "Adagrad": (
+        RowOptimizer(
+            name="adagrad",
+            states={"sum": "element"},
+            hyperparameters={"eps": 1e-8},
+            step="sum += g * g; w -= lr * g / (sqrt(sum) + eps);",
+        ),
+        Adagrad(),
+    ),
+    "RowWiseAdagrad": (
+        RowOptimizer(
+            name="row_wise_adagrad",
+            states={"sum": "row"},
+            hyperparameters={"eps": 1e-8},
+            row="sum += row_sum(g * g) / columns; const float rate = lr / (sqrt(sum) + eps);",
+            step="w -= rate * g;",
+        ),
+        RowWiseAdagrad(),
+    ),
+    "Adam": (
+        RowOptimizer(
+            name="adam",
+            states={"exp_avg": "element", "exp_avg_sq": "element"},
+            hyperparameters={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
+            once={
+                "rest1": "1 - beta1",
+                "rest2": "1 - beta2",
+                "rate": "lr / (1 - pow(beta1, t))",
+                "bias2": "1 / (1 - pow(beta2, t))",
+            },
+            step="""
+                exp_avg = beta1 * exp_avg + rest1 * g;
+                exp_avg_sq = beta2 * exp_avg_sq + rest2 * (g * g);
+                w -= rate * exp_avg / (sqrt(exp_avg_sq * bias2) + eps);
+            """,
+        ),
+        Adam(),
+    ),
+    "Adadelta": (
+        RowOptimizer(
+            1.0,
+            name="adadelta",
+            states={"square_avg": "element", "acc_delta": "element"},
+            hyperparameters={"rho": 0.9, "eps": 1e-6},
+            once={"rest": "1 - rho"},
+            step="""
+                square_avg = rho * square_avg + rest * (g * g);
+                const float delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g;
+                acc_delta = rho * acc_delta + rest * (delta * delta);
+                w -= lr * delta;
+            """,
+        ),
+        Adadelta(),
+    ),
+}
+"""User-defined optimizers, each with the built-in optimizer of the same formula."""
 
 Side = Callable[[int], tuple[float]]
 
@@ -190,6 +250,31 @@ def routing(arguments: argparse.Namespace) -> None:
     emit({"benchmark": "options_routing", "ranks": RANKS, "batch": batch, "over_block": measured})
 
 
+def optimizers(arguments: argparse.Namespace) -> None:
+    """Measures updates with user-defined optimizers and prints the JSON row."""
+    rows, batch, dim = arguments.rows, arguments.batch, arguments.dim
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, rows, (batch,), generator=generator) for _ in range(16)]
+    grads = torch.randn(batch, dim, generator=generator) * 0.01
+
+    def side(optimizer: Optimizer, dtypes: dict[str, torch.dtype]) -> Side:
+        table = Table(dim, optimizer=optimizer, **dtypes)
+        table.insert(torch.arange(rows), torch.randn(rows, dim, generator=generator) * 0.01)
+        return timed(lambda i: table.update(ids[i % len(ids)], grads))
+
+    def ratio(own: RowOptimizer, built_in: Optimizer, **dtypes: torch.dtype) -> dict[str, float]:
+        sides = {"own": side(own, dtypes), "built-in": side(built_in, dtypes)}
+        return over(sides, "built-in", arguments.steps, BLOCK_STEPS)["own"]
+
+    measured = {name: ratio(*pair) for name, pair in BUILT_IN.items()}
+    narrow = {"dtype": torch.bfloat16, "state_dtype": torch.float16}
+    measured |= {f"{name}, rows in bfloat16, state in float16": ratio(*BUILT_IN[name], **narrow) for name in BUILT_IN}
+    emit(
+        {"benchmark": "options_optimizers", "rows": rows, "dim": dim, "batch": batch, "over_built_in": measured}
+        | {"bar": 1.3}
+    )
+
+
 def main() -> None:
     """Runs the measurements and prints the JSON rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -201,7 +286,7 @@ def main() -> None:
     if arguments.steps % BLOCK_STEPS:
         parser.error(f"--steps must be a multiple of {BLOCK_STEPS}, got {arguments.steps}")
     torch.set_num_threads(1)
-    for part in (training, new_rows, evaluation, routing):
+    for part in (training, new_rows, evaluation, routing, optimizers):
         part(arguments)
 
 

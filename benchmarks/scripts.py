@@ -36,7 +36,7 @@ SCRIPT_OF |= {
     f"serving_{part}": "serving"
     for part in ("lookup", "delta", "mapped", "servers", "load", "publisher", "http", "stream")
 }
-SCRIPT_OF |= {f"options_{part}": "options" for part in ("training", "new_rows", "evaluation", "routing")}
+SCRIPT_OF |= {f"options_{part}": "options" for part in ("training", "new_rows", "evaluation", "routing", "optimizers")}
 
 QUICK: dict[str, list[str]] = {
     "kernel": ["--cases", "small", "--steps", "6"],

@@ -17,6 +17,8 @@ from torchrec_recstore.sharders.agreed_clock import AgreedClock
 from torchrec_recstore.store import Table
 from torchrec_recstore_service.wire import row_ops
 
+from .kernels.optimizer_cases import NADAM
+
 IDS = torch.tensor([1, -5, 7])
 OFFSETS = torch.tensor([0, 1, 3])
 PLACES = torch.tensor([3, 0, 6])
@@ -85,6 +87,7 @@ def _looked_up() -> tuple[int, torch.Tensor]:
 
 CASES: dict[str, Any] = {
     "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, [1e-8] + [0.0] * 14, 0, False, 0, 0, [0] * 9),
+    "optimizer_load": lambda: NADAM.code(),
     "table_destroy": lambda: (ops.table_create("t", range(4), 0, "zeros", ConstantInit(0.0), SGD()),),
     "table_lookup": lambda: (_table(), IDS, True),
     "table_read": lambda: (_table_of(IDS), IDS, torch.ones(3, 4)),
@@ -222,11 +225,12 @@ def test_what_a_compiled_function_does_to_rows_is_done() -> None:
     assert tables[0].stats() == tables[1].stats()
 
 
-# Destroying what is not there is allowed, and table_create, instruction_set and mix_ids take no handle.
+# Destroying what is not there is allowed, and table_create, optimizer_load, instruction_set and mix_ids take no handle.
 TAKE_HANDLE = sorted(
     set(CASES)
     - {
         "table_create",
+        "optimizer_load",
         "table_destroy",
         "group_destroy",
         "snapshot_close",
@@ -306,8 +310,26 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
             "init",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 11, [0.0] * 15, 0, False, 0, 0, [0] * 9),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 99, [0.0] * 15, 0, False, 0, 0, [0] * 9),
             "optimizer must",
+        ),
+        (
+            lambda: native.table_create(
+                "t",
+                0,
+                4,
+                0,
+                False,
+                0,
+                0.0,
+                0.0,
+                0.0,
+                native.optimizer_load(*NADAM.code()),
+                [0.0] * 15,
+                *([0] * 4),
+                [0] * 9,
+            ),
+            "optimizer_numbers must hold 18",
         ),
         (
             lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 3, 0, False, 0, 0, [0] * 9),

@@ -34,11 +34,15 @@ def not_known(what: str) -> str:
     )
 
 
-def check_fields(where: str, found: Collection[str], known: Collection[str], optional: Collection[str] = ()) -> None:
+def check_fields(where: str, found: Collection[str], known: Any, optional: Collection[str] = ()) -> None:
     """Checks the names of the fields of an entry of a file. ``where`` is the name of the entry, for the message.
 
-    Raises ValueError if the entry has a field that is not ``known``, or lacks one that is not ``optional``.
+    ``known`` are names, or a dataclass: its fields with a default are optional, because a later version may have added
+    them. Raises ValueError if the entry has a field that is not ``known``, or lacks one that is not ``optional``.
     """
+    if is_dataclass(known):
+        optional = [field.name for field in fields(known) if field.default is not MISSING]
+        known = [field.name for field in fields(known)]
     for name in found:
         if name not in known:
             raise ValueError(not_known(f"{where} has the field {name!r}"))
@@ -53,7 +57,8 @@ def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
     The value is None, a bool, int, float or str, a tensor, a dataclass of :mod:`torchrec_recstore.optim` or
     ``options``, or a list, tuple or dict of these; keys of a dict are str or int. Its tensors are added to ``tensors``,
     by paths such as "/a/0"; ``where`` is the path to the value. Raises TypeError, which names the path, if a part has
-    another type. A field with ``metadata``, which earlier versions do not know, is left out if it has its default.
+    another type. A field with ``metadata`` is left out: always if it is not ``saved``, else, as
+    earlier versions do not know it, if it has its default.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -81,7 +86,8 @@ def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
         return dict(items) if plain else {"$dict": [list(item) for item in items]}
     if is_dataclass(value) and _CLASSES.get(type(value).__name__) is type(value):
-        kept = [f.name for f in fields(value) if not f.metadata or getattr(value, f.name) != f.default]
+        saved = [f for f in fields(value) if f.metadata.get("saved", True)]
+        kept = [f.name for f in saved if not f.metadata or getattr(value, f.name) != f.default]
         return {"$type": type(value).__name__, **{k: encode(getattr(value, k), tensors, f"{where}/{k}") for k in kept}}
     raise TypeError(
         f"training_state{where} is of type {type(value).__name__}, which cannot be saved: pass plain values and tensors"
@@ -122,9 +128,6 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         if known is None:
             raise ValueError(not_known(f"there is a value of the type {value['$type']!r}"))
         values = {key: decode(item, tensors) for key, item in value.items() if key != "$type"}
-        names = [field.name for field in fields(known)]
-        # A later version may have an option that this file does not have yet.
-        optional = [field.name for field in fields(known) if field.default is not MISSING]
-        check_fields(f"a value of the type {value['$type']!r}", values, names, optional)
+        check_fields(f"a value of the type {value['$type']!r}", values, known)
         return known(**values)
     return {key: decode(item, tensors) for key, item in value.items()}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from typing import cast
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchrec_recstore import fake_ops
-from torchrec_recstore.optim import Optimizer
+from torchrec_recstore.optim import Optimizer, RowOptimizer
 from torchrec_recstore.options import LFU, NONFINITE, ConstantInit, Initializer, NormalInit, TableOptions, UniformInit
 from torchrec_recstore.row_types import ROW_TYPES, STATE_TYPES
 
@@ -95,15 +96,10 @@ class native_errors:
             raise MemoryError(f"{self._who}: out of memory: {text.removeprefix(_NO_MEMORY)}") from None
 
 
-def _initializer_numbers(initializer: Initializer) -> tuple[int, float, float, float]:
-    """Returns the kind (InitKind in csrc/config.h) and its numbers."""
-    if isinstance(initializer, UniformInit):
-        return 0, initializer.low, initializer.high, 0.0
-    if isinstance(initializer, NormalInit):
-        return 1, initializer.mean, initializer.std, initializer.truncate_std or 0.0
-    if isinstance(initializer, ConstantInit):
-        return 2, initializer.value, 0.0, 0.0
-    raise TypeError(f"unknown initializer {type(initializer).__name__}")
+def _initializer_numbers(initializer: Initializer) -> tuple[float, ...]:
+    """Returns the kind (InitKind in csrc/config.h) and its three numbers, which are the fields."""
+    (kind,) = (i for i, each in enumerate((UniformInit, NormalInit, ConstantInit)) if isinstance(initializer, each))
+    return kind, *([value or 0.0 for value in astuple(initializer)] + [0.0] * 2)[:3]
 
 
 def _bounds(options: TableOptions) -> list[int]:
@@ -146,7 +142,8 @@ def table_create(
         shard = (name, columns.start, columns.stop, seed, missing == "init", *numbers)
         types = (ROW_TYPES[dtype], stochastic_rounding, STATE_TYPES[state_dtype])
         rest = (*types, NONFINITE.index(options.nonfinite), _bounds(options))
-        return cast(int, _ops.table_create(*shard, optimizer.kind, optimizer.numbers(), *rest))
+        kind = _ops.optimizer_load(*optimizer.code()) if isinstance(optimizer, RowOptimizer) else optimizer.kind
+        return cast(int, _ops.table_create(*shard, kind, optimizer.numbers(), *rest))
 
 
 # A decorator for the ops of finalizers: Python may collect garbage in the middle of a trace, and the graph must not

@@ -16,15 +16,15 @@ of the batch alone: all other rows keep their weights and states.
 Source, unless an optimizer names another: the GPU formulas in FBGEMM 1.8.0,
 ``fbgemm_gpu/codegen/genscript/optimizers.py``.
 
-Tests: tests/kernels/test_optimizers.py.
+Tests: tests/kernels/test_optimizers.py, tests/kernels/test_row_optimizer.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
 
 __all__ = [
     "LAMB",
@@ -38,6 +38,7 @@ __all__ = [
     "PartialRowWiseAdam",
     "PartialRowWiseLAMB",
     "RMSprop",
+    "RowOptimizer",
     "RowWiseAdagrad",
     "state_names",
 ]
@@ -74,18 +75,18 @@ class Optimizer:
     """The largest norm of ``g``. A longer ``g`` is scaled down to this norm, row by row, before weight decay. FBGEMM
     does not have this option. None: no scaling."""
 
-    lr: float = 0.01
+    lr: float = field(default=0.01, kw_only=False)
     """The learning rate. It is the first positional argument of each optimizer."""
 
-    def __init_subclass__(cls, *, kind: int, states: Mapping[str, StateKind]) -> None:
-        cls.kind, cls.states = kind, states
+    def __init_subclass__(cls, *, kind: int, states: Mapping[str, StateKind] | tuple[()]) -> None:
+        cls.kind, cls.states = kind, states  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            _check(f"{type(self).__name__}.{field.name}", field.name, getattr(self, field.name))
+        for each in fields(self):
+            _check(f"{type(self).__name__}.{each.name}", each.name, getattr(self, each.name))
 
     def __repr__(self) -> str:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}
         shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value is not None)
         return f"{type(self).__name__}({shown})"
 
@@ -140,7 +141,6 @@ class SGD(Optimizer, kind=0, states={"momentum_buffer": "element"}):
     ``m`` has the shape ``(D,)`` per row. FBGEMM's SGD has neither momentum nor weight decay.
     """
 
-    lr: float = 0.01
     weight_decay: float = 0.0
     momentum: float = 0.0
 
@@ -154,14 +154,13 @@ class Adagrad(Optimizer, kind=1, states={"sum": "element"}):
     that of FBGEMM's row-wise Adagrad.
     """
 
-    lr: float = 0.01
     eps: float = 1.0e-8
     weight_decay: float = 0.0
     weight_decay_mode: WeightDecayMode = "l2"
 
 
 @dataclass(frozen=True, repr=False)
-class RowWiseAdagrad(Optimizer, kind=2, states={"sum": "row"}):
+class RowWiseAdagrad(Adagrad, kind=2, states={"sum": "row"}):
     """Row-wise Adagrad: ``g += weight_decay * w; m += mean(g**2); w -= lr * g / (sqrt(m) + eps)``.
 
     The state ``m`` is one number per row. With ``weight_decay_mode="decouple"``, weight decay is
@@ -169,10 +168,6 @@ class RowWiseAdagrad(Optimizer, kind=2, states={"sum": "row"}):
     ``w *= max_norm / |w|`` if ``|w| > max_norm``.
     """
 
-    lr: float = 0.01
-    eps: float = 1.0e-8
-    weight_decay: float = 0.0
-    weight_decay_mode: WeightDecayMode = "l2"
     max_norm: float | None = None
 
 
@@ -186,34 +181,26 @@ class Adam(Optimizer, kind=3, states={"exp_avg": "element", "exp_avg_sq": "eleme
     contain the row.
     """
 
-    lr: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1.0e-8
     weight_decay: float = 0.0
 
 
 @dataclass(frozen=True, repr=False)
-class AdamW(Optimizer, kind=3, states={"exp_avg": "element", "exp_avg_sq": "element"}):
+class AdamW(Adam, kind=3, states={"exp_avg": "element", "exp_avg_sq": "element"}):
     """Adam with the defaults of ``torch.optim.AdamW``. The formula, and so the kind, is that of :class:`Adam`."""
 
     lr: float = 0.001
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1.0e-8
     weight_decay: float = 0.01
 
 
 @dataclass(frozen=True, repr=False)
-class PartialRowWiseAdam(Optimizer, kind=4, states={"exp_avg": "element", "exp_avg_sq": "row"}):
+class PartialRowWiseAdam(Adam, kind=4, states={"exp_avg": "element", "exp_avg_sq": "row"}):
     """:class:`Adam` with one ``v`` per row: ``v = b2 * v + (1 - b2) * mean(g**2)``."""
-
-    lr: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1.0e-8
-    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True, repr=False)
-class LAMB(Optimizer, kind=5, states={"exp_avg": "element", "exp_avg_sq": "element"}):
+class LAMB(Adam, kind=5, states={"exp_avg": "element", "exp_avg_sq": "element"}):
     """LAMB: ``u = m' / (sqrt(v') + eps) + weight_decay * w; w -= lr * |w| / |u| * u``.
 
     ``m'`` and ``v'`` are those of :class:`Adam`. If ``|w|`` or ``|u|`` is zero, the ratio ``|w| / |u|`` is replaced by
@@ -221,20 +208,10 @@ class LAMB(Optimizer, kind=5, states={"exp_avg": "element", "exp_avg_sq": "eleme
     and a zero update makes a row NaN.
     """
 
-    lr: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1.0e-8
-    weight_decay: float = 0.0
-
 
 @dataclass(frozen=True, repr=False)
-class PartialRowWiseLAMB(Optimizer, kind=6, states={"exp_avg": "element", "exp_avg_sq": "row"}):
+class PartialRowWiseLAMB(Adam, kind=6, states={"exp_avg": "element", "exp_avg_sq": "row"}):
     """:class:`LAMB` with one ``v`` per row: ``v = b2 * v + (1 - b2) * mean(g**2)``."""
-
-    lr: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1.0e-8
-    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -247,7 +224,6 @@ class LARSSGD(Optimizer, kind=7, states={"momentum_buffer": "element"}):
     row of zeros never changes or becomes NaN.
     """
 
-    lr: float = 0.01
     momentum: float = 0.9
     eta: float = 0.001
     weight_decay: float = 0.0
@@ -261,7 +237,6 @@ class RMSprop(Optimizer, kind=8, states={"square_avg": "element"}):
     ``(D,)`` per row.
     """
 
-    lr: float = 0.01
     alpha: float = 0.99
     eps: float = 1.0e-8
     weight_decay: float = 0.0
@@ -278,7 +253,6 @@ class Ftrl(Optimizer, kind=9, states={"accumulator": "element", "linear": "eleme
     not zero. An update with a learning rate of 0 changes nothing.
     """
 
-    lr: float = 0.01
     l1: float = 0.0
     l2: float = 0.0
     beta: float = 0.0
@@ -300,7 +274,66 @@ class Adadelta(Optimizer, kind=10, states={"square_avg": "element", "acc_delta":
     weight_decay: float = 0.0
 
 
-OPTIMIZERS = {kind.__name__: kind for kind in Optimizer.__subclasses__()}
+_CODE = {"saved": False}
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class RowOptimizer(Optimizer, kind=-1, states=()):
+    """An optimizer whose formula is C++ code. docs/options.md has examples.
+
+    The same formula gives the same bits as another optimizer. The first table compiles the code with ``$CXX`` (default:
+    ``g++``), and later tables load the library from ``$XDG_CACHE_HOME/torchrec_recstore`` (default: ``~/.cache``). The
+    code runs with all rights of the process. Files do not contain it, and parameter servers refuse it.
+
+    Args:
+        name: The name of the formula. The names of the states begin with it in files, so that another name is refused.
+        step: C++ statements that update one element. They read and write ``w`` and the states, and read the gradient
+            ``g``, ``lr``, the hyperparameters, the numbers of ``once`` and the variables of ``row``. All are ``float``,
+            and so must be constants with a fraction: ``0.5f``.
+        states: The kind of each state by its name; at most one is ``"row"``. As float16, a row-wise state is stored as
+            its square root, and so is one named ``sum``, ``accumulator``, ``square_avg``, ``acc_delta`` or ``..._sq``.
+        hyperparameters: Finite numbers by name.
+        once: C++ expressions by name, which are computed in ``double`` once in each update. They read ``lr``, the
+            number ``t`` of the update, the hyperparameters, and the expressions before them.
+        row: C++ statements before those of the elements. They read and write the row-wise state, and declare variables.
+            ``row_sum(x)`` is the sum of an expression of ``w``, ``g`` and element-wise states over the ``columns``.
+
+    Raises:
+        ValueError: An argument is invalid. A table raises it if the code does not compile.
+    """
+
+    name: str = ""
+    step: str = field(default="", repr=False, metadata=_CODE)
+    states: Mapping[str, StateKind] = ()  # type: ignore[assignment, misc]
+    hyperparameters: Mapping[str, float] = ()  # type: ignore[assignment]
+    once: Mapping[str, str] = field(default=(), repr=False, metadata=_CODE)  # type: ignore[arg-type]
+    row: str = field(default="", repr=False, metadata=_CODE)
+
+    def __post_init__(self) -> None:
+        for number in ("lr", "max_gradient", "max_gradient_norm"):
+            _check(f"RowOptimizer.{number}", number, getattr(self, number))
+        for argument in ("states", "hyperparameters", "once"):
+            pairs = sorted(dict(getattr(self, argument)).items(), key=lambda pair: pair[1] == "row")  # elements first
+            object.__setattr__(self, argument, tuple(pairs))  # A tuple can be hashed.
+        kinds = [*dict(self.states).values()]
+        if not {"element", "row"}.issuperset(kinds) or kinds.count("row") > 1:
+            raise ValueError(f"RowOptimizer.states must be 'element', and at most one 'row', got {kinds}")
+        for name, value in dict(self.hyperparameters).items():
+            _is_finite(f"RowOptimizer.hyperparameters[{name!r}]", value)
+
+    def numbers(self) -> list[float]:
+        """Returns the numbers of ``OptimizerConfig``, and then the hyperparameters."""
+        own = [float(value) for value in dict(self.hyperparameters).values()]
+        return [float(getattr(self, name, None) or 0.0) for name in _NUMBERS] + own
+
+    def code(self) -> tuple[Any, ...]:
+        """Returns the members of ``RowCode`` in csrc/row_compiler.h."""
+        elements = [*dict(self.states).values()].count("element")
+        once = [text for pair in dict(self.once).items() for text in pair]
+        return self.name, [*dict(self.states)], elements, [*dict(self.hyperparameters)], once, self.row, self.step
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {k: v for k, v in globals().items() if k in __all__ and isinstance(v, type)}
 """All optimizers by name, in the order of this module."""
 
 
@@ -311,12 +344,14 @@ def state_names(optimizer: Optimizer) -> dict[str, StateKind]:
     the shape ``(D,)`` per row; these states follow the row's weights in memory, in the order of the result. A state of
     the kind ``"row"`` is one number per row.
     """
+    if isinstance(optimizer, RowOptimizer):
+        return {f"{optimizer.name}.{name}": kind for name, kind in dict(optimizer.states).items()}
     return {} if isinstance(optimizer, SGD) and not optimizer.momentum else dict(optimizer.states)
 
 
 def is_square(state_name: str) -> bool:
     """Returns whether the state is a sum or an average of squares. All row-wise states are."""
-    return state_name in ("sum", "exp_avg_sq", "square_avg", "acc_delta", "accumulator")
+    return state_name.endswith("_sq") or state_name.split(".")[-1] in ("sum", "square_avg", "acc_delta", "accumulator")
 
 
 def state_bytes(optimizer: Optimizer, columns: int, itemsize: int = 4) -> int:

@@ -208,7 +208,7 @@ def loss(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def _step(optimizer: Optimizer, weights: nn.Parameter) -> object:
     if isinstance(optimizer, SGD):
         return torch.optim.SGD([weights], lr=optimizer.lr).step
-    if isinstance(optimizer, Adagrad):
+    if type(optimizer) is Adagrad:
         return torch.optim.Adagrad([weights], lr=optimizer.lr, eps=optimizer.eps).step
     state = torch.zeros(len(weights), 1)
 

@@ -16,7 +16,7 @@ from tests.recstore_server import RecStoreServer
 from tests.redis_server import PROGRAM, free_port, redis_server
 from tests.secrets import write_secret
 from torchrec_recstore import RecStoreEmbeddingBagCollection, save_checkpoint
-from torchrec_recstore.optim import SGD
+from torchrec_recstore.optim import SGD, RowOptimizer
 from torchrec_recstore.options import MinFrequency, RedisStore, RocksDBStore, ServerStore, TableOptions
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.conformance import check_cold_store
@@ -279,6 +279,11 @@ def other_clients_rows(error_server: RecStoreServer) -> None:
     maker, reader = RecStoreClient([error_server.address]), RecStoreClient([error_server.address])
     maker.init_data("t_ones", (10, 4), init_func=ones)
     reader.pull("t_ones", THREE)
+
+
+@situation("ValueError", "...optimizer must not be the RowOptimizer 'own', because servers do not run code of clients: ...")
+def code_for_servers() -> None:
+    RecStoreClient().init_data("t_user", (10, 4), optimizer=RowOptimizer(name="own", step="w -= lr * g;"))
 
 
 @situation("ValueError", "there is no table 't_user': init_data makes one")

@@ -13,7 +13,7 @@ import torch
 import torchrec_recstore
 from tests.errors.situations import raise_from_a_fork, situation
 from torchrec_recstore import ops, plugins
-from torchrec_recstore.optim import SGD, Adam
+from torchrec_recstore.optim import SGD, Adam, RowOptimizer
 from torchrec_recstore.options import LRU, Expiry, NormalInit, RocksDBStore, TableOptions, UniformInit
 from torchrec_recstore.store import Table
 
@@ -43,6 +43,17 @@ def low_above_high() -> None:
 @situation("ValueError", "Adam.lr must be finite and not negative, got -0.1")
 def negative_learning_rate() -> None:
     Adam(lr=-0.1)
+
+
+@situation("ValueError", "table 't_user': RowOptimizer 'typo' does not compile: step:1:...: error: 'gradient' was not ...")
+def code_that_does_not_compile() -> None:
+    Table(4, name="t_user", optimizer=RowOptimizer(name="typo", step="w -= lr * gradient;"))
+
+
+@situation("ValueError", "table 't_user': RowOptimizer 'own' needs a C++ compiler: install g++, or set CXX: ...")
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    Table(4, name="t_user", optimizer=RowOptimizer(name="own", step="w -= lr * g;"))
 
 
 @situation("TypeError", "TableOptions.initializer must be UniformInit or NormalInit or ConstantInit, got str")

@@ -20,12 +20,111 @@ from torchrec_recstore.optim import (
     PartialRowWiseAdam,
     PartialRowWiseLAMB,
     RMSprop,
+    RowOptimizer,
     RowWiseAdagrad,
 )
 from torchrec_recstore.options import NormalInit, TableOptions
 from torchrec_recstore.store import Table
 
 ROWS = 8
+MOMENTS: dict[str, Any] = {
+    "states": {"exp_avg": "element", "exp_avg_sq": "element"},
+    "hyperparameters": {"beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "decay": 0.1},
+}
+REST = {
+    "rest1": "1 - beta1",
+    "rest2": "1 - beta2",
+    "bias1": "1 / (1 - pow(beta1, t))",
+    "bias2": "1 / (1 - pow(beta2, t))",
+}
+NADAM = RowOptimizer(
+    0.1,
+    name="nadam",
+    states=MOMENTS["states"],
+    hyperparameters={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
+    once={
+        **REST,
+        "mu": "beta1 / 2",
+        "rate": "lr * mu / (1 - pow(mu, t + 1))",
+        "rate_of_g": "lr * (1 - mu) / (1 - pow(mu, t))",
+    },
+    step="""
+        exp_avg = beta1 * exp_avg + rest1 * g;
+        exp_avg_sq = beta2 * exp_avg_sq + rest2 * (g * g);
+        w -= (rate * exp_avg + rate_of_g * g) / (sqrt(exp_avg_sq * bias2) + eps);
+    """,
+)
+"""torch.optim.NAdam with momentum_decay=0."""
+BUILT_IN: list[tuple[RowOptimizer, Optimizer]] = [
+    (RowOptimizer(0.1, name="plain", step="w -= lr * g;", max_gradient=0.3), SGD(0.1, max_gradient=0.3)),
+    (
+        RowOptimizer(
+            0.1,
+            name="own_adagrad",
+            states={"sum": "element"},
+            hyperparameters={"eps": 1e-8, "decay": 0.1},
+            step="const float d = g + decay * w; sum += d * d; w -= lr * d / (sqrt(sum) + eps);",
+        ),
+        Adagrad(0.1, weight_decay=0.1),
+    ),
+    (
+        RowOptimizer(
+            0.1,
+            name="own_row_wise_adagrad",
+            states={"sum": "row"},
+            hyperparameters={"eps": 1e-8},
+            row="sum += row_sum(g * g) / columns; const float rate = lr / (sqrt(sum) + eps);",
+            step="w -= rate * g;",
+            max_gradient_norm=0.5,
+        ),
+        RowWiseAdagrad(0.1, max_gradient_norm=0.5),
+    ),
+    (
+        RowOptimizer(
+            0.1,
+            name="own_adam",
+            **MOMENTS,
+            once={**REST, "rate": "lr * bias1", "keep": "1 - lr * decay"},
+            step="""
+                exp_avg = beta1 * exp_avg + rest1 * g;
+                exp_avg_sq = beta2 * exp_avg_sq + rest2 * (g * g);
+                w = keep * w - rate * exp_avg / (sqrt(exp_avg_sq * bias2) + eps);
+            """,
+        ),
+        Adam(0.1, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1),
+    ),
+    (
+        RowOptimizer(
+            0.1,
+            name="own_row_wise_adam",
+            **MOMENTS | {"states": {"exp_avg_sq": "row", "exp_avg": "element"}},
+            once={**REST, "rate": "lr * bias1", "keep": "1 - lr * decay"},
+            row="""
+                exp_avg_sq = beta2 * exp_avg_sq + rest2 * (row_sum(g * g) / columns);
+                const float divisor = sqrt(exp_avg_sq * bias2) + eps;
+            """,
+            step="exp_avg = beta1 * exp_avg + rest1 * g; w = keep * w - rate * exp_avg / divisor;",
+        ),
+        PartialRowWiseAdam(0.1, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1),
+    ),
+    (
+        RowOptimizer(
+            0.5,
+            name="own_adadelta",
+            states={"square_avg": "element", "acc_delta": "element"},
+            hyperparameters={"rho": 0.5, "eps": 1e-2},
+            once={"rest": "1 - rho"},
+            step="""
+                square_avg = rho * square_avg + rest * (g * g);
+                const float delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g;
+                acc_delta = rho * acc_delta + rest * (delta * delta);
+                w -= lr * delta;
+            """,
+        ),
+        Adadelta(0.5, rho=0.5, eps=1e-2),
+    ),
+]
+"""User-defined optimizers, each with the built-in optimizer of the same formula."""
 OPTIMIZERS: list[Optimizer] = [
     SGD(0.1, weight_decay=0.1),
     SGD(0.1, momentum=0.9),
@@ -51,6 +150,7 @@ OPTIMIZERS: list[Optimizer] = [
     Ftrl(0.1),
     Ftrl(0.1, l1=0.3, l2=0.1, beta=1.0),
     Ftrl(0.1, l1=0.01, lr_power=-0.4, beta=0.5),
+    NADAM,
 ]
 AS_IN_TORCH: list[tuple[Optimizer, type[torch.optim.Optimizer], dict[str, Any]]] = [
     (SGD(0.1, weight_decay=0.1, momentum=0.9), torch.optim.SGD, {"weight_decay": 0.1, "momentum": 0.9}),
@@ -59,6 +159,7 @@ AS_IN_TORCH: list[tuple[Optimizer, type[torch.optim.Optimizer], dict[str, Any]]]
     (AdamW(0.1, weight_decay=0.1), torch.optim.AdamW, {"weight_decay": 0.1}),
     (RMSprop(0.1, weight_decay=0.1), torch.optim.RMSprop, {"weight_decay": 0.1}),
     (Adadelta(0.1, rho=0.8, weight_decay=0.1), torch.optim.Adadelta, {"rho": 0.8, "weight_decay": 0.1}),
+    (NADAM, torch.optim.NAdam, {"momentum_decay": 0.0}),
 ]
 """Optimizers that equal one of torch.optim with these arguments where every row is in every batch."""
 
@@ -72,9 +173,6 @@ def table(optimizer: Optimizer, dim: int = 4) -> Table:
 
 def rows(made: Table) -> Tensor:
     return made.lookup(torch.arange(ROWS))
-
-
-Moments = Adam | AdamW | PartialRowWiseAdam | LAMB | PartialRowWiseLAMB
 
 
 class Reference:
@@ -108,18 +206,18 @@ class Reference:
         if isinstance(o, SGD):
             state["momentum_buffer"] = o.momentum * state.get("momentum_buffer", zero) + g + o.weight_decay * w
             return w - o.lr * state["momentum_buffer"]
-        if isinstance(o, Adagrad | RowWiseAdagrad):
+        if isinstance(o, Adagrad):
             if o.weight_decay_mode == "l2":
                 g = g + o.weight_decay * w
             else:
                 w = w - o.lr * o.weight_decay * w
-            square = g**2 if isinstance(o, Adagrad) else (g**2).mean()
+            square = (g**2).mean() if isinstance(o, RowWiseAdagrad) else g**2
             state["sum"] = state.get("sum", torch.zeros_like(square)) + square
             w = w - o.lr * g / (state["sum"].sqrt() + o.eps)
             if isinstance(o, RowWiseAdagrad) and o.max_norm is not None and w.norm() > o.max_norm:
                 w = w * (o.max_norm / w.norm())
             return w
-        if isinstance(o, Moments):
+        if isinstance(o, Adam):
             return self._moments(o, w, g, state)
         if isinstance(o, LARSSGD):
             rate = o.lr * o.eta * w.norm() / (g.norm() + o.weight_decay * w.norm())
@@ -135,6 +233,8 @@ class Reference:
             delta = (state.get("acc_delta", zero) + o.eps).sqrt() / (state["square_avg"] + o.eps).sqrt() * g
             state["acc_delta"] = o.rho * state.get("acc_delta", zero) + (1 - o.rho) * delta**2
             return w - o.lr * delta
+        if isinstance(o, RowOptimizer):
+            return self._nadam(o, w, g, state)
         assert isinstance(o, Ftrl)
         before = state.get("accumulator", zero)
         state["accumulator"] = before + g**2
@@ -144,7 +244,16 @@ class Reference:
         solved = (state["linear"].sign() * o.l1 - state["linear"]) / slope
         return torch.where(state["linear"].abs() <= o.l1, zero, solved)
 
-    def _moments(self, o: Moments, w: Tensor, g: Tensor, state: dict[str, Tensor]) -> Tensor:
+    def _nadam(self, o: RowOptimizer, w: Tensor, g: Tensor, state: dict[str, Tensor]) -> Tensor:
+        zero, t = torch.zeros_like(w), self.updates
+        first, second, eps = dict(o.hyperparameters).values()
+        m = state["nadam.exp_avg"] = first * state.get("nadam.exp_avg", zero) + (1 - first) * g
+        v = state["nadam.exp_avg_sq"] = second * state.get("nadam.exp_avg_sq", zero) + (1 - second) * g**2
+        mu = first / 2
+        ahead = mu * m / (1 - mu ** (t + 1)) + (1 - mu) * g / (1 - mu**t)
+        return w - o.lr * ahead / ((v / (1 - second**t)).sqrt() + eps)
+
+    def _moments(self, o: Adam, w: Tensor, g: Tensor, state: dict[str, Tensor]) -> Tensor:
         square = (g**2).mean() if isinstance(o, PartialRowWiseAdam | PartialRowWiseLAMB) else g**2
         first, second = o.betas
         state["exp_avg"] = first * state.get("exp_avg", torch.zeros_like(w)) + (1 - first) * g

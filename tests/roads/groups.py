@@ -22,6 +22,8 @@ from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.store import Table
 
+from ..kernels.optimizer_cases import NADAM
+
 LEG_STEPS = 5
 """The number of training steps before each road."""
 LAST_STEPS = 50
@@ -119,6 +121,7 @@ GROUPS = {
     "half_rows": Group(PLAIN, optim.RowWiseAdagrad(lr=0.1), torch.float16),
     "sgd": Group(PLAIN, optim.SGD(lr=0.1)),
     "momentum": Group(PLAIN, optim.SGD(lr=0.1, momentum=0.9)),
+    "own": Group(PLAIN, NADAM),
     "adagrad": Group(PLAIN, optim.Adagrad(lr=0.1)),
     "rowwise": Group(PLAIN, optim.RowWiseAdagrad(lr=0.1)),
     "adamw": Group(PLAIN, optim.AdamW(lr=0.01, weight_decay=0.01)),

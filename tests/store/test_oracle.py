@@ -33,7 +33,7 @@ class Oracle:
 
     def touch(self, id_: int) -> None:
         if id_ not in self.rows:
-            self.rows[id_] = (self.initial_row(id_), torch.zeros(DIM if isinstance(self.optimizer, Adagrad) else 1))
+            self.rows[id_] = (self.initial_row(id_), torch.zeros(DIM if type(self.optimizer) is Adagrad else 1))
 
     def update(self, ids: list[int], grads: Tensor) -> None:
         sums: dict[int, Tensor] = {}
@@ -47,7 +47,7 @@ class Oracle:
             if isinstance(o, SGD):
                 weights = weights - o.lr * grad
             else:
-                state = state + (grad**2 if isinstance(o, Adagrad) else (grad**2).mean())
+                state = state + (grad**2 if type(o) is Adagrad else (grad**2).mean())
                 weights = weights - o.lr * grad / (state.sqrt() + o.eps)
             self.rows[id_] = (weights, state)
 

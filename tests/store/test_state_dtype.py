@@ -98,7 +98,7 @@ def test_sums_grow_by_addends_that_are_smaller_than_the_last_bit(
 ) -> None:
     table, ids, steps = Table(16, optimizer=optimizer, state_dtype=HALF), torch.arange(2000), 100
     rows = {**table.read_rows(ids[:0]), "weight": torch.zeros(2000, 16)}
-    rows["sum"] = torch.full((2000, 16) if isinstance(optimizer, Adagrad) else (2000,), start)
+    rows["sum"] = torch.full((2000, 16) if type(optimizer) is Adagrad else (2000,), start)
     rows |= {"last_step": torch.zeros_like(ids), "frequency": torch.zeros_like(ids)}
     table.write_rows(ids, rows)
     first = table.read_rows(ids)["sum"].double().mean().item()

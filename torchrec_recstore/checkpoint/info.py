@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -254,7 +254,7 @@ def read_chain(path: str | Path) -> list[CheckpointInfo]:
 
 def _table(name: str, entry: dict[str, Any]) -> TableInfo:
     where = f"table {name!r}"
-    check_fields(where, entry, [each.name for each in fields(TableInfo)])
+    check_fields(where, entry, TableInfo)
     times = entry["times"]
     values = {
         "optimizer": decode(entry["optimizer"], {}),
@@ -274,7 +274,7 @@ def _part(table: str, entry: dict[str, Any]) -> PartInfo:
 
 
 def _entry(where: str, kind: type[_Entry], entry: dict[str, Any]) -> _Entry:
-    check_fields(where, entry, [each.name for each in fields(kind)])  # type: ignore[arg-type]
+    check_fields(where, entry, kind)
     return kind(**entry)
 
 

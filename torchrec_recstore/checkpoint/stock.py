@@ -24,8 +24,7 @@ from torchrec_recstore.store import TableState
 
 _Key = TypeVar("_Key", bound=Hashable)
 # The optimizers whose step depends on the number of updates.
-_COUNTING = (optim.Adam, optim.PartialRowWiseAdam, optim.LAMB, optim.PartialRowWiseLAMB)
-_STOCK = (optim.SGD, optim.Adagrad, optim.RowWiseAdagrad, *_COUNTING)
+_STOCK = (optim.SGD, optim.Adagrad, optim.Adam)
 _CHUNK = 1 << 18  # rows with their states
 
 
@@ -300,7 +299,8 @@ def _stock_names(table: ModelTable) -> dict[str, str]:
     """Returns TorchRec's names of a table's optimizer states by our names. TorchRec lacks some optimizers."""
     optimizer = table.state.optimizer
     names = list(optim.state_names(optimizer))
-    if not isinstance(optimizer, _STOCK) or (isinstance(optimizer, optim.SGD) and names):
+    lacking = isinstance(optimizer, optim.AdamW) or (isinstance(optimizer, optim.SGD) and names)
+    if lacking or not isinstance(optimizer, _STOCK):
         raise ValueError(f"table {table.name!r}: TorchRec's fused tables have no optimizer {optimizer}")
     return {name: f"{table.config_name}.{name if i else 'momentum1'}" for i, name in enumerate(names)}
 
@@ -311,7 +311,7 @@ def _checked_states(
     """Checks TorchRec's state of a table whose column shards have these ``starts``, and converts it to a RowState's."""
     names = _stock_names(table)
     _check_keys(f"table {table.name!r}: the stock optimizer state", given, names.values())
-    if optimizer_steps is None and isinstance(table.state.optimizer, _COUNTING):
+    if optimizer_steps is None and isinstance(table.state.optimizer, optim.Adam):
         raise ValueError(f"table {table.name!r}: {type(table.state.optimizer).__name__} needs optimizer_steps")
     # TorchRec's tables have no clock: the rows count as new in the present step.
     steps = max((shard.table.steps for shard in table.state.shards), default=0)

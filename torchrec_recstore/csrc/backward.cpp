@@ -86,18 +86,18 @@ Workspace& workspace() {
 // The memory of all workers of a run, allocated beforehand so that a run cannot fail.
 class WorkerMemory {
  public:
-  static constexpr int kRows = 2 + kStoredTogether;  // rows of scratch memory
+  static constexpr int64_t kRows = 2 + kStoredTogether;  // rows of scratch memory; further rows are for states
 
   // ids: number of ids that a worker links at once; columns: number of columns of a row, rounded up to 16.
-  WorkerMemory(int workers, int64_t ids, int64_t columns)
+  WorkerMemory(int workers, int64_t ids, int64_t columns, int64_t states)
       : columns_(columns),
         hash_bytes_(ids == 0 ? 0 : LinkerMemory::buckets(ids) * static_cast<int64_t>(sizeof(Place))),
-        bytes_(hash_bytes_ + kRows * columns * static_cast<int64_t>(sizeof(float))),
+        bytes_(hash_bytes_ + (kRows + states) * columns * static_cast<int64_t>(sizeof(float))),
         buffer_(BufferPool::instance().take(static_cast<size_t>(workers * bytes_))) {}
 
   LinkerMemory linker(int worker) const { return {reinterpret_cast<Place*>(begin(worker))}; }
-  // A row (columns,) of scratch memory; number: below kRows.
-  float* row(int worker, int number) const {
+  // A row (columns,) of scratch memory; number: below kRows + states.
+  float* row(int worker, int64_t number) const {
     return reinterpret_cast<float*>(begin(worker) + hash_bytes_) + number * columns_;
   }
 
@@ -115,7 +115,8 @@ class WorkerMemory {
 class Grouping {
  public:
   // steps: if given, tables whose step is 0 are skipped. columns: columns of the rows of scratch memory, or 0 for none.
-  Grouping(const ResolvedBatch& resolved, Executor& executor, const Steps* steps = nullptr, int64_t columns = 0)
+  // states: number of further rows of scratch memory.
+  Grouping(const ResolvedBatch& resolved, Executor& executor, const Steps* steps = nullptr, int64_t columns = 0, int64_t states = 0)
       : r_(resolved),
         executor_(executor),
         links_(BufferPool::instance().take(static_cast<size_t>(resolved.batch.n_ids) * sizeof(Link))),
@@ -138,7 +139,7 @@ class Grouping {
       }
     }
     link_others(at_once);
-    memory_.emplace(executor.threads(), ids, (columns + 15) / 16 * 16);
+    memory_.emplace(executor.threads(), ids, (columns + 15) / 16 * 16, states);
   }
 
   const Link* links() const { return static_cast<const Link*>(links_.data()); }
@@ -349,10 +350,20 @@ StochasticRounding rounding_of(const Table& table, const Routing& routing) {
 
 struct Update::Work {
   Work(const ResolvedBatch& of, const float* gradient, const Steps& looked_up, Executor& executor)
-      : resolved(of), grad(gradient), steps(looked_up), grouping(of, executor, nullptr, most_columns(of.group)) {}
+      : resolved(of), grad(gradient), steps(looked_up), grouping(of, executor, nullptr, most_columns(of.group), most_widened_states(of.group)) {}
   static int64_t most_columns(const Group& group) {
     int64_t most = 0;
     for (const auto& table : group.tables) most = std::max(most, table->config().columns());
+    return most;
+  }
+  static int64_t most_widened_states(const Group& group) {
+    int64_t most = 0;
+    for (const auto& table : group.tables) {
+      const TableConfig& config = table->config();
+      if (config.state_type == StateType::kFloat16 && config.optimizer.user != nullptr) {
+        most = std::max(most, config.optimizer.user->element_states);
+      }
+    }
     return most;
   }
 
@@ -400,7 +411,9 @@ Distinct Update::run() noexcept {
     args.random = reinterpret_cast<uint32_t*>(work.grouping.memory().row(worker, 1));
     args.weights = work.grouping.memory().row(worker, 2);
     args.rounding = work.roundings[chunk.table];
+    args.states = work.grouping.memory().row(worker, WorkerMemory::kRows);
     args.optimizer = table.config().optimizer.kind;
+    args.user = table.config().optimizer.user;
     args.scalars = work.scalars[chunk.table];
     args.step = work.steps[chunk.table];
     args.half_life = static_cast<uint32_t>(table.config().bounds.half_life);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace recstore {
@@ -39,6 +40,25 @@ enum class OptimizerKind : int64_t {
 constexpr int64_t kOptimizers = 0 RECSTORE_OPTIMIZERS(RECSTORE_ENTRY);
 #undef RECSTORE_ENTRY
 
+// The most numbers that the functions of a user-defined optimizer get: its hyperparameters, and those of its `once`.
+constexpr int64_t kUserNumbers = 32;
+
+// A user-defined optimizer: RowOptimizer in torchrec_recstore/optim.py. Its functions are in a library,
+// whose source is row_step.inl.
+struct UserStep {
+  // Computes the numbers of an update, from the hyperparameters, the learning rate, and the number of the update from 1.
+  void (*once)(const double* hyperparameters, double learning_rate, double step, float* numbers);
+  // Updates a row: weights and gradient (columns,), element-wise states (states, columns), and the row-wise state.
+  void (*row)(int64_t columns, float* w, const float* g, float* elements, float* row_state, const float* numbers);
+  int64_t hyperparameters;
+  int64_t element_states;
+  std::vector<OptimizerState> states;
+};
+
+// Loads a library, once in a process. Returns the value of `kind` by which OptimizerConfig::of() finds the optimizer.
+// Throws InvalidArgument.
+int64_t load_optimizer(const std::string& path);
+
 // The numbers of an optimizer; torchrec_recstore/optim.py has the formulas. Numbers that a kind does not use are 0. The
 // learning rate is an argument of each update.
 struct OptimizerConfig {
@@ -59,7 +79,11 @@ struct OptimizerConfig {
   double max_gradient_norm = 0.0;  // 0: no clipping
   double max_norm = 0.0;           // 0: no bound
 
-  // Makes a configuration of the fifteen numbers above, in their order, without the kind. Throws InvalidArgument.
+  const UserStep* user = nullptr;  // a user-defined optimizer, which reads none of the numbers before max_gradient
+  std::vector<double> hyperparameters;  // of the user-defined optimizer
+
+  // Makes a configuration of the fifteen numbers above, in their order, without the kind. The hyperparameters of a
+  // user-defined optimizer follow. Throws InvalidArgument.
   static OptimizerConfig of(int64_t kind, const std::vector<double>& numbers);
 
   std::vector<OptimizerState> states() const;
@@ -84,6 +108,7 @@ struct StepScalars {
   float max_gradient_norm;
   float max_norm;
   bool decouple;
+  float user[kUserNumbers] = {};
   // Whether an update does more than the optimizer's own step: clipping, a bound on the norm, or decoupled decay.
   bool extras() const { return decouple || max_gradient_norm > 0.0f || max_norm > 0.0f; }
 };

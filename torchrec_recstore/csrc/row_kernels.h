@@ -102,6 +102,8 @@ struct UpdateArgs {
   uint32_t* random;               // (columns rounded up to 16,): random words for stochastic rounding
   StochasticRounding rounding;
   OptimizerKind optimizer;
+  const UserStep* user;           // the user-defined optimizer; null: the kind
+  float* states;                  // (element states of the user-defined optimizer, columns): float16 states, widened
   StepScalars scalars;
   uint32_t step;                  // the step that looked up the rows; 0: do not record a step
   uint32_t half_life;             // half-life of the frequencies

@@ -186,7 +186,8 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
   const int64_t* offsets = a.batch->offsets;
   const auto offset = [=](int64_t bag) { return offsets == nullptr ? bag : offsets[bag]; };
   const int64_t last = offset(a.bag_end);
-  const int64_t weight_floats = Row::floats(columns), stride = weight_floats + State::floats(Step::kElementStates * columns);
+  const int64_t weight_floats = Row::floats(columns);
+  const int64_t stride = Step::kElementStates < 0 ? a.rows.stride : weight_floats + State::floats(Step::kElementStates * columns);
   const Slot* slots = a.slots;
   const Link* links = a.links;
   float* data = a.rows.data;
@@ -262,6 +263,7 @@ void update_with(const UpdateArgs& a) {
 }
 
 void update(const UpdateArgs& a) {
+  if (a.user != nullptr) return update_with<RowOptimizerStep>(a);
   if (a.optimizer == OptimizerKind::kSgd && a.scalars.momentum != 0.0f) return update_with<MomentumSgdStep>(a);
   switch (a.optimizer) {
 #define RECSTORE_ENTRY(name, value, ...) \

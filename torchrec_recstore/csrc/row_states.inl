@@ -24,6 +24,11 @@ struct Float32State {
     RECSTORE_INLINE Element square(int64_t i, Columns columns) const { return element(i, columns); }
     RECSTORE_INLINE float row() const { return *row_; }
     RECSTORE_INLINE void set_row(float m) const { *row_ = m; }
+    // All element-wise states as float32, (states, columns), for a user-defined optimizer; narrow() stores them.
+    template <class Columns>
+    RECSTORE_INLINE float* widened(const UpdateArgs&, Columns) const { return numbers_; }
+    template <class Columns>
+    RECSTORE_INLINE void narrow(const UpdateArgs&, Columns, const float*) const {}
 
    private:
     float* const numbers_;
@@ -92,8 +97,29 @@ struct Float16State {
     RECSTORE_INLINE void set_row(float m) const {
       *row_ = float_to_state(splat(__builtin_sqrtf(m)), scrambled(Bits{} + (first_ - kApart)))[0];
     }
+    template <class Columns>
+    RECSTORE_INLINE float* widened(const UpdateArgs& a, Columns columns) const {
+      for_each_state(a, columns, [&](const auto& state, float* out) {
+        for_each_run(columns, [&](int64_t d, auto n) { RECSTORE_ISA_NAMESPACE::store(out + d, state.load(d, n), n); });
+      });
+      return a.states;
+    }
+    template <class Columns>
+    RECSTORE_INLINE void narrow(const UpdateArgs& a, Columns columns, const float*) const {
+      for_each_state(a, columns, [&](const auto& state, const float* in) {
+        for_each_run(columns, [&](int64_t d, auto n) { state.store(d, RECSTORE_ISA_NAMESPACE::load(in + d, n), n); });
+      });
+    }
 
    private:
+    // Calls work(state, numbers) for each element-wise state of a user-defined optimizer.
+    template <class Columns, class Work>
+    RECSTORE_INLINE void for_each_state(const UpdateArgs& a, Columns columns, const Work& work) const {
+      for (int64_t i = 0; i < a.user->element_states; ++i) {
+        float* numbers = a.states + i * columns;
+        a.user->states[static_cast<size_t>(i)].is_square ? work(square(i, columns), numbers) : work(element(i, columns), numbers);
+      }
+    }
     // A row has fewer than 2**24 columns, so that the states of a row use different terms of the sequence.
     static constexpr uint32_t kApart = (1u << 28) * kTerm;
     RECSTORE_INLINE uint32_t first(int64_t i) const { return first_ + static_cast<uint32_t>(i) * kApart; }

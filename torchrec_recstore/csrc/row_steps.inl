@@ -323,3 +323,17 @@ struct FtrlStep {
     });
   }
 };
+
+// A user-defined step. Its function gets float32 numbers, whatever the table stores.
+struct RowOptimizerStep {
+  static constexpr int64_t kElementStates = -1;  // UserStep::element_states
+  template <class State, class Columns>
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, State state, const float* g) {
+    const UserStep& user = *a.user;
+    float row = state.row();
+    float* elements = state.widened(a, columns);
+    user.row(columns, w, g, elements, &row, a.scalars.user);
+    state.narrow(a, columns, elements);
+    if (!user.states.empty() && user.states.back().row_wise) state.set_row(row);
+  }
+};

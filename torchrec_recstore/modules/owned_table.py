@@ -33,11 +33,12 @@ class OwnedTable:
     def with_optimizer(self, arguments: Mapping[str, Any]) -> OwnedTable:
         """Returns a table with the same rows, whose arguments differ in ``optimizer`` only.
 
-        Rows keep the state of an optimizer of the same type. Otherwise the state starts as zeros: the rows must not
-        have been updated, and ValueError is raised if they are in a shared cold store.
+        Rows keep the state of an optimizer of the same type and name. Otherwise the state starts as zeros: the rows
+        must not have been updated, and ValueError is raised if they are in a shared cold store.
         """
         old = self.table
-        keeps_state = type(old.optimizer) is type(arguments["optimizer"])
+        one, other = ((type(each), vars(each).get("name")) for each in (old.optimizer, arguments["optimizer"]))
+        keeps_state = one == other
         if old.tier.shared and not keeps_state:
             raise ValueError(
                 f"table {old.name!r}: its rows are shared and have the state of {old.optimizer}: "

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +89,11 @@ def read_machines(path: str | os.PathLike[str]) -> Machines:
 
     Raises ValueError, which names the file and the field, if a field is missing, unknown or not valid.
     """
-    names = [each.name for each in fields(Machines)]
-    optional = [each.name for each in fields(Machines) if each.default is not MISSING]
     try:
         document: Any = json.loads(Path(path).read_bytes())
         if not isinstance(document, dict):
             raise ValueError("it is not a JSON object")
-        check_fields("it", document, names, optional)
+        check_fields("it", document, Machines)
         return Machines(**document)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

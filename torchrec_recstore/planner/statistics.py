@@ -207,10 +207,9 @@ def _read_file(path: Path) -> dict[str, TableStatistics]:
         check_fields("it", document, ("format", "version", "tables"))
         if document["version"] != VERSION:
             raise ValueError(f"it is of version {document['version']}, and this version reads {VERSION}")
-        known = [each.name for each in fields(TableStatistics)]
         found = {}
         for name, entry in document["tables"].items():
-            check_fields(f"table {name!r}", entry, known, known)
+            check_fields(f"table {name!r}", entry, TableStatistics)
             if (per_feature := entry.get("ids_per_sample")) is not None:
                 if not isinstance(per_feature, list):
                     raise ValueError(f"table {name!r}: ids_per_sample must be a list, got {per_feature!r}")

@@ -15,19 +15,8 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torchrec.distributed.embedding_types import OptimType
 
-from torchrec_recstore.optim import (
-    LAMB,
-    LARSSGD,
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    Optimizer,
-    PartialRowWiseAdam,
-    PartialRowWiseLAMB,
-    RowWiseAdagrad,
-    state_names,
-)
+from torchrec_recstore import optim
+from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.options import TableOptions
 
 # RecStore's own keys in fused_params: of a table's CarriedOptions, and of the arguments of RecStoreSharder.
@@ -37,15 +26,15 @@ ACCUMULATION_KEY = "recstore_accumulation_steps"
 
 _NAMES: dict[type[Optimizer], tuple[Enum, ...]] = {
     # FBGEMM's inexact form of the same update differs only in the order of sums.
-    SGD: (EmbOptimType.SGD, EmbOptimType.EXACT_SGD, OptimType.SGD),
-    Adagrad: (EmbOptimType.EXACT_ADAGRAD, OptimType.ADAGRAD),
-    RowWiseAdagrad: (EmbOptimType.ROWWISE_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, OptimType.ROWWISE_ADAGRAD),
-    Adam: (EmbOptimType.ADAM, OptimType.ADAM),
-    AdamW: (OptimType.ADAMW,),
-    PartialRowWiseAdam: (EmbOptimType.PARTIAL_ROWWISE_ADAM, OptimType.PARTIAL_ROWWISE_ADAM),
-    LAMB: (EmbOptimType.LAMB, OptimType.LAMB),
-    PartialRowWiseLAMB: (EmbOptimType.PARTIAL_ROWWISE_LAMB, OptimType.PARTIAL_ROWWISE_LAMB),
-    LARSSGD: (EmbOptimType.LARS_SGD, OptimType.LARS_SGD),
+    optim.SGD: (EmbOptimType.SGD, EmbOptimType.EXACT_SGD, OptimType.SGD),
+    optim.Adagrad: (EmbOptimType.EXACT_ADAGRAD, OptimType.ADAGRAD),
+    optim.RowWiseAdagrad: (EmbOptimType.ROWWISE_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, OptimType.ROWWISE_ADAGRAD),
+    optim.Adam: (EmbOptimType.ADAM, OptimType.ADAM),
+    optim.AdamW: (OptimType.ADAMW,),
+    optim.PartialRowWiseAdam: (EmbOptimType.PARTIAL_ROWWISE_ADAM, OptimType.PARTIAL_ROWWISE_ADAM),
+    optim.LAMB: (EmbOptimType.LAMB, OptimType.LAMB),
+    optim.PartialRowWiseLAMB: (EmbOptimType.PARTIAL_ROWWISE_LAMB, OptimType.PARTIAL_ROWWISE_LAMB),
+    optim.LARSSGD: (EmbOptimType.LARS_SGD, OptimType.LARS_SGD),
 }
 _OPTIMIZERS = {name: kind for kind, names in _NAMES.items() for name in names}
 
@@ -214,7 +203,7 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_na
     where = _where(table_names)
     own: Optimizer | None = params.get(OPTIMIZER_KEY)
     selected = params.get("optimizer")
-    kind = _OPTIMIZERS.get(selected) if selected is not None else SGD if own is None else type(own)
+    kind = _OPTIMIZERS.get(selected) if selected is not None else optim.SGD if own is None else type(own)
     if kind is None:
         supported = ", ".join(str(name) for name in _OPTIMIZERS if isinstance(name, EmbOptimType))
         raise ValueError(f"{where}: optimizer {selected} is not supported; supported are {supported}")
@@ -242,7 +231,7 @@ def _read(params: Mapping[str, Any], default: Optimizer, where: str) -> Optimize
         given["max_gradient_norm"] = _number(params, "max_gradient_norm", where)
     if params.get("gradient_clipping"):
         given["max_gradient"] = _number({"max_gradient": 1.0, **params}, "max_gradient", where)
-    if isinstance(default, Adam | AdamW | PartialRowWiseAdam | LAMB | PartialRowWiseLAMB):
+    if isinstance(default, optim.Adam):
         given["betas"] = _betas(params, default.betas, where)
     mode = _weight_decay_mode(params, default, where)
     if mode is not None:
@@ -292,10 +281,10 @@ def _weight_decay_mode(params: Mapping[str, Any], optimizer: Optimizer, where: s
     if "weight_decay_mode" not in params:
         return None
     mode = WeightDecayMode(params["weight_decay_mode"])
-    if isinstance(optimizer, SGD | Adagrad | RowWiseAdagrad):
+    if isinstance(optimizer, optim.SGD | optim.Adagrad):
         # Mode NONE is FBGEMM's default. A weight decay that is set must have an effect, so NONE means L2 here.
         allowed = {WeightDecayMode.NONE: "l2", WeightDecayMode.L2: "l2"}
-        if not isinstance(optimizer, SGD):
+        if not isinstance(optimizer, optim.SGD):
             allowed[WeightDecayMode.DECOUPLE] = "decouple"
     else:
         allowed = {WeightDecayMode.NONE: "", WeightDecayMode.DECOUPLE: ""}
@@ -305,4 +294,4 @@ def _weight_decay_mode(params: Mapping[str, Any], optimizer: Optimizer, where: s
             f"{where}: fused_params['weight_decay_mode'] = {mode} is not supported for {type(optimizer).__name__} "
             f"(only {names} are)"
         )
-    return allowed[mode] if isinstance(optimizer, Adagrad | RowWiseAdagrad) else None
+    return allowed[mode] if isinstance(optimizer, optim.Adagrad) else None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchrec_recstore.encoding import check_fields, decode, encode
-from torchrec_recstore.optim import Optimizer
+from torchrec_recstore.optim import Optimizer, RowOptimizer
 from torchrec_recstore.options import TableOptions, check_int
 from torchrec_recstore.row_types import MOST_COLUMNS, ROW_DTYPES
 
@@ -59,6 +59,11 @@ class TableSpec:
             raise ValueError(f"dtype must be one of {', '.join(map(str, ROW_DTYPES))}, got {self.dtype}")
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(self.optimizer).__name__}")
+        if isinstance(self.optimizer, RowOptimizer):
+            raise ValueError(
+                f"optimizer must not be the RowOptimizer {self.optimizer.name!r}, because servers do not run code of "
+                "clients: pass one of the other optimizers, or keep the table in the process"
+            )
         if not isinstance(self.options, TableOptions):
             raise TypeError(f"options must be TableOptions, got {type(self.options).__name__}")
         if self.options.servers is not None:

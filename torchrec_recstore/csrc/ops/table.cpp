@@ -11,6 +11,7 @@
 #include "../find.h"
 #include "../pass.h"
 #include "../registry.h"
+#include "../row_compiler.h"
 #include "../row_kernels.h"
 #include "tensors.h"
 
@@ -19,6 +20,13 @@ namespace {
 
 constexpr int64_t kSmallRead = int64_t{1} << 18;  // numbers
 constexpr int64_t kMostColumns = int64_t{1} << 24;
+
+int64_t optimizer_load(std::string name, std::vector<std::string> states, int64_t element_states,
+                       std::vector<std::string> hyperparameters, std::vector<std::string> once, std::string row,
+                       std::string step) {
+  return load_optimizer(compile_row_code({std::move(name), std::move(states), element_states, std::move(hyperparameters),
+                                          std::move(once), std::move(row), std::move(step)}));
+}
 
 int64_t table_create(std::string name, int64_t column_begin, int64_t column_end, int64_t seed, bool missing_reads_init,
                      int64_t init, double init_a, double init_b, double init_truncate, int64_t optimizer,
@@ -221,6 +229,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
       "table_create(str name, int column_begin, int column_end, int seed, bool missing_reads_init, int init, float init_a, "
       "float init_b, float init_truncate, int optimizer, float[] optimizer_numbers, int row_type, "
       "bool stochastic_rounding, int state_type, int nonfinite, int[] bounds) -> int");
+  m.def(
+      "optimizer_load(str name, str[] states, int element_states, str[] hyperparameters, str[] once, str row, str step) "
+      "-> int");
   m.def("table_destroy(int table) -> ()");
   m.def("table_lookup(int table, Tensor ids, bool train) -> Tensor");
   m.def("table_read(int table, Tensor ids, Tensor(a!) out) -> ()");
@@ -246,6 +257,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
 // The dispatcher chooses a kernel by the device of a tensor argument; these ops have none.
 STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("table_create", RECSTORE_OP(table_create));
+  m.impl("optimizer_load", RECSTORE_OP(optimizer_load));
   m.impl("table_destroy", RECSTORE_OP(table_destroy));
   m.impl("table_ids", RECSTORE_ALLOCATING_OP(table_ids));
   m.impl("table_stats", RECSTORE_OP(table_stats));
