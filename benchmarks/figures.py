@@ -49,7 +49,16 @@ _OPTIONS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
         {"init": '`missing="init"`'},
     ),
     ("options_routing", "over_block", "TorchRec's split of ids over ranks", {"hash": '`routing="hash"`'}),
-    ("options_optimizers", "over_built_in", "`Table.update` with the built-in optimizer, bar 1.3x", {}),
+    (
+        "options_optimizers",
+        "over_built_in",
+        "`Table.update` with the built-in optimizer, bar 1.3x",
+        {
+            f"{name}{types}": f"`{name}` as a `RowOptimizer`{types}"
+            for name in ("Adagrad", "RowWiseAdagrad", "Adam", "Adadelta")
+            for types in ("", ", rows in bfloat16, state in float16")
+        },
+    ),
 )
 
 

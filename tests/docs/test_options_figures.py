@@ -25,7 +25,7 @@ def test_the_tables_are_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
     from scripts import SCRIPT_OF
 
     options = figures.option_figures(RESULTS)
-    assert len(options) == 20
+    assert len(options) == 28
     assert lines_behind("<!-- benchmarks: written by make bench -->") == figures.markdown(figures.OPTIONS, options)
     bounds = figures.other_figures([row for row in RESULTS if SCRIPT_OF.get(row["benchmark"], "tiers") == "tiers"])
     written = lines_behind("<!-- benchmarks of bounds: written by make bench -->")

@@ -281,7 +281,9 @@ def other_clients_rows(error_server: RecStoreServer) -> None:
     reader.pull("t_ones", THREE)
 
 
-@situation("ValueError", "...optimizer must not be the RowOptimizer 'own', because servers do not run code of clients: ...")
+@situation(
+    "ValueError", "...optimizer must not be the RowOptimizer 'own', because servers do not run code of clients: ..."
+)
 def code_for_servers() -> None:
     RecStoreClient().init_data("t_user", (10, 4), optimizer=RowOptimizer(name="own", step="w -= lr * g;"))
 

@@ -45,7 +45,9 @@ def negative_learning_rate() -> None:
     Adam(lr=-0.1)
 
 
-@situation("ValueError", "table 't_user': RowOptimizer 'typo' does not compile: step:1:...: error: 'gradient' was not ...")
+@situation(
+    "ValueError", "table 't_user': RowOptimizer 'typo' does not compile: step:1:...: error: 'gradient' was not ..."
+)
 def code_that_does_not_compile() -> None:
     Table(4, name="t_user", optimizer=RowOptimizer(name="typo", step="w -= lr * gradient;"))
 
