@@ -99,7 +99,7 @@ class native_errors:
 def _initializer_numbers(initializer: Initializer) -> tuple[float, ...]:
     """Returns the kind (InitKind in csrc/config.h) and its three numbers, which are the fields."""
     (kind,) = (i for i, each in enumerate((UniformInit, NormalInit, ConstantInit)) if isinstance(initializer, each))
-    return kind, *([value or 0.0 for value in astuple(initializer)] + [0.0] * 2)[:3]
+    return kind, *([0.0 if value is None else value for value in astuple(initializer)] + [0.0] * 2)[:3]
 
 
 def _bounds(options: TableOptions) -> list[int]:

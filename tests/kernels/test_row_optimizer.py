@@ -19,7 +19,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec_recstore.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_recstore.encoding import decode, encode
 from torchrec_recstore.optim import Adadelta, Optimizer, RowOptimizer, state_bytes, state_names
-from torchrec_recstore.options import NormalInit, TableOptions
+from torchrec_recstore.options import ConstantInit, NormalInit, TableOptions
 from torchrec_recstore.row_types import ROW_DTYPES, STATE_TYPES
 from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.store import Table
@@ -75,6 +75,31 @@ def test_the_bits_are_those_of_the_formula_in_float32() -> None:
         ahead = f(lr * mu / (1 - mu ** (t + 1))) * m + f(lr * (1 - mu) / (1 - mu**t)) * g
         w = w - ahead / (np.sqrt(v * f(1 / (1 - 0.999**t))) + f(1e-8))
         assert np.array_equal(rows(made).numpy(), w)
+
+
+@pytest.mark.parametrize("state_dtype", STATE_TYPES)
+def test_several_states_and_one_of_the_row(state_dtype: torch.dtype) -> None:
+    own = RowOptimizer(
+        1.0,
+        name="many",
+        states={"count": "row", "a": "element", "b": "element", "c": "element"},
+        row="count += 1;",
+        step="a += g; b += a; c += b; w -= lr * c / count;",
+    )
+    options = TableOptions(ConstantInit(0.0))
+    one, other = (Table(5, optimizer=own, options=options, state_dtype=state_dtype) for _ in range(2))
+    ids, ones = torch.tensor([7, -1]), torch.ones(2, 5)
+    for _ in range(4):
+        one.update(ids, ones)
+    found = one.read_rows(ids)
+    assert list(found)[1:5] == ["many.a", "many.b", "many.c", "many.count"]
+    assert [found[name].unique().tolist() for name in ("many.a", "many.b", "many.c")] == [[4.0], [10.0], [20.0]]
+    if state_dtype is torch.float32:  # a float16 state stores the root of the count
+        assert found["many.count"].tolist() == [4.0, 4.0]
+        torch.testing.assert_close(found["weight"], torch.full((2, 5), -(1 + 4 / 2 + 10 / 3 + 20 / 4)))
+    other.write_rows(ids, found)
+    again = other.read_rows(ids)
+    assert all(torch.equal(found[name], again[name]) for name in found)
 
 
 def _digests() -> list[str]:
