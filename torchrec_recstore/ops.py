@@ -114,7 +114,7 @@ def _bounds(options: TableOptions) -> list[int]:
         0 if options.expiry is None else options.expiry.max_jump_microseconds,
         0 if admission is None else admission.count,
         0 if admission is None else admission.counter_bytes,
-        int(options.cold_store is not None),
+        0 if options.cold_store is None else 2 if getattr(options.cold_store, "shared", None) else 1,
     ]
 
 

@@ -244,8 +244,7 @@ BOUNDS = [
     ),
     Mutation(
         f"{CSRC}/cold_rows.cpp",
-        "left[i] = slot != kNoSlot && !pinned.contains(slot) && "
-        "table.rows().equals_image(slot, images + i * table.image_bytes());",
+        "left[i] = slot != kNoSlot && !pinned.contains(slot) && equals(slot, images + i * table.image_bytes());",
         "left[i] = slot != kNoSlot && !pinned.contains(slot);",
         ["tests/store/test_cold_tier.py::test_a_row_that_changes_on_its_way_to_the_store_stays_in_memory"],
         "A row that is updated while the row is written to the cold store loses the update.",

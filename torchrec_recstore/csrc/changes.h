@@ -31,6 +31,14 @@ class Changes {
     stamp(to, stamps()[from]);
     if (locates_ != Locates::kNo) positions()[to] = positions()[from];
   }
+  // Returns the mark after which the row has changed last; 0 if it has not changed since the known marks. A row that
+  // moves to the cold store takes this number with it, and brings it back: to move is no change.
+  Mark changed_after(Slot slot) const { return !tracks() || stamps()[slot] == 0 ? 0 : base_ + stamps()[slot]; }
+  // Restores this number of a row that has come back, and for which touch() has just been called. Distinct slots may be
+  // restored in parallel. The stamp of the group stays, because it may be too high.
+  void restore(Slot slot, Mark changed_after) {
+    if (tracks()) stamps()[slot] = knows(changed_after) ? static_cast<uint8_t>(changed_after - base_) : 0;
+  }
   // Makes room for `count` calls of left(). Throws std::bad_alloc.
   void reserve_left(int64_t count);
   // Records that the row of an id was removed. rows: the number of rows that remain.

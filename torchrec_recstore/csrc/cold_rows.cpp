@@ -1,6 +1,7 @@
 #include "cold_rows.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 
 #include "arrivals.h"
@@ -17,6 +18,28 @@ void check_distinct(const int64_t* ids, int64_t n) {
   std::vector<int64_t> sorted(ids, ids + n);
   std::sort(sorted.begin(), sorted.end());
   if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) throw InvalidArgument("ids must be distinct");
+}
+
+// Copies a row to an image.
+void read_image(const Table& table, Slot slot, char* image) {
+  table.rows().read_image(slot, image);
+  if (!table.images_have_marks()) return;
+  const auto mark = static_cast<uint32_t>(table.rows().changes().changed_after(slot));
+  char* end = image + table.image_bytes();
+  std::memcpy(end - sizeof(RowMeta), &table.rows().meta(slot), sizeof(RowMeta));
+  std::memcpy(end - sizeof(RowMeta) - sizeof(mark), &mark, sizeof(mark));
+}
+
+// Writes an image to the row of a slot that has just been taken. The row has not changed since it was copied.
+void write_image(Table& table, Slot slot, const char* image) {
+  table.rows().write_image(slot, image);
+  uint32_t mark = 0;
+  if (table.images_have_marks()) {
+    const char* end = image + table.image_bytes();
+    std::memcpy(&table.rows().meta(slot), end - sizeof(RowMeta), sizeof(RowMeta));
+    std::memcpy(&mark, end - sizeof(RowMeta) - sizeof(mark), sizeof(mark));
+  }
+  table.rows().changes().restore(slot, mark);
 }
 
 }  // namespace
@@ -45,8 +68,7 @@ std::vector<int64_t> leaving_ids(const Table& table, const int64_t* ids, int64_t
 
 void read_images(const Table& table, const int64_t* ids, int64_t n, char* images, Executor& executor) {
   const std::vector<Slot> slots = find_rows(table, ids, n, executor);
-  const Rows& rows = table.rows();
-  for_each_row(rows, slots, executor, [&](int64_t i) { rows.read_image(slots[i], images + i * table.image_bytes()); });
+  for_each_row(table.rows(), slots, executor, [&](int64_t i) { read_image(table, slots[i], images + i * table.image_bytes()); });
 }
 
 void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool* left) {
@@ -54,9 +76,14 @@ void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool
   const SlotSet pinned = pinned_slots(table);
   std::vector<Leaver> leavers;
   leavers.reserve(static_cast<size_t>(n));
+  std::vector<char> now(static_cast<size_t>(table.image_bytes()));
+  const auto equals = [&](Slot slot, const char* image) {
+    read_image(table, slot, now.data());
+    return std::memcmp(now.data(), image, now.size()) == 0;
+  };
   for (int64_t i = 0; i < n; ++i) {
     const Slot slot = table.index().find(ids[i]);
-    left[i] = slot != kNoSlot && !pinned.contains(slot) && table.rows().equals_image(slot, images + i * table.image_bytes());
+    left[i] = slot != kNoSlot && !pinned.contains(slot) && equals(slot, images + i * table.image_bytes());
     if (left[i]) leavers.push_back({ids[i], slot});
   }
   table.reserve_leave(static_cast<int64_t>(leavers.size()));
@@ -72,8 +99,7 @@ void bring_back(Table& table, const int64_t* ids, int64_t n, const char* images,
     if (slots[i] != kNoSlot) throw InvalidArgument("id " + std::to_string(ids[i]) + " has a row already");
   }
   find_or_insert(table, ids, n, slots.data(), executor, Arrival::kReturn);
-  const Rows& rows = table.rows();
-  for_each_row(rows, slots, executor, [&](int64_t i) { rows.write_image(slots[i], images + i * table.image_bytes()); });
+  for_each_row(table.rows(), slots, executor, [&](int64_t i) { write_image(table, slots[i], images + i * table.image_bytes()); });
   if (!looked_up) return;
   table.counters().misses += n;
   table.counters().cold_hits += n;

@@ -9,7 +9,7 @@
 namespace recstore {
 
 // Moves rows between a table and its cold store. The owner of the cold store calls these functions; the functions
-// themselves never wait for the store. An image is a row as it is stored in the table, followed by its RowAside.
+// themselves never wait for the store. An image is a row as it is stored in the table; see Table::image_bytes().
 // For all functions: ids are (n,), and the caller holds the lock of the table, shared if the table is const.
 
 // Returns the distinct ids that have no row in the table, in the order of their first occurrence.

@@ -19,6 +19,7 @@ Bounds Bounds::of(const std::vector<int64_t>& numbers) {
   bounds.min_frequency = numbers[6];
   bounds.counter_bytes = numbers[7];
   bounds.cold_store = numbers[8] != 0;
+  bounds.shared = numbers[8] == 2;
   if (bounds.eviction > Eviction::kLeastFrequent) throw InvalidArgument("eviction must be 0, 1 or 2");
   if (bounds.half_life > int64_t{0xFFFFFFFF}) throw InvalidArgument("half_life must be at most 2**32 - 1");
   if (bounds.expiry > 0 && bounds.expiry_time > 0) throw InvalidArgument("rows expire after steps or after a time, not both");

@@ -76,14 +76,16 @@ struct Bounds {
   int64_t min_frequency = 0;  // sightings of an id that give it a row
   int64_t counter_bytes = 0;  // memory of the counter of sightings
   bool cold_store = false;    // evicted rows move to a cold store: the caller moves them, and no row leaves on its own
+  bool shared = false;        // other tables write to the cold store
 
-  // Makes bounds of the nine numbers above, in their order. Throws InvalidArgument if a number is out of range.
+  // Makes bounds of the first nine numbers above, in their order. The last is 2 if the cold store is shared. Throws
+  // InvalidArgument if a number is out of range.
   static Bounds of(const std::vector<int64_t>& numbers);
 
   bool operator==(const Bounds& other) const {
     return max_rows == other.max_rows && eviction == other.eviction && half_life == other.half_life && expiry == other.expiry &&
            expiry_time == other.expiry_time && max_jump == other.max_jump && min_frequency == other.min_frequency &&
-           counter_bytes == other.counter_bytes && cold_store == other.cold_store;
+           counter_bytes == other.counter_bytes && cold_store == other.cold_store && shared == other.shared;
   }
   // Whether a new row may be refused, or may evict another row.
   bool limit_new_rows() const { return max_rows > 0 || min_frequency > 0; }

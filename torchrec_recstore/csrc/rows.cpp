@@ -114,11 +114,6 @@ void Rows::write_image(Slot slot, const char* image) const {
   std::memcpy(aside(slot), image + row_bytes(), static_cast<size_t>(aside_bytes()));
 }
 
-bool Rows::equals_image(Slot slot, const char* image) const {
-  return std::memcmp(row(slot), image, static_cast<size_t>(row_bytes())) == 0 &&
-         std::memcmp(aside(slot), image + row_bytes(), static_cast<size_t>(aside_bytes())) == 0;
-}
-
 void Rows::clear() noexcept {
   const int64_t touched = std::max(high_water_, stale_);
   data_.discard(0, static_cast<size_t>(touched * row_bytes()));

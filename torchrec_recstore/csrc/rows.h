@@ -82,7 +82,6 @@ class Rows {
   // Copies a row out of the table and back, byte for byte. image: (image_bytes(),).
   void read_image(Slot slot, char* image) const;
   void write_image(Slot slot, const char* image) const;
-  bool equals_image(Slot slot, const char* image) const;
 
   // Writes the weights (columns,) of a row, rounded to nearest.
   void set_weights(Slot slot, const float* weights) { row_kernels().narrow(type_, weights, columns_, row(slot)); }

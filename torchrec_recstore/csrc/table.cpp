@@ -28,7 +28,7 @@ Table::Table(TableConfig config)
     : config_(std::move(config)),
       index_(random_salt()),
       rows_(config_),
-      image_bytes_(rows_.image_bytes()),
+      image_bytes_(rows_.image_bytes() + (images_have_marks() ? static_cast<int64_t>(sizeof(uint32_t)) : 0)),
       initializer_(config_),
       cold_filter_(config_.bounds.max_rows) {
   if (config_.bounds.expiry_time > 0) wall_clock_.emplace(config_.bounds.expiry_time, config_.bounds.max_jump);

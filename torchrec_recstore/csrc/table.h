@@ -100,8 +100,11 @@ class Table {
   }
   int64_t size() const { return index_.size(); }
   int64_t bytes() const;
-  // Bytes of a row in a cold store: the layout in memory, followed by the RowAside. Needs no lock.
+  // Bytes of a row in a cold store: the layout in memory, followed by the RowAside. If the images have marks, the mark after
+  // which the row has changed last lies before the RowMeta (uint32). Needs no lock.
   int64_t image_bytes() const { return image_bytes_; }
+  // Whether images have marks. Those of a shared cold store have none, because the marks of a table mean nothing to others.
+  bool images_have_marks() const { return config_.bounds.cold_store && !config_.bounds.shared; }
   // Number of training lookups, which is the clock of the rows' last steps.
   int64_t clock() const { return counters_.steps; }
   void set_clock(int64_t steps) noexcept;

@@ -17,19 +17,21 @@ from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.cold_backends import open_cold_store
 from torchrec_recstore.store.cold_store import ColdStore, ColdStoreError, SharedColdStore
 from torchrec_recstore.store.memory_tier import Arrival, MemoryTier, ProcessLock
-from torchrec_recstore.store.parts import ImageLayout, Owned, last_steps, with_last_steps_up_to
+from torchrec_recstore.store.parts import STAMP_BYTES, ImageLayout, Owned, last_marks, last_steps, with_last_steps_up_to
 
 _PART = 1 << 16  # the number of ids in one read of a call that may read all rows of a table
-_KNOWN_MARKS = 127  # the number of marks that csrc/changes.h remembers
+_KNOWN_MARKS = 127  # the least number of marks that csrc/changes.h remembers; the largest is twice this and one
+_MARKS = 1 << 29  # more than there are marks
 _RELEASES = 64  # the largest number of parts in which release() works; each part takes a mark
 _TIMES = 7  # ops.table_times: the numbers before the steps and times
 _STAGED_BATCHES = 2  # the next batch, and the batch after it, which is read while the next one is trained on
 
 
 class ColdExpiry:
-    """Counts the rows that are in the store and not in memory, by the step in which they expire.
+    """Counts the rows that are in the store and not in memory, by the step in which they expire and their last change.
 
-    That is the step in which the native pass would remove them (csrc/eviction.h, csrc/wall_clock.h).
+    That is the step in which the native pass would remove them (csrc/eviction.h, csrc/wall_clock.h). The last change is
+    a mark of csrc/changes.h. A key of the counts is that of the step, times _MARKS, plus this mark.
     """
 
     def __init__(self, expiry: Expiry | None) -> None:
@@ -41,6 +43,7 @@ class ColdExpiry:
         self.before = 0
         """A row has expired if its last step is earlier than this step."""
         self._counts: Counter[int] = Counter()
+        self._known_from = 0  # changes before this mark are counted together
         # For an expiry by time: the ticks, each a step, ascending. Rows with no tick between their last steps expire
         # together. They are counted under the tick after their last step, and before it is known, under -1 - last step.
         self._ticks: list[int] = []
@@ -60,28 +63,35 @@ class ColdExpiry:
             return max(1, self._steps // 2)
         return max(1, (self._ticks[-1] - self._ticks[0]) // 2) if self._ticks else 1
 
-    def counts(self, last_steps: Tensor) -> Counter[int]:
-        """Returns how many rows with these last steps, (N,) int64, expire together, by the key of the count."""
-        if not self.expires:
-            return Counter({0: len(last_steps)})
+    def counts(self, stamps: Tensor) -> Counter[int]:
+        """Returns how many of the rows with these images, or the last STAMP_BYTES of these, are counted together."""
+        keys, marks = torch.zeros(len(stamps), dtype=torch.int64), last_marks(stamps)
         if self._by_time:
             ticks = torch.tensor(self._ticks, dtype=torch.int64)
-            after = torch.searchsorted(ticks, last_steps, right=True)
+            after = torch.searchsorted(ticks, last_steps(stamps), right=True)
             known = after < len(ticks)
-            keys = -1 - last_steps
+            keys = -1 - last_steps(stamps)
             keys[known] = ticks[after[known]]
-        else:  # A row expires in the first multiple of _every above its last step plus _steps.
-            keys = (last_steps + self._steps) // self._every
+        elif self.expires:  # A row expires in the first multiple of _every above its last step plus _steps.
+            keys = (last_steps(stamps) + self._steps) // self._every
+        keys = keys * _MARKS + marks * (marks >= self._known_from)
         values, numbers = torch.unique(keys, return_counts=True)
         return Counter(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
 
-    def add(self, last_steps: Tensor) -> None:
+    def add(self, stamps: Tensor) -> None:
         """Counts rows that have come to the store."""
-        self._counts += self.counts(last_steps)
+        self._counts += self.counts(stamps)
 
-    def take(self, last_steps: Tensor) -> None:
-        """Counts rows that have left the store."""
-        self._counts -= self.counts(last_steps)
+    def take(self, stamps: Tensor) -> None:
+        """Counts rows that have left the store. Those of a shared store have not been counted, and change nothing."""
+        self._counts -= self.counts(stamps)
+
+    def changed_since(self, mark: int, last_mark: int) -> int:
+        """Returns the number of rows that have changed since a mark. Forgets marks that are too old for this call."""
+        self._known_from = max(self._known_from, last_mark - 2 * _KNOWN_MARKS - 1)
+        for key in [key for key in self._counts if 0 < key % _MARKS < self._known_from]:
+            self._counts[key - key % _MARKS] += self._counts.pop(key)
+        return sum(number for key, number in self._counts.items() if key % _MARKS >= mark)
 
     def due(self, handle: int) -> int:
         """Returns the value that :attr:`before` has after the present step of a native table."""
@@ -96,10 +106,10 @@ class ColdExpiry:
         """Lets the rows in the store expire whose last step is earlier than ``before``. Returns their number."""
         self.before = before
         if self._by_time:
-            gone = [tick for tick in self._counts if 0 <= tick <= before]
+            gone = [key for key in self._counts if 0 <= key // _MARKS <= before]
             self._ticks = [tick for tick in self._ticks if tick >= before]
         else:
-            gone = [time for time in self._counts if time * self._every - self._steps < before]
+            gone = [key for key in self._counts if key // _MARKS * self._every - self._steps < before]
         return sum(self._counts.pop(key) for key in gone)
 
     def before_at(self, steps: int) -> int:
@@ -114,19 +124,19 @@ class ColdExpiry:
         """Returns whether ticks are lost if the table's clock is set to ``steps``, so that rows are counted again."""
         return bool(self._ticks) and self._ticks[-1] > steps
 
-    def restart(self, handle: int, last_steps: Tensor) -> None:
-        """Counts the rows again by their last steps, (N,) int64, after the ticks of the native table have changed."""
+    def restart(self, handle: int, stamps: Tensor) -> None:
+        """Counts the rows again, by their stamps as in :meth:`counts`, after the native table's ticks have changed."""
         times = ops.table_times(handle)
         self.before, self._ticks = times[2], times[_TIMES::2]
-        self._counts = self.counts(last_steps[last_steps >= self.before])
+        self._counts = self.counts(stamps[last_steps(stamps) >= self.before])
 
     def _note(self, ticks: list[int]) -> None:
         for tick in ticks:
             if self._ticks and tick <= self._ticks[-1]:
                 continue
             self._ticks.append(tick)
-            for key in [key for key in self._counts if key < 0 and -1 - key < tick]:
-                self._counts[tick] += self._counts.pop(key)
+            for key in [key for key in self._counts if key < 0 and -1 - key // _MARKS < tick]:
+                self._counts[tick * _MARKS + key % _MARKS] += self._counts.pop(key)
 
 
 class ColdTier(MemoryTier):
@@ -196,7 +206,7 @@ class ColdTier(MemoryTier):
             self._make_room(ids, len(images) + admitted)
             if len(images):
                 ops.table_bring_back(self._handle, absent[found], images, arrival == "lookup")
-                self._left(images)
+                self.expiry.take(images)
                 self._unstage(absent[found])
 
     def end_step(self) -> None:
@@ -248,12 +258,6 @@ class ColdTier(MemoryTier):
             found, images = self._fetch(absent, () if self.shared else self._staged)
             return absent[found], images
 
-    def found(self, ids: Tensor) -> Tensor:
-        """Returns those ``ids``, (N,) int64, whose rows are in the store and not in memory: (n,) int64, ascending."""
-        with self.lock:
-            found: Tensor = torch.unique(torch.cat([self.read(part)[0] for part in torch.split(ids, _PART)]))
-        return found
-
     def read_into(self, rows: Tensor, ids: Tensor) -> None:
         """See :meth:`MemoryTier.read_into`."""
         cold, images = self.read(ids)
@@ -278,7 +282,9 @@ class ColdTier(MemoryTier):
 
     def contains(self, ids: Tensor) -> Tensor:
         """See :meth:`MemoryTier.contains`."""
-        return super().contains(ids) | among(ids, self.found(ids))
+        with self.lock:
+            found = torch.unique(torch.cat([self.read(part)[0] for part in torch.split(ids, _PART)]))
+        return super().contains(ids) | among(ids, found)
 
     def remove(self, ids: Tensor) -> int:
         """See :meth:`MemoryTier.remove`. The rows are removed from the store and from memory."""
@@ -291,7 +297,7 @@ class ColdTier(MemoryTier):
                         self.store.delete(part)
                     self._outdate(part)
                 ops.table_note_left(self._handle, cold)
-                self._left(images)
+                self.expiry.take(images)
                 removed += len(cold) + int(ops.table_remove(self._handle, part))
                 if not self.shared:
                     self._delete(part)
@@ -351,11 +357,11 @@ class ColdTier(MemoryTier):
                 # The rows that have expired by the old clock would be valid again by the new clock.
                 self._bury()
                 self._sweep = None
-            last = self._last_steps() if times or self.expiry.loses_ticks(steps) else None
+            stamps = self._stamps() if times or self.expiry.loses_ticks(steps) else None
             self.expiry.before = min(before, self.expiry.before)
             super().set_clock(steps, times)
-            if last is not None:
-                self.expiry.restart(self._handle, last)
+            if stamps is not None:
+                self.expiry.restart(self._handle, stamps)
 
     def exchange(self, other: MemoryTier) -> None:
         """See :meth:`MemoryTier.exchange`."""
@@ -410,10 +416,10 @@ class ColdTier(MemoryTier):
             images = ops.table_images(self._handle, leaving)
             self._put(leaving, images)
             self.dead = self.dead[~among(self.dead, leaving.sort().values)]
-            gone = last_steps(images)[ops.table_evict(self._handle, leaving, images)]
+            gone = images[ops.table_evict(self._handle, leaving, images), -STAMP_BYTES:]
             # A row can be older than the expiry limit if a pending forward held it when the limit passed. It expires
             # here, because the next expiry step would be too late.
-            alive = gone >= self.expiry.before
+            alive = last_steps(gone) >= self.expiry.before
             if not self.shared:
                 self.expiry.add(gone[alive])
             ops.table_count_expired(self._handle, int((~alive).sum()))
@@ -519,15 +525,11 @@ class ColdTier(MemoryTier):
             self._delete(old)
             self._sweep = sweep
 
-    def _last_steps(self) -> Tensor:
-        """Returns the last steps of the rows in the store that are not in memory, (N,) int64."""
+    def _stamps(self) -> Tensor:
+        """Returns the stamps of the rows in the store that are not in memory, (N, STAMP_BYTES) uint8."""
         resident = ops.table_ids(self._handle)
-        parts = [torch.empty(0, dtype=torch.int64)]
+        parts = [torch.empty(0, STAMP_BYTES, dtype=torch.uint8)]
         for ids, images in self.scan() if self.expiry.rows else ():
-            steps = last_steps(images)
-            parts.append(steps[(steps >= self.expiry.before) & ~among(ids, self.dead) & ~among(ids, resident)])
+            alive = (last_steps(images) >= self.expiry.before) & ~among(ids, self.dead) & ~among(ids, resident)
+            parts.append(images[alive, -STAMP_BYTES:])
         return torch.cat(parts)
-
-    def _left(self, images: Tensor) -> None:
-        if not self.shared:
-            self.expiry.take(last_steps(images))

@@ -24,7 +24,8 @@ Owned = Callable[[Tensor], Tensor]
 """A function from (N,) int64 ids to (N,) bool: whether each id belongs to a shard."""
 
 _ALIGNMENT = 8
-_META_BYTES = 8  # the last step and the frequency, which end an image
+STAMP_BYTES = 12
+"""The bytes at the end of an image: the mark of the last change, if it has one, the last step, and the frequency."""
 
 
 @dataclass(frozen=True)
@@ -224,11 +225,6 @@ class ImageLayout:
     state_dtype: torch.dtype  # a float16 state of squares is stored as its square root
     squares: tuple[bool, ...]  # whether each element-wise state is one of squares; a row-wise state always is
 
-    @property
-    def image_bytes(self) -> int:
-        """The bytes of an image."""
-        return self._aside + self.state_dtype.itemsize + _META_BYTES
-
     def unpacked(self, images: Tensor) -> RowTensors:
         """Returns the tensors of images, (N, image bytes) uint8. States are float32."""
         size = row_bytes(self.dtype, self.columns)
@@ -241,7 +237,7 @@ class ImageLayout:
         elements = torch.empty(len(self.squares), len(images), self.columns, dtype=torch.float32)
         for i, is_square in enumerate(self.squares):
             elements[i] = self._states(images[:, size + i * bytes_of_one : size + (i + 1) * bytes_of_one], is_square)
-        state = self._states(images[:, self._aside : -_META_BYTES], True).squeeze(1)
+        state = self._states(images[:, self._aside : self._aside + self.state_dtype.itemsize], True).squeeze(1)
         return weight, elements, state, last_steps(images), _unsigned(images[:, -4:])
 
     @property
@@ -258,6 +254,11 @@ class ImageLayout:
 def last_steps(images: Tensor) -> Tensor:
     """Returns the last step of each of N images: (N,) int64."""
     return _unsigned(images[:, -8:-4])
+
+
+def last_marks(images: Tensor) -> Tensor:
+    """Returns the mark after which each of N rows has changed last: (N,) int64. Images of shared rows have none."""
+    return _unsigned(images[:, -12:-8])
 
 
 def with_last_steps_up_to(images: Tensor, steps: int) -> Tensor:

@@ -17,7 +17,7 @@ from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.cold_store import ColdStoreError
 from torchrec_recstore.store.cold_tier import ColdTier
-from torchrec_recstore.store.parts import ImageLayout, Part, last_steps, named_rows
+from torchrec_recstore.store.parts import ImageLayout, Part, last_marks, last_steps, named_rows
 
 _BATCH = 1 << 16
 _MERGED_ROWS = 1 << 16  # the least number of resident rows in a read, if they are merged with cold rows
@@ -32,41 +32,44 @@ class ColdSnapshot:
     The caller holds the tier's lock while it creates the snapshot. A store without ascending snapshots is copied to a
     temporary file at once. A shared store is copied too, because the number of its rows is not known.
 
-    If ``left``, (N,) int64, ascending, is given, the snapshot has only these rows, which have left memory since a mark.
-    If ``whole``, the reader also reads all rows in memory, and so finds the outdated copies in the store itself.
+    If ``since`` is given, the snapshot has only the rows that have changed after this mark. Otherwise, the reader also
+    reads all rows in memory, of which ``snapshot`` is the handle, and so finds outdated copies in the store itself.
     """
 
-    def __init__(self, handle: int, tier: ColdTier, left: Tensor | None, *, whole: bool) -> None:
-        self.wanted: Tensor | None = None
-        """(n,) int64, ascending. The ids of the snapshot's rows. None: all rows in the store that are not in memory."""
+    def __init__(self, handle: int, tier: ColdTier, snapshot: int, since: int | None) -> None:
+        left = ops.snapshot_left(snapshot)
+        self.left: Tensor | None = None
+        """See :attr:`Snapshot.left`. Ids that have expired in the store are not known."""
+        wanted: Tensor | None = None
         resident: Tensor | None = None
-        if left is not None:
-            self.wanted = tier.found(left)
-        elif not whole:
-            resident = ops.table_ids(handle)
-        self.knows_left = not tier.expiry.expires
-        """Whether all ids that have left the store since a mark are known. Ids that expire in the store are not."""
         self.table_rows = tier.rows
         """The number of rows in the store and not in memory."""
-        self.rows = tier.rows if self.wanted is None else len(self.wanted)
+        self.rows = tier.expiry.changed_since(since or 0, ops.snapshot_moment(snapshot)[0])
         """The number of these rows that the snapshot has."""
+        if since is not None and left is not None:
+            moved = [(ids, last_marks(images)) for ids, images in map(tier.read, torch.split(left, _BATCH))]
+            here = torch.cat([ids for ids, _ in moved])
+            wanted = here[torch.cat([marks for _, marks in moved]) >= since]
+            self.rows = len(wanted)
+            self.left = None if tier.expiry.expires else left[~among(left, here)]
+        elif since is not None:
+            resident = ops.table_ids(handle)
         batches: Batches = iter(())
         if tier.shared:
             self.rows, batches = _spooled(tier, tier.cold_ids())
             self.table_rows = self.rows
         elif self.rows:
-            batches = tier.scan() if tier.store.ascending_snapshots else _spooled(tier, self.wanted)[1]
-        self.batches = self._filtered(batches, resident, tier.expiry.before, tier.dead)
+            batches = tier.scan() if tier.store.ascending_snapshots else _spooled(tier, wanted)[1]
+        before, dead = tier.expiry.before, tier.dead
 
-    def _filtered(self, batches: Batches, resident: Tensor | None, expired_before: int, dead: Tensor) -> Batches:
-        for ids, images in batches:
-            keep = (last_steps(images) >= expired_before) & ~among(ids, dead)
-            if self.wanted is not None:
-                keep &= among(ids, self.wanted)
-            elif resident is not None:
-                keep &= ~among(ids, resident)
-            if keep.any():
-                yield ids[keep], images[keep]
+        def belongs(ids: Tensor, images: Tensor) -> Tensor:
+            if wanted is not None:
+                return among(ids, wanted)
+            alive = (last_steps(images) >= before) & ~among(ids, dead)
+            return alive if resident is None else alive & (last_marks(images) >= (since or 0)) & ~among(ids, resident)
+
+        kept = ((ids, images, belongs(ids, images)) for ids, images in batches)
+        self.batches: Batches = ((ids[keep], images[keep]) for ids, images, keep in kept if keep.any())
 
 
 def _spooled(tier: ColdTier, wanted: Tensor | None) -> tuple[int, Batches]:
@@ -117,7 +120,7 @@ class Snapshot(AbstractContextManager["Snapshot"]):
         self._close = weakref.finalize(self, ops.snapshot_close, handle)
         self.mark, self.table_rows, self.steps, self.optimizer_steps = ops.snapshot_moment(handle)
         """The mark of the snapshot, and the values of ``len(table)``, ``steps`` and ``optimizer_steps`` at its time."""
-        self.left = ops.snapshot_left(handle)
+        self.left = ops.snapshot_left(handle) if cold is None else cold.left
         """(N,) int64, ascending. The ids that had a row at the mark passed to :meth:`Table.snapshot` and have no row
         now. None if no mark was passed, or if these ids are not known, because more rows have left than stayed, or
         because rows have expired in the cold store."""
@@ -125,12 +128,7 @@ class Snapshot(AbstractContextManager["Snapshot"]):
         if cold is not None:
             self.table_rows += cold.table_rows
             self._rows_left += cold.rows
-            # A row that has left memory and is in the cold store has not left the table.
-            if self.left is not None and cold.wanted is not None:
-                self.left = self.left[~among(self.left, cold.wanted)] if cold.knows_left else None
-        none = self._part(
-            torch.empty(0, dtype=torch.int64), layout.unpacked(torch.empty(0, layout.image_bytes, dtype=torch.uint8))
-        )
+        none = self._read_resident(0, False)
         # Rows that have been read and not merged yet, and rows that have been merged and not returned yet.
         self._resident, self._cold_rows, self._merged = none, none, none
 

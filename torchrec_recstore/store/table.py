@@ -373,9 +373,8 @@ class Table(AbstractContextManager["Table"]):
         with ops.native_errors(self._who), self.tier.lock:
             handle = ops.snapshot_open(self.handle, since)
             try:
-                cold = None
-                if isinstance(self.tier, ColdTier):
-                    cold = ColdSnapshot(self.handle, self.tier, ops.snapshot_left(handle), whole=since is None)
+                tier = self.tier
+                cold = ColdSnapshot(self.handle, tier, handle, since) if isinstance(tier, ColdTier) else None
                 return Snapshot(self.name, self.optimizer, self.columns, self.image_layout, handle, cold)
             except BaseException:
                 ops.snapshot_close(handle)
