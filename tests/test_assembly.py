@@ -14,6 +14,9 @@ import pytest
 # of these functions. LAMB and FTRL have up to 26 references, because they have more constants than registers, and
 # Adadelta with float16 states has 49 at 128 columns in AVX2.
 MOST = 50
+# A user-defined optimizer widens and rounds float16 states of both kinds in one function, whose loops are unrolled at
+# 64 columns: it has 103 in AVX2. benchmarks/options.py compares its time with that of built-in optimizers.
+MOST_OF_USERS = 110
 HOT = re.compile(
     r"recstore::(avx2|avx512)::\(anonymous namespace\)::"
     r"(?:pool_bags|pool_block|update_rows)<recstore::\1::\(anonymous namespace\)::Float32Row,.*\b(?:16|32|64|128)l?\b"
@@ -41,4 +44,5 @@ def test_hot_loops_keep_their_vectors_in_registers() -> None:
             on_stack[name] += 1
     if not on_stack:
         pytest.skip("the extension has no symbols, or another compiler has inlined the loops")
-    assert {name: count for name, count in on_stack.items() if count > MOST} == {}
+    most = {name: MOST_OF_USERS if "RowOptimizerStep::run<" in name else MOST for name in on_stack}
+    assert {name: count for name, count in on_stack.items() if count > most[name]} == {}
