@@ -7,7 +7,7 @@
 
 When a worker dies, Ray Train starts both workers again, and they continue from the newest checkpoint. Ray Data gives
 each worker the same rows in the same order again, so that the next checkpoints are the same to the bit as without the
-death. Each is printed with its checksum. After a death of the whole command, the same command continues.
+death. Each is printed with its checksum.
 
 The model is that of examples/dlrm/minimal.py. The log is split by time: the first 80 % train, the last 10 % test.
 Packages: requirements/trainers.txt.
