@@ -183,9 +183,9 @@ void test_readers() {
 void test_calls_of_one_version() {
   const auto gate = std::make_shared<Gate>();
   const int64_t ids[] = {-5, 1, 7};
-  const auto of_version = [&](const ServedRows* before, float number) {
+  const auto of_version = [&](const ServedRows* before, float number) -> std::shared_ptr<const ServedRows> {
     std::vector<float> rows(24, number);
-    if (before != nullptr) return std::shared_ptr<const ServedRows>(before->with({ids, reinterpret_cast<const char*>(rows.data() + 6), 3, nullptr, 0}));
+    if (before != nullptr) return before->with({ids, reinterpret_cast<const char*>(rows.data() + 6), 3, nullptr, 0});
     auto region = std::make_shared<Region>();
     region->reserve(96);
     std::memcpy(region->data(), rows.data(), 96);
