@@ -144,8 +144,7 @@ SAY_WHAT_TO_DO = {
     "client.load(name) loads them",
     "the exported model has NaN or infinity in ..., and so have its predictions: go back to a checkpoint without them, "
     "and lower the learning rate or clip the gradients",
-    "table '...': the gradients of ... backward passes have not been applied yet, and are not saved: save after a "
-    "multiple of accumulation_steps",
+    "table '...': ..., and are not saved: save after a multiple of accumulation_steps",
     "table ... is planned on TorchRec's own kernel, since its sharding names none: pass compute_kernel=... to "
     "table_wise(...) or the other sharding function for RecStore, or pass the name of TorchRec's kernel",
     "table ...: set_time has refused the time ... (... refused so far): it is more than ... s away from the clock's "

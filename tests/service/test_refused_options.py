@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_recstore import RecStoreClient, RecStoreEmbeddingBagCollection, RecStoreSharder
-from torchrec_recstore.optim import Adagrad
+from torchrec_recstore.optim import Adagrad, Optimizer, RowOptimizer
 from torchrec_recstore.options import RocksDBStore, Servers, TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders.plan_entries import check_plan
@@ -26,11 +26,18 @@ PAGE = Path(__file__).parents[2] / "docs" / "service.md"
 NOWHERE = Servers(["127.0.0.1:1"], timeout_s=0.5)  # no server listens there: a refusal calls none
 
 
-def shard(sharding: str = "table_wise", data_type: str = "FP32", steps: int = 1, **fused_params: object) -> None:
+def shard(
+    optimizer: Optimizer = Adagrad(lr=0.1),  # noqa: B008  (frozen)
+    *,
+    sharding: str = "table_wise",
+    data_type: str = "FP32",
+    steps: int = 1,
+    **fused_params: object,
+) -> None:
     config = bag(data_type)
     model = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
     constraints = {config.name: RecStoreConstraints(sharding_types=[sharding], options=TableOptions(servers=NOWHERE))}
-    sharder = RecStoreSharder(optimizer=Adagrad(lr=0.1), fused_params=fused_params, accumulation_steps=steps)
+    sharder = RecStoreSharder(optimizer=optimizer, fused_params=fused_params, accumulation_steps=steps)
     planner = RecStorePlanner(topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints)
     plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
     DistributedModelParallel(model, plan=plan, sharders=[sharder], device=torch.device("cpu"))
@@ -66,7 +73,7 @@ def cold_store() -> None:
 
 CASES: dict[str, list[Callable[[], None]]] = {
     "a sharding type other than `table_wise`": [
-        lambda sharding=sharding: shard(sharding.value)  # type: ignore[misc]
+        lambda sharding=sharding: shard(sharding=sharding.value)  # type: ignore[misc]
         for sharding in ShardingType
         if sharding not in (ShardingType.TABLE_WISE, ShardingType.DATA_PARALLEL)
     ],
@@ -78,6 +85,7 @@ CASES: dict[str, list[Callable[[], None]]] = {
     ],
     "`accumulation_steps` above 1": [lambda: shard(steps=2)],
     "`TableOptions(cold_store=...)`": [cold_store],
+    "a user-defined optimizer (`RowOptimizer`)": [lambda: shard(RowOptimizer(name="own", step="w -= lr * g;"))],
     "`state_dtype=torch.float16` of an eager collection": [lambda: eager(state_dtype=torch.float16)],
     "`fused=False` of an eager collection": [lambda: eager(fused=False)],
     '`device="meta"` of an eager collection': [lambda: eager(device="meta")],

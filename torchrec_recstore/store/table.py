@@ -530,10 +530,10 @@ def check_applied(tables: Iterable[Table], *, saves: bool = False) -> None:
     """
     for table in tables:
         if waiting := len(table.pending_passes):
-            what = f"table '{table.name}': the gradients of {waiting} backward passes have not been applied yet"
+            what = f"the gradients of {waiting} backward passes have not been applied yet"
             if not saves:
-                raise ValueError(f"{what}: call it after a multiple of accumulation_steps")
-            warn_user(f"{what}, and are not saved: save after a multiple of accumulation_steps")
+                raise ValueError(f"table '{table.name}': {what}: call it after a multiple of accumulation_steps")
+            warn_user(f"table '{table.name}': {what}, and are not saved: save after a multiple of accumulation_steps")
             return
 
 
