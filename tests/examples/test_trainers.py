@@ -71,7 +71,8 @@ def test_ray_starts_killed_workers_again(log: Path, tmp_path: Path, monkeypatch:
         "RAY_USAGE_STATS_ENABLED": "0",
         # On a slow machine, workers take longer than the minute that they are given.
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",
-        # Less processes, and less waiting.
+        "RAY_worker_niceness": "0",  # its default is 15, and other tests run beside it
+        # Fewer processes, and less waiting.
         "RAY_DATA_PARQUET_FOOTER_NUM_ACTORS": "1",
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
