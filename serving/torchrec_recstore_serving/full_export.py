@@ -20,17 +20,28 @@ from torchrec_recstore_serving.delta import load_export, write_tensors
 from torchrec_recstore_serving.hashed_tables import HashedTable
 from torchrec_recstore_serving.row_formats import TYPE_NUMBERS
 from torchrec_recstore_serving.script import save_script
-from torchrec_recstore_serving.server_tables import served_on_servers
+from torchrec_recstore_serving.served_model import tensor_at
+from torchrec_recstore_serving.served_tables import ServedQuantTable, ServedTable
+from torchrec_recstore_serving.server_tables import ServerTable, served_on_servers
 from torchrec_recstore_serving.signing import Key
+from torchrec_recstore_serving.verification import checksum_of, hexadecimal, scripted_function
+
+_KINDS = {kind.__name__: kind for kind in (HashedTable, ServedTable, ServedQuantTable, ServerTable)}
 
 
 def write_full(
-    script: torch.jit.ScriptModule, program: Path, full: Path, key: Key | None, mapped: Sequence[HashedTable]
+    script: torch.jit.ScriptModule,
+    dense: Sequence[str],
+    program: Path,
+    full: Path,
+    key: Key | None,
+    mapped: Sequence[HashedTable],
 ) -> None:
     """Writes a full export, each file completely or not at all.
 
     Args:
         script: The served model.
+        dense: The names of all of its tensors outside the tables.
         program: The file of the program, a served model without rows, whose dense tensors are zeros.
         full: The file of the rows and the dense tensors.
         key: The key with which both files are signed. None: no signature.
@@ -50,11 +61,10 @@ def write_full(
         ids, rows = _stored(table)
         tensors |= {f"{table.name}/ids": ids, f"{table.name}/rows": rows, f"{table.name}/removed": ids[:0]}
         _empty(without)
-    for name, tensor in script.recstore_dense().items():
-        tensors[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
-    for tensor in empty.recstore_dense().values():
-        tensor.detach().zero_()
-    version = empty.recstore_computed_version()
+    for name in dense:
+        tensors[f"dense/{name}"] = _tensor(script, name).clone(memory_format=torch.contiguous_format)
+        _tensor(empty, name).zero_()
+    version = _version(empty, dense)
     for without in _tables(empty):
         without.version = version
     save_script(empty, program, key, mapped)
@@ -75,6 +85,20 @@ def load_full(program: Path, full: Path) -> torch.jit.ScriptModule:
 def _tables(script: torch.jit.ScriptModule) -> Iterator[Any]:
     """Yields each table of a served model, at each of its paths."""
     return (module for _, module in script.named_modules(remove_duplicate=False) if hasattr(module, "row_format"))
+
+
+def _tensor(script: torch.jit.ScriptModule, name: str) -> Tensor:
+    tensor = tensor_at(script, name)
+    assert tensor is not None
+    return tensor
+
+
+def _version(script: torch.jit.ScriptModule, dense: Sequence[str]) -> str:
+    """Returns the version of a model with these rows and dense tensors, as ``verify`` computes it."""
+    tensors = {f"dense/{name}": _tensor(script, name) for name in dense}
+    for table in _tables(script):
+        _KINDS[table.original_name].give_tensors(table, tensors)
+    return str(scripted_function(hexadecimal)(scripted_function(checksum_of)(tensors)))
 
 
 def _stored(table: Any) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from torchrec_recstore_serving.full_export import write_full
 from torchrec_recstore_serving.hashed_tables import HashedTable, check_index, mapped_tables
 from torchrec_recstore_serving.publications import FULL, Latest, Publication
 from torchrec_recstore_serving.script import scripted
-from torchrec_recstore_serving.served_model import scriptable
+from torchrec_recstore_serving.served_model import dense_tensors, scriptable, tensor_at
 from torchrec_recstore_serving.signing import Key, key_at
 
 _PAUSE_S = 0.01
@@ -287,6 +287,8 @@ class _Writer:
         self._number = 0
         self._base: torch.jit.ScriptModule | None = None
         """The model as it was published last. None: the next publication is a full export without a delta."""
+        self._dense: list[str] = []
+        """The names of the model's tensors outside its tables."""
         self._mapped: list[HashedTable] = []
         """The tables of the model whose rows followers map."""
         self.needs_whole = False
@@ -362,6 +364,8 @@ class _Writer:
         if info is None:
             served = scriptable(reading.exported, index=self._index)
             self._base, self._mapped = scripted(served), mapped_tables(served, self._rows)
+            names = dense_tensors(served, every_path=True)
+            self._dense = [name for name in names if tensor_at(self._base, name) is not None]
         assert self._base is not None
         full = info is None or time.monotonic() >= self._next_full
         if info is not None and info.base == info.version and not full:
@@ -397,7 +401,7 @@ class _Writer:
         number = self._number + 1
         if full:
             program, tensors = (self._place.path_of(number, kind) for kind in FULL)
-            write_full(self._base, program, tensors, self._key, self._mapped)
+            write_full(self._base, self._dense, program, tensors, self._key, self._mapped)
         base = None if info is None else info.base
         publication = Publication(number, self._base.recstore_version(), base, moment, full, self._run)
         latest = self._place.append(publication, self._latest)

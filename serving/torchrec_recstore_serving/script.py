@@ -34,9 +34,7 @@ from torchrec_recstore_serving.verification import (  # noqa: F401  (the methods
 
 _METHODS = (
     "recstore_tables",
-    "recstore_dense",
     "recstore_version",
-    "recstore_computed_version",
     "recstore_row_format",
     "recstore_ids",
     "recstore_rows",
@@ -238,7 +236,6 @@ def _methods(
         attributes: The expressions of the attributes that are numbers, strings, lists and dicts.
         hashed: The expression of the first table that searches ids by hash. None: all of them are sorted.
     """
-    keys = [(repr(f"dense/{name}"), _expression(name)) for name in dense]
     lines = [
         "def recstore_tables(self) -> List[str]:",
         "    names: List[str] = []",
@@ -246,10 +243,6 @@ def _methods(
         "        if name not in names:",
         "            names.append(name)",
         "    return names",
-        "def recstore_dense(self) -> Dict[str, Tensor]:",
-        "    tensors: Dict[str, Tensor] = {}",
-        *(f"    tensors[{key}] = {tensor}" for key, tensor in keys),
-        "    return tensors",
         "def recstore_version(self) -> str:",
         f"    return {tables[0]}.version",
         "def recstore_row_format(self) -> str:",
@@ -267,7 +260,8 @@ def _methods(
             '        raise ValueError("there is no table " + table)',
             "    return found[0]",
         ]
-    lines += _verify(tables, constants, attributes, hashed is not None)
+    keys = [(repr(f"dense/{name}"), _expression(name)) for name in dense]
+    lines += _verify(tables, keys, constants, attributes, hashed is not None)
     if hashed is not None:
         lines += _of_changes(tables, keys)
     lines += _apply_delta(tables, keys, hashed)
@@ -300,21 +294,22 @@ def _version_of(tensors: str, hashed: bool) -> str:
     return f"torch.ops.recstore.version_of({tensors})" if hashed else f"hexadecimal(checksum_of({tensors}))"
 
 
-def _verify(tables: list[str], constants: list[str], attributes: list[str], hashed: bool) -> list[str]:
+def _verify(
+    tables: list[str], keys: list[tuple[str, str]], constants: list[str], attributes: list[str], hashed: bool
+) -> list[str]:
     return [
         "def recstore_attributes(self) -> str:",
         "    values: List[str] = []",
         *(f"    values.append(str({attribute}))" for attribute in attributes),
         *(f'    values.append(hexadecimal(checksum_of({{"": {constant}}})))' for constant in constants),
         "    return checksum_of_strings(values)",
-        "def recstore_computed_version(self) -> str:",
-        "    tensors: Dict[str, Tensor] = self.recstore_dense()",
-        *(f"    {table}.give_tensors(tensors)" for table in tables),
-        f"    return {_version_of('tensors', hashed)}",
         "def verify(self, file: Optional[Tensor]=None) -> None:",
         "    if file is not None:",
         "        check_file_bytes(file)",
-        f"    if self.recstore_computed_version() != {tables[0]}.version:",
+        "    tensors: Dict[str, Tensor] = {}",
+        *(f"    {table}.give_tensors(tensors)" for table in tables),
+        *(f"    tensors[{key}] = {tensor}" for key, tensor in keys),
+        f"    if {_version_of('tensors', hashed)} != {tables[0]}.version:",
         f'        raise ValueError("the model is damaged: its tensors are not of version " + {tables[0]}.version)',
         f"    if self.recstore_attributes() != {tables[0]}.attributes:",
         '        raise ValueError("the model is damaged: its attributes are not those that were exported")',
