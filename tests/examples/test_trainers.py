@@ -93,15 +93,15 @@ def test_ray_starts_killed_workers_again(log: Path, tmp_path: Path, monkeypatch:
             pytest.skip("Ray did not start within its own limit of 30 s on this machine, three times")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (folder / "killed").exists()
-    lines = re.findall(r"(continues after step \d+|step \d+: .*, checkpoint \w{32})$", done.stdout, flags=re.MULTILINE)
-    first, second, continues, again, last = lines
-    assert first.startswith("step 6:")
-    assert continues == "continues after step 6"
-    # The second worker dies between the checkpoint of step 12 and the report of it. Both write it once more.
-    assert second.startswith("step 12:")
-    assert again == second
-    assert last == f"step {STEPS}: " + last.partition(": ")[2]
-    assert last.endswith(checksum(folder / f"step-{STEPS:09}"))
+    written = re.findall(r"step (\d+): .*, checkpoint (\w{32})$", done.stdout, flags=re.MULTILINE)
+    checksums = dict(written)
+    assert set(written) == set(checksums.items()), "what is written again is the same to the bit"
+    assert list(checksums) == ["6", "12", "18"]
+    # The second worker dies between the checkpoint of step 12 and the report of it, so at least this one is written
+    # again. If Ray Train does not know the checkpoint of step 6 either, the workers begin anew.
+    assert len(written) in (4, 5), written
+    assert done.stdout.count("continues after step 6\n") == 5 - len(written), done.stdout
+    assert checksums[f"{STEPS}"] == checksum(folder / f"step-{STEPS:09}")
     printed = re.search(FIGURES, done.stdout, flags=re.MULTILINE)
     assert printed is not None, done.stdout
     assert float(printed[1]) > 0.9
