@@ -57,8 +57,8 @@ def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
     The value is None, a bool, int, float or str, a tensor, a dataclass of :mod:`torchrec_recstore.optim` or
     ``options``, or a list, tuple or dict of these; keys of a dict are str or int. Its tensors are added to ``tensors``,
     by paths such as "/a/0"; ``where`` is the path to the value. Raises TypeError, which names the path, if a part has
-    another type. A field with ``metadata`` is left out: always if it is not ``saved``, else, as
-    earlier versions do not know it, if it has its default.
+    another type. A field whose metadata has ``saved=False`` is always left out. A field with other metadata, which
+    earlier versions do not know, is left out if it has its default.
     """
     if value is None or isinstance(value, bool | int | str):
         return value

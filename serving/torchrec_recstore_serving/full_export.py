@@ -58,8 +58,9 @@ def write_full(
             if hasattr(table, "native"):  # The rows are written apart from this object.
                 without.native = table.native
             continue
-        ids, rows = _stored(table)
-        tensors |= {f"{table.name}/ids": ids, f"{table.name}/rows": rows, f"{table.name}/removed": ids[:0]}
+        if f"{table.name}/ids" not in tensors:  # the model may have a table at several paths
+            ids, rows = _stored(table)
+            tensors |= {f"{table.name}/ids": ids, f"{table.name}/rows": rows, f"{table.name}/removed": ids[:0]}
         _empty(without)
     for name in dense:
         tensors[f"dense/{name}"] = _tensor(script, name).clone(memory_format=torch.contiguous_format)
