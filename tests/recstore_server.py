@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -54,6 +56,20 @@ class RecStoreServer:
 
     def kill(self) -> None:
         self._command.kill()
+
+    def pause(self) -> None:
+        """Stops all threads with SIGSTOP, and waits until none runs: one of them may answer a call meanwhile."""
+        os.kill(self.pid, signal.SIGSTOP)
+        end = time.monotonic() + 30
+        while any(_state(thread) not in "TZ" for thread in Path(f"/proc/{self.pid}/task").iterdir()):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+
+def _state(thread: Path) -> str:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    return "Z"
 
 
 class ServerPair:

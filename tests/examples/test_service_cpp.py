@@ -381,7 +381,7 @@ def test_a_pair_goes_on(tmp_path: Path, program: Path, shared_memory: bool) -> N
                 if what == "kill":
                     pair.servers[first].kill()
                 elif what == "hang":
-                    os.kill(pair.servers[1 - first].pid, signal.SIGSTOP)
+                    pair.servers[1 - first].pause()
                 begin = time.monotonic()
                 grads = torch.randn(len(IDS), 8)
                 driver.done("update", "t", IDS, grads)

@@ -67,7 +67,7 @@ def test_a_server_is_killed_in_the_middle_of_a_save(pair: list[RecStoreServer], 
     client.push("t", IDS, torch.full((1000, 4), 1.0))
     client.save("monday")
     client.push("t", IDS, torch.full((1000, 4), 2.0))
-    os.kill(pair[stopped].pid, signal.SIGSTOP)  # it is in the middle of the save for as long as the test wants
+    pair[stopped].pause()  # it is in the middle of the save for as long as the test wants
     errors: list[BaseException] = []
 
     def save() -> None:

@@ -129,7 +129,7 @@ def test_a_killed_server_is_noticed_at_once(own_server: RecStoreServer) -> None:
     own_server.start()
     assert torch.equal(client.pull("t", IDS), rows)
     client.update("t", IDS, _grads(1))
-    _pause(own_server)
+    own_server.pause()
     refused = []
 
     def update() -> None:
@@ -154,7 +154,7 @@ def test_a_killed_server_is_noticed_at_once(own_server: RecStoreServer) -> None:
 def test_a_stopped_server_is_an_error_in_time(own_server: RecStoreServer) -> None:
     client = _client(own_server.address, timeout_s=0.5)
     client.pull("t", IDS)
-    _pause(own_server)
+    own_server.pause()
     for call in (lambda: client.pull("t", IDS), lambda: client.update("t", IDS, _grads(0))):
         with pytest.raises(ServiceError, match=r"table 't' on server .* has not answered within 0.5 s"):
             call()
@@ -308,11 +308,6 @@ def test_more_clients_than_connections(server: RecStoreServer) -> None:
     for raw in raws:
         if raw is not None:
             raw.socket.close()
-
-
-def _pause(server: RecStoreServer) -> None:
-    os.kill(server.pid, signal.SIGSTOP)
-    _until(lambda: Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
 
 def _until(condition: object, seconds: float = 120) -> None:

@@ -368,8 +368,7 @@ def test_a_server_that_hangs(server: RecStoreServer, road: str, tmp_path: Path) 
         served, features = exported(model, tmp_path / "model.pt"), batch(50)
         wanted = model(features)
         assert torch.equal(served(features), wanted)
-        os.kill(server.pid, signal.SIGSTOP)
-        time.sleep(0.1)
+        server.pause()
         try:
             begin = time.monotonic()
             with pytest.raises(RuntimeError, match=rf"table '{model.name}' on server 127.*does not answer"):
