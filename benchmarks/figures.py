@@ -216,10 +216,20 @@ def _bounded_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         if r["benchmark"] == "tiers":
             share = r["rows_in_dram"] / r["ids"]
             what = f"DLRM samples/s, Zipf {r['exponent']} over {r['ids']:,} ids, {share:.0%} in DRAM"
-            ratios = [f"{r[f'{side}_over_dram']['median']:.2f}x" for side in ("lost", "rocksdb")]
-            lines.append((f"{what}, the rest lost, the rest in RocksDB: over all rows in DRAM", ", ".join(ratios)))
-            ratios = [f"{r['cold_reads'][f'{side}_over_rocksdict']}x" for side in ("store", "lookup")]
-            lines.append(("cold reads/s of the store, of a table, over rocksdict's batch get", ", ".join(ratios)))
+            ratios = [f"{r[f'{side}_over_dram']['median']:.2f}x" for side in ("lost", "ssd", "rocksdb")]
+            lines.append(
+                (f"{what}, the rest lost, in an SSDStore, in RocksDB: over all rows in DRAM", ", ".join(ratios))
+            )
+            ratios = [
+                f"{r['cold_reads'][f'{side}_over_rocksdict']}x"
+                for side in ("ssd_store", "ssd_lookup", "rocksdb_store", "rocksdb_lookup")
+            ]
+            lines.append(
+                (
+                    "cold reads/s of SSDStore, of its table, of RocksDBStore, of its table, over rocksdict's batch get",
+                    ", ".join(ratios),
+                )
+            )
     return lines
 
 

@@ -1,6 +1,6 @@
 """Measures the cost of limited memory: eviction, resident memory, and training with most rows in a cold store.
 
-    python benchmarks/tiers.py [--parts eviction,pauses,memory,tiers] [--ids 20000000] [--dim 64] [--batch-size 2048]
+    python benchmarks/tiers.py [--parts eviction,pauses,memory,writes,tiers] [--ids 20000000] [--dim 64]
 
 Prints a JSON row for each part. The sides of a part are interleaved in one process.
 
@@ -12,8 +12,10 @@ Prints a JSON row for each part. The sides of a part are interleaved in one proc
   table of ``--rows`` rows.
 - tiers: The samples per second of the DLRM of dlrm.py. Each of its 26 features draws its ids by a Zipf law of
   ``--exponent`` from a 26th of ``--ids``. The tables keep all rows in DRAM, or one tenth of the rows with the rest
-  lost, or one tenth of the rows with the rest in RocksDB. Also measures the reads of cold rows, by a table and by
-  rocksdict's batch get from the same database.
+  lost, or one tenth of the rows with the rest on an SSD, in an SSDStore or in RocksDB. Also measures the reads of cold
+  rows, by a table, by its store, and by rocksdict's batch get from the database of RocksDB.
+- writes: Batches of random rows are written again and again to a cold store of ``--rows`` rows: rows per second, and
+  the bytes of all writes over the bytes of the rows.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ from train import build
 from torchrec_recstore import ops, table_stats
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.optim import RowWiseAdagrad
-from torchrec_recstore.options import LFU, LRU, TableOptions
+from torchrec_recstore.options import LFU, LRU, RocksDBStore, SSDStore, TableOptions
 from torchrec_recstore.sharders import RecStorePrefetchPipeline
-from torchrec_recstore.store import Table
+from torchrec_recstore.store import Table, open_cold_store
 from torchrec_recstore.store.cold_store import id_bytes, split
 
 NEW = 0.1  # the fraction of new ids in a batch
@@ -274,41 +276,77 @@ class Side:
         return {"hit_rate": round(hits / lookups, 4), "cold_hit_rate": round(cold_hits / lookups, 4)}
 
 
-def cold_reads(tables: list[Table], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures cold reads in rows per second: of a table, of its store, and of rocksdict on the same database."""
+def cold_reads(tables: dict[str, list[Table]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures cold reads in rows per second: of tables, of their stores, and of rocksdict on RocksDB's database.
+
+    ``tables`` are those of each kind of cold store.
+    """
     each, reads = arguments.ids // NUM_IDS, arguments.reads
     generator = torch.Generator().manual_seed(1)
-    rates: dict[str, list[float]] = {"lookup": [], "store": [], "rocksdict": []}
-    for i in range(2 * len(tables)):
-        number = i % len(tables)
-        table = tables[number]
-        assert table.tier is not None
-        store: Any = table.tier.store
-        database = store._database()  # the same files and caches
-        ids = id_at(torch.randperm(each, generator=generator)[: 4 * reads], number)
-        cold = ops.table_absent(table.handle, ids)[: 3 * reads]
+    rates: dict[str, list[float]] = {f"{kind}_{how}": [] for kind in tables for how in ("lookup", "store")}
+    rates["rocksdict"] = []
+    sides = len(rates)
+    for i in range(2 * NUM_IDS):
+        number = i % NUM_IDS
+        cold = id_at(torch.randperm(each, generator=generator)[: (sides + 2) * reads], number)
+        for of_kind in tables.values():
+            cold = ops.table_absent(of_kind[number].handle, cold)
+        cold = cold[: sides * reads]
         # The order of the sides rotates, because the first side loads the table's filters.
-        names = list(rates)[i % 3 :] + list(rates)[: i % 3]
-        for part, name in zip(cold[: len(cold) // 3 * 3].split(len(cold) // 3), names, strict=True):
-            keys: Any = split(id_bytes(part))
+        names = list(rates)[i % sides :] + list(rates)[: i % sides]
+        for part, name in zip(cold[: len(cold) // sides * sides].split(len(cold) // sides), names, strict=True):
+            kind, _, how = name.partition("_")
+            table = tables["rocksdb" if name == "rocksdict" else kind][number]
+            assert table.tier is not None
+            store: Any = table.tier.store
+            keys: Any = split(id_bytes(part)) if name == "rocksdict" else None
             begin = clock()
-            if name == "lookup":
+            if how == "lookup":
                 table.lookup(part)
-            elif name == "store":
+            elif how == "store":
                 store.get(part)
             else:
-                database.get(keys)
+                store._database().get(keys)  # the same files and caches
             rates[name].append(len(part) / (clock() - begin))
-    over = {
-        name: spread([a / b for a, b in zip(rates[name], rates["rocksdict"], strict=True)], 1)["median"]
-        for name in ("lookup", "store")
-    }
-    return {
-        "reads": reads,
-        "rows_per_second": {name: spread(values, 1) for name, values in rates.items()},
-        "lookup_over_rocksdict": round(over["lookup"], 3),
-        "store_over_rocksdict": round(over["store"], 3),
-    }
+    result: dict[str, Any] = {"reads": reads, "rows_per_second": {n: spread(v, 1) for n, v in rates.items()}}
+    for name in list(rates)[:-1]:
+        ratios = [a / b for a, b in zip(rates[name], rates["rocksdict"], strict=True)]
+        result[f"{name}_over_rocksdict"] = round(spread(ratios, 1)["median"], 3)
+    return result
+
+
+def writes(arguments: argparse.Namespace) -> None:
+    """Measures puts of rows that the cold stores have already, and prints the JSON row."""
+    rows, batch, row_bytes = arguments.rows, 20_000, 4 * arguments.dim + 28
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randperm(rows, generator=generator) * 7919
+    images = torch.randint(0, 256, (batch, row_bytes), dtype=torch.uint8, generator=generator)
+    result: dict[str, Any] = {"benchmark": "cold_writes", "rows": rows, "row_bytes": row_bytes, "batch": batch}
+
+    def written_bytes() -> int:
+        return int(Path("/proc/self/io").read_text().split("wchar: ")[1].split()[0])
+
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        for kind, options in (("ssd", SSDStore(folder)), ("rocksdb", RocksDBStore(folder))):
+            store = open_cold_store(options, name=kind, row_bytes=row_bytes)
+            for part in ids.split(batch):
+                store.put(part, images[: len(part)])
+            puts = 6 * rows // batch  # each row is written again six times
+            rates, before = [], 0
+            for i in range(puts):
+                if i == puts // 2:  # the first half makes the garbage that a long run has
+                    before = written_bytes()
+                some = ids[torch.randperm(rows, generator=generator)[:batch]]
+                begin = clock()
+                store.put(some, images)
+                rates.append(batch / (clock() - begin))
+            changed = (puts - puts // 2) * batch * row_bytes
+            result |= {
+                f"{kind}_rows_per_second": spread(rates[puts // 2 :], 1),
+                f"{kind}_written_over_changed": round((written_bytes() - before) / changed, 3),
+            }
+            store.close()
+    emit(result)
 
 
 def tiers(arguments: argparse.Namespace) -> None:
@@ -322,7 +360,8 @@ def tiers(arguments: argparse.Namespace) -> None:
         bounds = {
             "dram": ({}, each),
             "lost": ({"max_rows": max_rows, "eviction": "lru"}, max_rows),
-            "rocksdb": ({"max_rows": max_rows, "eviction": "lru", "cold_store": str(Path(folder) / "cold")}, each),
+            "ssd": ({"max_rows": max_rows, "eviction": "lru", "cold_store": f"{folder}/cold"}, each),
+            "rocksdb": ({"max_rows": max_rows, "eviction": "lru", "cold_store": f"rocksdb://{folder}/cold"}, each),
         }
         sides = {name: Side(arguments, b, batches, filled) for name, (b, filled) in bounds.items()}
         seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -335,7 +374,7 @@ def tiers(arguments: argparse.Namespace) -> None:
         samples = steps * arguments.batch_size
         over = {
             name: spread([a / b for a, b in zip(seconds["dram"], seconds[name], strict=True)], 1)
-            for name in ("lost", "rocksdb")
+            for name in ("lost", "ssd", "rocksdb")
         }
         emit(
             {
@@ -347,10 +386,11 @@ def tiers(arguments: argparse.Namespace) -> None:
                 "rows_in_dram": max_rows * NUM_IDS,
                 "samples_per_second": {n: spread([samples / t for t in values], 1) for n, values in seconds.items()},
                 "lost_over_dram": over["lost"],
+                "ssd_over_dram": over["ssd"],
                 "rocksdb_over_dram": over["rocksdb"],
                 "rates": {name: side.rates() for name, side in sides.items()},
-                "cold_rows": sum(table.stats().cold_rows for table in sides["rocksdb"].tables),
-                "cold_reads": cold_reads(sides["rocksdb"].tables, arguments),
+                "cold_rows": sum(table.stats().cold_rows for table in sides["ssd"].tables),
+                "cold_reads": cold_reads({name: sides[name].tables for name in ("ssd", "rocksdb")}, arguments),
             }
         )
         for side in sides.values():
@@ -360,7 +400,7 @@ def tiers(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Measures the requested parts."""
-    parts = {"eviction": eviction, "pauses": pauses, "memory": memory, "tiers": tiers}
+    parts = {"eviction": eviction, "pauses": pauses, "memory": memory, "writes": writes, "tiers": tiers}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(parts))
     parser.add_argument("--dim", type=int, default=64)

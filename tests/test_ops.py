@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
@@ -60,6 +61,12 @@ def _marked() -> int:
     ops.table_mark(handle)
     ops.table_remove(handle, IDS[:1])
     return handle
+
+
+def _ssd() -> int:
+    store = torch.ops.recstore_ops.ssd_open(tempfile.mktemp(), 8, False)
+    torch.ops.recstore_ops.ssd_put(store, IDS, torch.ones(3, 8, dtype=torch.uint8))
+    return int(store)
 
 
 def _snapshot() -> int:
@@ -141,6 +148,15 @@ CASES: dict[str, Any] = {
     "snapshot_rows_left": lambda: (_snapshot(),),
     "snapshot_read": lambda: (_snapshot(), 2, False),
     "snapshot_close": lambda: (_snapshot(),),
+    "ssd_open": lambda: (tempfile.mktemp(), 8, False),
+    "ssd_close": lambda: (_ssd(),),
+    "ssd_get": lambda: (_ssd(), IDS),
+    "ssd_put": lambda: (_ssd(), IDS, torch.ones(3, 8, dtype=torch.uint8)),
+    "ssd_delete": lambda: (_ssd(), IDS),
+    "ssd_ids": lambda: (_ssd(),),
+    "ssd_scan": lambda: (_ssd(),),
+    "ssd_scan_read": lambda: (torch.ops.recstore_ops.ssd_scan(_ssd()), 2),
+    "ssd_scan_close": lambda: (torch.ops.recstore_ops.ssd_scan(_ssd()),),
     "group_create": lambda: ([_table()], [0, 0], [0, 0, 0, 0], False),
     "group_destroy": lambda: (_group(),),
     "group_forward": lambda: (_group(), IDS, OFFSETS, None, True),
@@ -225,7 +241,7 @@ def test_what_a_compiled_function_does_to_rows_is_done() -> None:
     assert tables[0].stats() == tables[1].stats()
 
 
-# Destroying what is not there is allowed, and table_create, optimizer_load, instruction_set and mix_ids take no handle.
+# Destroying what is not there is allowed, and the others take no handle.
 TAKE_HANDLE = sorted(
     set(CASES)
     - {
@@ -234,6 +250,9 @@ TAKE_HANDLE = sorted(
         "table_destroy",
         "group_destroy",
         "snapshot_close",
+        "ssd_open",
+        "ssd_close",
+        "ssd_scan_close",
         "instruction_set",
         "buffer_pool_bytes",
         "ids_distinct",

@@ -48,7 +48,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     **dict.fromkeys(
         ("table_end_refilter", "table_note_left", "group_prefetch", "group_accumulated_backward"), _nothing
     ),
-    **dict.fromkeys(("rows_read", "rows_update", "rows_put", "rows_take"), _nothing),
+    **dict.fromkeys(("rows_read", "rows_update", "rows_put", "rows_take", "ssd_put", "ssd_delete"), _nothing),
     **dict.fromkeys(
         ("table_contains", "table_may_be_cold", "table_admits", "table_evict", "table_may_be_kept"), _flags
     ),
@@ -57,6 +57,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "table_remove": lambda table, ids: ids.new_empty(()),
     "table_export": _exported,
     "table_images": lambda table, ids: ids.new_empty((ids.shape[0], _size()), dtype=torch.uint8),
+    "ssd_get": lambda store, ids: (_flags(store, ids), ids.new_empty((_size(), _size()), dtype=torch.uint8)),
     "group_table_ids": lambda group, ids, offsets: [_some_ids(group, ids)],
     "group_read": _pooled,
     "group_forward": lambda group, ids, *more: (_pooled(group, ids), ids.new_empty(int(more[-1]))),

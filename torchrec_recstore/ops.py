@@ -148,10 +148,10 @@ def table_create(
 
 # A decorator for the ops of finalizers: Python may collect garbage in the middle of a trace, and the graph must not
 # record them. Torch 2.12 to 2.14 have no public name for this.
-_untraced = _disable_current_modes()
+untraced = _disable_current_modes()
 
 # A table and its rows.
-table_destroy = _untraced(_ops.table_destroy.default)
+table_destroy = untraced(_ops.table_destroy.default)
 """(table). Frees a table. An unknown handle is ignored."""
 table_lookup: Callable[[int, Tensor, bool], Tensor] = _ops.table_lookup.default
 """(table, ids (N,) int64, train) -> (N, columns) float32. A training lookup is one step and makes missing rows."""
@@ -269,11 +269,11 @@ snapshot_read: Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor, Tensor, 
 )
 """(snapshot, n, polite) -> the next n ids (n,) int64, ascending, and their :data:`RowTensors`. A polite read takes a
 small share of one core, so that it does not slow down training."""
-snapshot_close = _untraced(_ops.snapshot_close.default)
+snapshot_close = untraced(_ops.snapshot_close.default)
 """(snapshot). Ends a snapshot. An unknown handle is ignored."""
 
 # Lookups of a group of tables, and their updates.
-group_destroy = _untraced(_ops.group_destroy.default)
+group_destroy = untraced(_ops.group_destroy.default)
 """(group). Forgets a group; its tables stay open. An unknown handle is ignored."""
 group_forward: Callable[[int, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]] = _ops.group_forward.default
 """(group, ids (N,) int64, offsets (features * B + 1,) int32 or int64, weights (N,) float32 or None, train)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, RedisStore, RocksDBStore, TableOptions
+from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, RedisStore, RocksDBStore, SSDStore, TableOptions
 
 
 def options_of_flags(
@@ -57,6 +57,8 @@ def options_of_flags(
     )
 
 
-def cold_store_of_flag(url_or_path: str) -> RedisStore | RocksDBStore:
-    """Returns the options of the cold store that ``--cold-store`` names by a URL (Redis) or a path (RocksDB)."""
-    return RedisStore(url_or_path) if "://" in url_or_path else RocksDBStore(url_or_path)
+def cold_store_of_flag(url_or_path: str) -> RedisStore | RocksDBStore | SSDStore:
+    """Returns the options of the cold store that ``--cold-store`` names by a path, ``rocksdb://PATH`` or Redis' URL."""
+    if url_or_path.startswith("rocksdb://"):
+        return RocksDBStore(url_or_path.removeprefix("rocksdb://"))
+    return RedisStore(url_or_path) if "://" in url_or_path else SSDStore(url_or_path)

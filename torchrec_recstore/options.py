@@ -19,6 +19,7 @@ __all__ = [
     "NormalInit",
     "RedisStore",
     "RocksDBStore",
+    "SSDStore",
     "ServerStore",
     "Servers",
     "TableOptions",
@@ -243,6 +244,29 @@ class MinFrequency:
 
 
 @dataclass(frozen=True)
+class SSDStore:
+    """A cold store on a local SSD: evicted rows are stored in a file, and the place of each row in memory.
+
+    Args:
+        path: The path of a directory, which is created if it does not exist. Each shard of a table has its own
+            subdirectory there.
+        shared: The name of rows that stay there when the table is closed or its process is killed. The next table with
+            the same table name, columns, data type and optimizer continues with them. They can be open in one process
+            at a time. See docs/cold_stores.md. Default: None, which means that the rows are deleted when the table is
+            closed.
+
+    Raises:
+        TypeError, ValueError: An argument is not a str, or is empty.
+    """
+
+    path: str
+    shared: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_str(self, "path", *_given(self, "shared"))
+
+
+@dataclass(frozen=True)
 class RocksDBStore:
     """A cold store on a local SSD: evicted rows are stored in RocksDB, through the package ``rocksdict``.
 
@@ -409,7 +433,8 @@ class TableOptions:
         admission: The rule by which an id without a row gets one. Default: None, which means that the first training
             step that looks an id up creates its row.
         cold_store: The store to which evicted rows are moved, and from which the next lookup brings them back:
-            :class:`RocksDBStore`, :class:`RedisStore`, :class:`ServerStore`, or options of a type that has been
+            :class:`SSDStore`, :class:`RocksDBStore`, :class:`RedisStore`, :class:`ServerStore`, or options of a type
+            that has been
             registered with ``torchrec_recstore.store.open_cold_store``. It needs ``max_rows``. Default: None, which
             means that evicted rows are lost.
         routing: The way in which row-wise sharding spreads ids over ranks. ``"block"`` splits the range of

@@ -16,7 +16,9 @@ _COMMAND_GROUP, _PLUGIN_GROUP = "torchrec_recstore.commands", "torchrec_recstore
 # Which distribution has a name: torchrec-recstore-service or torchrec-recstore-serving.
 _COMMANDS = {"export": "serving", "follow": "serving", "serve": "service", "servers": "service"}
 _PLUGINS = {
-    **dict.fromkeys(("client", "connected_to", "looks", "redis_store", "server_store", "service"), "service"),
+    **dict.fromkeys(
+        ("client", "connected_to", "looks", "redis_store", "rocksdb_store", "server_store", "service"), "service"
+    ),
     "serving": "serving",
 }
 

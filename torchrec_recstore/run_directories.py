@@ -1,4 +1,4 @@
-"""The directories of cold stores in RocksDB, and which of them no process uses. This module imports no torch.
+"""The directories of cold stores on an SSD, and which of them no process uses. This module imports no torch.
 
 Tests: tests/store/test_run_directories.py.
 """
@@ -97,7 +97,7 @@ class Run:
 
 
 def run_directories(folder: str | Path) -> list[Run]:
-    """Returns the directories of all cold stores in RocksDB below a folder, at any depth, in the order of their paths.
+    """Returns the directories of all cold stores on an SSD below a folder, at any depth, in the order of their paths.
 
     The folder need not exist. Raises OSError if the locks of a store cannot be read, because they belong to another
     user.
@@ -157,7 +157,7 @@ def _size(run: Path) -> int:
     total = 0
     for directory, _, files in os.walk(run):
         for file in files:
-            with suppress(OSError):  # RocksDB has just deleted it
+            with suppress(OSError):  # the store has just deleted it
                 total += os.stat(os.path.join(directory, file)).st_size
     return total
 

@@ -170,7 +170,10 @@ class TableSettings(RunSettings):
     expire_steps: int | None = flag(None, BOUNDS, "Delete rows that were not looked up for this many steps.", min=1)
     min_frequency: int | None = flag(None, BOUNDS, "Number of steps with an id before it gets a row.", min=1, max=255)
     cold_store: str | None = flag(
-        None, BOUNDS, "Cold store for evicted rows: redis://..., or a folder for RocksDB.", metavar="URL-OR-PATH"
+        None,
+        BOUNDS,
+        "Cold store for evicted rows: a folder on an SSD, rocksdb://..., or redis://...",
+        metavar="URL-OR-PATH",
     )
     servers: str | None = flag(
         None,

@@ -94,7 +94,7 @@ def serve(
     cold_store: Annotated[
         str | None,
         typer.Option(
-            help="Cold store for evicted rows: the URL of a Redis server or a path for RocksDB.",
+            help="Cold store for evicted rows: a folder on an SSD, rocksdb://FOLDER, or redis://...",
             rich_help_panel=BOUNDS,
         ),
     ] = None,

@@ -214,7 +214,7 @@ def no_extension(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @situation("ImportError", "RocksDBStore(path='...') needs a package that is missing: pip install rocksdict (...)")
 def no_rocksdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delitem(sys.modules, "torchrec_recstore.store.rocksdb_store", raising=False)
+    monkeypatch.delitem(sys.modules, "torchrec_recstore_service.client.rocksdb_store", raising=False)
     monkeypatch.setitem(sys.modules, "rocksdict", None)
     Table(4, name="t_user", options=TableOptions(max_rows=2, cold_store=RocksDBStore(str(tmp_path))))
 

@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 
 from tests.redis_server import needs_redis, redis_server
-from torchrec_recstore.options import RedisStore, RocksDBStore
+from torchrec_recstore.options import RedisStore, RocksDBStore, SSDStore
 from torchrec_recstore.store import ColdStore, ColdStoreError, conformance, open_cold_store
 from torchrec_recstore.store.conformance import check_cold_store
 
 
 def test_rocksdb(tmp_path: Path) -> None:
     check_cold_store(RocksDBStore(str(tmp_path / "cold")))
+
+
+@pytest.mark.parametrize("shared", [None, "rows of several runs"])
+def test_ssd(tmp_path: Path, shared: str | None) -> None:
+    check_cold_store(SSDStore(str(tmp_path / "cold"), shared))
 
 
 @needs_redis

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.options import RocksDBStore
-from torchrec_recstore.store import ColdStore, ColdStoreError, open_cold_store, rocksdb_store
+from torchrec_recstore.store import ColdStore, ColdStoreError, open_cold_store
+from torchrec_recstore_service.client import rocksdb_store
 
 ROW_BYTES = 512
 

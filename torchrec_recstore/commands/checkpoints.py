@@ -56,7 +56,7 @@ def inspect(
     """Show the contents of a checkpoint, of an exported model or of an exported delta, and verify all checksums.
 
     If a checkpoint is a delta, the checkpoints that it is based on are verified too. The checkpoints of a run are
-    listed, and their files are not read. Cold stores in RocksDB below the directory are listed, with the processes that
+    listed, and their files are not read. Cold stores on an SSD below the directory are listed, with the processes that
     use them, and with a command that removes those of processes that have ended.
 
     Example: recstore inspect run/step-000001000

@@ -25,7 +25,7 @@ def doctor(
         list[Path] | None,
         typer.Option(
             metavar="DIR",
-            help="Path of a cold store in RocksDB, or a directory above it: list the directories that killed processes "
+            help="Path of a cold store on an SSD, or a directory above it: list the directories that killed processes "
             "have left there. May be repeated.",
             show_default=False,
         ),

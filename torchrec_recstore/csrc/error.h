@@ -17,4 +17,10 @@ class InvalidArgument : public std::runtime_error {
   explicit InvalidArgument(const std::string& what) : std::runtime_error("recstore invalid argument: " + what) {}
 };
 
+// A file cannot be read or written. store/ssd_store.py recognises the prefix and raises ColdStoreError.
+class StorageError : public std::runtime_error {
+ public:
+  explicit StorageError(const std::string& what) : std::runtime_error("recstore storage: " + what) {}
+};
+
 }  // namespace recstore

@@ -4,6 +4,7 @@
 #include "group.h"
 #include "pass.h"
 #include "snapshot.h"
+#include "ssd_store.h"
 #include "table.h"
 
 namespace recstore {
@@ -15,6 +16,8 @@ void for_each_registry(const Call& call) {
   call(groups());
   call(passes());
   call(snapshots());
+  call(ssd_stores());
+  call(ssd_scans());
 }
 
 }  // namespace
@@ -37,6 +40,16 @@ Registry<Pass>& passes() {
 
 Registry<Snapshot>& snapshots() {
   static auto* registry = new Registry<Snapshot>("snapshot");
+  return *registry;
+}
+
+Registry<SsdStore>& ssd_stores() {
+  static auto* registry = new Registry<SsdStore>("cold store");
+  return *registry;
+}
+
+Registry<SsdScan>& ssd_scans() {
+  static auto* registry = new Registry<SsdScan>("scan of a cold store");
   return *registry;
 }
 

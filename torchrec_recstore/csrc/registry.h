@@ -103,6 +103,8 @@ class Table;
 struct Group;
 class Pass;
 class Snapshot;
+class SsdScan;
+class SsdStore;
 
 // The registries of this process. They are never destroyed, because Python objects and tensors may outlive all static
 // objects.
@@ -110,6 +112,8 @@ Registry<Table>& tables();
 Registry<const Group>& groups();
 Registry<Pass>& passes();
 Registry<Snapshot>& snapshots();
+Registry<SsdStore>& ssd_stores();
+Registry<SsdScan>& ssd_scans();
 
 // The handlers that pthread_atfork() takes, for the registries and the buffer pool. Tables belong to the process that
 // made them. Without the handlers, a process that is forked while another thread uses a table would wait forever for

@@ -16,7 +16,7 @@ from torchrec_recstore.doctor.packages import MODULES, optional_packages, packag
 def examine(data: Path, cold: Sequence[Path] = ()) -> Iterator[tuple[str, Finding]]:
     """Checks the packages and this machine. Yields the section and the finding of each check, section by section.
 
-    ``data`` is a directory on the disk for checkpoints and cold rows, and ``cold`` are directories of ``RocksDBStore``.
+    ``data`` is a directory on the disk for checkpoints and cold rows, and ``cold`` are directories of cold stores.
     """
     machine = Machine.here()
     imported = probe(MODULES)

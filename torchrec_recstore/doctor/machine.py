@@ -123,7 +123,7 @@ def disk(folder: Path) -> Finding:
 
 
 def cold_stores(folder: Path) -> Finding:
-    """Checks whether killed processes have left cold rows in RocksDB below a folder."""
+    """Checks whether killed processes have left cold rows below a folder."""
     name = "cold store"
     try:
         os.listdir(folder)

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from functools import partial, singledispatch
 from typing import Any
 
-from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore
+from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore, SSDStore
 from torchrec_recstore.plugins import plugin
 from torchrec_recstore.store.cold_store import ColdStore
+from torchrec_recstore.store.ssd_store import SSDColdStore
 
 
 @singledispatch
@@ -35,16 +36,9 @@ def open_cold_store(options: object, *, name: str, row_bytes: int) -> ColdStore:
         ImportError: The package that the cold store needs is missing.
     """
     raise TypeError(
-        f"TableOptions.cold_store: no cold store is registered for {type(options).__name__}: use RocksDBStore, "
-        "RedisStore or ServerStore, or register one with open_cold_store.register"
+        f"TableOptions.cold_store: no cold store is registered for {type(options).__name__}: use SSDStore, "
+        "RocksDBStore, RedisStore or ServerStore, or register one with open_cold_store.register"
     )
-
-
-def _rocksdb() -> type[ColdStore]:
-    # The import is here because few tables need the package.
-    from torchrec_recstore.store.rocksdb_store import RocksDBColdStore
-
-    return RocksDBColdStore
 
 
 def _open(packages: str, find: Callable[[], Any], options: object, *, name: str, row_bytes: int) -> ColdStore:
@@ -55,6 +49,7 @@ def _open(packages: str, find: Callable[[], Any], options: object, *, name: str,
     return opened
 
 
-open_cold_store.register(RocksDBStore, partial(_open, "rocksdict", _rocksdb))
+open_cold_store.register(SSDStore, SSDColdStore)
+open_cold_store.register(RocksDBStore, partial(_open, "rocksdict", partial(plugin, "rocksdb_store")))
 open_cold_store.register(RedisStore, partial(_open, "redis hiredis", partial(plugin, "redis_store")))
 open_cold_store.register(ServerStore, partial(_open, "grpcio protobuf", partial(plugin, "server_store")))

@@ -23,6 +23,7 @@ _PART = 1 << 16  # the number of ids in one read of a call that may read all row
 _KNOWN_MARKS = 127  # the least number of marks that csrc/changes.h remembers; the largest is twice this and one
 _MARKS = 1 << 29  # more than there are marks
 _RELEASES = 64  # the largest number of parts in which release() works; each part takes a mark
+_NO_STAMPS = torch.empty(0, STAMP_BYTES, dtype=torch.uint8)
 _TIMES = 7  # ops.table_times: the numbers before the steps and times
 _STAGED_BATCHES = 2  # the next batch, and the batch after it, which is read while the next one is trained on
 
@@ -43,6 +44,10 @@ class ColdExpiry:
         self.before = 0
         """A row has expired if its last step is earlier than this step."""
         self._counts: Counter[int] = Counter()
+        # Stamps that have yet to be counted, and 1 or -1. To count those of each step and table would take longer than
+        # to write their rows to an SSD.
+        self._waiting: list[tuple[int, Tensor]] = []
+        self._rows_waiting = 0
         self._known_from = 0  # changes before this mark are counted together
         # For an expiry by time: the ticks, each a step, ascending. Rows with no tick between their last steps expire
         # together. They are counted under the tick after their last step, and before it is known, under -1 - last step.
@@ -51,7 +56,7 @@ class ColdExpiry:
     @property
     def rows(self) -> int:
         """The number of rows in the store that are not in memory."""
-        return self._counts.total()
+        return self._settled().total()
 
     @property
     def sweep_steps(self) -> int:
@@ -80,16 +85,31 @@ class ColdExpiry:
 
     def add(self, stamps: Tensor) -> None:
         """Counts rows that have come to the store."""
-        self._counts += self.counts(stamps)
+        self._wait(1, stamps)
 
     def take(self, stamps: Tensor) -> None:
         """Counts rows that have left the store. Those of a shared store have not been counted, and change nothing."""
-        self._counts -= self.counts(stamps)
+        self._wait(-1, stamps)
+
+    def _wait(self, sign: int, stamps: Tensor) -> None:
+        self._waiting.append((sign, stamps[:, -STAMP_BYTES:].clone()))
+        self._rows_waiting += len(stamps)
+        if self._rows_waiting > _PART:
+            self._settled()
+
+    def _settled(self) -> Counter[int]:
+        """Returns the counts, with all stamps counted."""
+        for sign in (1, -1) if self._waiting else ():
+            counts = self.counts(torch.cat([stamps for its, stamps in self._waiting if its == sign] or [_NO_STAMPS]))
+            self._counts = self._counts + counts if sign > 0 else self._counts - counts
+        self._waiting.clear()
+        self._rows_waiting = 0
+        return self._counts
 
     def changed_since(self, mark: int, last_mark: int) -> int:
         """Returns the number of rows that have changed since a mark. Forgets marks that are too old for this call."""
         self._known_from = max(self._known_from, last_mark - 2 * _KNOWN_MARKS - 1)
-        for key in [key for key in self._counts if 0 < key % _MARKS < self._known_from]:
+        for key in [key for key in self._settled() if 0 < key % _MARKS < self._known_from]:
             self._counts[key - key % _MARKS] += self._counts.pop(key)
         return sum(number for key, number in self._counts.items() if key % _MARKS >= mark)
 
@@ -105,6 +125,7 @@ class ColdExpiry:
     def expire(self, before: int) -> int:
         """Lets the rows in the store expire whose last step is earlier than ``before``. Returns their number."""
         self.before = before
+        self._settled()
         if self._by_time:
             gone = [key for key in self._counts if 0 <= key // _MARKS <= before]
             self._ticks = [tick for tick in self._ticks if tick >= before]
@@ -128,9 +149,12 @@ class ColdExpiry:
         """Counts the rows again, by their stamps as in :meth:`counts`, after the native table's ticks have changed."""
         times = ops.table_times(handle)
         self.before, self._ticks = times[2], times[_TIMES::2]
+        self._waiting.clear()
+        self._rows_waiting = 0
         self._counts = self.counts(stamps[last_steps(stamps) >= self.before])
 
     def _note(self, ticks: list[int]) -> None:
+        self._settled()
         for tick in ticks:
             if self._ticks and tick <= self._ticks[-1]:
                 continue
@@ -207,7 +231,7 @@ class ColdTier(MemoryTier):
             if len(images):
                 ops.table_bring_back(self._handle, absent[found], images, arrival == "lookup")
                 self.expiry.take(images)
-                self._unstage(absent[found])
+                self._outdate(absent[found])
 
     def end_step(self) -> None:
         """Ends a training step: in the steps in which the native pass removes expired rows, cold rows expire too.
@@ -239,7 +263,7 @@ class ColdTier(MemoryTier):
                 with self._calls:
                     found, images = store.get(wanted)
                 ascending = wanted[found].sort()
-                fetched = ascending.values, images[ascending.indices]
+                fetched = ascending.values, images.index_select(0, ascending.indices)
         finally:
             with self.lock:
                 self._fetching -= 1
@@ -388,7 +412,8 @@ class ColdTier(MemoryTier):
         for staged_ids, staged_images in staged:
             places = (among(ids, staged_ids) & unknown).nonzero().squeeze(1)
             if len(places):
-                parts.append((places, staged_images[torch.searchsorted(staged_ids, ids[places])]))
+                # index_select copies whole rows, and an index in brackets single bytes.
+                parts.append((places, staged_images.index_select(0, torch.searchsorted(staged_ids, ids[places]))))
                 unknown[places] = False
         places = unknown.nonzero().squeeze(1)
         if len(places):
@@ -401,10 +426,10 @@ class ColdTier(MemoryTier):
         places, images = parts[0]
         if len(parts) > 1:
             order = torch.cat([places for places, _ in parts]).sort()
-            places, images = order.values, torch.cat([images for _, images in parts])[order.indices]
+            places, images = order.values, torch.cat([images for _, images in parts]).index_select(0, order.indices)
         if self.expiry.expires:
-            alive = last_steps(images) >= self.expiry.before
-            places, images = places[alive], images[alive]
+            alive = (last_steps(images) >= self.expiry.before).nonzero().squeeze(1)
+            places, images = places[alive], images.index_select(0, alive)
         if self.shared:
             images = with_last_steps_up_to(images, ops.table_steps(self._handle))
         found[places] = True
@@ -415,8 +440,9 @@ class ColdTier(MemoryTier):
         while len(leaving := ops.table_leaving(self._handle, ids, new_rows)):
             images = ops.table_images(self._handle, leaving)
             self._put(leaving, images)
-            self.dead = self.dead[~among(self.dead, leaving.sort().values)]
-            gone = images[ops.table_evict(self._handle, leaving, images), -STAMP_BYTES:]
+            if len(self.dead):
+                self.dead = self.dead[~among(self.dead, leaving.sort().values)]
+            gone = images[:, -STAMP_BYTES:][ops.table_evict(self._handle, leaving, images)]
             # A row can be older than the expiry limit if a pending forward held it when the limit passed. It expires
             # here, because the next expiry step would be too late.
             alive = last_steps(gone) >= self.expiry.before
@@ -425,11 +451,11 @@ class ColdTier(MemoryTier):
             ops.table_count_expired(self._handle, int((~alive).sum()))
 
     def _put(self, ids: Tensor, images: Tensor) -> None:
+        """Writes rows that are in memory. They are not staged: :meth:`bring` unstages what it brings to memory."""
         if not self.shared:
             ops.table_note_cold(self._handle, ids)  # before the put, because a failed put may have stored some rows
         with self._calls:
             self.store.put(ids, images)
-        self._outdate(ids)
 
     def _changed(self) -> Tensor:
         """Returns the ids of the rows in memory that have changed since the last flush: (n,) int64, ascending."""
@@ -461,7 +487,7 @@ class ColdTier(MemoryTier):
                 self.dead = self.dead[:0]
 
     def _outdate(self, ids: Tensor) -> None:
-        """Discards what has been read of the rows of ``ids``, which change in the store."""
+        """Discards what has been read of the rows of ``ids``, which come to memory or change in the store."""
         self._unstage(ids)
         if self._fetching:
             self._outdated.append(ids)
@@ -478,7 +504,7 @@ class ColdTier(MemoryTier):
         for place, (staged_ids, images) in enumerate(self._staged):
             stays = ~among(staged_ids, ascending)
             if not stays.all():
-                self._staged[place] = staged_ids[stays], images[stays]
+                self._staged[place] = staged_ids[stays], images.index_select(0, stays.nonzero().squeeze(1))
 
     def _expire(self, before: int) -> None:
         ops.table_count_expired(self._handle, self.expiry.expire(before))
@@ -528,7 +554,7 @@ class ColdTier(MemoryTier):
     def _stamps(self) -> Tensor:
         """Returns the stamps of the rows in the store that are not in memory, (N, STAMP_BYTES) uint8."""
         resident = ops.table_ids(self._handle)
-        parts = [torch.empty(0, STAMP_BYTES, dtype=torch.uint8)]
+        parts = [_NO_STAMPS]
         for ids, images in self.scan() if self.expiry.rows else ():
             alive = (last_steps(images) >= self.expiry.before) & ~among(ids, self.dead) & ~among(ids, resident)
             parts.append(images[alive, -STAMP_BYTES:])
