@@ -131,7 +131,6 @@ void reads_go_on_beside_each_other() {
       [&](Executor& e) { contains(*SharedTable(table), ids, kRows, has_rows.get(), e); },
       [&](Executor& e) { read_images(*SharedTable(table, serial), ids, kRows, images.data(), e); },
       [&](Executor& e) { absent_ids(*SharedTable(table), ids, kRows, e); },
-      [&](Executor& e) { leaving_ids(*SharedTable(table), ids, kRows / 2, 1, e); },
   };
   const auto snapshot = open_snapshot(table, std::nullopt, serial);
   const auto small_reads = [&] {

@@ -180,8 +180,8 @@ def pickled() -> None:
 
 @situation(
     "TypeError",
-    "TableOptions.cold_store: no cold store is registered for str: use RocksDBStore, RedisStore or "
-    "ServerStore, or register one with open_cold_store.register",
+    "TableOptions.cold_store: no cold store is registered for str: use SSDStore, RocksDBStore, "
+    "RedisStore or ServerStore, or register one with open_cold_store.register",
 )
 def an_unknown_store() -> None:
     Table(4, name="t_user", options=TableOptions(max_rows=2, cold_store="s3://rows"))
@@ -216,6 +216,7 @@ def no_extension(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_rocksdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delitem(sys.modules, "torchrec_recstore_service.client.rocksdb_store", raising=False)
     monkeypatch.setitem(sys.modules, "rocksdict", None)
+    plugins.plugin.cache_clear()
     Table(4, name="t_user", options=TableOptions(max_rows=2, cold_store=RocksDBStore(str(tmp_path))))
 
 

@@ -51,18 +51,21 @@ std::vector<int64_t> absent_ids(const Table& table, const int64_t* ids, int64_t 
   return distinct.ids();
 }
 
-std::vector<int64_t> leaving_ids(const Table& table, const int64_t* ids, int64_t n, int64_t new_rows, Executor& executor) {
+std::vector<int64_t> leaving_ids(Table& table, const int64_t* ids, int64_t n, int64_t new_rows, Executor& executor) {
   const int64_t max_rows = table.config().bounds.max_rows;
   if (max_rows == 0) throw InvalidArgument("the table has no max_rows");
   const int64_t over = table.size() + new_rows - max_rows;
-  if (over <= 0) return {};
+  if (over <= 0) {
+    table.evictions().prepare(table, new_rows, executor);
+    return {};
+  }
   SlotSet kept = pinned_slots(table);
   std::vector<Slot> slots(static_cast<size_t>(n));
   find(table, ids, n, slots.data(), executor);
   kept.add(slots.data(), n);
   check_working_set(table, kept.size() + new_rows);
   std::vector<int64_t> leaving;
-  for (const Leaver& row : least_rows(table, kept, leaving_at_once(table, over), executor)) leaving.push_back(row.id);
+  for (const Leaver& row : table.evictions().next(table, kept, leaving_at_once(table, over), executor)) leaving.push_back(row.id);
   return leaving;
 }
 
@@ -88,6 +91,7 @@ void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool
   }
   table.reserve_leave(static_cast<int64_t>(leavers.size()));
   table.leave(leavers);
+  if (static_cast<int64_t>(leavers.size()) == n) table.evictions().evicted();  // otherwise some are offered again
   table.counters().evicted += static_cast<int64_t>(leavers.size());
 }
 

@@ -16,9 +16,9 @@ namespace recstore {
 std::vector<int64_t> absent_ids(const Table& table, const int64_t* ids, int64_t n, Executor& executor);
 
 // Returns the ids whose rows must be evicted before `new_rows` more rows are made. These are none of `ids`, and no
-// pending pass refers to their rows. Nothing changes.
+// pending pass refers to their rows. No row changes.
 // Throws InvalidArgument if the table has no max_rows or the working set is larger than max_rows.
-std::vector<int64_t> leaving_ids(const Table& table, const int64_t* ids, int64_t n, int64_t new_rows, Executor& executor);
+std::vector<int64_t> leaving_ids(Table& table, const int64_t* ids, int64_t n, int64_t new_rows, Executor& executor);
 
 // Copies the rows of the ids to images. Throws InvalidArgument if an id has no row.
 void read_images(const Table& table, const int64_t* ids, int64_t n, char* images, Executor& executor);

@@ -9,7 +9,8 @@
 namespace recstore {
 namespace {
 
-constexpr int64_t kPart = 32;            // one row in this many of a full table moves to its cold store at once
+constexpr int64_t kPart = 32;            // one row in this many of a full table moves to its cold store at once,
+constexpr int64_t kMostAtOnce = 4096;    // or at most this many, so that no step waits for many more rows than it needs
 constexpr int64_t kExpiryParts = 4;      // number of searches for expired rows within Expiry.steps
 constexpr int64_t kTaskEntries = 16384;  // entries of the index in a task
 constexpr int64_t kRoundWalks = 32;      // tasks whose results are joined at once: at most 11 MB
@@ -210,7 +211,8 @@ void EvictionQueue::walk(const Policy& policy, const Table& table, double part, 
   if ((ready_ || walking_) && policy.era() != era_) reset();
   if (!walking_) {
     walking_ = true;
-    notes_arrivals_ = Policy::kArrivalsRankLow;
+    // A row that returns from a cold store may rank where it was.
+    notes_arrivals_ = Policy::kArrivalsRankLow || table.config().bounds.cold_store;
     position_ = 0;
     since_ = policy.now;
     era_ = policy.era();
@@ -329,7 +331,7 @@ std::vector<Leaver> EvictionQueue::next_by(const Policy& policy, const Table& ta
 
 int64_t leaving_at_once(const Table& table, int64_t needed) {
   const Bounds& bounds = table.config().bounds;
-  return bounds.cold_store ? std::max(needed, bounds.max_rows / kPart) : needed;
+  return bounds.cold_store ? std::max(needed, std::min(bounds.max_rows / kPart, kMostAtOnce)) : needed;
 }
 
 int64_t expired_before(const Table& table, int64_t step) {

@@ -252,7 +252,7 @@ class ColdTier(MemoryTier):
         """See :meth:`MemoryTier.prefetch`. It may run in a separate thread while other calls run. No row moves."""
         absent = ops.table_absent(self._handle, ids)
         with self.lock:
-            wanted = absent[self._may_be_cold(absent)]
+            wanted = absent[self._may_be_cold(absent)].sort().values
             for staged, _ in self._staged:
                 wanted = wanted[~among(wanted, staged)]
             self._fetching += 1
@@ -262,8 +262,7 @@ class ColdTier(MemoryTier):
             if len(wanted):
                 with self._calls:
                     found, images = store.get(wanted)
-                ascending = wanted[found].sort()
-                fetched = ascending.values, images.index_select(0, ascending.indices)
+                fetched = wanted[found], images
         finally:
             with self.lock:
                 self._fetching -= 1
@@ -407,19 +406,24 @@ class ColdTier(MemoryTier):
 
         Returns which ids have a row in the store, (N,) bool, and the images of these rows, in the order of ``ids``.
         """
-        unknown = self._may_be_cold(ids) & ~among(ids, self.dead)
         parts: list[tuple[Tensor, Tensor]] = []  # positions in ids, ascending, and images
+        rest = torch.arange(len(ids))  # the positions that have yet to be found
         for staged_ids, staged_images in staged:
-            places = (among(ids, staged_ids) & unknown).nonzero().squeeze(1)
-            if len(places):
-                # index_select copies whole rows, and an index in brackets single bytes.
-                parts.append((places, staged_images.index_select(0, torch.searchsorted(staged_ids, ids[places]))))
-                unknown[places] = False
-        places = unknown.nonzero().squeeze(1)
-        if len(places):
+            if len(staged_ids) == 0 or len(rest) == 0:
+                continue
+            at = torch.searchsorted(staged_ids, ids[rest]).clamp_(max=len(staged_ids) - 1)
+            here = staged_ids[at] == ids[rest]
+            # index_select copies whole rows, and an index in brackets single bytes.
+            parts.append((rest[here], staged_images.index_select(0, at[here])))
+            rest = rest[~here]
+        if len(rest):
+            rest = rest[self._may_be_cold(ids[rest])]
+        if len(rest) and len(self.dead):
+            rest = rest[~among(ids[rest], self.dead)]
+        if len(rest):
             with self._calls:
-                is_there, images = self.store.get(ids[places])
-            parts.append((places[is_there], images))
+                is_there, images = self.store.get(ids[rest])
+            parts.append((rest[is_there], images))
         found = torch.zeros(len(ids), dtype=torch.bool)
         if not parts:
             return found, torch.empty(0, self.image_bytes, dtype=torch.uint8)
@@ -436,19 +440,24 @@ class ColdTier(MemoryTier):
         return found, images
 
     def _make_room(self, ids: Tensor, new_rows: int) -> None:
-        # A row that a backward changes after its image was copied is not evicted. The loop then evicts other rows.
         while len(leaving := ops.table_leaving(self._handle, ids, new_rows)):
             images = ops.table_images(self._handle, leaving)
             self._put(leaving, images)
             if len(self.dead):
                 self.dead = self.dead[~among(self.dead, leaving.sort().values)]
-            gone = images[:, -STAMP_BYTES:][ops.table_evict(self._handle, leaving, images)]
-            # A row can be older than the expiry limit if a pending forward held it when the limit passed. It expires
-            # here, because the next expiry step would be too late.
-            alive = last_steps(gone) >= self.expiry.before
+            evicted = ops.table_evict(self._handle, leaving, images)
+            is_done = bool(evicted.all())
+            gone = images[:, -STAMP_BYTES:] if is_done else images[:, -STAMP_BYTES:][evicted]
+            if self.expiry.expires:
+                # A row can be older than the expiry limit if a pending forward held it when the limit passed. It
+                # expires here, because the next expiry step would be too late.
+                alive = last_steps(gone) >= self.expiry.before
+                ops.table_count_expired(self._handle, int((~alive).sum()))
+                gone = gone[alive]
             if not self.shared:
-                self.expiry.add(gone[alive])
-            ops.table_count_expired(self._handle, int((~alive).sum()))
+                self.expiry.add(gone)
+            if is_done:  # A row that a backward changes after its image was copied stays, and others leave.
+                return
 
     def _put(self, ids: Tensor, images: Tensor) -> None:
         """Writes rows that are in memory. They are not staged: :meth:`bring` unstages what it brings to memory."""
@@ -498,13 +507,12 @@ class ColdTier(MemoryTier):
         self._staged.clear()
 
     def _unstage(self, ids: Tensor) -> None:
-        if not self._staged:
-            return
-        ascending = ids.sort().values
-        for place, (staged_ids, images) in enumerate(self._staged):
-            stays = ~among(staged_ids, ascending)
-            if not stays.all():
-                self._staged[place] = staged_ids[stays], images.index_select(0, stays.nonzero().squeeze(1))
+        ascending = ids.sort().values if self._staged else ids
+        for _ in range(len(self._staged)):
+            staged_ids, images = self._staged.popleft()
+            stays = (~among(staged_ids, ascending)).nonzero().squeeze(1)
+            if len(stays):
+                self._staged.append((staged_ids[stays], images.index_select(0, stays)))
 
     def _expire(self, before: int) -> None:
         ops.table_count_expired(self._handle, self.expiry.expire(before))

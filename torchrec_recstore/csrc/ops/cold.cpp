@@ -44,7 +44,7 @@ Tensor table_admits(int64_t table, Tensor ids, bool lookup) {
 Tensor table_leaving(int64_t table, Tensor ids, int64_t new_rows) {
   ids = checked_ids(ids);
   if (new_rows < 0 || new_rows > int64_t{kNoSlot}) throw InvalidArgument("new_rows must be within 0 and 2**32 - 1");
-  return id_tensor(leaving_ids(*SharedTable(tables().get(table)), id_data(ids), ids.size(0), new_rows, executor()));
+  return id_tensor(leaving_ids(*LockedTable(tables().get(table)), id_data(ids), ids.size(0), new_rows, executor()));
 }
 
 // Returns the images of the rows, (N, image bytes) uint8.
