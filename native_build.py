@@ -12,8 +12,8 @@ from setuptools.command.sdist import sdist
 FLAGS = [
     "-std=c++17",
     "-O3",
-    # The library contains the code for three instruction sets and selects one of them at run time, so there is no
-    # -march. Without fused multiply-adds, all three give the same bits.
+    # The library contains the code for several instruction sets and selects one of them at run time, so there is no
+    # -march. Without fused multiply-adds, all of them give the same bits.
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fvisibility=hidden",

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from tests.processes import START_METHOD
 from torchrec_recstore import ops
 
-INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+INSTRUCTION_SETS = ("baseline", "neon", "avx2", "avx512")
 
 
 def by_instruction_set(work: Callable[[], list[str]]) -> dict[str, list[str]]:

@@ -338,7 +338,7 @@ def buffer_pool_bytes() -> tuple[int, int, int]:
 
 
 def instruction_set() -> str:
-    """Returns the instruction set of the loops over rows: ``"baseline"``, ``"avx2"`` or ``"avx512"``."""
+    """Returns the instruction set of the loops over rows: ``"baseline"``, ``"neon"``, ``"avx2"`` or ``"avx512"``."""
     return cast(str, _ops.instruction_set())
 
 

@@ -120,7 +120,7 @@ def test_bits_do_not_depend_on_the_instruction_set() -> None:
 def test_an_unknown_instruction_set_is_an_error() -> None:
     code = "from torchrec_recstore.store import Table; Table(4)"
     run = run_forked_command(["-c", code], {**os.environ, "RECSTORE_ISA": "mmx"})
-    assert "RECSTORE_ISA must be baseline, avx2 or avx512, got 'mmx'" in run.stderr
+    assert "RECSTORE_ISA must be baseline, neon, avx2 or avx512, got 'mmx'" in run.stderr
 
 
 def test_stats_count_distinct_ids() -> None:

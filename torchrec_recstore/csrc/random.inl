@@ -1,16 +1,13 @@
 // Random numbers of rows; row_types.inl includes this file.
 
+#ifdef RECSTORE_MULTIPLY
 // 64-bit lanes. The philox words are in their low halves, so that a product needs no shuffle. The high halves may hold
 // anything.
 constexpr int kWideLanes = kWidth >= 8 ? 4 : 2;
 typedef uint64_t Wide __attribute__((vector_size(kWideLanes * sizeof(uint64_t)), may_alias));
 
 inline Wide product(Wide a, uint64_t b) {
-#ifdef RECSTORE_MULTIPLY
   return (Wide)RECSTORE_MULTIPLY(a, Wide{} + b);
-#else
-  return (a & 0xFFFFFFFFu) * b;
-#endif
 }
 
 // The low halves of the lanes.
@@ -49,6 +46,13 @@ inline void random_blocks(uint64_t key, uint64_t id, uint32_t block, uint32_t* o
     }
   }
 }
+#else
+// The compiler vectorises philox_blocks() for NEON, but multiplies lanes of 64 bits one at a time.
+template <int kBlocks>
+inline void random_blocks(uint64_t key, uint64_t id, uint32_t block, uint32_t* out) {
+  philox_blocks<kBlocks>(key, id, block, reinterpret_cast<uint32_t(*)[kBlocks]>(out));
+}
+#endif
 
 constexpr int64_t kRandomRun = 64;  // columns for which a call of random_blocks() draws numbers
 

@@ -22,15 +22,23 @@ RECSTORE_INLINE auto combined(V v, const Combine& combine) {
   }
 }
 
-// GCC 12 converts between 8 and 32 bits one lane at a time.
-RECSTORE_INLINE Register<int32_t> widened(Register<uint8_t> v) {
-#ifdef RECSTORE_BYTES_TO_INTS
-  return (Register<int32_t>)RECSTORE_BYTES_TO_INTS(v);
-#else
-  return __builtin_convertvector(v, Register<int32_t>);
-#endif
-}
 typedef uint8_t Codes __attribute__((vector_size(kLanes), may_alias));
+// GCC 12 converts between 8 and 32 bits one lane at a time.
+#ifdef RECSTORE_CODES_TO_INTS
+using LoadedCodes = Codes;
+RECSTORE_INLINE Lanes<int32_t> widened(Codes codes) { return RECSTORE_CODES_TO_INTS(codes); }
+#else
+using LoadedCodes = Lanes<uint8_t>;
+RECSTORE_INLINE Lanes<int32_t> widened(LoadedCodes codes) {
+  return each<Lanes<int32_t>>([](Register<uint8_t> c) {
+#ifdef RECSTORE_BYTES_TO_INTS
+    return (Register<int32_t>)RECSTORE_BYTES_TO_INTS(c);
+#else
+    return __builtin_convertvector(c, Register<int32_t>);
+#endif
+  }, codes);
+}
+#endif
 // Returns the codes of numbers from 0 to 256 * kUnit. All numbers above 255 have the code 255.
 RECSTORE_INLINE Codes codes_of(Lanes<int32_t> numbers) {
   const auto ints = each<Lanes<int32_t>>([](Register<int32_t> x) { return x >> 16; }, numbers);
@@ -78,15 +86,19 @@ struct Int8Row {
     template <class Columns>
     RECSTORE_INLINE Reader(const float* row, Columns columns) : codes_(reinterpret_cast<const uint8_t*>(row)), scale_(splat(grid(row, columns)[0])), bias_(splat(grid(row, columns)[1])) {}
     template <int n>
-    RECSTORE_INLINE Lanes<float, n> load(int64_t column) const { return weights<Lanes<float, n>>(load_lanes<Lanes<uint8_t, n>>(codes_ + column)); }
-    RECSTORE_INLINE Vec load(int64_t column, int64_t n) const { return weights<Vec>(load_lanes<Lanes<uint8_t>>(codes_ + column, n)); }
-
-   private:
-    template <class V, class Codes>
-    RECSTORE_INLINE V weights(Codes codes) const {
-      return each<V>([this](Register<uint8_t> c) { return __builtin_convertvector(widened(c), Register<float>) * scale_ + bias_; }, codes);
+    RECSTORE_INLINE Lanes<float, n> load(int64_t column) const {
+      if constexpr (n > kLanes) {
+        return {load<n / 2>(column), load<n / 2>(column + n / 2)};
+      } else {
+        return load(column, n);
+      }
+    }
+    RECSTORE_INLINE Vec load(int64_t column, int64_t n) const {
+      const auto weights = [this](Register<int32_t> c) { return __builtin_convertvector(c, Register<float>) * scale_ + bias_; };
+      return each<Vec>(weights, widened(load_lanes<LoadedCodes>(codes_ + column, n)));
     }
 
+   private:
     const uint8_t* codes_;
     const Register<float> scale_, bias_;
   };

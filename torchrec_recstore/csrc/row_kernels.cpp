@@ -17,16 +17,21 @@ extern const RowKernels kKernels;
 namespace avx512 {
 extern const RowKernels kKernels;
 }
+#elif defined(__aarch64__)
+namespace neon {
+extern const RowKernels kKernels;
+}
 #endif
 
 namespace {
 
+struct Version {
+  const RowKernels& kernels;
+  bool supported;
+};
+
 const RowKernels& choose() {
-  const char* forced = std::getenv("RECSTORE_ISA");
-  const std::string name = forced == nullptr ? "" : forced;
-  if (!name.empty() && name != "baseline" && name != "avx2" && name != "avx512") {
-    throw InvalidArgument("RECSTORE_ISA must be baseline, avx2 or avx512, got '" + name + "'");
-  }
+  // The fastest version comes first.
 #if defined(__x86_64__)
   __builtin_cpu_init();
 #if defined(__clang__)
@@ -37,13 +42,21 @@ const RowKernels& choose() {
   const bool has_avx2 = __builtin_cpu_supports("avx2") && has_f16c;
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
-  if ((name == "avx2" && !has_avx2) || (name == "avx512" && !has_avx512)) {
+  const Version versions[] = {{avx512::kKernels, has_avx512}, {avx2::kKernels, has_avx2}, {baseline::kKernels, true}};
+#elif defined(__aarch64__)
+  const Version versions[] = {{neon::kKernels, true}, {baseline::kKernels, true}};
+#else
+  const Version versions[] = {{baseline::kKernels, true}};
+#endif
+  const char* forced = std::getenv("RECSTORE_ISA");
+  const std::string name = forced == nullptr ? "" : forced;
+  for (const Version& version : versions) {
+    if (version.supported && (name.empty() || name == version.kernels.name)) return version.kernels;
+  }
+  if (name == "neon" || name == "avx2" || name == "avx512") {
     throw InvalidArgument("RECSTORE_ISA is " + name + ", which this processor does not support");
   }
-  if (has_avx512 && (name.empty() || name == "avx512")) return avx512::kKernels;
-  if (has_avx2 && (name.empty() || name == "avx2")) return avx2::kKernels;
-#endif
-  return baseline::kKernels;
+  throw InvalidArgument("RECSTORE_ISA must be baseline, neon, avx2 or avx512, got '" + name + "'");
 }
 
 }  // namespace

@@ -128,7 +128,7 @@ struct RowKernels {
 };
 
 // Returns the fastest version for this processor, or the version that the environment variable RECSTORE_ISA (baseline,
-// avx2 or avx512) selects. Throws InvalidArgument if RECSTORE_ISA is wrong.
+// neon, avx2 or avx512) selects. Throws InvalidArgument if RECSTORE_ISA is wrong.
 const RowKernels& row_kernels();
 
 }  // namespace recstore

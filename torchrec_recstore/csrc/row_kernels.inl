@@ -1,6 +1,7 @@
 // The loops over rows. Each row_kernels_*.cpp includes this file for one instruction set, and defines the namespace
-// RECSTORE_ISA_NAMESPACE, the string RECSTORE_ISA_NAME, the number RECSTORE_WIDTH of 32-bit lanes of a register, and the
-// macros RECSTORE_STREAM(dst, register) and RECSTORE_MATCH(line, id).
+// RECSTORE_ISA_NAMESPACE, the string RECSTORE_ISA_NAME, the number RECSTORE_WIDTH of 32-bit lanes of a register, the number
+// RECSTORE_BLOCK of columns that are pooled together, and the macros RECSTORE_STREAM(dst, register) and
+// RECSTORE_MATCH(line, id).
 
 namespace recstore {
 namespace RECSTORE_ISA_NAMESPACE {
@@ -78,7 +79,7 @@ inline void pool_rest(const PoolArgs& a, Columns columns, int64_t begin, int64_t
 
 // The columns that are pooled together, so that all cache lines of a row are read together. The sums take at most half
 // of the registers.
-constexpr int kBlock = kWidth >= 8 ? 64 : 32;
+constexpr int kBlock = RECSTORE_BLOCK;
 
 // Pools n columns of one bag.
 template <class Row, int n, bool Stream, class Columns>

@@ -18,6 +18,7 @@
 #define RECSTORE_ISA_NAMESPACE avx2
 #define RECSTORE_ISA_NAME "avx2"
 #define RECSTORE_WIDTH 8
+#define RECSTORE_BLOCK 64
 #define RECSTORE_STREAM(dst, value) _mm256_stream_ps((dst), (value))
 #define RECSTORE_HALF_TO_FLOAT(half) _mm256_cvtph_ps((__m128i)(half))
 #define RECSTORE_FLOAT_TO_HALF(value) _mm256_cvtps_ph((value), _MM_FROUND_TO_NEAREST_INT)

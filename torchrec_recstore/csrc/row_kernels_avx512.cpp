@@ -18,6 +18,7 @@
 #define RECSTORE_ISA_NAMESPACE avx512
 #define RECSTORE_ISA_NAME "avx512"
 #define RECSTORE_WIDTH 16
+#define RECSTORE_BLOCK 64
 #define RECSTORE_STREAM(dst, value) _mm512_stream_ps((dst), (value))
 #define RECSTORE_MATCH(line, id) \
   static_cast<unsigned>(_mm512_cmpeq_epi64_mask(_mm512_load_si512(&(line)), _mm512_set1_epi64(id)))

@@ -73,7 +73,8 @@ struct Float16State {
     RECSTORE_INLINE void store(int64_t d, Vec v, int64_t n) const {
       if (is_square) v = square_root(v);
       const uint32_t first = first_ + static_cast<uint32_t>(d) * kTerm;
-      const auto rounded = [=](Floats x, Bits term) { return float_to_state(x, scrambled(term + first)); };
+      // GCC calls it for each register otherwise.
+      const auto rounded = [=](Floats x, Bits term) __attribute__((always_inline)) { return float_to_state(x, scrambled(term + first)); };
       store_lanes(numbers_ + d, each<Lanes<uint16_t>>(rounded, v, load_lanes<Lanes<uint32_t>>(kTerms.lanes)), n);
     }
 

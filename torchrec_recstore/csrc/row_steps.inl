@@ -131,7 +131,7 @@ struct RowWiseAdagradStep {
 
 // Returns the moving average of a state's column d. The caller stores it.
 template <class Element, class N>
-inline Vec average(const Element& state, int64_t d, Vec value, float beta, float one_minus_beta, N n) {
+RECSTORE_INLINE Vec average(const Element& state, int64_t d, Vec value, float beta, float one_minus_beta, N n) {
   return broadcast(beta) * state.load(d, n) + broadcast(one_minus_beta) * value;
 }
 

@@ -114,12 +114,25 @@ struct Float16Row : NarrowRow<Float16Row> {
 };
 
 struct Bfloat16Row : NarrowRow<Bfloat16Row> {
-  static RECSTORE_INLINE Floats widen(Halves v) { return RECSTORE_ISA_NAMESPACE::floats(__builtin_convertvector(v, Bits) << 16); }
-  static RECSTORE_INLINE Halves narrow(Floats v) { return narrow(v, 0x7FFFu + (bits(v) >> 16 & 1u)); }
-  static RECSTORE_INLINE Halves narrow(Floats v, Bits random) {
-    const Bits f = bits(v), quiet = f >> 16 | 0x40u;
-    const Bits rounded = (f + (random & 0xFFFFu)) >> 16;
+  static RECSTORE_INLINE Floats widen(Halves v) {
+#ifdef RECSTORE_BFLOAT16_TO_FLOAT
+    return (Floats)RECSTORE_BFLOAT16_TO_FLOAT(v);
+#else
+    return RECSTORE_ISA_NAMESPACE::floats(__builtin_convertvector(v, Bits) << 16);
+#endif
+  }
+  static RECSTORE_INLINE Halves narrow(Floats v) { return truncated(v, 0x7FFFu + (bits(v) >> 16 & 1u)); }
+  static RECSTORE_INLINE Halves narrow(Floats v, Bits random) { return truncated(v, random & 0xFFFFu); }
+
+ private:
+  // Adds to the bits of v numbers of 16 bits, and truncates. NaN becomes quiet.
+  static RECSTORE_INLINE Halves truncated(Floats v, Bits addend) {
+#ifdef RECSTORE_FLOAT_TO_BFLOAT16
+    return (Halves)RECSTORE_FLOAT_TO_BFLOAT16(v, addend);
+#else
+    const Bits f = bits(v), quiet = f >> 16 | 0x40u, rounded = (f + addend) >> 16;
     return __builtin_convertvector((f & 0x7FFFFFFFu) > bits(255u << 23) ? quiet : rounded, Halves);
+#endif
   }
 };
 
