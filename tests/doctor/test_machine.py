@@ -22,6 +22,16 @@ from torchrec_recstore.doctor.machine import (
 from .machines import machine
 
 CPUINFO = "processor\t: 0\nmodel name\t: A Processor\nflags\t\t: fpu {}\n\nprocessor\t: 1\nmodel name\t: A Processor\n"
+GRAVITON3 = """processor\t: 0
+BogoMIPS\t: 2100.00
+Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 \
+sm3 sm4 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm ssbs paca pacg dcpodp svei8mm svebf16 i8mm bf16 dgh rng
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x1
+CPU part\t: {}
+CPU revision\t: 1
+"""
 AVX2 = "avx avx2 f16c"
 AVX512 = f"{AVX2} avx512f avx512dq avx512bw avx512vl"
 
@@ -135,3 +145,27 @@ def test_instruction_set(
     finding = instruction_set(looked_at, facts)
     assert (finding.status, finding.fix) == (status, fix)
     assert finding.found.startswith("A Processor")
+
+
+@pytest.mark.parametrize(
+    ("part", "chosen", "environ", "status", "found", "fix"),
+    [
+        ("0xd40", "neon", {}, "ok", "Neoverse V1: the loops over rows use neon", ""),
+        ("0xd99", "neon", {}, "ok", "a processor without a name 0x41 0xd99: the loops over rows use neon", ""),
+        ("0xd4f", None, {}, "ok", "Neoverse V2, neon", ""),
+        (
+            "0xd40",
+            "baseline",
+            {"RECSTORE_ISA": "baseline"},
+            "warning",
+            "Neoverse V1: the loops over rows use baseline, and the processor has neon; RECSTORE_ISA=baseline is set",
+            "unset RECSTORE_ISA",
+        ),
+    ],
+)
+def test_instruction_set_of_aarch64(
+    tmp_path: Path, part: str, chosen: str | None, environ: dict[str, str], status: str, found: str, fix: str
+) -> None:
+    facts = {} if chosen is None else {"instruction_set": chosen}
+    looked_at = machine(tmp_path, {"proc/cpuinfo": GRAVITON3.format(part)}, environ=environ)
+    assert instruction_set(looked_at, facts) == Finding("processor", status, found, fix)  # type: ignore[arg-type]

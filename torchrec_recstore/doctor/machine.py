@@ -21,8 +21,9 @@ _GOOD = 65536  # the number to set
 _LITTLE_DISK = 1 << 30
 _LITTLE_MEMORY = 2 << 30
 # The processor flags that csrc/row_kernels.cpp checks for each instruction set, the best set first.
-_NEEDS = {"avx512": {"avx512f", "avx512dq", "avx512vl", "avx512bw"}, "avx2": {"avx2", "f16c"}}
-_ORDER = ("baseline", "avx2", "avx512")
+_NEEDS = {"avx512": "avx512f avx512dq avx512vl avx512bw", "avx2": "avx2 f16c", "neon": "asimd", "baseline": ""}
+# The implementer and the part of processors of Arm: Graviton 2 and 3, and Graviton 4 and Grace.
+_CORES = {"0x41 0xd0c": "Neoverse N1", "0x41 0xd40": "Neoverse V1", "0x41 0xd4f": "Neoverse V2"}
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,8 @@ def available(machine: Machine) -> Finding:
         return Finding("memory", "problem", "no MemAvailable in /proc/meminfo: the free memory is unknown")
     found = f"{size(memory['MemAvailable'])} available of {size(memory['MemTotal'])}"
     if memory["MemAvailable"] < _LITTLE_MEMORY:
-        return Finding(
-            "memory", "warning", found, "end other programs, or limit the tables: TableOptions(max_rows=...)"
-        )
+        fix = "end other programs, or limit the tables: TableOptions(max_rows=...)"
+        return Finding("memory", "warning", found, fix)
     return Finding("memory", "ok", found)
 
 
@@ -175,9 +175,8 @@ def control_group(machine: Machine) -> Finding:
     limit, tightest = min(limits, key=lambda each: each[0])
     found = f"{size(limit)} in /{tightest}: tables refuse to grow past it"
     if limit < _LITTLE_MEMORY:
-        return Finding(
-            "memory limit", "warning", found, "raise the limit, or limit the tables: TableOptions(max_rows=...)"
-        )
+        fix = "raise the limit, or limit the tables: TableOptions(max_rows=...)"
+        return Finding("memory limit", "warning", found, fix)
     return Finding("memory limit", "ok", found)
 
 
@@ -226,14 +225,15 @@ def instruction_set(machine: Machine, facts: Mapping[str, str]) -> Finding:
     """Checks whether the native extension uses the best instruction set that the processor has."""
     text = machine.read("proc/cpuinfo") or ""
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
-    model = fields.get("model name", "a processor without a name")
-    flags = set(fields.get("flags", "").split())
-    best = next((name for name, needed in _NEEDS.items() if needed <= flags), "baseline")
+    part = " ".join(fields[name] for name in ("CPU implementer", "CPU part") if name in fields)  # only on aarch64
+    model = _CORES.get(part) or fields.get("model name") or f"a processor without a name {part}".strip()
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    best = next(name for name, needed in _NEEDS.items() if flags.issuperset(needed.split()))
     if "instruction_set" not in facts:
         return Finding("processor", "ok", f"{model}, {best}")
     chosen = facts["instruction_set"]
     found = f"{model}: the loops over rows use {chosen}"
-    if _ORDER.index(chosen) < _ORDER.index(best):
+    if list(_NEEDS).index(chosen) > list(_NEEDS).index(best):
         found, forced = f"{found}, and the processor has {best}", machine.environ.get("RECSTORE_ISA")
         if forced is None:
             return Finding("processor", "warning", found, "reinstall torchrec-recstore")
