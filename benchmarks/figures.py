@@ -213,6 +213,12 @@ def _bounded_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         if r["benchmark"] == "bounded_memory":
             what = f"resident memory of a table bounded to {r['rows']:,} rows over an unbounded table of as many rows"
             lines.append((what, f"{r['bounded_over_unbounded']}x"))
+        if r["benchmark"] == "cold_writes":
+            what = f"rows/s of SSDStore over RocksDBStore, {r['rows']:,} cold rows written again and again"
+            faster = r["ssd_rows_per_second"]["median"] / r["rocksdb_rows_per_second"]["median"]
+            lines.append((what, f"{faster:.1f}x"))
+            written = ", ".join(f"{r[f'{side}_written_over_changed']:.2f}x" for side in ("ssd", "rocksdb"))
+            lines.append(("bytes written over those of the rows, SSDStore, RocksDBStore", written))
         if r["benchmark"] == "tiers":
             share = r["rows_in_dram"] / r["ids"]
             what = f"DLRM samples/s, Zipf {r['exponent']} over {r['ids']:,} ids, {share:.0%} in DRAM"

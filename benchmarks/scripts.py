@@ -22,7 +22,7 @@ SCRIPTS = (
 # These benchmarks measure small outputs or the memory of tables, which malloc does not manage: the lanes do not differ.
 ONE_LANE = set(SCRIPTS) - {"kernel", "dlrm"}
 SCRIPT_OF = {"delta": "checkpoint", "async_save": "checkpoint", "eviction": "tiers", "bounded_memory": "tiers"}
-SCRIPT_OF["pauses"] = "tiers"
+SCRIPT_OF["pauses"] = SCRIPT_OF["cold_writes"] = "tiers"
 SCRIPT_OF |= {
     "service_beside": "service",
     "service_dlrm": "service",

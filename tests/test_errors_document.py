@@ -142,4 +142,12 @@ def test_what_the_core_throws_is_known() -> None:
     # rows of a served model turns its own two into a runtime_error, which is a RuntimeError there.
     of_servers = {"CallFailed", "std::runtime_error", "std::system_error"}
     own = {"Passing", "Refused"}
-    assert thrown == {"InvalidArgument", "OutOfMemory", "std::bad_alloc", "std::logic_error", "StorageError", *of_servers, *own}
+    assert thrown == {
+        "InvalidArgument",
+        "OutOfMemory",
+        "std::bad_alloc",
+        "std::logic_error",
+        "StorageError",
+        *of_servers,
+        *own,
+    }

@@ -168,7 +168,7 @@ def test_a_file_is_bounded_and_gives_its_space_back(tmp_path: Path) -> None:
     for seed in range(20):
         store.put(ids, _rows(20_000, seed))
     (file,) = tmp_path.rglob("run-*/rows")
-    assert file.stat().st_blocks * 512 < 4 * 20_000 * (ROW_BYTES + 16)
+    assert file.stat().st_blocks * 512 < 4.5 * 20_000 * (ROW_BYTES + 16)
     _check(store, ids, _rows(20_000, 19))
     store.delete(ids[1:])
     for _ in range(3):
@@ -210,7 +210,7 @@ def test_a_scan_that_nobody_reads_ends_with_its_iterator(tmp_path: Path) -> None
     for seed in range(8):
         store.put(ids, _rows(20_000, seed))
     (file,) = tmp_path.rglob("run-*/rows")
-    assert file.stat().st_blocks * 512 < 4 * 20_000 * (ROW_BYTES + 16)  # the scan would keep the rows from moving
+    assert file.stat().st_blocks * 512 < 4.5 * 20_000 * (ROW_BYTES + 16)  # the scan would keep the rows from moving
 
 
 def test_arguments_of_another_kind(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kPartBits = 10;
 constexpr uint32_t kFirstCapacity = 8;
-constexpr int64_t kSpace = 2;           // entries of a full store for each of its rows
+constexpr int64_t kSpace = 9;           // quarters of an entry of a full store for each of its rows
 constexpr int64_t kSpareSegments = 4;   // more segments than that
 constexpr int64_t kSegmentBytes = 2 << 20;
 constexpr int64_t kLeastEntries = 64;   // of a segment
@@ -458,7 +458,7 @@ void SsdStore::release(uint32_t segment, bool give_back) {
 // Moves at most about `most` entries.
 void SsdStore::clean(int64_t most) {
   try {
-    for (int64_t moved = 0; moved < most && used_segments() > kSpace * live_ / per_segment_ + kSpareSegments;) {
+    for (int64_t moved = 0; moved < most && used_segments() > kSpace * live_ / 4 / per_segment_ + kSpareSegments;) {
       const uint32_t segment = victim();
       if (segment == kNowhere) return;
       moved += move(segment) + 1;

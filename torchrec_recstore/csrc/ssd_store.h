@@ -63,10 +63,9 @@ class SsdIndex {
 // The file consists of segments, and a segment of entries of one size: an id, its row and a checksum of both. Rows are
 // only ever written at the end of the newest segment, in whole batches, which is what an SSD is fast at and what wears it
 // least; the entry that a row had before is garbage from then on. A put makes room afterwards: as long as the segments in
-// use have more than kSpace entries for each row, the rows of the segment with the fewest are written again, and the
-// segment is free. (Rosenblum and Ousterhout, The Design and Implementation of a Log-Structured File System, 1992. With
-// rows that change at random, 1.25 rows are written for each row that is put; with rows of which some change more often,
-// less.)
+// use have more than 2.25 entries for each row, the rows of the segment with the fewest are written again, and the
+// segment is free. (Rosenblum and Ousterhout, The Design and Implementation of a Log-Structured File System, 1992. If all
+// rows change equally often, 1.2 rows are written for each row that is put; otherwise less.)
 //
 // A file that is kept can be opened again. The newest entry of an id is its row. What follows the last whole batch was
 // never acknowledged, and is ignored. Deletions are entries too, of several ids each. Nothing waits for the disk: a
