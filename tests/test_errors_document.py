@@ -138,8 +138,9 @@ def test_what_the_core_throws_is_known() -> None:
         for name in re.findall(r"throw ([\w:]+)\(", file.read_text())
     }
     # The first two become ValueError and MemoryError, as bad_alloc does; a logic_error is a defect of ours. CallFailed
-    # has the class that it becomes, StorageError becomes ColdStoreError, and the others, which the start of a server meets, become OSError. The reader of
-    # rows of a served model turns its own two into a runtime_error, which is a RuntimeError there.
+    # has the class that it becomes, StorageError becomes ColdStoreError, and the others, which the start of a server
+    # meets, become OSError. The reader of rows of a served model turns its own two into a runtime_error, which is a
+    # RuntimeError there.
     of_servers = {"CallFailed", "std::runtime_error", "std::system_error"}
     own = {"Passing", "Refused"}
     assert thrown == {
