@@ -20,7 +20,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 
 from torchrec_recstore import load_checkpoint, save_checkpoint, table_stats
-from torchrec_recstore.options import LRU, RocksDBStore, TableOptions
+from torchrec_recstore.options import LRU, SSDStore, TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.store import Table
@@ -69,7 +69,7 @@ def main() -> None:
     arguments = parser.parse_args()
     dist.init_process_group("gloo", init_method=f"file://{arguments.folder / arguments.phase}", rank=0, world_size=1)
     folder, begin = arguments.folder, time.monotonic()
-    cold = RocksDBStore(str(folder / f"rows_of_{arguments.phase}"))
+    cold = SSDStore(str(folder / f"rows_of_{arguments.phase}"))
     model = model_of(TableOptions(max_rows=arguments.max_rows, eviction=LRU(), cold_store=cold))
     if arguments.phase == "train":
         train(model, arguments.ids, range(STEPS // 2))

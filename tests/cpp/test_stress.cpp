@@ -285,12 +285,6 @@ class Stress {
       const int64_t bytes = table->image_bytes();
       const SharedTable settled(table, worker.executor);
       CHECK(settled->bytes() > 0 && settled->counters().lookups >= 0 && settled->optimizer_steps() >= 0);
-      if (settled->config().bounds.max_rows > 0) {
-        try {
-          leaving_ids(*settled, some.data(), 30, 40, worker.executor);
-        } catch (const InvalidArgument&) {  // pending passes pin too many rows
-        }
-      }
       if (settled->wall_clock() != nullptr) settled->wall_clock()->state();
       if (settled->sightings() != nullptr) settled->sightings()->count(some[0]);
       std::vector<int64_t> ids(static_cast<size_t>(settled->size()));

@@ -22,7 +22,7 @@ from torchrec.distributed.types import ShardingType
 from tests.redis_server import needs_redis, redis_server
 from tests.store.dict_store import DictStoreOptions
 from torchrec_recstore.optim import Adam
-from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, RedisStore, RocksDBStore, TableOptions
+from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, RedisStore, RocksDBStore, SSDStore, TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import (
     RecStoreCollection,
@@ -369,8 +369,9 @@ def through_one_store(rank: int, world_size: int, *, store: Hashable) -> None:
 
 
 @pytest.mark.slow
-def test_the_shards_of_all_ranks_share_a_directory(tmp_path: Path) -> None:
-    run_on_ranks(2, partial(through_one_store, store=RocksDBStore(str(tmp_path / "cold"))))
+@pytest.mark.parametrize("store", [SSDStore, RocksDBStore])
+def test_the_shards_of_all_ranks_share_a_directory(tmp_path: Path, store: type[SSDStore | RocksDBStore]) -> None:
+    run_on_ranks(2, partial(through_one_store, store=store(str(tmp_path / "cold"))))
 
 
 @needs_redis

@@ -18,7 +18,7 @@ from generator import Generator
 from tests.redis_server import free_port, needs_redis, redis_server
 from torchrec_recstore.checkpoint.compare import compare_chains
 from torchrec_recstore.checkpoint.info import read_chain
-from torchrec_recstore.options import LFU, LRU, RedisStore, RocksDBStore
+from torchrec_recstore.options import LFU, LRU, RedisStore, RocksDBStore, SSDStore
 
 from .commands import run_forked
 from .training import settings_of, train_here
@@ -112,7 +112,8 @@ def test_flags_become_options() -> None:
     assert settings_of(seed=7).options().max_rows is None
     assert settings_of(max_rows=9).options().eviction == LRU()
     assert settings_of(max_rows=9, eviction="lfu", half_life_steps=5).options().eviction == LFU(5)
-    assert settings_of(max_rows=9, cold_store="some/where").options().cold_store == RocksDBStore("some/where")
+    assert settings_of(max_rows=9, cold_store="some/where").options().cold_store == SSDStore("some/where")
+    assert settings_of(max_rows=9, cold_store="rocksdb://a/b").options().cold_store == RocksDBStore("a/b")
     url = "redis://user:secret@127.0.0.1:6379/1"
     asked = settings_of(max_rows=9, cold_store=url)
     assert asked.options().cold_store == RedisStore(url)

@@ -157,10 +157,10 @@ COMMON = ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli"]
 @pytest.mark.parametrize(
     ("folder", "package", "extras"),
     [
-        ("torchrec_recstore/store", "torchrec_recstore", ["", "rocksdb", "redis"]),  # usable without an extra
+        ("torchrec_recstore/store", "torchrec_recstore", [""]),  # usable without an extra
         ("torchrec_recstore/kernels", "torchrec_recstore", [""]),
         ("torchrec_recstore", "torchrec_recstore", [*COMMON, "parquet"]),
-        ("service/torchrec_recstore_service", "torchrec_recstore_service", ["", "redis"]),
+        ("service/torchrec_recstore_service", "torchrec_recstore_service", ["", "redis", "rocksdb"]),
         ("serving/torchrec_recstore_serving", "torchrec_recstore_serving", ["", "redis", "retrieval"]),
         ("examples", "torchrec_recstore", [*COMMON, "examples", "trainers"]),
         ("benchmarks", "torchrec_recstore", [*COMMON, "examples"]),

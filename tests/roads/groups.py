@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from torchrec_recstore import optim, set_time
 from torchrec_recstore.modules import RecStoreEmbeddingBagCollection
-from torchrec_recstore.options import LFU, LRU, ConstantInit, Expiry, MinFrequency, RocksDBStore, TableOptions
+from torchrec_recstore.options import LFU, LRU, ConstantInit, Expiry, MinFrequency, SSDStore, TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.sharders.layout import LocalShard
@@ -87,9 +87,9 @@ OPTIONS = {
             eviction=LFU(), expiry=Expiry(seconds=12 * STEP_SECONDS), admission=MinFrequency(2), **BOUNDED
         )
     ),
-    "cold": State(lambda path: TableOptions(max_rows=80, eviction=LRU(), cold_store=RocksDBStore(path))),
+    "cold": State(lambda path: TableOptions(max_rows=80, eviction=LRU(), cold_store=SSDStore(path))),
     "cold_with_expiry": State(
-        lambda path: TableOptions(max_rows=80, expiry=Expiry(seconds=20 * STEP_SECONDS), cold_store=RocksDBStore(path)),
+        lambda path: TableOptions(max_rows=80, expiry=Expiry(seconds=20 * STEP_SECONDS), cold_store=SSDStore(path)),
         dim=5,
         data_type=DataType.INT8,
     ),

@@ -16,7 +16,7 @@ from tests.recstore_server import RecStoreServer
 from tests.redis_server import needs_redis, redis_server
 from tests.store.dict_store import DictStore, DictStoreOptions
 from torchrec_recstore import Adam, RowWiseAdagrad, ServerStore
-from torchrec_recstore.options import LFU, Expiry, RedisStore, RocksDBStore, TableOptions
+from torchrec_recstore.options import LFU, Expiry, RedisStore, RocksDBStore, SSDStore, TableOptions
 from torchrec_recstore.store import Part, Table
 
 DIM, MAX_ROWS, IDS = 3, 20, 120
@@ -145,9 +145,10 @@ def in_a_fixed_order(seed: int, calls: int = 150) -> list[tuple[str, int]]:
     return [(chosen.choice(CALLS), chosen.randrange(10**6)) for _ in range(calls)]
 
 
-def test_a_delta_of_a_table_in_rocksdb(tmp_path: Path) -> None:
+@pytest.mark.parametrize("store", [SSDStore, RocksDBStore])
+def test_a_delta_of_a_table_on_a_disk(tmp_path: Path, store: type[SSDStore | RocksDBStore]) -> None:
     for seed in range(3):
-        tiered(RocksDBStore(str(tmp_path))).run(in_a_fixed_order(seed))
+        tiered(store(str(tmp_path))).run(in_a_fixed_order(seed))
 
 
 @needs_redis
@@ -167,7 +168,7 @@ def test_a_delta_of_a_table_on_servers(tmp_path: Path) -> None:
 
 def test_a_delta_has_what_changed_after_more_rows_have_left_than_the_table_remembers(tmp_path: Path) -> None:
     rows, changed = 100_000, torch.arange(0, 100_000, 1000)
-    options = TableOptions(max_rows=4096, cold_store=RocksDBStore(str(tmp_path)))
+    options = TableOptions(max_rows=4096, cold_store=SSDStore(str(tmp_path)))
     with Table(2, optimizer=RowWiseAdagrad(lr=0.1), options=options) as table:
         for ids in torch.arange(rows).split(4096):
             table.insert(ids, torch.ones(len(ids), 2))

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.redis_server import needs_redis, redis_server
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.optim import Adam
-from torchrec_recstore.options import RedisStore, RocksDBStore, TableOptions
+from torchrec_recstore.options import RedisStore, RocksDBStore, SSDStore, TableOptions
 from torchrec_recstore.store import ColdStoreError, Table
 
 MAX_ROWS = 500
@@ -127,8 +127,9 @@ def test_rows_that_redis_has_lost_do_not_start_anew(tmp_path: Path, flush: bool)
         pair.tiered.close()
 
 
-def test_a_full_disk_in_mid_training(small_disk: Path) -> None:
-    pair = Pair(TableOptions(max_rows=MAX_ROWS, cold_store=RocksDBStore(str(small_disk))), dim=400)
+@pytest.mark.parametrize("store", [SSDStore, RocksDBStore])
+def test_a_full_disk_in_mid_training(small_disk: Path, store: type[SSDStore | RocksDBStore]) -> None:
+    pair = Pair(TableOptions(max_rows=MAX_ROWS, cold_store=store(str(small_disk))), dim=400)
     train_until_it_fails(pair, f"{small_disk}.*No space")
     rows = pair.tiered.read_rows(pair.tiered.ids())  # the rows can still be read
     assert len(rows["weight"]) == len(pair.tiered)
@@ -143,6 +144,7 @@ def test_a_store_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: RocksDBStore(str(tmp_path / "file")), "file"),
+        (lambda: SSDStore(str(tmp_path / "file")), "file"),
         (lambda: RedisStore("redis://me:secret@127.0.0.1:1", retry_seconds=0), r"redis://127\.0\.0\.1:1"),
     ]
     for store, names in cases:
@@ -154,7 +156,7 @@ def test_a_store_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
 
 
 def test_a_forked_process_ends_no_rows_of_its_parent(tmp_path: Path) -> None:
-    options = TableOptions(max_rows=10, cold_store=RocksDBStore(str(tmp_path)))
+    options = TableOptions(max_rows=10, cold_store=SSDStore(str(tmp_path)))
     table = Table(4, options=options)
     ids, rows = torch.arange(100), torch.randn(100, 4)
     for part in ids.split(10):
