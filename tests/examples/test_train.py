@@ -178,7 +178,7 @@ def test_bad_row_stops_the_run_before_training(rows_file: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--max-rows", 500, "--cold-store", f"{__file__}/x"), "cold store RocksDBStore("),
+        (("--max-rows", 500, "--cold-store", f"{__file__}/x"), "cold store SSDStore("),
         (("--max-rows", 5), "table 't_C"),
     ],
 )
