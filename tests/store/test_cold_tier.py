@@ -557,6 +557,25 @@ def test_what_could_not_be_deleted_is_gone_all_the_same(monkeypatch: pytest.Monk
     _assert_same(tiered, whole)
 
 
+def test_what_could_not_be_deleted_does_not_come_back_by_a_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiered, whole = _tables()
+    for ids in _batches(10):
+        tiered.lookup(ids, train=True)
+        whole.lookup(ids, train=True)
+    _Failing(tiered, monkeypatch, "delete")
+    assert tiered.tier is not None
+    gone = whole.ids()[~torch.isin(whole.ids(), ops.table_ids(tiered.handle))][:20]
+    for table in (tiered, whole):
+        table.insert(gone, torch.full((len(gone), 5), 9.0))
+        for ids in _batches(10, seed=1):
+            table.lookup(ids, train=True)
+        assert table.remove(gone) == len(gone)
+    tiered.tier.prefetch(gone)
+    for table in (tiered, whole):
+        table.lookup(gone, train=True)
+    _assert_same(tiered, whole)
+
+
 def test_rows_written_as_old_as_what_has_expired() -> None:
     tiered, _ = _tables(expiry=Expiry(8))
     for start in range(0, 4000, 100):

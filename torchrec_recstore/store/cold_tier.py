@@ -204,7 +204,8 @@ class ColdTier(MemoryTier):
     @property
     def rows(self) -> int:  # type: ignore[override]
         """The number of rows in the store that are not in memory; 0 for a shared store, which is not counted."""
-        return self.expiry.rows
+        with self.lock:  # to count the stamps that wait changes the counts
+            return self.expiry.rows
 
     @contextmanager
     def resident(self, ids: Tensor, arrival: Arrival | None = None) -> Iterator[None]:
@@ -231,7 +232,7 @@ class ColdTier(MemoryTier):
             if len(images):
                 ops.table_bring_back(self._handle, absent[found], images, arrival == "lookup")
                 self.expiry.take(images)
-                self._outdate(absent[found])
+            self._outdate(absent)
 
     def end_step(self) -> None:
         """Ends a training step: in the steps in which the native pass removes expired rows, cold rows expire too.
@@ -408,6 +409,8 @@ class ColdTier(MemoryTier):
         """
         parts: list[tuple[Tensor, Tensor]] = []  # positions in ids, ascending, and images
         rest = torch.arange(len(ids))  # the positions that have yet to be found
+        if len(self.dead):  # a prefetch may have read them
+            rest = rest[~among(ids, self.dead)]
         for staged_ids, staged_images in staged:
             if len(staged_ids) == 0 or len(rest) == 0:
                 continue
@@ -418,8 +421,6 @@ class ColdTier(MemoryTier):
             rest = rest[~here]
         if len(rest):
             rest = rest[self._may_be_cold(ids[rest])]
-        if len(rest) and len(self.dead):
-            rest = rest[~among(ids[rest], self.dead)]
         if len(rest):
             with self._calls:
                 is_there, images = self.store.get(ids[rest])
@@ -511,7 +512,9 @@ class ColdTier(MemoryTier):
         for _ in range(len(self._staged)):
             staged_ids, images = self._staged.popleft()
             stays = (~among(staged_ids, ascending)).nonzero().squeeze(1)
-            if len(stays):
+            if len(stays) == len(staged_ids):
+                self._staged.append((staged_ids, images))
+            elif len(stays):
                 self._staged.append((staged_ids[stays], images.index_select(0, stays)))
 
     def _expire(self, before: int) -> None:
