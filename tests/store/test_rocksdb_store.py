@@ -14,29 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.store.disk_rows import ROW_BYTES, assert_has, random_rows
 from torchrec_recstore.options import RocksDBStore
 from torchrec_recstore.store import ColdStore, ColdStoreError, open_cold_store
 from torchrec_recstore_service.client import rocksdb_store
 
-ROW_BYTES = 512
-
 
 def _open(path: Path, name: str = "table/0", row_bytes: int = ROW_BYTES) -> ColdStore:
     return open_cold_store(RocksDBStore(str(path)), name=name, row_bytes=row_bytes)
-
-
-def _rows(n: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, (n, ROW_BYTES), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def _check(store: ColdStore, ids: Tensor, rows: Tensor) -> None:
-    found, got = store.get(ids)
-    assert found.all()
-    assert torch.equal(got, rows)
-    scanned = list(store.scan())
-    ids, order = ids.sort()
-    assert torch.equal(torch.cat([batch for batch, _ in scanned]), ids)
-    assert torch.equal(torch.cat([batch for _, batch in scanned]), rows[order])
 
 
 def _take_the_rest(path: Path) -> None:
@@ -52,11 +37,11 @@ def _runs(path: Path) -> list[Path]:
 
 def test_rows_that_left_memory_come_back(tmp_path: Path) -> None:
     store = _open(tmp_path)
-    ids, rows = torch.randperm(80_000) * 7919 - 10**8, _rows(80_000)  # 41 MB: two write buffers and more
+    ids, rows = torch.randperm(80_000) * 7919 - 10**8, random_rows(80_000)  # 41 MB: two write buffers and more
     for some_ids, some_rows in zip(ids.split(20_000), rows.split(20_000), strict=True):
         store.put(some_ids, some_rows)
     assert list(tmp_path.glob("*/run-*/db/*.sst"))
-    _check(store, ids, rows)
+    assert_has(store, ids, rows)
     store.close()
 
 
@@ -96,7 +81,7 @@ def _owner(path: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.slow
 def test_what_dead_processes_left_is_removed_and_the_living_keep_theirs(tmp_path: Path) -> None:
     mine = _open(tmp_path)
-    mine.put(torch.arange(10), _rows(10))
+    mine.put(torch.arange(10), random_rows(10))
     strangers = tmp_path / "table%2F0" / "run-of-a-stranger"
     strangers.mkdir()
     (strangers / "lock").touch()
@@ -109,7 +94,7 @@ def test_what_dead_processes_left_is_removed_and_the_living_keep_theirs(tmp_path
         gone = owned - set(_runs(tmp_path))
         assert [run.parent.name for run in gone] == ["table%2F1"]
         assert len(_runs(tmp_path)) == 4
-        _check(mine, torch.arange(10), _rows(10))
+        assert_has(mine, torch.arange(10), random_rows(10))
         living.kill()
         living.wait()
     next_one.close()
@@ -128,14 +113,14 @@ def test_stores_are_opened_at_once_from_several_threads(tmp_path: Path) -> None:
         thread.join()
     assert len(stores) == len(_runs(tmp_path)) == 8
     for store in stores:
-        store.put(torch.arange(3), _rows(3))
+        store.put(torch.arange(3), random_rows(3))
         store.close()
 
 
 def test_closing_ends_open_scans(tmp_path: Path) -> None:
     store = _open(tmp_path)
     ids = torch.arange(70_000)
-    store.put(ids, _rows(1).expand(70_000, -1))
+    store.put(ids, random_rows(1).expand(70_000, -1))
     scan = store.scan()
     next(scan)
     store.close()
@@ -198,7 +183,7 @@ def test_a_read_that_fails_in_one_thread_ends_in_both(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_damaged_files_are_an_error(tmp_path: Path, damage: str) -> None:
     store = _open(tmp_path)
-    ids, rows = torch.arange(50_000), _rows(50_000)
+    ids, rows = torch.arange(50_000), random_rows(50_000)
     store.put(ids, rows)
     wait_for_background_work(store)  # a file that is still being written would replace the damaged one
     tables = sorted(tmp_path.glob("*/run-*/db/*.sst"))
@@ -220,11 +205,11 @@ def test_damaged_files_are_an_error(tmp_path: Path, damage: str) -> None:
 @pytest.mark.parametrize(
     ("ids", "rows", "error"),
     [
-        (torch.arange(3, dtype=torch.int32), _rows(3), TypeError),
-        (torch.zeros(3, 1, dtype=torch.int64), _rows(3), ValueError),
-        (torch.arange(3), _rows(2), ValueError),
-        (torch.arange(3), _rows(3)[:, 1:], ValueError),
-        (torch.arange(3), _rows(3).int(), TypeError),
+        (torch.arange(3, dtype=torch.int32), random_rows(3), TypeError),
+        (torch.zeros(3, 1, dtype=torch.int64), random_rows(3), ValueError),
+        (torch.arange(3), random_rows(2), ValueError),
+        (torch.arange(3), random_rows(3)[:, 1:], ValueError),
+        (torch.arange(3), random_rows(3).int(), TypeError),
     ],
 )
 def test_arguments_of_another_kind(tmp_path: Path, ids: Tensor, rows: Tensor, error: type[Exception]) -> None:
@@ -238,7 +223,7 @@ def test_arguments_of_another_kind(tmp_path: Path, ids: Tensor, rows: Tensor, er
 @pytest.mark.slow
 def test_a_full_disk_loses_nothing_and_is_no_end(small_disk: Path) -> None:
     store = _open(small_disk)
-    ids, rows = torch.randperm(80_000) - 10**5, _rows(80_000)
+    ids, rows = torch.randperm(80_000) - 10**5, random_rows(80_000)
     put = 0
 
     def fill() -> None:
@@ -265,17 +250,17 @@ def test_a_full_disk_loses_nothing_and_is_no_end(small_disk: Path) -> None:
     (small_disk / "ballast").unlink()
     (small_disk / "rest").unlink()
     store.put(*again)
-    _check(store, ids[: put + 5000], rows[: put + 5000])
+    assert_has(store, ids[: put + 5000], rows[: put + 5000])
     store.delete(ids[:put])
     store.put(ids[:5000], rows[:5000])
-    _check(store, torch.cat([ids[:5000], again[0]]), torch.cat([rows[:5000], again[1]]))
+    assert_has(store, torch.cat([ids[:5000], again[0]]), torch.cat([rows[:5000], again[1]]))
     store.close()
     assert not _runs(small_disk)
 
 
 def test_a_store_that_meets_a_full_disk_is_closed_all_the_same(small_disk: Path) -> None:
     store = _open(small_disk)
-    rows = _rows(1).expand(150_000, -1)
+    rows = random_rows(1).expand(150_000, -1)
     with pytest.raises(ColdStoreError):
         store.put(torch.arange(150_000), rows)
     store.close()

@@ -20,9 +20,8 @@ struct Leaver;
 // Every row that ranks below a limit is in the queue. A walk keeps the lowest of the rows that rank above it, and at its
 // end they join the queue and raise the limit. The rank of a row that is used only rises; a row is ranked again when its
 // turn comes. Under LRU a new row ranks above all rows of before. Under LFU it ranks low, and so may a row that
-// returns from a cold store: these rows are noted. What
-// lowers ranks calls reset(): rows that are written with their bookkeeping, and another clock. next() follows the halving of
-// LFU, after which the ranks of rows may have changed places.
+// returns from a cold store: these rows are noted. What lowers ranks calls reset(): rows that are written with their
+// bookkeeping, and another clock. next() follows the halving of LFU, after which the ranks of rows may have changed places.
 //
 // The caller holds the lock of the table alone.
 class EvictionQueue {

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <limits>
 #include <new>
 #include <utility>
 
@@ -21,8 +20,9 @@ namespace {
 
 constexpr int kPartBits = 10;
 constexpr uint32_t kFirstCapacity = 8;
-constexpr int64_t kSpace = 9;           // quarters of an entry of a full store for each of its rows
-constexpr int64_t kSpareSegments = 4;   // more segments than that
+// A file has at most 9 / 4 entries for each of its rows, and some segments more.
+constexpr int64_t kSpaceQuarters = 9;
+constexpr int64_t kSpareSegments = 4;
 constexpr int64_t kSegmentBytes = 2 << 20;
 constexpr int64_t kLeastEntries = 64;   // of a segment
 constexpr int64_t kMostIovs = 64;       // two for each row of one read
@@ -159,8 +159,8 @@ struct SsdStore::Header {
   int64_t id;
 };
 
-// Entries that are written together: who opens the file takes all of them or none. If the batch is destroyed before
-// done(), it was not written: later entries take its place, and there are none before its segments are free on the disk.
+// Entries that are written together: a process that opens the file finds all of them or none. If the batch is destroyed
+// before done(), later entries take its place, and no batch is written before its segments are free on the disk.
 class SsdStore::Batch {
  public:
   Batch(SsdStore& store, int64_t entries) : store_(store), before_(store.head_), left_(entries) {
@@ -243,7 +243,7 @@ SsdStore::SsdStore(std::string path, int64_t row_bytes, bool keep)
     // A forked child has no part in this kind of lock, and closing its copy of the file does not end it.
     struct flock whole {};
     whole.l_type = F_WRLCK;
-    if (::fcntl(file_, F_SETLK, &whole) != 0) throw StorageError(path_ + " is in use by another process");
+    if (::fcntl(file_, F_SETLK, &whole) != 0) throw StorageError(path_ + " is in use by another process: one process at a time can have these rows, so give each its own path");
     ::posix_fadvise(file_, 0, 0, POSIX_FADV_RANDOM);  // the kernel reads no more than is asked for
     if (keep) recover();
   } catch (...) {
@@ -406,9 +406,7 @@ void SsdStore::remove(const int64_t* ids, int64_t n) {
     std::vector<char> row(static_cast<size_t>(row_bytes_));
     Batch batch(*this, entries);
     for (size_t i = 0; i < gone.size(); i += static_cast<size_t>(each)) {
-      for (int64_t j = 1; j < each; ++j) {  // an entry that has room for more ids has the last one several times
-        std::memcpy(row.data() + 8 * (j - 1), &gone[std::min(i + static_cast<size_t>(j), gone.size() - 1)], 8);
-      }
+      set_deleted(&gone[i], gone.size() - i, row.data());
       places.push_back(batch.add(kDeletion, gone[i], row.data()));
     }
     batch.done();
@@ -441,8 +439,8 @@ uint32_t SsdStore::take_segment() {
 
 int64_t SsdStore::used_segments() const { return static_cast<int64_t>(segments_.size() - free_.size() - freed_.size()); }
 
-// Makes a segment free that no scan reads. Who opens a kept file must not find its entries, and a file that has become
-// much smaller gives its space back.
+// Makes a segment free that no scan reads. The next process that opens a kept file must not find its entries. A file with
+// many free segments gives their space back to the file system, and so does a call with give_back.
 void SsdStore::release(uint32_t segment, bool give_back) {
   const int64_t at = int64_t{segment} * segment_bytes_;
   give_back = give_back || static_cast<int64_t>(free_.size()) > kSpareSegments + used_segments() / 4;
@@ -458,7 +456,7 @@ void SsdStore::release(uint32_t segment, bool give_back) {
 // Moves at most about `most` entries.
 void SsdStore::clean(int64_t most) {
   try {
-    for (int64_t moved = 0; moved < most && used_segments() > kSpace * live_ / 4 / per_segment_ + kSpareSegments;) {
+    for (int64_t moved = 0; moved < most && used_segments() > kSpaceQuarters * live_ / 4 / per_segment_ + kSpareSegments;) {
       const uint32_t segment = victim();
       if (segment == kNowhere) return;
       moved += move(segment) + 1;
@@ -559,14 +557,25 @@ int64_t SsdStore::move(uint32_t segment) {
   return static_cast<int64_t>(needed.size());
 }
 
-// Takes the ids that have a row again out of a deletion, and returns whether ids are left.
-bool SsdStore::keep_deleted(int64_t& first, char* row) const {
+// The ids of a deletion: `first`, which is the id of the entry, and those in the place of its row.
+std::vector<int64_t> SsdStore::deleted(int64_t first, const char* row) const {
   std::vector<int64_t> ids{first};
   for (int64_t j = 0; j < row_bytes_ / 8; ++j) ids.push_back(static_cast<int64_t>(loaded(row + 8 * j)));
+  return ids;
+}
+
+// Writes the ids after the first one. A deletion that has room for more than n ids has the last one several times.
+void SsdStore::set_deleted(const int64_t* ids, size_t n, char* row) const {
+  for (size_t j = 0; j < static_cast<size_t>(row_bytes_ / 8); ++j) std::memcpy(row + 8 * j, &ids[std::min(j + 1, n - 1)], 8);
+}
+
+// Takes the ids that have a row again out of a deletion, and returns whether ids are left.
+bool SsdStore::keep_deleted(int64_t& first, char* row) const {
+  std::vector<int64_t> ids = deleted(first, row);
   ids.erase(std::remove_if(ids.begin(), ids.end(), [&](int64_t id) { return index_.find(id) != kNowhere; }), ids.end());
   if (ids.empty()) return false;
   first = ids[0];
-  for (size_t j = 0; j < static_cast<size_t>(row_bytes_ / 8); ++j) std::memcpy(row + 8 * j, &ids[std::min(j + 1, ids.size() - 1)], 8);
+  set_deleted(ids.data(), ids.size(), row);
   return true;
 }
 
@@ -595,7 +604,13 @@ void SsdStore::recover() {
   }
   std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return segments_[a].sequence < segments_[b].sequence; });
   std::vector<Replayed> pending;
-  for (const uint32_t s : order) replay(s, s == order.back(), pending);
+  moving_.resize(static_cast<size_t>(segment_bytes_));
+  for (const uint32_t s : order) {
+    const int64_t at = int64_t{s} * segment_bytes_, n = std::min(segment_bytes_, status.st_size - at);
+    read_all(moving_.data(), n, at);
+    std::fill(moving_.begin() + n, moving_.end(), 0);
+    replay(s, s == order.back(), pending);
+  }
   // What follows the last whole batch was never acknowledged, and is overwritten.
   for (const uint32_t s : order) {
     last_sequence_ = segments_[s].sequence;
@@ -605,29 +620,26 @@ void SsdStore::recover() {
   live_ = index_.size() + deletions_;
 }
 
-// Reads a segment. pending: the entries since the last one that ends a batch. They are rows if such an entry follows,
+// Takes the entries of the segment in `moving_`. pending: the entries since the last one that ends a batch. They are rows if such an entry follows,
 // though it may end a later batch: the segments in which their own one ends may be free by now. The newest segment always
 // has the end of a batch, unless its first batch was cut off.
 void SsdStore::replay(uint32_t segment, bool newest, std::vector<Replayed>& pending) {
-  std::vector<char> data(static_cast<size_t>(segment_bytes_));
-  struct stat status;
-  if (::fstat(file_, &status) != 0) throw StorageError(path_ + " cannot be read: " + std::strerror(errno));
-  const int64_t at = int64_t{segment} * segment_bytes_;
-  read_all(data.data(), std::min(segment_bytes_, status.st_size - at), at);
   for (uint32_t e = 0; e < per_segment_; ++e) {
     const Place place = located(segment * per_segment_ + e);
-    const char* row = data.data() + sizeof(SegmentHeader) + e * stride_ + sizeof(Header);
+    const char* row = moving_.data() + sizeof(SegmentHeader) + e * stride_ + sizeof(Header);
     Header header;
     std::memcpy(&header, row - sizeof header, sizeof header);
     if (header.check != check(place, header, row)) {
       if (!newest) throw StorageError(path_ + " is damaged: the checksum of a row is wrong, at byte " + std::to_string(offset(place.number)));
       return;
     }
-    const uint32_t follow = header.left & ~kKindMask;
-    const auto note = [&](int64_t id) { pending.push_back({id, place.number, header.left & kKindMask}); };
-    note(header.id);
-    for (int64_t j = 0; (header.left & kKindMask) == kDeletion && j < row_bytes_ / 8; ++j) note(static_cast<int64_t>(loaded(row + 8 * j)));
-    if (follow != 0) continue;
+    const uint32_t kind = header.left & kKindMask;
+    if (kind == kDeletion) {
+      for (const int64_t id : deleted(header.id, row)) pending.push_back({id, place.number, kind});
+    } else {
+      pending.push_back({header.id, place.number, kind});
+    }
+    if ((header.left & ~kKindMask) != 0) continue;
     std::vector<int64_t> ids;
     for (const Replayed& each : pending) ids.push_back(each.id);
     index_.reserve(ids.data(), static_cast<int64_t>(ids.size()));

@@ -134,6 +134,8 @@ class SsdStore {
   void clean(int64_t most);
   uint32_t victim();
   int64_t move(uint32_t segment);
+  std::vector<int64_t> deleted(int64_t first, const char* row) const;
+  void set_deleted(const int64_t* ids, size_t n, char* row) const;
   bool keep_deleted(int64_t& first, char* row) const;
   Place located(uint32_t place) const { return {place, segments_[place / per_segment_].sequence}; }
   void unlive(uint32_t place) {
@@ -162,7 +164,7 @@ class SsdStore {
   int64_t moves_ = 0;
   int reading_ = 0;  // the number of scans that are reading
   std::vector<char> buffer_;
-  std::vector<char> moving_;
+  std::vector<char> moving_;  // a segment whose entries are moved, or taken from a file that is opened again
   std::vector<class SsdScan*> scans_;
 };
 

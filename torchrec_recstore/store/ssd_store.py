@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class SSDColdStore:
         self._name = f"cold store SSDStore({options.path!r})"
         self._directory: RunDirectory | None = None
         self._file: _Native | None = None
+        self._scans: WeakSet[_Native] = WeakSet()
         try:
             if options.shared is None:
                 self._directory = RunDirectory(options.path, escaped_name(name), new_run())
@@ -86,10 +87,14 @@ class SSDColdStore:
         The iterator takes 16 bytes for each row.
         """
         with self._errors():
-            return self._rows_of(_Native(_ops.ssd_scan(self._handle), _scan_close, self._row_bytes))
+            scan = _Native(_ops.ssd_scan(self._handle), _scan_close, self._row_bytes)
+        self._scans.add(scan)
+        return self._rows_of(scan)
 
     def close(self) -> None:
         """See :meth:`ColdStore.close`. Shared rows stay in their file."""
+        for scan in list(self._scans):
+            scan.close()  # a scan has the file open, and the end of a former use would end the lock of the next one
         self._file = None
         directory, self._directory = self._directory, None
         try:
@@ -133,8 +138,11 @@ class _Native:
         self.row_bytes = row_bytes
         self._close = close
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Closes the handle, also a second time."""
         self._close(self.handle)
+
+    __del__ = close
 
 
 _close, _scan_close = (ops.untraced(op) for op in (_ops.ssd_close.default, _ops.ssd_scan_close.default))
