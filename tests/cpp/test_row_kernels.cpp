@@ -121,14 +121,7 @@ uint64_t tables() {
           config.state_type = state;
           config.stochastic_rounding = at_random;
           config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
-          config.optimizer.kind = static_cast<OptimizerKind>(number);
-          config.optimizer.weight_decay = 0.01;
-          config.optimizer.momentum = 0.9;
-          config.optimizer.beta1 = config.optimizer.alpha = 0.9;
-          config.optimizer.beta2 = 0.99;
-          config.optimizer.eta = 0.1;
-          config.optimizer.l1 = 0.01;
-          config.optimizer.lr_power = -0.5;
+          set_optimizer(config, static_cast<OptimizerKind>(number));
           for (const int64_t columns : {16, 23}) train(digest, config, columns);
         }
       }

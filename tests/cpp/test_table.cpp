@@ -27,14 +27,7 @@ std::shared_ptr<Table> make_table(int64_t columns, OptimizerKind kind, const cha
   config.name = name;
   config.column_end = columns;
   config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
-  config.optimizer.kind = kind;
-  config.optimizer.weight_decay = 0.01;
-  config.optimizer.momentum = 0.9;
-  config.optimizer.beta1 = config.optimizer.alpha = 0.9;
-  config.optimizer.beta2 = 0.99;
-  config.optimizer.eta = 0.1;
-  config.optimizer.l1 = 0.01;
-  config.optimizer.lr_power = -0.5;
+  set_optimizer(config, kind);
   config.optimizer.max_gradient = max_gradient;
   config.optimizer.max_gradient_norm = max_gradient;
   return std::make_shared<Table>(config);

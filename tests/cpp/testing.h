@@ -41,6 +41,18 @@ inline std::shared_ptr<recstore::Pass> begun(const std::shared_ptr<const recstor
   return pass;
 }
 
+// Sets the optimizer, and options of all optimizers that are not their defaults.
+inline void set_optimizer(recstore::TableConfig& config, recstore::OptimizerKind kind) {
+  config.optimizer.kind = kind;
+  config.optimizer.weight_decay = 0.01;
+  config.optimizer.momentum = 0.9;
+  config.optimizer.beta1 = config.optimizer.alpha = 0.9;
+  config.optimizer.beta2 = 0.99;
+  config.optimizer.eta = 0.1;
+  config.optimizer.l1 = 0.01;
+  config.optimizer.lr_power = -0.5;
+}
+
 // An executor that starts its own threads for each run.
 class Threads final : public recstore::Executor {
  public:
