@@ -43,6 +43,8 @@ class ColdExpiry:
         """Whether unused rows expire."""
         self.before = 0
         """A row has expired if its last step is earlier than this step."""
+        self.rows = 0
+        """The number of rows in the store that are not in memory. For a shared store it means nothing."""
         self._counts: Counter[int] = Counter()
         # Stamps that have yet to be counted, and 1 or -1. To count those of each step and table would take longer than
         # to write their rows to an SSD.
@@ -52,11 +54,6 @@ class ColdExpiry:
         # For an expiry by time: the ticks, each a step, ascending. Rows with no tick between their last steps expire
         # together. They are counted under the tick after their last step, and before it is known, under -1 - last step.
         self._ticks: list[int] = []
-
-    @property
-    def rows(self) -> int:
-        """The number of rows in the store that are not in memory."""
-        return self._settled().total()
 
     @property
     def sweep_steps(self) -> int:
@@ -92,6 +89,7 @@ class ColdExpiry:
         self._wait(-1, stamps)
 
     def _wait(self, sign: int, stamps: Tensor) -> None:
+        self.rows += sign * len(stamps)
         self._waiting.append((sign, stamps[:, -STAMP_BYTES:].clone()))
         self._rows_waiting += len(stamps)
         if self._rows_waiting > _PART:
@@ -131,7 +129,9 @@ class ColdExpiry:
             self._ticks = [tick for tick in self._ticks if tick >= before]
         else:
             gone = [key for key in self._counts if key // _MARKS * self._every - self._steps < before]
-        return sum(self._counts.pop(key) for key in gone)
+        expired = sum(self._counts.pop(key) for key in gone)
+        self.rows -= expired
+        return expired
 
     def before_at(self, steps: int) -> int:
         """Returns the value that :attr:`before` has if the table's clock is set to ``steps``."""
@@ -152,6 +152,7 @@ class ColdExpiry:
         self._waiting.clear()
         self._rows_waiting = 0
         self._counts = self.counts(stamps[last_steps(stamps) >= self.before])
+        self.rows = self._counts.total()
 
     def _note(self, ticks: list[int]) -> None:
         self._settled()
@@ -204,8 +205,7 @@ class ColdTier(MemoryTier):
     @property
     def rows(self) -> int:  # type: ignore[override]
         """The number of rows in the store that are not in memory; 0 for a shared store, which is not counted."""
-        with self.lock:  # to count the stamps that wait changes the counts
-            return self.expiry.rows
+        return 0 if self.shared else self.expiry.rows  # without the lock, which a read of the store holds
 
     @contextmanager
     def resident(self, ids: Tensor, arrival: Arrival | None = None) -> Iterator[None]:
@@ -566,7 +566,7 @@ class ColdTier(MemoryTier):
         """Returns the stamps of the rows in the store that are not in memory, (N, STAMP_BYTES) uint8."""
         resident = ops.table_ids(self._handle)
         parts = [_NO_STAMPS]
-        for ids, images in self.scan() if self.expiry.rows else ():
+        for ids, images in self.scan() if self.rows else ():
             alive = (last_steps(images) >= self.expiry.before) & ~among(ids, self.dead) & ~among(ids, resident)
             parts.append(images[alive, -STAMP_BYTES:])
         return torch.cat(parts)
