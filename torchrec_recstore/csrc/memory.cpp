@@ -1,10 +1,15 @@
 #include "memory.h"
 
+#include <linux/mempolicy.h>
+#include <sched.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 
@@ -56,6 +61,70 @@ constexpr size_t kSmall = size_t{512} << 10;  // regions up to this size use sma
 // To ask the system for its available memory takes tens of microseconds, so a region asks once for this much growth.
 constexpr size_t kPromise = size_t{64} << 20;
 
+// A set of NUMA nodes, as the kernel takes it.
+struct Nodes {
+  static constexpr unsigned long kMost = 1024, kBits = 8 * sizeof(unsigned long);
+
+  void add(unsigned long node) { bits[node / kBits] |= 1ul << node % kBits; }
+  bool has(unsigned long node) const { return (bits[node / kBits] >> node % kBits & 1) != 0; }
+  int count() const {
+    int n = 0;
+    for (const unsigned long word : bits) n += __builtin_popcountl(word);
+    return n;
+  }
+  unsigned long bits[kMost / kBits] = {};
+};
+
+// Of some nodes, those with a processor that the calling thread may use. All of them if the system does not tell.
+Nodes with_own_processors(const Nodes& nodes) {
+  cpu_set_t own;
+  if (sched_getaffinity(0, sizeof(own), &own) != 0) return nodes;
+  Nodes found;
+  for (unsigned long node = 0; node < Nodes::kMost; ++node) {
+    if (!nodes.has(node)) continue;
+    std::ifstream list("/sys/devices/system/node/node" + std::to_string(node) + "/cpulist");  // such as 0-15,64-79
+    if (!list) return nodes;
+    for (std::string range; std::getline(list, range, ',');) {
+      int first = 0, last = -1;
+      if (std::sscanf(range.c_str(), "%d-%d", &first, &last) == 1) last = first;
+      for (int cpu = first; cpu <= last && cpu < CPU_SETSIZE; ++cpu) {
+        if (CPU_ISSET(cpu, &own)) found.add(node);
+      }
+    }
+  }
+  return found;
+}
+
+// The nodes over which the pages of regions are spread; empty if a page lies on the node of the thread that uses it first.
+//
+// Any thread reads and updates any row, so that rows have no node of their own. The first use would put the rows that one
+// thread makes on one node, such as those that a checkpoint restores, and all threads would then wait for this node's
+// memory. A process that numactl has given a policy keeps it, and one that is bound to a node's processors uses its memory.
+Nodes chosen_nodes() {
+  const char* variable = std::getenv("RECSTORE_MEMORY");
+  const std::string asked = variable == nullptr ? "" : variable;
+  if (asked == "local") return {};
+  if (!asked.empty() && asked != "interleave") {
+    throw InvalidArgument("RECSTORE_MEMORY must be interleave or local, got '" + asked + "'");
+  }
+  int policy = MPOL_DEFAULT;
+  Nodes nodes;
+  const bool known = syscall(SYS_get_mempolicy, &policy, nullptr, 0, nullptr, 0) == 0 &&
+                     syscall(SYS_get_mempolicy, nullptr, nodes.bits, Nodes::kMost, nullptr, MPOL_F_MEMS_ALLOWED) == 0;
+  if (!asked.empty()) {
+    // A container may forbid these calls. Who has not asked for them then has the rows where they are used first.
+    void* trial = known ? mmap(nullptr, kHugePage, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) : MAP_FAILED;
+    const bool works = trial != MAP_FAILED && syscall(SYS_mbind, trial, kHugePage, MPOL_INTERLEAVE, nodes.bits, Nodes::kMost, 0) == 0;
+    const std::string cause = std::strerror(errno);
+    if (trial != MAP_FAILED) munmap(trial, kHugePage);
+    if (!works) throw InvalidArgument("RECSTORE_MEMORY is interleave, but the system forbids it: " + cause);
+    return nodes;
+  }
+  if (!known || policy != MPOL_DEFAULT) return {};
+  nodes = with_own_processors(nodes);
+  return nodes.count() > 1 ? nodes : Nodes{};
+}
+
 // Returns a new private mapping of `bytes` that is aligned to a huge page, or null.
 char* map_aligned(size_t bytes) {
   void* raw = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -106,6 +175,7 @@ void Region::reserve(size_t bytes) {
 }
 
 void Region::grow(size_t bytes) {
+  static const Nodes nodes = chosen_nodes();
   pieces_.reserve(pieces_.size() + 1);  // nothing may fail after pages have been moved
   const bool small = bytes <= kSmall;
   size_t grown = small ? kSmall : std::max(bytes_, kHugePage);
@@ -113,6 +183,7 @@ void Region::grow(size_t bytes) {
   char* fresh = map_aligned(grown);
   if (fresh == nullptr && BufferPool::instance().free_idle() > 0) fresh = map_aligned(grown);
   if (fresh == nullptr) throw OutOfMemory("cannot reserve " + std::to_string(grown) + " bytes");
+  if (nodes.count() > 0) syscall(SYS_mbind, fresh, grown, MPOL_INTERLEAVE, nodes.bits, Nodes::kMost, 0);
   if (!small) madvise(fresh, grown, MADV_HUGEPAGE);
   // Each piece is moved by a call of its own: before Linux 6.17 a call can move the pages of one mapping only.
   size_t begin = 0;
