@@ -16,7 +16,7 @@ CORE := $(notdir $(wildcard torchrec_recstore/csrc/*.cpp $(SERVING)/*.cpp) $(fil
 INCLUDES := -I torchrec_recstore/csrc -I $(SERVING) -I $(SERVICE)
 vpath %.cpp torchrec_recstore/csrc $(SERVING) $(SERVICE)
 
-.PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-arm test-mutations parity matrix lint proto bench big docs wheels try-wheels package clean
+.PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-arm test-mutations parity matrix lint proto bench big span docs wheels try-wheels package clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -149,6 +149,20 @@ big: build $(VENV)/.dev-requirements  ## 40 minutes: 50 M samples over 200 M ids
 
 bench: build $(VENV)/.dev-requirements  ## run the benchmarks; writes benchmarks/results.json and the tables of the README and the docs
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+# Without torch, and with the package's flags that matter for speed.
+SPAN_OBJECTS := $(CPP_OBJECTS:build/cpp/%=build/span/%)
+SPAN := -std=c++17 -O3 -g0 -ffp-contract=off -fno-math-errno -Wall -Wno-psabi -Wno-ignored-attributes -pthread -DRECSTORE_SPAN -I benchmarks
+
+build/span/%.o: %.cpp $(filter %.h %.inl,$(SOURCES)) benchmarks/span.h
+	@mkdir -p $(@D)
+	$(CXX) $(SPAN) $(INCLUDES) -c $< -o $@
+
+build/span/span: benchmarks/span.cpp $(SPAN_OBJECTS)
+	$(CXX) $(SPAN) $(INCLUDES) $^ -ldl -o $@
+
+span: build/span/span  ## simulate up to 64 threads: the serial share and the efficiency of each part of a step
+	$<
 
 docs: build $(VENV)/.dev-requirements  ## build the documentation as HTML, in build/docs; a warning is an error
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs

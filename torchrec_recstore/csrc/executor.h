@@ -6,6 +6,10 @@
 #include <mutex>
 #include <type_traits>
 
+#ifdef RECSTORE_SPAN
+#include "span.h"  // benchmarks/span.cpp simulates more threads than a machine has
+#endif
+
 namespace recstore {
 
 // Runs parallel work. The ops use torch's thread pool; the C++ tests use std::thread.
@@ -47,6 +51,9 @@ void for_each_task(Executor& executor, int64_t tasks, const Work& work) {
     try {
       [[maybe_unused]] const int worker = s.workers.fetch_add(1, std::memory_order_relaxed);
       for (int64_t t; (t = s.next.fetch_add(1, std::memory_order_relaxed)) < s.tasks;) {
+#ifdef RECSTORE_SPAN
+        const MeasuredTask measured;
+#endif
         if constexpr (std::is_invocable_v<const Work&, int64_t, int>) {
           s.work(t, worker);
         } else {
