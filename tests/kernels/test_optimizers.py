@@ -212,3 +212,45 @@ def test_bits_depend_neither_on_the_instruction_set_nor_on_threads() -> None:
 def test_bad_values_are_named(make: Any, names: str) -> None:
     with pytest.raises(ValueError, match=names):
         make()
+
+
+def _hot_ids(optimizer: Optimizer, dim: int, dtype: torch.dtype) -> tuple[Table, Table]:
+    """Returns a table whose ids had thousands of gradients, and one that had their sums."""
+    generator = torch.Generator().manual_seed(dim)
+    tables = [Table(dim, optimizer=optimizer, dtype=dtype, name="t") for _ in range(2)]
+    kernel = PooledKernel([tables[0]], [0, 0], "sum")
+    bags, lengths = 12000, torch.randint(0, 4, (24000,), generator=generator)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    n = int(offsets[-1])
+    ids = torch.randint(0, 8, (n,), generator=generator)
+    ids[ids > 2] = torch.arange(100, 100 + n)[ids > 2]
+    weights = (torch.rand(n, generator=generator) + 0.5).requires_grad_()
+    for _ in range(2):
+        grad = torch.randn(bags, 2 * dim, generator=generator)
+        kernel(ids, offsets, weights, train=True).backward(grad)
+        bag = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        each = grad.unflatten(1, (2, dim))[bag % bags, bag // bags] * weights.detach()[:, None]
+        distinct = ids.unique()
+        last = torch.zeros(int(distinct[-1]) + 1, dim)
+        last[ids] = each  # of an id with one position
+        for id in range(3):
+            assert int((ids == id).sum()) > 4096  # most_summed() of csrc/backward.cpp
+            last[id] = torch.from_numpy(each[ids == id].numpy().cumsum(0)[-1])  # torch's sums in float64
+        tables[1].update(distinct, last[distinct])
+    return tables[0], tables[1]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])  # csrc/backward.cpp divides the sums in three ways
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dim", [40, 64])
+@pytest.mark.parametrize("optimizer", [SGD(0.1), RowWiseAdagrad(0.1, max_norm=0.8, max_gradient_norm=0.5)], ids=repr)
+def test_many_gradients_of_an_id_are_summed_in_the_order_of_the_batch(
+    optimizer: Optimizer, dim: int, dtype: torch.dtype, threads: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        trained, expected = _hot_ids(optimizer, dim, dtype)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(rows(trained), rows(expected))

@@ -15,6 +15,13 @@ CORE = [
         "Evaluation lookups of one table take turns.",
     ),
     Mutation(
+        f"{CSRC}/backward.cpp",
+        "const int64_t begin = task % parts * columns,",
+        "const int64_t begin = task % parts * columns / 2,",
+        ["test_table"],
+        "Threads that share the columns of a row sum some columns twice and leave others out.",
+    ),
+    Mutation(
         f"{CSRC}/index_find.inl",
         "lines[i] += step & (0u - passed);",
         "lines[i] += kFirstStep & (0u - passed);",

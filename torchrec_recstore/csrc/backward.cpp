@@ -14,7 +14,15 @@ namespace {
 
 constexpr int64_t kWholeIds = 16384;  // a table with more positions is divided into parts
 constexpr int64_t kPartIds = 2048;    // approximate positions of a part; its hash table fits the first-level cache
-constexpr int64_t kChunkIds = 4096;   // approximate positions of a run of bags
+constexpr int64_t kChunkIds = 4096;   // approximate positions of a run of bags, at most
+constexpr int64_t kLeastChunkIds = 256;
+constexpr int kManyThreads = 4;  // so few threads seldom wait for each other
+
+// The most gradients that one thread sums for a row. Threads share the columns of a longer sum.
+int64_t most_summed(int threads) { return threads == 1 ? INT64_MAX : threads <= kManyThreads ? 4096 : 1024; }
+// The most gradients of a row that is updated with the other rows of its run. The first run of a feature has the first
+// positions of most frequent ids, which many threads would wait for: each of these ids is a task of its own.
+int64_t most_in_run(int threads) { return threads <= kManyThreads ? most_summed(threads) : 32; }
 
 // Memory that grows without keeping or clearing its contents.
 template <class T>
@@ -41,6 +49,7 @@ struct Chunk {
   int64_t table;
   int64_t bag_begin;  // a bag's number in the batch
   int64_t bag_end;
+  int64_t place;      // of the first bag within its feature
 };
 
 // A position of the batch, and its slot.
@@ -138,10 +147,14 @@ class Grouping {
         chunks_.insert(chunks_.end(), work.chunks.begin(), work.chunks.end());
       }
     }
+    // The first chunks of the features have the most work.
+    const auto is_before = [](const Chunk& a, const Chunk& b) { return a.place < b.place; };
+    if (executor.threads() > kManyThreads) std::stable_sort(chunks_.begin(), chunks_.end(), is_before);
     link_others(at_once);
     memory_.emplace(executor.threads(), ids, (columns + 15) / 16 * 16, states);
   }
 
+  Executor& executor() const { return executor_; }
   const Link* links() const { return static_cast<const Link*>(links_.data()); }
   const uint32_t* bag_of() const { return static_cast<const uint32_t*>(bag_of_.data()); }
 
@@ -161,6 +174,7 @@ class Grouping {
   void plan(const Steps* steps) {
     const Group& group = r_.group;
     const int64_t bags = r_.batch.bags;
+    const int64_t chunk_ids = std::clamp(r_.batch.n_ids / (16 * executor_.threads()), kLeastChunkIds, kChunkIds);
     std::vector<TableWork> works(group.tables.size());
     for (int64_t f = 0; f < group.features(); ++f) {
       TableWork& work = works[group.feature_tables[f]];
@@ -168,9 +182,9 @@ class Grouping {
       const int64_t n = r_.batch.offset((f + 1) * bags) - r_.batch.offset(f * bags);
       if (n == 0) continue;
       work.n_ids += n;
-      const int64_t bags_per_chunk = std::max<int64_t>(1, bags * kChunkIds / n);
+      const int64_t bags_per_chunk = std::max<int64_t>(1, bags * chunk_ids / n);
       for (int64_t b = 0; b < bags; b += bags_per_chunk) {
-        work.chunks.push_back({work.table, f * bags + b, f * bags + std::min(b + bags_per_chunk, bags)});
+        work.chunks.push_back({work.table, f * bags + b, f * bags + std::min(b + bags_per_chunk, bags), b});
       }
     }
     for (TableWork& work : works) {
@@ -350,7 +364,19 @@ StochasticRounding rounding_of(const Table& table, const Routing& routing) {
 
 struct Update::Work {
   Work(const ResolvedBatch& of, const float* gradient, const Steps& looked_up, Executor& executor)
-      : resolved(of), grad(gradient), steps(looked_up), grouping(of, executor, nullptr, most_columns(of.group), most_widened_states(of.group)) {}
+      : resolved(of),
+        grad(gradient),
+        steps(looked_up),
+        columns_of_sum((most_columns(of.group) + 15) / 16 * 16),
+        grouping(of, executor, nullptr, most_columns(of.group), most_widened_states(of.group)) {
+    const auto of_later = static_cast<size_t>(of.batch.n_ids / most_in_run(executor.threads()));
+    const auto of_last = static_cast<size_t>(of.batch.n_ids / most_summed(executor.threads()));
+    if (of_later == 0) return;
+    positions.resize(of_later + of_last);
+    later.positions = positions.data();
+    last.positions = later.positions + of_later;
+    if (of_last > 0) sums = BufferPool::instance().take(of_last * static_cast<size_t>(columns_of_sum) * sizeof(float));
+  }
   static int64_t most_columns(const Group& group) {
     int64_t most = 0;
     for (const auto& table : group.tables) most = std::max(most, table->config().columns());
@@ -367,9 +393,74 @@ struct Update::Work {
     return most;
   }
 
+  UpdateArgs args_of(int64_t t, int64_t bag_begin, int64_t bag_end, int worker) {
+    const Table& table = *resolved.group.tables[t];
+    UpdateArgs args;
+    args.rows = table.rows().view();
+    args.batch = &resolved.batch;
+    args.slots = resolved.slots;
+    args.links = grouping.links();
+    args.bag_of = grouping.bag_of();
+    args.column_offsets = resolved.group.column_offsets.data();
+    args.grad = grad;
+    args.grad_stride = resolved.group.columns();
+    args.mean = resolved.group.mean;
+    args.bag_begin = bag_begin;
+    args.bag_end = bag_end;
+    args.scratch = grouping.memory().row(worker, 0);
+    args.random = reinterpret_cast<uint32_t*>(grouping.memory().row(worker, 1));
+    args.weights = grouping.memory().row(worker, 2);
+    args.rounding = roundings[t];
+    args.states = grouping.memory().row(worker, WorkerMemory::kRows);
+    args.optimizer = table.config().optimizer.kind;
+    args.user = table.config().optimizer.user;
+    args.scalars = scalars[t];
+    args.step = steps[t];
+    args.half_life = static_cast<uint32_t>(table.config().bounds.half_life);
+    args.nonfinite = table.config().nonfinite == Nonfinite::kPass ? nullptr : &nonfinite[t];
+    args.most = most_in_run(grouping.executor().threads());
+    args.later = &later;
+    args.only = -1;
+    args.sum = nullptr;
+    return args;
+  }
+  UpdateArgs args_of_id(int64_t position, int worker) {
+    const uint32_t bag = grouping.bag_of()[position];
+    UpdateArgs args = args_of(resolved.group.feature_tables[bag / resolved.batch.bags], bag, bag + 1, worker);
+    args.most = most_summed(grouping.executor().threads());
+    args.later = &last;
+    args.only = position;
+    return args;
+  }
+
+  // Updates the rows that the runs have left for later. Each column is summed by one thread, in the order of the batch.
+  void update_later() noexcept {
+    Executor& executor = grouping.executor();
+    for_each_task(executor, later.count, [&](int64_t i, int worker) { row_kernels().update(args_of_id(later.positions[i], worker)); });
+    const int64_t n = last.count, threads = executor.threads();
+    const int64_t columns = (columns_of_sum + 16 * threads - 1) / (16 * threads) * 16;  // of a task
+    const int64_t parts = (columns_of_sum + columns - 1) / columns;
+    for_each_task(executor, n * parts, [&](int64_t task, int worker) {
+      const UpdateArgs args = args_of_id(last.positions[task / parts], worker);
+      const int64_t begin = task % parts * columns, end = std::min(begin + columns, args.rows.columns);
+      row_kernels().sum_columns(args, begin, end, sum(task / parts) + begin);
+    });
+    for_each_task(executor, n, [&](int64_t i, int worker) {
+      UpdateArgs args = args_of_id(last.positions[i], worker);
+      args.sum = sum(i);
+      row_kernels().update(args);
+    });
+  }
+  float* sum(int64_t i) const { return static_cast<float*>(sums.data()) + i * columns_of_sum; }
+
   ResolvedBatch resolved;
   const float* grad;
   Steps steps;
+  int64_t columns_of_sum;  // most_columns(), rounded up to 16
+  std::vector<uint32_t> positions;
+  LaterIds later;           // ids with more positions than most_in_run()
+  LaterIds last;            // those of them with more than most_summed()
+  BufferPool::Buffer sums;  // for each of the last, (columns_of_sum,)
   std::vector<std::atomic<int64_t>> nonfinite = std::vector<std::atomic<int64_t>>(resolved.group.tables.size());
   std::vector<StepScalars> scalars;
   std::vector<StochasticRounding> roundings;
@@ -395,31 +486,9 @@ Distinct Update::run() noexcept {
   Distinct distinct = work.grouping.run([&](const Chunk& chunk, int worker) {
     Table& table = *tables[chunk.table];
     if (table.watched()) note_changes(table, resolved, work.grouping.links(), chunk);
-    UpdateArgs args;
-    args.rows = table.rows().view();
-    args.batch = &resolved.batch;
-    args.slots = resolved.slots;
-    args.links = work.grouping.links();
-    args.bag_of = work.grouping.bag_of();
-    args.column_offsets = resolved.group.column_offsets.data();
-    args.grad = work.grad;
-    args.grad_stride = resolved.group.columns();
-    args.mean = resolved.group.mean;
-    args.bag_begin = chunk.bag_begin;
-    args.bag_end = chunk.bag_end;
-    args.scratch = work.grouping.memory().row(worker, 0);
-    args.random = reinterpret_cast<uint32_t*>(work.grouping.memory().row(worker, 1));
-    args.weights = work.grouping.memory().row(worker, 2);
-    args.rounding = work.roundings[chunk.table];
-    args.states = work.grouping.memory().row(worker, WorkerMemory::kRows);
-    args.optimizer = table.config().optimizer.kind;
-    args.user = table.config().optimizer.user;
-    args.scalars = work.scalars[chunk.table];
-    args.step = work.steps[chunk.table];
-    args.half_life = static_cast<uint32_t>(table.config().bounds.half_life);
-    args.nonfinite = table.config().nonfinite == Nonfinite::kPass ? nullptr : &work.nonfinite[chunk.table];
-    row_kernels().update(args);
+    row_kernels().update(work.args_of(chunk.table, chunk.bag_begin, chunk.bag_end, worker));
   });
+  if (work.later.count > 0) work.update_later();
   for (size_t t = 0; t < tables.size(); ++t) {
     if (work.steps[t] != kForgotten) tables[t]->count_update(distinct[t], work.nonfinite[t]);
   }

@@ -83,6 +83,12 @@ constexpr Link kNotFirst = 0x80000000u;
 // The most rows that are updated before they are stored.
 constexpr int kStoredTogether = 4;
 
+// Ids with more gradients than the thread that finds them should sum, each by its first position.
+struct LaterIds {
+  uint32_t* positions = nullptr;
+  std::atomic<int64_t> count{0};
+};
+
 // A run of consecutive bags of one feature, in the backward. Each row is updated by the run that contains the first
 // occurrence of its id, on the sum over all occurrences in the order of the batch.
 struct UpdateArgs {
@@ -109,6 +115,10 @@ struct UpdateArgs {
   uint32_t half_life;             // half-life of the frequencies
   std::atomic<int64_t>* nonfinite;  // the number of rows that were not updated, because their gradient is not finite; or
                                     // nullptr: all rows are updated
+  int64_t most;                   // an id with more positions is not updated, but added to `later`
+  LaterIds* later;
+  int64_t only;                   // the first position of the only id of the run that is updated, or -1: all
+  const float* sum;               // the sum of its gradients (columns rounded up to 16,), or null
 };
 
 // The search of the index and the loops over rows, which are compiled once for each instruction set. All versions give the same bits: they use
@@ -119,6 +129,8 @@ struct RowKernels {
   void (*fill_uniform)(uint64_t key, int64_t id, int64_t column_begin, int64_t column_end, float low, float high, float* row);
   void (*pool)(const PoolArgs& args);
   void (*update)(const UpdateArgs& args);
+  // Sums the columns [begin, end) of the gradients of the id args.only; begin is a multiple of 16. out: by column.
+  void (*sum_columns)(const UpdateArgs& args, int64_t begin, int64_t end, float* out);
   float (*dot)(RowType type, const float* row, const float* values, int64_t n);
   void (*widen)(RowType type, const float* row, int64_t columns, float* out);
   void (*narrow)(RowType type, const float* values, int64_t columns, float* row);  // rounds to nearest

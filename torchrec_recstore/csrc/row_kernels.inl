@@ -162,21 +162,59 @@ inline float scale_of(const UpdateArgs& a, int64_t bag, int64_t position) {
   return scale;
 }
 
-// Sums the scaled gradients of a position and of all positions that it links to. Returns the sum, which is in a.scratch.
+constexpr int kPrefetchLinks = 12;  // linked gradients that are prefetched ahead; they lie far apart
+
+// Prefetches n columns of the gradients of the next `links` linked positions. Returns the link after them.
+inline __attribute__((always_inline)) Link prefetch_linked(const UpdateArgs& a, Link link, int64_t links, int64_t column, int64_t n) {
+  for (; links > 0 && link != 0; --links) {
+    prefetch_row(grad_of(a, a.bag_of[link - 1]) + column, n);
+    link = a.links[link - 1] & ~kNotFirst;
+  }
+  return link;
+}
+
+// Sums the columns [begin, end) of the scaled gradients of a position and of all positions that it links to, in their
+// order. `ahead` is the link after those that are prefetched.
 template <class Columns>
-__attribute__((noinline)) const float* sum_gradients(const UpdateArgs& a, Columns columns, const float* grad, float scale, int64_t position) {
+inline __attribute__((always_inline)) void add_gradients(const UpdateArgs& a, const float* grad, float scale, int64_t position, Link ahead,
+                                                         int64_t begin, Columns columns, float* out) {
   const Vec first = broadcast(scale);
-  for_each_run(columns, [&](int64_t d, auto n) { store(a.scratch + d, load(grad + d, n) * first); });
+  for_each_run(columns, [&](int64_t d, auto n) { store(out + d, load(grad + begin + d, n) * first); });
   for (Link next = a.links[position]; next != 0;) {
     const int64_t p = next - 1;
     const uint32_t bag = a.bag_of[p];
     next = a.links[p] & ~kNotFirst;
-    if (next != 0) prefetch_row(grad_of(a, a.bag_of[next - 1]), columns);
-    const float* g = grad_of(a, bag);
+    ahead = prefetch_linked(a, ahead, 1, begin, columns);
+    const float* g = grad_of(a, bag) + begin;
     const Vec s = broadcast(scale_of(a, bag, p));
-    for_each_run(columns, [&](int64_t d, auto n) { store(a.scratch + d, load(a.scratch + d) + load(g + d, n) * s); });
+    for_each_run(columns, [&](int64_t d, auto n) { store(out + d, load(out + d) + load(g + d, n) * s); });
   }
+}
+
+// Returns the sum of the gradients of an id, which is in a.scratch, or null if the id has more positions than a.most.
+template <class Columns>
+__attribute__((noinline)) const float* sum_gradients(const UpdateArgs& a, Columns columns, const float* grad, float scale, int64_t position) {
+  if (a.sum != nullptr) return a.sum;
+  const Link ahead = prefetch_linked(a, a.links[position], kPrefetchLinks, 0, columns);
+  if (ahead != 0) {
+    int64_t left = a.most - 1 - kPrefetchLinks;
+    for (Link link = ahead; link != 0; link = a.links[link - 1] & ~kNotFirst) {
+      if (left-- > 0) continue;
+      a.later->positions[a.later->count.fetch_add(1, std::memory_order_relaxed)] = static_cast<uint32_t>(position);
+      return nullptr;
+    }
+  }
+  add_gradients(a, grad, scale, position, ahead, 0, columns, a.scratch);
   return a.scratch;
+}
+
+void sum_columns(const UpdateArgs& a, int64_t begin, int64_t end, float* out) {
+  const uint32_t bag = a.bag_of[a.only];
+  for (; begin < end; begin += kLanes, out += kLanes) {
+    const int64_t n = end - begin < kLanes ? end - begin : kLanes;
+    const Link ahead = prefetch_linked(a, a.links[a.only], kPrefetchLinks, begin, n);
+    add_gradients(a, grad_of(a, bag), scale_of(a, bag, a.only), a.only, ahead, begin, n, out);
+  }
 }
 
 #include "row_states.inl"
@@ -218,7 +256,7 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
         }
       }
       const Link link = links[p];
-      if ((link & kNotFirst) != 0) continue;
+      if ((link & kNotFirst) != 0 || (a.only >= 0 && a.only != p)) continue;
       float* row = data + slots[p] * stride;
       float* w = row;
       if constexpr (Row::kNarrow) {
@@ -229,6 +267,7 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
       const float* g = grad;
       const float scale = scale_of(a, bag, p);
       if (link != 0 || scale != 1.0f || columns % kLanes != 0) g = sum_gradients(a, columns, grad, scale, p);
+      if (g == nullptr) continue;
       if (a.nonfinite == nullptr || is_finite(columns, g)) {
         if (Extras) g = before_step(a, columns, w, g);
         Step::run(a, columns, w, typename State::Of(a, p, row + weight_floats, aside), g);
@@ -288,7 +327,7 @@ float dot(RowType type, const float* row, const float* y, int64_t n) {
 }  // namespace
 
 extern const RowKernels kKernels;
-const RowKernels kKernels = {RECSTORE_ISA_NAME, find, fill_uniform, pool, update, dot, widen, narrow, read_state, write_state};
+const RowKernels kKernels = {RECSTORE_ISA_NAME, find, fill_uniform, pool, update, sum_columns, dot, widen, narrow, read_state, write_state};
 
 }  // namespace RECSTORE_ISA_NAMESPACE
 }  // namespace recstore
