@@ -8,6 +8,12 @@
 #include "sets.h"
 
 namespace recstore {
+namespace {
+
+constexpr int64_t kTaskMisses = 2048;  // misses in a task
+constexpr int64_t kAhead = 8;          // ids whose counts are prefetched
+
+}  // namespace
 
 bool is_admitted(const Table& table, int64_t id, Arrival arrival) {
   const Sightings* sightings = table.sightings();
@@ -39,8 +45,17 @@ void Arrivals::plan(const std::function<void(SlotSet&)>& pin_batch, Executor& ex
     admitted_ = std::move(misses_);
   } else {
     IdSet held_back(misses_.size());
-    for (const Miss& miss : misses_) {
-      if (is_admitted(table_, miss.id, arrival_)) {
+    const auto n = static_cast<int64_t>(misses_.size());
+    std::vector<char> admitted(misses_.size());
+    for_each_task(executor, (n + kTaskMisses - 1) / kTaskMisses, [&](int64_t task) {
+      for (int64_t i = task * kTaskMisses; i < std::min((task + 1) * kTaskMisses, n); ++i) {
+        if (i + kAhead < n) table_.sightings()->prefetch(misses_[i + kAhead].id);
+        admitted[i] = is_admitted(table_, misses_[i].id, arrival_) ? 1 : 0;
+      }
+    });
+    for (size_t i = 0; i < misses_.size(); ++i) {
+      const Miss& miss = misses_[i];
+      if (admitted[i] != 0) {
         distinct.add(miss.id, miss.hash);
         admitted_.push_back(miss);
       } else {
@@ -87,7 +102,11 @@ void Arrivals::finish(int64_t rows_made) noexcept {
   counters.misses += rows_made + refused_;
   counters.lookups += refused_;  // the other ids are counted when their pass ends
   counters.refused += refused_;
-  for (const int64_t id : seen_) table_.sightings()->add(id);
+  const auto n = static_cast<int64_t>(seen_.size());
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) table_.sightings()->prefetch(seen_[i + kAhead]);
+    table_.sightings()->add(seen_[i]);
+  }
 }
 
 }  // namespace recstore

@@ -17,7 +17,8 @@
 namespace recstore {
 namespace {
 
-constexpr int64_t kTaskIds = 1024;         // approximate number of ids in a task
+constexpr int64_t kTaskIds = 1024;         // approximate number of ids in a task, at most
+constexpr int64_t kLeastTaskIds = 256;
 constexpr int64_t kLargeInsertion = 16384;  // a table with more misses makes its rows on several threads
 constexpr int64_t kMostSteps = 0xFFFFFFFE;  // a row's last step has 32 bits, and one value is reserved
 constexpr int64_t kStreamBytes = 16 << 20;  // outputs of at least this size are written past the caches
@@ -77,18 +78,18 @@ class Lookup {
   }
 
   void commit() noexcept {
-    for (size_t t = 0; t < arrivals_.size(); ++t) {
-      if (arrivals_[t].has_value()) arrivals_[t]->make_room(insertions_[t]->reused());
-    }
     if (rest_.has_value()) {
+      for_each_table([&](int64_t t, Executor&) {
+        if (arrivals_[t].has_value()) arrivals_[t]->make_room(insertions_[t]->reused());
+      });
       rest_->run(executor_, [](Insertion& insertion, int64_t task) {
         insertion.resolve(task);
         insertion.fill(task);
       });
-      rest_->finish();
       for_each_task(executor_, static_cast<int64_t>(incomplete_.size()), [&](int64_t t) { pool_bags_with_misses(*incomplete_[t]); });
     }
-    for (size_t t = 0; t < insertions_.size(); ++t) {
+    for_each_table([&](int64_t t, Executor&) {
+      if (in_rest_[t] != 0) insertions_[t]->finish();
       Table& table = *group_.tables[t];
       const int64_t made = insertions_[t].has_value() ? insertions_[t]->rows_made() : 0;
       if (arrivals_[t].has_value()) {
@@ -100,7 +101,7 @@ class Lookup {
       if (ticks_[t].has_value()) table.wall_clock()->add(*ticks_[t]);
       table.leave(expired_[t]);
       table.counters().expired += static_cast<int64_t>(expired_[t].size());
-    }
+    });
   }
 
   void undo() noexcept {
@@ -146,27 +147,41 @@ class Lookup {
   // Decides which ids get rows, and which rows are evicted or expire. This is decided for all tables before any table
   // changes.
   void plan_leavers() {
-    for (size_t t = 0; t < arrivals_.size(); ++t) {
+    for_each_table([&](int64_t t, Executor& executor) {
       const Table& table = *group_.tables[t];
-      if (arrivals_[t].has_value()) {
-        arrivals_[t]->plan([&](SlotSet& pinned) { pin(static_cast<int64_t>(t), pinned); }, executor_);
-      }
+      if (arrivals_[t].has_value()) arrivals_[t]->plan([&](SlotSet& pinned) { pin(t, pinned); }, executor);
       const int64_t step = table.clock() + 1;
       if (table.wall_clock() != nullptr) ticks_[t] = table.wall_clock()->due(step);
       const int64_t before = ticks_[t].has_value() ? ticks_[t]->expired_before : expired_before(table, step);
-      if (before == 0 || table.config().bounds.cold_store) continue;  // the owner of the cold store expires its rows
+      if (before == 0 || table.config().bounds.cold_store) return;  // the owner of the cold store expires its rows
       SlotSet kept = pinned_slots(table);
-      pin(static_cast<int64_t>(t), kept);
+      pin(t, kept);
       if (arrivals_[t].has_value()) {
         for (const Leaver& row : arrivals_[t]->leavers()) kept.add(row.slot);
       }
-      expired_[t] = expired_rows(table, before, kept, executor_);
+      expired_[t] = expired_rows(table, before, kept, executor);
+    });
+  }
+  // Calls work(table, executor) for each table. If there are many tables and misses, each table has one thread, because
+  // some of its work cannot be shared. To wake threads for few misses costs more than the work.
+  template <class Work>
+  void for_each_table(const Work& work) {
+    constexpr int64_t kManyTables = 8;
+    static SerialExecutor serial;  // it has no state
+    const auto n = static_cast<int64_t>(insertions_.size());
+    size_t misses = 0;
+    for (const Task& task : tasks_) misses += task.misses.size();
+    if (n < std::min<int64_t>(executor_.threads(), kManyTables) || static_cast<int64_t>(misses) < kLargeInsertion) {
+      for (int64_t t = 0; t < n; ++t) work(t, executor_);
+    } else {
+      for_each_task(executor_, n, [&](int64_t t) { work(t, serial); });
     }
   }
   void prepare_rest() {
     std::vector<size_t> rest;  // tables
     std::vector<Insertion*> insertions;
     std::vector<const Task*> with_refused;
+    in_rest_.assign(insertions_.size(), 0);
     for (size_t t = 0; t < insertions_.size(); ++t) {
       const bool bounded = arrivals_[t].has_value(), refused = bounded && arrivals_[t]->refused() > 0;
       if (!bounded && (!insertions_[t].has_value() || insertions_[t]->misses() <= kLargeInsertion)) continue;
@@ -175,6 +190,7 @@ class Lookup {
       }
       if (bounded) insertions_[t].emplace(*group_.tables[t], arrivals_[t]->take_admitted(), slots_);
       rest.push_back(t);
+      in_rest_[t] = 1;
       insertions.push_back(&*insertions_[t]);
     }
     // A new row and a refused one both read as the initial row, so these bags do not have to wait for the rows.
@@ -209,7 +225,8 @@ class Lookup {
   void split() {
     const int64_t all_bags = batch_.bags * group_.features();
     const int64_t ids_per_bag = std::max<int64_t>(1, batch_.n_ids / std::max<int64_t>(1, all_bags));
-    const int64_t bags_per_task = std::max<int64_t>(1, kTaskIds / ids_per_bag);
+    const int64_t task_ids = std::clamp(batch_.n_ids / (8 * executor_.threads()), kLeastTaskIds, kTaskIds);
+    const int64_t bags_per_task = std::max<int64_t>(1, task_ids / ids_per_bag);
     // Neighbouring tasks write the same rows of the output, each task its own columns.
     for (int64_t begin = 0; begin < batch_.bags; begin += bags_per_task) {
       for (int64_t f = 0; f < group_.features(); ++f) {
@@ -344,6 +361,7 @@ class Lookup {
   std::vector<std::vector<Leaver>> expired_;          // by table
   std::vector<std::optional<WallClock::Tick>> ticks_;  // by table
   std::optional<InsertionTasks> rest_;                // insertions that complete() has not done
+  std::vector<char> in_rest_;                         // by table: whether they include the table's
   std::vector<const Task*> incomplete_;               // tasks whose bags are pooled again after rest_ has run
 };
 

@@ -112,8 +112,8 @@ void Insertion::undo() noexcept {
   for (size_t i = static_cast<size_t>(reused_); i < taken_.size(); ++i) table_.rows().give_back_now(taken_[i]);
 }
 
-InsertionTasks::InsertionTasks(std::vector<Insertion*> insertions) : insertions_(std::move(insertions)) {
-  for (Insertion* insertion : insertions_) {
+InsertionTasks::InsertionTasks(const std::vector<Insertion*>& insertions) {
+  for (Insertion* insertion : insertions) {
     for (int64_t task = 0; task < insertion->tasks(); ++task) tasks_.push_back({insertion, task});
   }
 }

@@ -73,12 +73,8 @@ class Insertion {
 // The tasks of several insertions, which belong to different tables.
 class InsertionTasks {
  public:
-  explicit InsertionTasks(std::vector<Insertion*> insertions);
+  explicit InsertionTasks(const std::vector<Insertion*>& insertions);
 
-  // Calls Insertion::finish() of each insertion.
-  void finish() const noexcept {
-    for (Insertion* insertion : insertions_) insertion->finish();
-  }
   template <class Work>  // work(insertion, task), in parallel
   void run(Executor& executor, const Work& work) const {
     for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) { work(*tasks_[t].insertion, tasks_[t].task); });
@@ -89,7 +85,6 @@ class InsertionTasks {
     Insertion* insertion;
     int64_t task;
   };
-  std::vector<Insertion*> insertions_;
   std::vector<Task> tasks_;
 };
 

@@ -28,6 +28,11 @@ Sightings::Place Sightings::find(int generation, int64_t id) const {
   }
 }
 
+void Sightings::prefetch(int64_t id) const {
+  const uint64_t number = hash_of(id) & static_cast<uint64_t>(buckets_ - 1);
+  for (const int generation : {0, 1}) __builtin_prefetch(buckets(generation) + number);
+}
+
 int64_t Sightings::count(int64_t id) const { return std::min(255, *find(0, id).count + *find(1, id).count); }
 
 bool Sightings::add_to(int generation, int64_t id, int64_t count) {

@@ -25,6 +25,8 @@ class Sightings {
   // Returns the count of an id, at most 255.
   int64_t count(int64_t id) const;
   void add(int64_t id);
+  // Prefetches the cache lines that the other calls read for an id.
+  void prefetch(int64_t id) const;
 
   // The number of ids of a generation.
   int64_t most() const { return buckets_ * kFilled; }
