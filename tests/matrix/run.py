@@ -31,7 +31,7 @@ from xml.etree import ElementTree
 from tests.packages import PACKAGES, ROOT
 from torchrec_recstore.triples import DEFAULT, TRIPLES, Triple
 
-NEWEST_PYTHON = (3, 13)
+NEWEST_PYTHON = (3, 14)
 """Newer ones are not taken: there are no wheels of all that the tests need."""
 
 BEGIN, END = "<!-- versions: written by make matrix -->", "<!-- end of versions -->"
