@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -100,6 +101,59 @@ void bits_do_not_depend_on_threads() {
       }
     }
   }
+}
+
+// Tables of every kind of bounds, in batches with so many new ids that threads share the tables.
+std::vector<float> bounded_steps(int threads) {
+  constexpr int64_t kTables = 9, kBags = 4000, kDim = 3;
+  std::mt19937_64 random(1);
+  Threads executor(threads);
+  std::vector<std::shared_ptr<Table>> tables;
+  std::vector<int64_t> features;
+  for (int64_t t = 0; t < kTables; ++t) {
+    TableConfig config = make_table(kDim, OptimizerKind::kAdam)->config();
+    config.name = "t" + std::to_string(t);
+    if (t % 3 == 0) {
+      config.bounds.max_rows = 6000;
+      config.bounds.eviction = t == 3 ? Eviction::kLeastFrequent : Eviction::kLeastRecent;
+    }
+    if (t % 3 == 1) {
+      config.bounds.min_frequency = 2;
+      config.bounds.counter_bytes = 1 << 16;
+    }
+    if (t % 2 == 0) config.bounds.expiry = 4;
+    tables.push_back(std::make_shared<Table>(config));
+    features.push_back(t);
+  }
+  const auto group = make_group(tables, features);
+  std::vector<float> out(static_cast<size_t>(kBags * group->columns())), all;
+  const std::vector<float> grad(out.size(), 0.1f), rates(static_cast<size_t>(kTables), 0.1f);
+  for (int64_t step = 0; step < 7; ++step) {
+    std::vector<int64_t> ids(static_cast<size_t>(kTables * kBags));
+    for (int64_t& id : ids) id = static_cast<int64_t>(random() % 6000) + step * 4000;
+    Batch batch;
+    batch.ids = ids.data();
+    batch.n_ids = kTables * kBags;
+    batch.bags = kBags;
+    const auto pass = begun(group, batch, out.data(), executor);
+    pass->backward(grad.data(), rates, nullptr, executor);
+    all.insert(all.end(), out.begin(), out.end());
+  }
+  for (const auto& table : tables) {
+    const Counters& counters = table->counters();
+    for (const int64_t number : {table->size(), counters.misses, counters.inserts, counters.refused, counters.evicted, counters.expired}) {
+      all.push_back(static_cast<float>(number));
+    }
+    CHECK(counters.evicted > 0 || table->config().bounds.max_rows == 0);
+    CHECK(counters.refused > 0 || table->config().bounds.min_frequency == 0);
+    CHECK(counters.expired > 0 || table->config().bounds.expiry == 0 || counters.evicted > 0);
+  }
+  return all;
+}
+
+void bounds_do_not_depend_on_threads() {
+  const auto expected = bounded_steps(1);
+  for (const int threads : {2, 8}) CHECK(bounded_steps(threads) == expected);
 }
 
 std::vector<double> row_of(const Table& table, int64_t id) {
@@ -323,6 +377,7 @@ void shards_hold_columns_of_the_same_row() {
 
 int main() {
   bits_do_not_depend_on_threads();
+  bounds_do_not_depend_on_threads();
   for (const bool mean : {false, true}) pooling_and_its_gradients_are_those_of_doubles(mean);
   pending_slots_are_not_reused();
   counters_count_distinct_ids_once();
