@@ -111,6 +111,7 @@ def test_an_elastic_job() -> None:
     assert of_script["data"].startswith(mounts["data"])
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="torchx 0.7.0 needs ast.Str, which Python 3.14 does not have")
 def test_an_elastic_job_of_torchx() -> None:
     (text,) = [block for block in manifests("text", TRAINING) if block.startswith("torchx run")]
     words = shlex.split(text)

@@ -16,8 +16,8 @@ CORE = [
     ),
     Mutation(
         f"{CSRC}/backward.cpp",
-        "const int64_t begin = task % parts * columns,",
-        "const int64_t begin = task % parts * columns / 2,",
+        "const int64_t begin = task % parts * columns, end = std::min(begin + columns, args.rows.columns);",
+        "const int64_t begin = task % parts * columns / 2, end = std::min(begin + columns, args.rows.columns);",
         ["test_table"],
         "Threads that share the columns of a row sum some columns twice and leave others out.",
     ),

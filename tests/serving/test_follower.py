@@ -236,12 +236,14 @@ def test_a_moment_without_memory(tmp_path: Path) -> None:
     place = tmp_path / "published"
     model = trained()
     model.dense = dense = nn.Parameter(torch.zeros(100_000_000 // 4))
-    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher, Follower(place) as follower:
-        publish(publisher)
-        assert follower.poll()
-        with torch.no_grad():
-            dense.add_(1)
-        publish(publisher)
+    with Follower(place) as follower:
+        with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher:
+            publish(publisher)
+            assert follower.poll()
+            with torch.no_grad():
+                dense.add_(1)
+            publish(publisher)
+        # The publisher has ended, so that its thread frees nothing from here on.
         used = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
         before = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (used + 20_000_000, before[1]))
