@@ -1,11 +1,11 @@
 // How fast the core is with more threads than this machine has, by simulation: `make span`.
 //
-// Every call runs on one thread, but the core divides its work as for kThreads threads. The time of each task of
+// Every call runs on one thread, but the core divides its work as for kMostThreads threads. The time of each task of
 // for_each_task() is measured, and the time between the parallel runs. For N threads, tasks are given in their order to the
 // thread that is free first, as the core gives them. The span of a call is the sum of the serial times, of the simulated
 // times of its runs, and of kWake for each run. Its work is the sum of all times. The efficiency is work / (N * span).
 //
-// The simulation has no limit of the memory: docs/inside.md says what that leaves out.
+// The simulation has no limit of the memory: docs/performance.md has the results.
 
 #include "span.h"
 

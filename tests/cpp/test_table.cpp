@@ -73,7 +73,7 @@ Batch batch_of(const Data& data, int64_t bags, bool weighted) {
 
 std::vector<float> train_steps(OptimizerKind kind, int threads, bool weighted, bool mean) {
   constexpr int64_t kBags = 3000;
-  Threads executor(threads);
+  Threads executor(threads, 5);
   auto first = make_table(17, kind, "first", mean ? 0.5 : 0.0);
   auto second = make_table(64, kind, "second");
   const auto group = make_group({first, second}, {0, 1, 1}, mean);

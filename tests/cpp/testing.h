@@ -53,11 +53,14 @@ inline void set_optimizer(recstore::TableConfig& config, recstore::OptimizerKind
   config.optimizer.lr_power = -0.5;
 }
 
-// An executor that starts its own threads for each run.
+// An executor that starts its own threads for each run. Torch's threads can count another number of threads than the
+// thread that makes a call, and so do these if `counted_by_workers` is not 0.
 class Threads final : public recstore::Executor {
  public:
-  explicit Threads(int count) : count_(count) {}
-  int threads() const override { return count_; }
+  explicit Threads(int count, int counted_by_workers = 0) : count_(count), counted_by_workers_(counted_by_workers) {}
+  int threads() const override {
+    return counted_by_workers_ == 0 || std::this_thread::get_id() == maker_ ? count_ : counted_by_workers_;
+  }
   void run(int workers, Body body, void* context) override {
     std::vector<std::thread> threads;
     for (int i = 0; i < workers; ++i) threads.emplace_back(body, context);
@@ -65,5 +68,6 @@ class Threads final : public recstore::Executor {
   }
 
  private:
-  int count_;
+  int count_, counted_by_workers_;
+  std::thread::id maker_ = std::this_thread::get_id();
 };

@@ -367,10 +367,11 @@ struct Update::Work {
       : resolved(of),
         grad(gradient),
         steps(looked_up),
+        threads(executor.threads()),
         columns_of_sum((most_columns(of.group) + 15) / 16 * 16),
         grouping(of, executor, nullptr, most_columns(of.group), most_widened_states(of.group)) {
-    const auto of_later = static_cast<size_t>(of.batch.n_ids / most_in_run(executor.threads()));
-    const auto of_last = static_cast<size_t>(of.batch.n_ids / most_summed(executor.threads()));
+    const auto of_later = static_cast<size_t>(of.batch.n_ids / most_in_run(threads));
+    const auto of_last = static_cast<size_t>(of.batch.n_ids / most_summed(threads));
     if (of_later == 0) return;
     positions.resize(of_later + of_last);
     later.positions = positions.data();
@@ -418,7 +419,7 @@ struct Update::Work {
     args.step = steps[t];
     args.half_life = static_cast<uint32_t>(table.config().bounds.half_life);
     args.nonfinite = table.config().nonfinite == Nonfinite::kPass ? nullptr : &nonfinite[t];
-    args.most = most_in_run(grouping.executor().threads());
+    args.most = most_in_run(threads);
     args.later = &later;
     args.only = -1;
     args.sum = nullptr;
@@ -427,7 +428,7 @@ struct Update::Work {
   UpdateArgs args_of_id(int64_t position, int worker) {
     const uint32_t bag = grouping.bag_of()[position];
     UpdateArgs args = args_of(resolved.group.feature_tables[bag / resolved.batch.bags], bag, bag + 1, worker);
-    args.most = most_summed(grouping.executor().threads());
+    args.most = most_summed(threads);
     args.later = &last;
     args.only = position;
     return args;
@@ -437,7 +438,7 @@ struct Update::Work {
   void update_later() noexcept {
     Executor& executor = grouping.executor();
     for_each_task(executor, later.count, [&](int64_t i, int worker) { row_kernels().update(args_of_id(later.positions[i], worker)); });
-    const int64_t n = last.count, threads = executor.threads();
+    const int64_t n = last.count;
     const int64_t columns = (columns_of_sum + 16 * threads - 1) / (16 * threads) * 16;  // of a task
     const int64_t parts = (columns_of_sum + columns - 1) / columns;
     for_each_task(executor, n * parts, [&](int64_t task, int worker) {
@@ -456,6 +457,7 @@ struct Update::Work {
   ResolvedBatch resolved;
   const float* grad;
   Steps steps;
+  int threads;  // of the executor: one of its workers may count another number, for which there is no memory
   int64_t columns_of_sum;  // most_columns(), rounded up to 16
   std::vector<uint32_t> positions;
   LaterIds later;           // ids with more positions than most_in_run()
