@@ -89,6 +89,7 @@ def test_a_host_joins_dies_and_comes_back(tmp_path: Path, monkeypatch: pytest.Mo
     assert other["world_size"] == 3
     for same in ("train_steps", "train_samples", "rows"):
         assert other[same] == one[same], same
-    # Other numbers of ranks sum the gradients of the dense layers in another order.
+    # Other numbers of ranks sum the gradients of the dense layers in another order: stock tables with one, two and
+    # three ranks have test AUCs of 0.7238, 0.7236 and 0.7254.
     for near in ("test_auc", "val_auc", "test_logloss"):
-        assert other[near] == pytest.approx(one[near], abs=1e-3), near
+        assert other[near] == pytest.approx(one[near], abs=5e-3), near
