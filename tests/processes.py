@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -86,11 +89,20 @@ def run_forked_command(
     """Runs a :class:`ForkedCommand` to its end; its output is captured.
 
     Raises:
-        TimeoutError: The command has not ended after ``timeout_s`` seconds. The command is killed.
+        TimeoutError: The command has not ended after ``timeout_s`` seconds. The error says where each thread is, of the
+            processes that the command has forked, too. All of them are killed.
     """
     command = ForkedCommand(arguments, environment, daemon=False)
     try:
         status = command.wait(timeout_s)
+    except TimeoutError as error:
+        found = subprocess.run(["pgrep", "-g", str(command.pid)], check=False, capture_output=True, text=True)
+        for pid in found.stdout.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGUSR1)
+            time.sleep(0.5)  # for the traceback
+        os.killpg(command.pid, signal.SIGKILL)
+        raise TimeoutError(f"{error}:\n{command.stderr}") from None
     finally:
         command.kill()
     return subprocess.CompletedProcess([*arguments], status, command.stdout, command.stderr)
@@ -101,6 +113,8 @@ def _run(arguments: list[str], environment: dict[str, str], folder: Path, output
         file = os.open(output.with_suffix(f".{kind}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, stream)
         os.close(file)
+    os.setpgrp()
+    faulthandler.register(signal.SIGUSR1)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
