@@ -43,7 +43,9 @@ def kill_publishers(place: str, folder: Path, kills: int) -> None:
     with warnings.catch_warnings(record=True) as warned, Follower(place) as follower:
         warnings.simplefilter("always")
         follower.start(0.01)
-        done = run_forked_command(["-m", "tests.serving.dying_publisher", place, str(folder), str(kills)])
+        arguments = ["-m", "tests.serving.dying_publisher", place, str(folder), str(kills)]
+        # Each publication waits for a disk that other tests write to: 24 s were seen for four of them.
+        done = run_forked_command(arguments, timeout_s=80 * (kills + 1))
         assert done.returncode == 0, done.stderr
         final = torch.jit.load(folder / "final.pt")
         wait_for(lambda: follower.version == final.recstore_version())
