@@ -18,8 +18,8 @@ constexpr int64_t kChunkIds = 4096;   // approximate positions of a run of bags,
 constexpr int64_t kLeastChunkIds = 256;
 constexpr int kManyThreads = 4;  // so few threads seldom wait for each other
 
-// The most gradients that one thread sums for a row. Threads share the columns of a longer sum.
-int64_t most_summed(int threads) { return threads == 1 ? INT64_MAX : threads <= kManyThreads ? 4096 : 1024; }
+// The most gradients that one of several threads sums for a row. Threads share the columns of a longer sum.
+int64_t most_summed(int threads) { return threads <= kManyThreads ? 4096 : 1024; }
 // The most gradients of a row that is updated with the other rows of its run. The first run of a feature has the first
 // positions of most frequent ids, which many threads would wait for: each of these ids is a task of its own.
 int64_t most_in_run(int threads) { return threads <= kManyThreads ? most_summed(threads) : 32; }
@@ -370,13 +370,14 @@ struct Update::Work {
         threads(executor.threads()),
         columns_of_sum((most_columns(of.group) + 15) / 16 * 16),
         grouping(of, executor, nullptr, most_columns(of.group), most_widened_states(of.group)) {
-    const auto of_later = static_cast<size_t>(of.batch.n_ids / most_in_run(threads));
-    const auto of_last = static_cast<size_t>(of.batch.n_ids / most_summed(threads));
+    if (threads == 1) return;
+    const auto of_later = static_cast<size_t>(of.batch.n_ids / later.most);
+    const auto of_longest = static_cast<size_t>(of.batch.n_ids / longest.most);
     if (of_later == 0) return;
-    positions.resize(of_later + of_last);
+    positions.resize(of_later + of_longest);
     later.positions = positions.data();
-    last.positions = later.positions + of_later;
-    if (of_last > 0) sums = BufferPool::instance().take(of_last * static_cast<size_t>(columns_of_sum) * sizeof(float));
+    longest.positions = later.positions + of_later;
+    if (of_longest > 0) sums = BufferPool::instance().take(of_longest * static_cast<size_t>(columns_of_sum) * sizeof(float));
   }
   static int64_t most_columns(const Group& group) {
     int64_t most = 0;
@@ -419,8 +420,8 @@ struct Update::Work {
     args.step = steps[t];
     args.half_life = static_cast<uint32_t>(table.config().bounds.half_life);
     args.nonfinite = table.config().nonfinite == Nonfinite::kPass ? nullptr : &nonfinite[t];
-    args.most = most_in_run(threads);
-    args.later = &later;
+    args.later = positions.empty() ? nullptr : &later;
+    args.longest = &longest;
     args.only = -1;
     args.sum = nullptr;
     return args;
@@ -428,8 +429,7 @@ struct Update::Work {
   UpdateArgs args_of_id(int64_t position, int worker) {
     const uint32_t bag = grouping.bag_of()[position];
     UpdateArgs args = args_of(resolved.group.feature_tables[bag / resolved.batch.bags], bag, bag + 1, worker);
-    args.most = most_summed(threads);
-    args.later = &last;
+    args.later = nullptr;
     args.only = position;
     return args;
   }
@@ -437,17 +437,17 @@ struct Update::Work {
   // Updates the rows that the runs have left for later. Each column is summed by one thread, in the order of the batch.
   void update_later() noexcept {
     Executor& executor = grouping.executor();
-    for_each_task(executor, later.count, [&](int64_t i, int worker) { row_kernels().update(args_of_id(later.positions[i], worker)); });
-    const int64_t n = last.count;
+    const int64_t n = longest.count;
     const int64_t columns = (columns_of_sum + 16 * threads - 1) / (16 * threads) * 16;  // of a task
     const int64_t parts = (columns_of_sum + columns - 1) / columns;
-    for_each_task(executor, n * parts, [&](int64_t task, int worker) {
-      const UpdateArgs args = args_of_id(last.positions[task / parts], worker);
+    for_each_task(executor, n * parts + later.count, [&](int64_t task, int worker) {
+      if (task >= n * parts) return row_kernels().update(args_of_id(later.positions[task - n * parts], worker));
+      const UpdateArgs args = args_of_id(longest.positions[task / parts], worker);
       const int64_t begin = task % parts * columns, end = std::min(begin + columns, args.rows.columns);
       row_kernels().sum_columns(args, begin, end, sum(task / parts) + begin);
     });
     for_each_task(executor, n, [&](int64_t i, int worker) {
-      UpdateArgs args = args_of_id(last.positions[i], worker);
+      UpdateArgs args = args_of_id(longest.positions[i], worker);
       args.sum = sum(i);
       row_kernels().update(args);
     });
@@ -460,9 +460,9 @@ struct Update::Work {
   int threads;  // of the executor: one of its workers may count another number, for which there is no memory
   int64_t columns_of_sum;  // most_columns(), rounded up to 16
   std::vector<uint32_t> positions;
-  LaterIds later;           // ids with more positions than most_in_run()
-  LaterIds last;            // those of them with more than most_summed()
-  BufferPool::Buffer sums;  // for each of the last, (columns_of_sum,)
+  LaterIds later{most_in_run(threads)};
+  LaterIds longest{most_summed(threads)};
+  BufferPool::Buffer sums;  // for each of the longest, (columns_of_sum,)
   std::vector<std::atomic<int64_t>> nonfinite = std::vector<std::atomic<int64_t>>(resolved.group.tables.size());
   std::vector<StepScalars> scalars;
   std::vector<StochasticRounding> roundings;
@@ -490,7 +490,7 @@ Distinct Update::run() noexcept {
     if (table.watched()) note_changes(table, resolved, work.grouping.links(), chunk);
     row_kernels().update(work.args_of(chunk.table, chunk.bag_begin, chunk.bag_end, worker));
   });
-  if (work.later.count > 0) work.update_later();
+  if (work.later.count + work.longest.count > 0) work.update_later();
   for (size_t t = 0; t < tables.size(); ++t) {
     if (work.steps[t] != kForgotten) tables[t]->count_update(distinct[t], work.nonfinite[t]);
   }

@@ -79,17 +79,19 @@ void for_each_task(Executor& executor, int64_t tasks, const Work& work) {
   if (shared.error) std::rethrow_exception(shared.error);
 }
 
-// Calls work(part, executor) for every part in [0, parts), where the executor runs the tasks of the part. If there are
-// enough parts to keep all threads busy, each part runs on one thread, because to wake threads costs more than the work on
-// a small part. See for_each_task for errors.
+// Calls work(part, executor) for every part in [0, parts), where the executor runs the tasks of the part. See
+// for_each_task for errors. at_once: the parts run in parallel, each on one thread.
+template <class Work>
+void for_each_part(Executor& executor, int64_t parts, bool at_once, const Work& work) {
+  static SerialExecutor serial;  // it has no state
+  if (at_once) return for_each_task(executor, parts, [&](int64_t p) { work(p, serial); });
+  for (int64_t p = 0; p < parts; ++p) work(p, executor);
+}
+// The same. The parts run at once if there are enough of them to keep all threads busy, because to wake threads costs
+// more than the work on a small part.
 template <class Work>
 void for_each_part(Executor& executor, int64_t parts, const Work& work) {
-  static SerialExecutor serial;  // it has no state
-  if (parts < 2 * executor.threads()) {
-    for (int64_t p = 0; p < parts; ++p) work(p, executor);
-  } else {
-    for_each_task(executor, parts, [&](int64_t p) { work(p, serial); });
-  }
+  for_each_part(executor, parts, parts >= 2 * executor.threads(), work);
 }
 
 }  // namespace recstore

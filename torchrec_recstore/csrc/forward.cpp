@@ -89,7 +89,7 @@ class Lookup {
       for_each_task(executor_, static_cast<int64_t>(incomplete_.size()), [&](int64_t t) { pool_bags_with_misses(*incomplete_[t]); });
     }
     for_each_table([&](int64_t t, Executor&) {
-      if (in_rest_[t] != 0) insertions_[t]->finish();
+      if (insertions_[t].has_value() && !insertions_[t]->finished()) insertions_[t]->finish();
       Table& table = *group_.tables[t];
       const int64_t made = insertions_[t].has_value() ? insertions_[t]->rows_made() : 0;
       if (arrivals_[t].has_value()) {
@@ -167,21 +167,16 @@ class Lookup {
   template <class Work>
   void for_each_table(const Work& work) {
     constexpr int64_t kManyTables = 8;
-    static SerialExecutor serial;  // it has no state
     const auto n = static_cast<int64_t>(insertions_.size());
     size_t misses = 0;
     for (const Task& task : tasks_) misses += task.misses.size();
-    if (n < std::min<int64_t>(executor_.threads(), kManyTables) || static_cast<int64_t>(misses) < kLargeInsertion) {
-      for (int64_t t = 0; t < n; ++t) work(t, executor_);
-    } else {
-      for_each_task(executor_, n, [&](int64_t t) { work(t, serial); });
-    }
+    const bool many = n >= std::min<int64_t>(executor_.threads(), kManyTables) && static_cast<int64_t>(misses) >= kLargeInsertion;
+    for_each_part(executor_, n, many, work);
   }
   void prepare_rest() {
     std::vector<size_t> rest;  // tables
     std::vector<Insertion*> insertions;
     std::vector<const Task*> with_refused;
-    in_rest_.assign(insertions_.size(), 0);
     for (size_t t = 0; t < insertions_.size(); ++t) {
       const bool bounded = arrivals_[t].has_value(), refused = bounded && arrivals_[t]->refused() > 0;
       if (!bounded && (!insertions_[t].has_value() || insertions_[t]->misses() <= kLargeInsertion)) continue;
@@ -190,7 +185,6 @@ class Lookup {
       }
       if (bounded) insertions_[t].emplace(*group_.tables[t], arrivals_[t]->take_admitted(), slots_);
       rest.push_back(t);
-      in_rest_[t] = 1;
       insertions.push_back(&*insertions_[t]);
     }
     // A new row and a refused one both read as the initial row, so these bags do not have to wait for the rows.
@@ -361,7 +355,6 @@ class Lookup {
   std::vector<std::vector<Leaver>> expired_;          // by table
   std::vector<std::optional<WallClock::Tick>> ticks_;  // by table
   std::optional<InsertionTasks> rest_;                // insertions that complete() has not done
-  std::vector<char> in_rest_;                         // by table: whether they include the table's
   std::vector<const Task*> incomplete_;               // tasks whose bags are pooled again after rest_ has run
 };
 

@@ -87,7 +87,7 @@ void Insertion::fill(int64_t task) noexcept {
 }
 
 void Insertion::finish() noexcept {
-  filled_ = true;
+  finished_ = true;
   int64_t left = 0;
   for (const Part& part : parts_) {
     left += part.left;
@@ -104,7 +104,7 @@ void Insertion::finish() noexcept {
 }
 
 void Insertion::undo() noexcept {
-  if (filled_) {
+  if (finished_) {
     for (const Part& part : parts_) {
       for (const int32_t m : part.fresh) table_.index().erase(misses_[m].id);
     }

@@ -42,6 +42,7 @@ class Insertion {
   // Restores the table after any of the steps, as long as no row of `leaving` has been removed.
   void undo() noexcept;
 
+  bool finished() const { return finished_; }
   int64_t misses() const { return static_cast<int64_t>(misses_.size()); }
   int64_t rows_made() const { return static_cast<int64_t>(taken_.size()); }
   // Number of new rows that use slots of `leaving`, which are the first slots there.
@@ -67,7 +68,7 @@ class Insertion {
   std::vector<int32_t> order_;  // misses by part; within a part in the order of the batch
   std::vector<Slot> taken_;
   int64_t reused_ = 0;          // this many slots at the front of taken_ come from `leaving`
-  bool filled_ = false;
+  bool finished_ = false;
 };
 
 // The tasks of several insertions, which belong to different tables.

@@ -83,8 +83,9 @@ constexpr Link kNotFirst = 0x80000000u;
 // The most rows that are updated before they are stored.
 constexpr int kStoredTogether = 4;
 
-// Ids with more gradients than the thread that finds them should sum, each by its first position.
+// Ids with more positions than `most`, each by its first position, which are updated later.
 struct LaterIds {
+  int64_t most;
   uint32_t* positions = nullptr;
   std::atomic<int64_t> count{0};
 };
@@ -115,8 +116,8 @@ struct UpdateArgs {
   uint32_t half_life;             // half-life of the frequencies
   std::atomic<int64_t>* nonfinite;  // the number of rows that were not updated, because their gradient is not finite; or
                                     // nullptr: all rows are updated
-  int64_t most;                   // an id with more positions is not updated, but added to `later`
-  LaterIds* later;
+  LaterIds* later;                // takes the ids that should be tasks of their own, or null: all are updated
+  LaterIds* longest;              // takes those of them whose gradients several threads should sum
   int64_t only;                   // the first position of the only id of the run that is updated, or -1: all
   const float* sum;               // the sum of its gradients (columns rounded up to 16,), or null
 };

@@ -191,16 +191,17 @@ inline __attribute__((always_inline)) void add_gradients(const UpdateArgs& a, co
   }
 }
 
-// Returns the sum of the gradients of an id, which is in a.scratch, or null if the id has more positions than a.most.
+// Returns the sum of the gradients of an id, which is in a.scratch, or null if the id is updated later.
 template <class Columns>
 __attribute__((noinline)) const float* sum_gradients(const UpdateArgs& a, Columns columns, const float* grad, float scale, int64_t position) {
   if (a.sum != nullptr) return a.sum;
   const Link ahead = prefetch_linked(a, a.links[position], kPrefetchLinks, 0, columns);
-  if (ahead != 0) {
-    int64_t left = a.most - 1 - kPrefetchLinks;
-    for (Link link = ahead; link != 0; link = a.links[link - 1] & ~kNotFirst) {
-      if (left-- > 0) continue;
-      a.later->positions[a.later->count.fetch_add(1, std::memory_order_relaxed)] = static_cast<uint32_t>(position);
+  if (ahead != 0 && a.later != nullptr) {
+    int64_t n = 1 + kPrefetchLinks;
+    for (Link link = ahead; link != 0 && n <= a.longest->most; link = a.links[link - 1] & ~kNotFirst) ++n;
+    if (n > a.later->most) {
+      LaterIds& ids = n > a.longest->most ? *a.longest : *a.later;
+      ids.positions[ids.count.fetch_add(1, std::memory_order_relaxed)] = static_cast<uint32_t>(position);
       return nullptr;
     }
   }
