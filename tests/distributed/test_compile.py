@@ -232,11 +232,15 @@ def test_bags_and_rows_of_bounded_tables() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    ("backend", "kinds"), [("aot_eager", ("weighted", "timed", "bounded", "several")), ("inductor", ("several",))]
+    ("backend", "kinds", "roads"),
+    [
+        ("aot_eager", ("weighted", "timed", "bounded", "several"), ("pipeline", "model")),
+        ("inductor", ("several",), ("model",)),  # test_two_ranks has its pipeline
+    ],
 )
 @pytest.mark.usefixtures("one_rank")
-def test_one_rank(backend: str, kinds: tuple[str, ...]) -> None:
-    compiled_equals_eager(0, 1, kinds, backend, ("pipeline", "model"), 20)
+def test_one_rank(backend: str, kinds: tuple[str, ...], roads: tuple[str, ...]) -> None:
+    compiled_equals_eager(0, 1, kinds, backend, roads, 20)
 
 
 @pytest.mark.slow

@@ -41,13 +41,13 @@ def groups_of(road: str) -> list[str]:
 
 
 def journeys(road: str) -> list[Journey]:
-    """Returns the journeys that begin with a road."""
-    numbers = count(sorted(ROADS).index(road))
+    """Returns the journeys that begin with a road. Three roads together have each change of the number of ranks."""
+    number = sorted(ROADS).index(road)
+    numbers = count(number)
     found = [
-        Journey("options", layouts(next(numbers), worlds, (road,)), (road,))
-        for worlds in product(WORLDS, WORLDS)
-        if not ROADS[road].same_process or worlds[0] == worlds[1]
-        for _ in range(3 if ROADS[road].same_process else 1)
+        Journey("options", layouts(next(numbers), (WORLDS[first], WORLDS[second]), (road,)), (road,))
+        for first, second in product(range(3), range(3))
+        if (first + second) % 3 == number % 3 and (first == second or not ROADS[road].same_process)
     ]
     for group, worlds in zip(groups_of(road), product(WORLDS, repeat=3), strict=False):
         found.append(Journey(group, layouts(next(numbers), worlds, (road,)), (road,)))
