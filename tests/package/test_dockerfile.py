@@ -69,7 +69,7 @@ def test_its_commands_are_the_makefile_s() -> None:
 def test_its_steps_in_a_clean_directory(tmp_path: Path) -> None:
     """As an engine would take them, but for the system's packages, which have to be there."""
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    environment |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+    environment |= {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "CCACHE_"))}
     at = tmp_path
     command: list[str] = []
     for name, rest in instructions():

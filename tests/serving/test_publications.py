@@ -10,7 +10,6 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -29,21 +28,29 @@ EXPECTED = re.compile("because the publisher began anew|No such file|has no publ
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisServer]:
-    with ExitStack() as stack:
-        folder = tmp_path / "redis"
-        # Its file is in memory if it can be. On a disk that other tests write to, each command would wait for the disk;
-        # a server that is killed loses neither.
-        if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 2**28:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
-        arguments = ("--appendonly", "yes", "--appendfsync", "always")
-        yield stack.enter_context(redis_server(folder, *arguments, password="correct-horse"))
+def memory_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory if it can be: each fsync would wait for what other tests write to the disk.
+
+    A program that is killed loses nothing in memory either.
+    """
+    if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 2**28:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            yield Path(folder)
+    else:
+        yield tmp_path
+
+
+@pytest.fixture
+def server(memory_folder: Path) -> Iterator[RedisServer]:
+    arguments = ("--appendonly", "yes", "--appendfsync", "always")
+    with redis_server(memory_folder / "redis", *arguments, password="correct-horse") as started:
+        yield started
 
 
 @pytest.fixture(params=["directory", pytest.param("redis", marks=needs_redis)])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def place(request: pytest.FixtureRequest, memory_folder: Path) -> str:
     if request.param == "directory":
-        return str(tmp_path / "published")
+        return str(memory_folder / "published")
     return f"{request.getfixturevalue('server').url}/0?stream=clicks"
 
 
