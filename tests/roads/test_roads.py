@@ -41,13 +41,16 @@ def groups_of(road: str) -> list[str]:
 
 
 def journeys(road: str) -> list[Journey]:
-    """Returns the journeys that begin with a road. Three roads together have each change of the number of ranks."""
+    """Returns the journeys that begin with a road.
+
+    A road within a process has each number of ranks. Three other roads together have each change of it.
+    """
     number = sorted(ROADS).index(road)
     numbers = count(number)
     found = [
         Journey("options", layouts(next(numbers), (WORLDS[first], WORLDS[second]), (road,)), (road,))
         for first, second in product(range(3), range(3))
-        if (first + second) % 3 == number % 3 and (first == second or not ROADS[road].same_process)
+        if (first == second if ROADS[road].same_process else (first + second) % 3 == number % 3)
     ]
     for group, worlds in zip(groups_of(road), product(WORLDS, repeat=3), strict=False):
         found.append(Journey(group, layouts(next(numbers), worlds, (road,)), (road,)))
