@@ -22,6 +22,13 @@ CORE = [
         "Threads that share the columns of a row sum some columns twice and leave others out.",
     ),
     Mutation(
+        f"{CSRC}/backward.cpp",
+        "if (work.later.count + work.longest.count > 0) work.update_later();",
+        "if (work.later.count > 0) work.update_later();",
+        ["test_table"],
+        "The rows of the most frequent ids are not updated, if no other rows are left for later.",
+    ),
+    Mutation(
         f"{CSRC}/index_find.inl",
         "lines[i] += step & (0u - passed);",
         "lines[i] += kFirstStep & (0u - passed);",
