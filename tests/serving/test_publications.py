@@ -59,7 +59,7 @@ def kill_publishers(place: str, folder: Path, kills: int) -> None:
         warnings.simplefilter("always")
         follower.start(0.01)
         arguments = ["-m", "tests.serving.dying_publisher", place, str(folder), str(kills)]
-        # Each publication waits for a disk that other tests write to: 24 s were seen for four of them.
+        # On a disk that other tests write to, four publications have taken 24 s.
         done = run_forked_command(arguments, timeout_s=80 * (kills + 1))
         assert done.returncode == 0, done.stderr
         final = torch.jit.load(folder / "final.pt")
