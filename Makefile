@@ -16,7 +16,7 @@ CORE := $(notdir $(wildcard torchrec_recstore/csrc/*.cpp $(SERVING)/*.cpp) $(fil
 INCLUDES := -I torchrec_recstore/csrc -I $(SERVING) -I $(SERVICE)
 vpath %.cpp torchrec_recstore/csrc $(SERVING) $(SERVICE)
 
-.PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-arm test-mutations parity matrix lint proto bench big span docs wheels try-wheels package clean
+.PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-arm test-arm-python test-mutations parity matrix lint proto bench big span docs wheels try-wheels package clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -103,8 +103,9 @@ build/tsan/%.o: %.cpp $(filter %.h %.inl,$(SOURCES))
 build/tsan/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(TSAN_OBJECTS)
 	$(CXX) $(TSAN) $(INCLUDES) $< $(TSAN_OBJECTS) -ldl -o $@
 
-test-tsan: build/tsan/test_stress build/tsan/test_serving build/tsan/test_row_server build/tsan/test_server_rows  ## the multithreaded work of the core, under ThreadSanitizer
+test-tsan: build/tsan/test_stress build/tsan/test_parts build/tsan/test_serving build/tsan/test_row_server build/tsan/test_server_rows  ## the multithreaded work of the core, under ThreadSanitizer
 	tests/cpp/under_tsan.sh build/tsan/test_stress
+	tests/cpp/under_tsan.sh build/tsan/test_parts
 	tests/cpp/under_tsan.sh build/tsan/test_serving
 	tests/cpp/under_tsan.sh build/tsan/test_row_server
 	tests/cpp/under_tsan.sh build/tsan/test_server_rows
@@ -125,6 +126,10 @@ $(ARM_TESTS:%=run-%): run-%: %
 	$(ARM_RUN) $<
 
 test-arm: $(ARM_TESTS:%=run-%)  ## the C++ tests for aarch64: needs g++-aarch64-linux-gnu and qemu-user of Debian
+
+# A quarter of an hour, and 2 GB of packages outside the repository at the first time.
+test-arm-python: $(VENV)/.wheel-requirements  ## the wheel for aarch64 in an emulated Python: needs g++-aarch64-linux-gnu of Debian 12
+	$(BIN)/python -m tests.arm.run $(ARGS)
 
 test-mutations: build $(VENV)/.dev-requirements $(CPP_TESTS)  ## one mistake at a time in a copy of the code; a test of make test must fail for each
 	$(BIN)/python -m tests.mutations.run $(ARGS)
