@@ -2,8 +2,9 @@
 //
 // Every call runs on one thread, but the core divides its work as for kMostThreads threads. The time of each task of
 // for_each_task() is measured, and the time between the parallel runs. For N threads, tasks are given in their order to the
-// thread that is free first, as the core gives them. The span of a call is the sum of the serial times, of the simulated
-// times of its runs, and of kWake for each run. Its work is the sum of all times. The efficiency is work / (N * span).
+// thread that is free first, as the core gives them, and so are the tasks of tasks (see HelpedExecutor). The span of a call
+// is the sum of the serial times, of the simulated times of its runs, and of kWake for each run. Its work is the sum of all
+// times. The efficiency is work / (N * span).
 //
 // The simulation has no limit of the memory: docs/performance.md has the results.
 
@@ -15,10 +16,12 @@
 #include <cmath>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <queue>
 #include <random>
 #include <string>
 #include <time.h>
+#include <utility>
 #include <vector>
 
 #include "find.h"
@@ -32,6 +35,7 @@ using namespace recstore;
 constexpr int kThreads[] = {2, 8, 16, 32, 64};
 constexpr int kMostThreads = 64;
 constexpr double kWake = 5e-6;  // seconds to wake the threads and to wait for the last one, with libgomp and spinning threads
+constexpr double kJoin = 1e-6;  // seconds until a thread that spins helps another one
 constexpr int64_t kColumns = 64;
 constexpr int kSteps = 5;
 
@@ -42,32 +46,129 @@ double now() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
+// A task, and what it does in its own parallel runs, with which threads help that have no task.
+struct Task {
+  struct Segment {
+    double serial = 0;  // before the run
+    std::vector<double> tasks;
+  };
+  std::vector<Segment> segments;
+  double rest = 0;  // after the last run
+
+  double work() const {
+    double sum = rest;
+    for (const Segment& segment : segments) sum += std::accumulate(segment.tasks.begin(), segment.tasks.end(), segment.serial);
+    return sum;
+  }
+};
+using Run = std::vector<Task>;
+
+// Simulates the threads of a run.
+class Simulation {
+ public:
+  Simulation(const Run& run, int threads) : run_(run), progress_(run.size()) {
+    for (int i = 0; i < threads; ++i) free(0.0);
+  }
+  // Returns when the last task ends.
+  double end() {
+    double last = 0;
+    while (!events_.empty()) {
+      const Event event = events_.top();
+      events_.pop();
+      last = std::max(last, event.at);
+      if (event.task == kNone) {
+        free(event.at);
+        continue;
+      }
+      Progress& progress = progress_[event.task];
+      if (event.of_run) --progress.running;
+      if (event.is_owner) {
+        own(event.task, event.at);
+      } else {
+        if (progress.waits && progress.running == 0) own(event.task, event.at);
+        free(event.at);
+      }
+    }
+    return last;
+  }
+
+ private:
+  static constexpr size_t kNone = SIZE_MAX;
+  struct Event {  // a thread has done what it did
+    double at;
+    size_t task;
+    bool is_owner;
+    bool of_run;
+    bool operator<(const Event& other) const { return at > other.at; }
+  };
+  struct Progress {
+    size_t segment = 0, next = 0;
+    int running = 0;
+    bool is_open = false, waits = false;
+  };
+
+  bool help(size_t task, double at, bool is_owner) {
+    Progress& progress = progress_[task];
+    if (!progress.is_open || progress.next == run_[task].segments[progress.segment].tasks.size()) return false;
+    ++progress.running;
+    events_.push({at + run_[task].segments[progress.segment].tasks[progress.next++], task, is_owner, true});
+    return true;
+  }
+  void free(double at) {
+    if (next_ < run_.size()) return begin_segment(next_++, at);
+    for (size_t task = 0; task < run_.size(); ++task) {
+      if (help(task, at, false)) return;
+    }
+    ++idle_;
+  }
+  void begin_segment(size_t task, double at) {
+    const auto& segments = run_[task].segments;
+    const size_t segment = progress_[task].segment;
+    if (segment == segments.size()) {
+      events_.push({at + run_[task].rest, kNone, false, false});
+    } else {
+      events_.push({at + segments[segment].serial, task, true, false});
+    }
+  }
+  // The thread that began a task goes on with it.
+  void own(size_t task, double at) {
+    Progress& progress = progress_[task];
+    if (!progress.is_open) {
+      progress.is_open = true;
+      for (; idle_ > 0 && help(task, at + kJoin, false); --idle_) {
+      }
+    }
+    if (help(task, at, true)) return;
+    progress.waits = progress.running > 0;
+    if (progress.waits) return;
+    progress.is_open = false;
+    progress.next = 0;
+    ++progress.segment;
+    begin_segment(task, at);
+  }
+
+  const Run& run_;
+  std::vector<Progress> progress_;
+  std::priority_queue<Event> events_;
+  size_t next_ = 0;
+  int idle_ = 0;
+};
+
 // The times of one call.
 struct Times {
   double serial = 0;
-  std::vector<std::vector<double>> runs;  // for each parallel run, the times of its tasks
+  std::vector<Run> runs;
 
   double work() const {
     double sum = serial;
-    for (const auto& run : runs) {
-      for (const double task : run) sum += task;
+    for (const Run& run : runs) {
+      for (const Task& task : run) sum += task.work();
     }
     return sum;
   }
   double span(int threads) const {
     double sum = serial;
-    for (const auto& run : runs) {
-      std::priority_queue<double, std::vector<double>, std::greater<>> free;
-      for (int i = 0; i < threads; ++i) free.push(0.0);
-      double last = 0;
-      for (const double task : run) {
-        const double end = free.top() + task;
-        free.pop();
-        free.push(end);
-        last = std::max(last, end);
-      }
-      sum += last + kWake;
-    }
+    for (const Run& run : runs) sum += Simulation(run, threads).end() + kWake;
     return sum;
   }
 };
@@ -76,31 +177,51 @@ class Recorder final : public Executor {
  public:
   int threads() const override { return kMostThreads; }
   void run(int, Body body, void* context) override {
-    times_.serial += now() - mark_;
+    times_.serial += lap();
     times_.runs.emplace_back();
     running_ = true;
     body(context);
     running_ = false;
-    mark_ = now();
+    lap();
   }
   void task_begins() {
-    if (running_ && depth_++ == 0) task_ = now();
+    if (!running_) return;
+    if (depth_ == 0) times_.runs.back().emplace_back();
+    if (depth_ == 0 || (depth_ == 1 && inside_)) lap();
+    ++depth_;
   }
   void task_ends() {
-    if (running_ && --depth_ == 0) times_.runs.back().push_back(now() - task_);
+    if (!running_) return;
+    --depth_;
+    if (depth_ == 0) task().rest = lap();
+    if (depth_ == 1 && inside_) task().segments.back().tasks.push_back(lap());
+  }
+  void run_begins(bool is_parallel) {
+    if (!running_ || depth_ != 1 || !is_parallel) return;
+    inside_ = true;
+    task().segments.push_back({lap(), {}});
+  }
+  void run_ends() {
+    if (!running_ || depth_ != 1 || !inside_) return;
+    inside_ = false;
+    lap();
   }
   Times measured(const std::function<void()>& call) {
     times_ = {};
-    mark_ = now();
+    lap();
     call();
-    times_.serial += now() - mark_;
+    times_.serial += lap();
     return std::move(times_);
   }
 
  private:
+  Task& task() { return times_.runs.back().back(); }
+  // Returns the time since the last call.
+  double lap() { return now() - std::exchange(mark_, now()); }
+
   Times times_;
-  double mark_ = 0, task_ = 0;
-  bool running_ = false;
+  double mark_ = 0;
+  bool running_ = false, inside_ = false;  // inside_: in a run of a task
   int depth_ = 0;
 };
 
@@ -110,6 +231,8 @@ Recorder recorder;
 
 recstore::MeasuredTask::MeasuredTask() { recorder.task_begins(); }
 recstore::MeasuredTask::~MeasuredTask() { recorder.task_ends(); }
+recstore::MeasuredRun::MeasuredRun(bool is_parallel) { recorder.run_begins(is_parallel); }
+recstore::MeasuredRun::~MeasuredRun() { recorder.run_ends(); }
 
 namespace {
 
@@ -172,8 +295,8 @@ void print(const char* part, int64_t bags, int64_t tables, std::vector<Times> ca
   std::sort(calls.begin(), calls.end(), [](const Times& a, const Times& b) { return a.span(64) < b.span(64); });
   const Times& t = calls[calls.size() / 2];
   double longest = 0;
-  for (const auto& run : t.runs) {
-    for (const double task : run) longest = std::max(longest, task);
+  for (const Run& run : t.runs) {
+    for (const Task& task : run) longest = std::max(longest, task.work());
   }
   std::printf("| %s | %lld | %lld | %.2f | %.1f %% | %zu | %.2f |", part, static_cast<long long>(bags), static_cast<long long>(tables), t.work() * 1e3,
               100 * t.serial / t.work(), t.runs.size(), longest * 1e3);
@@ -181,10 +304,15 @@ void print(const char* part, int64_t bags, int64_t tables, std::vector<Times> ca
   std::printf("\n");
   if (std::getenv("SPAN_RUNS") != nullptr) {
     std::printf("    serial %.3f ms\n", t.serial * 1e3);
-    for (const auto& run : t.runs) {
-      double sum = 0, most = 0;
-      for (const double task : run) sum += task, most = std::max(most, task);
-      std::printf("    run of %zu tasks: %.3f ms, the longest task %.3f ms\n", run.size(), sum * 1e3, most * 1e3);
+    for (const Run& run : t.runs) {
+      double sum = 0, most = 0, alone = 0;
+      for (const Task& task : run) {
+        double serial = task.rest;
+        for (const Task::Segment& segment : task.segments) serial += segment.serial;
+        sum += task.work(), most = std::max(most, task.work()), alone = std::max(alone, serial);
+      }
+      std::printf("    run of %zu tasks: %.3f ms, the longest task %.3f ms, of which alone %.3f ms; with 64 threads %.3f ms\n", run.size(),
+                  sum * 1e3, most * 1e3, alone * 1e3, Simulation(run, 64).end() * 1e3);
     }
   }
   std::fflush(stdout);

@@ -9,4 +9,11 @@ class MeasuredTask {
   ~MeasuredTask();
 };
 
+// Measures a run of for_each_task() while it exists. is_parallel: whether it has threads for more than one task.
+class MeasuredRun {
+ public:
+  explicit MeasuredRun(bool is_parallel);
+  ~MeasuredRun();
+};
+
 }  // namespace recstore

@@ -220,12 +220,64 @@ void parts_fill_in_parallel() {
   }
 }
 
+// Half of the ids are replaced by others, again and again, and searches stay as short as those of a new index.
+void parts_are_emptied_in_parallel() {
+  constexpr int64_t kCount = 50000;
+  Index index(13);
+  Oracle expected;
+  Threads threads(4);
+  int64_t next = 0;
+  const auto fill = [&](int64_t count) {
+    index.reserve(count);
+    for (const int64_t end = next + count; next < end; ++next) {
+      insert(index, next, static_cast<Slot>(next));
+      expected[next] = static_cast<Slot>(next);
+    }
+  };
+  fill(kCount);
+  const double fresh = lines_of_a_miss(index);
+  for (int round = 0; round < 20; ++round) {
+    std::vector<std::vector<int64_t>> by_part(Index::kParts), left(Index::kParts);
+    for (auto each = expected.begin(); each != expected.end();) {
+      const int64_t id = each->first;
+      if (recstore::mix(static_cast<uint64_t>(id + round)) % 2 == 0) {
+        by_part[Index::part_of(index.hash(id))].push_back(id);
+        each = expected.erase(each);
+      } else {
+        ++each;
+      }
+    }
+    recstore::for_each_task(threads, Index::kParts, [&](int64_t p) {
+      for (const int64_t id : by_part[p]) {
+        if (!index.erase_within_part(id, index.hash(id))) left[p].push_back(id);
+      }
+    });
+    int64_t alone = 0, together = 0;
+    for (int p = 0; p < Index::kParts; ++p) {
+      alone += static_cast<int64_t>(left[p].size());
+      together += static_cast<int64_t>(by_part[p].size() - left[p].size());
+    }
+    index.inserted(-together);
+    for (const auto& ids : left) {
+      for (const int64_t id : ids) CHECK(index.erase(id) == static_cast<Slot>(id));
+    }
+    CHECK(alone < kCount / 25);
+    check_equal(index, expected);
+    fill(alone + together);
+  }
+  CHECK(lines_of_a_miss(index) <= 1.1 * fresh);
+  check_equal(index, expected);
+}
+
 // A new index has one line for each part, so that each of its lines may be home to ids of two parts.
 void parts_do_not_share_lines() {
   Index index(11);
   index.reserve(100);
   for (int64_t id = 0; id < 100; ++id) CHECK(!index.insert_within_part(id, index.hash(id), static_cast<Slot>(id)));
   check_equal(index, {});
+  for (int64_t id = 0; id < 100; ++id) insert(index, id, static_cast<Slot>(id));
+  for (int64_t id = 0; id < 100; ++id) CHECK(!index.erase_within_part(id, index.hash(id)));
+  CHECK(index.size() == 100);
 }
 
 // Ids that were chosen for one salt do not crowd an index with another salt, and crowded lines are searched correctly.
@@ -258,6 +310,7 @@ int main() {
   for (const int64_t step : {1, 1000, 100000}) fill_and_drain(100000, step);
   for (const int64_t count : {20000, 23000, 25000}) searches_stay_short(count);
   parts_fill_in_parallel();
+  parts_are_emptied_in_parallel();
   parts_do_not_share_lines();
   crafted_ids();
   std::puts("test_index passed");

@@ -34,40 +34,41 @@ Arrivals::Arrivals(Table& table, std::vector<Miss> misses, Arrival arrival)
     : table_(table), arrival_(arrival), misses_(std::move(misses)) {}
 
 void Arrivals::plan(const std::function<void(SlotSet&)>& pin_batch, Executor& executor) {
-  if (!table_.config().bounds.limit_new_rows()) {
-    admitted_ = std::move(misses_);
-    return;
-  }
-  IdSet distinct(misses_.size());
-  if (table_.sightings() == nullptr || !initialises(arrival_)) {
-    for (const Miss& miss : misses_) distinct.add(miss.id, miss.hash);
-    new_rows_ = static_cast<int64_t>(distinct.ids().size());
-    admitted_ = std::move(misses_);
-  } else {
-    IdSet held_back(misses_.size());
-    const auto n = static_cast<int64_t>(misses_.size());
-    std::vector<char> admitted(misses_.size());
-    for_each_task(executor, (n + kTaskMisses - 1) / kTaskMisses, [&](int64_t task) {
-      for (int64_t i = task * kTaskMisses; i < std::min((task + 1) * kTaskMisses, n); ++i) {
-        if (i + kAhead < n) table_.sightings()->prefetch(misses_[i + kAhead].id);
-        admitted[i] = is_admitted(table_, misses_[i].id, arrival_) ? 1 : 0;
-      }
-    });
-    for (size_t i = 0; i < misses_.size(); ++i) {
-      const Miss& miss = misses_[i];
-      if (admitted[i] != 0) {
-        distinct.add(miss.id, miss.hash);
-        admitted_.push_back(miss);
-      } else {
-        held_back.add(miss.id, miss.hash);
-      }
-    }
-    new_rows_ = static_cast<int64_t>(distinct.ids().size());
-    refused_ = static_cast<int64_t>(held_back.ids().size());
+  const bool counts = table_.sightings() != nullptr && initialises(arrival_);
+  DistinctMisses held_back(counts ? hold_back(executor) : std::vector<Miss>{});
+  admitted_.emplace(std::move(misses_));
+  admitted_->group(executor);
+  if (counts) {
+    held_back.group(executor);
+    refused_ = held_back.count();
     seen_ = held_back.ids();
-    seen_.insert(seen_.end(), distinct.ids().begin(), distinct.ids().end());
+    const std::vector<int64_t> ids = admitted_->ids();
+    seen_.insert(seen_.end(), ids.begin(), ids.end());
   }
-  if (table_.config().bounds.max_rows > 0) choose_leavers(new_rows_, pin_batch, executor);
+  if (table_.config().bounds.max_rows > 0) choose_leavers(admitted_->count(), pin_batch, executor);
+}
+
+std::vector<Miss> Arrivals::hold_back(Executor& executor) {
+  const auto n = static_cast<int64_t>(misses_.size());
+  std::vector<char> admitted(misses_.size());
+  for_each_task(executor, (n + kTaskMisses - 1) / kTaskMisses, [&](int64_t task) {
+    for (int64_t i = task * kTaskMisses; i < std::min((task + 1) * kTaskMisses, n); ++i) {
+      if (i + kAhead < n) table_.sightings()->prefetch(misses_[i + kAhead].id);
+      admitted[i] = is_admitted(table_, misses_[i].id, arrival_) ? 1 : 0;
+    }
+  });
+  std::vector<Miss> held_back;
+  held_back.reserve(static_cast<size_t>(std::count(admitted.begin(), admitted.end(), 0)));
+  size_t kept = 0;
+  for (size_t i = 0; i < misses_.size(); ++i) {
+    if (admitted[i] != 0) {
+      misses_[kept++] = misses_[i];
+    } else {
+      held_back.push_back(misses_[i]);
+    }
+  }
+  misses_.resize(kept);
+  return held_back;
 }
 
 void Arrivals::choose_leavers(int64_t new_rows, const std::function<void(SlotSet&)>& pin_batch, Executor& executor) {
@@ -86,11 +87,11 @@ void Arrivals::choose_leavers(int64_t new_rows, const std::function<void(SlotSet
   SlotSet pinned = pinned_slots(table_);
   pin_batch(pinned);
   check_working_set(table_, pinned.size() + new_rows);
-  leavers_ = table_.evictions().next(table_, pinned, over, executor);
+  leavers_ = by_part(table_.index(), table_.evictions().next(table_, pinned, over, executor));
 }
 
-void Arrivals::make_room(int64_t reused) noexcept {
-  table_.leave(leavers_, reused);
+void Arrivals::make_room(int64_t reused, Executor& executor) noexcept {
+  table_.leave(leavers_, reused, executor);
   if (!leavers_.empty()) table_.evictions().evicted();
   table_.counters().evicted += static_cast<int64_t>(leavers_.size());
 }

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "eviction.h"
@@ -32,13 +33,13 @@ class Arrivals {
   // Makes the decision and changes nothing. pin_batch(pinned): adds the slots that the batch has found.
   // Throws InvalidArgument if the table has no room, OutOfMemory.
   void plan(const std::function<void(SlotSet&)>& pin_batch, Executor& executor);
-  // The misses that get a row. Insert them after plan().
-  std::vector<Miss> take_admitted() { return std::move(admitted_); }
+  // The misses that get a row, grouped. Insert them after plan().
+  DistinctMisses take_admitted() { return std::move(*admitted_); }
   // The rows that are evicted to make room.
   const std::vector<Leaver>& leavers() const { return leavers_; }
   // Evicts the leavers. The first `reused` of their slots already belong to new rows. Call Table::reserve_leave()
   // before.
-  void make_room(int64_t reused) noexcept;
+  void make_room(int64_t reused, Executor& executor) noexcept;
   // Updates the counters and the sightings, after the insertion has been filled.
   void finish(int64_t rows_made) noexcept;
 
@@ -46,13 +47,14 @@ class Arrivals {
   int64_t refused() const { return refused_; }
 
  private:
+  // Takes the misses that get no row from misses_. Returns them.
+  std::vector<Miss> hold_back(Executor& executor);
   void choose_leavers(int64_t new_rows, const std::function<void(SlotSet&)>& pin_batch, Executor& executor);
 
   Table& table_;
   Arrival arrival_;
-  int64_t new_rows_ = 0;         // number of distinct ids in admitted_
   std::vector<Miss> misses_;
-  std::vector<Miss> admitted_;
+  std::optional<DistinctMisses> admitted_;
   int64_t refused_ = 0;
   std::vector<int64_t> seen_;  // distinct ids, if the table counts sightings
   std::vector<Leaver> leavers_;

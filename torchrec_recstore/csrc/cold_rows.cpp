@@ -90,7 +90,8 @@ void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool
     if (left[i]) leavers.push_back({ids[i], slot});
   }
   table.reserve_leave(static_cast<int64_t>(leavers.size()));
-  table.leave(leavers);
+  SerialExecutor serial;
+  table.leave(leavers, 0, serial);
   if (static_cast<int64_t>(leavers.size()) == n) table.evictions().evicted();  // otherwise some are offered again
   table.counters().evicted += static_cast<int64_t>(leavers.size());
 }

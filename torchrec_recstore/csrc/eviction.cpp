@@ -12,9 +12,9 @@ namespace {
 constexpr int64_t kPart = 32;            // one row in this many of a full table moves to its cold store at once,
 constexpr int64_t kMostAtOnce = 4096;    // or at most this many, so that no step waits for many more rows than it needs
 constexpr int64_t kExpiryParts = 4;      // number of searches for expired rows within Expiry.steps
-constexpr int64_t kTaskEntries = 16384;  // entries of the index in a task
-constexpr int64_t kRoundWalks = 32;      // tasks whose results are joined at once: at most 11 MB
-constexpr int64_t kTaskSlots = 1 << 16;
+constexpr int64_t kTaskEntries = 4096;   // entries of the index in a task
+constexpr int64_t kRoundWalks = 128;     // tasks whose results are joined at once: at most 11 MB
+constexpr int64_t kTaskSlots = 1 << 13;
 constexpr uint32_t kNoClass = 0xFFFF;
 constexpr int64_t kQueuePart = 32;       // one row in this many of a full table is in its queue
 constexpr int64_t kLeastQueue = 1024;
@@ -119,22 +119,22 @@ std::vector<Leaver> least(const Table& table, const Policy& policy, const SlotSe
   static_assert(Policy::kClasses <= kNoClass);
   std::vector<uint16_t> classes(static_cast<size_t>(slots));
   const int64_t tasks = (slots + kTaskSlots - 1) / kTaskSlots;
-  std::vector<std::vector<uint32_t>> counts(static_cast<size_t>(tasks));
-  for_each_task(executor, tasks, [&](int64_t task) {
-    counts[task].assign(Policy::kClasses, 0);
+  std::vector<std::vector<uint32_t>> counts(static_cast<size_t>(executor.threads()));
+  for_each_task(executor, tasks, [&](int64_t task, int worker) {
+    counts[worker].resize(Policy::kClasses);
     for (int64_t s = task * kTaskSlots; s < std::min((task + 1) * kTaskSlots, slots); ++s) {
       const auto slot = static_cast<Slot>(s);
       classes[s] = kNoClass;
       if (rest.contains(slot)) continue;
       const uint32_t of_slot = policy.class_of(rows.meta(slot));
       classes[s] = static_cast<uint16_t>(of_slot);
-      ++counts[task][of_slot];
+      ++counts[worker][of_slot];
     }
   });
   uint32_t last_class = 0;
   int64_t found = 0;
   for (; last_class < Policy::kClasses; ++last_class) {
-    for (const auto& some : counts) found += some[last_class];
+    for (const auto& some : counts) found += some.empty() ? 0 : some[last_class];
     if (found >= count) break;
   }
   if (found == 0) return {};
@@ -349,7 +349,16 @@ std::vector<Leaver> expired_rows(const Table& table, int64_t before, const SlotS
   std::vector<Leaver> leavers;
   append_each_of(table, old, executor, [](int64_t id, Slot slot) { return Leaver{id, slot}; }, leavers,
                  [](std::vector<Leaver>&) {});
-  return leavers;
+  return by_part(table.index(), leavers);  // a line may be home to ids of two parts
+}
+
+std::vector<Leaver> by_part(const Index& index, const std::vector<Leaver>& leavers) {
+  std::array<size_t, Index::kParts + 1> next{};
+  for (const Leaver& leaver : leavers) ++next[Index::part_of(index.hash(leaver.id)) + 1];
+  for (int p = 0; p < Index::kParts; ++p) next[p + 1] += next[p];
+  std::vector<Leaver> sorted(leavers.size());
+  for (const Leaver& leaver : leavers) sorted[next[Index::part_of(index.hash(leaver.id))]++] = leaver;
+  return sorted;
 }
 
 SlotSet pinned_slots(const Table& table) {

@@ -13,6 +13,7 @@ namespace recstore {
 struct Leaver {
   int64_t id;
   Slot slot;
+  bool is_in_index = true;
 };
 
 // Returns the `count` rows that the table's eviction policy ranks lowest, among the rows whose slots are not in `kept`;
@@ -31,9 +32,12 @@ int64_t leaving_at_once(const Table& table, int64_t needed);
 // no rows expire in this step. Only the number decides, so that all shards, and a run that was resumed, remove the same
 // rows. Of Bounds::expiry_time, the table's wall_clock() decides.
 int64_t expired_before(const Table& table, int64_t step);
-// Returns the rows whose last step is earlier than `before`, among the rows whose slots are not in `kept`. The caller
-// holds the lock.
+// Returns the rows whose last step is earlier than `before`, among the rows whose slots are not in `kept`, by the parts of
+// the index. The caller holds the lock.
 std::vector<Leaver> expired_rows(const Table& table, int64_t before, const SlotSet& kept, Executor& executor);
+
+// Returns the rows by the parts of the index; within a part they keep their order.
+std::vector<Leaver> by_part(const Index& index, const std::vector<Leaver>& leavers);
 
 // Returns the slots of rows that pending passes refer to. The caller holds the lock.
 SlotSet pinned_slots(const Table& table);

@@ -88,7 +88,6 @@ void Upsert::insert(std::vector<Miss> misses, int64_t n, Arrival arrival) {
   arrivals_->plan([&](SlotSet& pinned) { pinned.add(slots_, n); }, executor_);
   insertion_.emplace(table_, arrivals_->take_admitted(), slots_, initialises(arrival));
   tasks_.emplace(std::vector<Insertion*>{&*insertion_});
-  tasks_->run(executor_, [](Insertion& insertion, int64_t task) { insertion.group(task); });
   const std::vector<Leaver>& leavers = arrivals_->leavers();
   insertion_->take_slots(table_.slots_are_free_at_once() ? leavers : std::vector<Leaver>{});
   if (!leavers.empty()) table_.reserve_leave(static_cast<int64_t>(leavers.size()));
@@ -102,7 +101,7 @@ Upsert::~Upsert() {
 void Upsert::commit() noexcept {
   committed_ = true;
   if (!insertion_.has_value()) return;
-  arrivals_->make_room(insertion_->reused());
+  arrivals_->make_room(insertion_->reused(), executor_);
   tasks_->run(executor_, [](Insertion& insertion, int64_t task) { insertion.fill(task); });
   insertion_->finish();
   arrivals_->finish(insertion_->rows_made());

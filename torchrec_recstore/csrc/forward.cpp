@@ -19,7 +19,9 @@ namespace {
 
 constexpr int64_t kTaskIds = 1024;         // approximate number of ids in a task, at most
 constexpr int64_t kLeastTaskIds = 256;
-constexpr int64_t kLargeInsertion = 16384;  // a table with more misses makes its rows on several threads
+constexpr int64_t kLargeInsertion = 16384;  // a table with more misses makes its rows on several threads,
+constexpr int64_t kLargeForAll = 131072;    // or than this number over that of the threads,
+constexpr int64_t kLeastLarge = 2048;       // but not with fewer, because to wake threads takes time
 constexpr int64_t kMostSteps = 0xFFFFFFFE;  // a row's last step has 32 bits, and one value is reserved
 constexpr int64_t kStreamBytes = 16 << 20;  // outputs of at least this size are written past the caches
 
@@ -38,7 +40,8 @@ class Lookup {
  public:
   Lookup(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor,
          const std::vector<RowsElsewhere>& elsewhere, const SlotsAhead* ahead = nullptr)
-      : group_(group), batch_(batch), slots_(slots), out_(out), executor_(executor), ahead_(ahead), elsewhere_(elsewhere) {
+      : group_(group), batch_(batch), slots_(slots), out_(out), executor_(executor), ahead_(ahead),
+        large_insertion_(std::clamp(kLargeForAll / executor.threads(), kLeastLarge, kLargeInsertion)), elsewhere_(elsewhere) {
     check_offsets(batch, group.features(), executor);
     const int64_t stride_bytes = group.columns() * static_cast<int64_t>(sizeof(float));
     streams_ = stride_bytes * batch.bags >= kStreamBytes && stride_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;
@@ -79,8 +82,8 @@ class Lookup {
 
   void commit() noexcept {
     if (rest_.has_value()) {
-      for_each_table([&](int64_t t, Executor&) {
-        if (arrivals_[t].has_value()) arrivals_[t]->make_room(insertions_[t]->reused());
+      for_each_table([&](int64_t t, Executor& executor) {
+        if (arrivals_[t].has_value()) arrivals_[t]->make_room(insertions_[t]->reused(), executor);
       });
       rest_->run(executor_, [](Insertion& insertion, int64_t task) {
         insertion.resolve(task);
@@ -88,7 +91,7 @@ class Lookup {
       });
       for_each_task(executor_, static_cast<int64_t>(incomplete_.size()), [&](int64_t t) { pool_bags_with_misses(*incomplete_[t]); });
     }
-    for_each_table([&](int64_t t, Executor&) {
+    for_each_table([&](int64_t t, Executor& executor) {
       if (insertions_[t].has_value() && !insertions_[t]->finished()) insertions_[t]->finish();
       Table& table = *group_.tables[t];
       const int64_t made = insertions_[t].has_value() ? insertions_[t]->rows_made() : 0;
@@ -99,7 +102,7 @@ class Lookup {
         table.counters().inserts += made;
       }
       if (ticks_[t].has_value()) table.wall_clock()->add(*ticks_[t]);
-      table.leave(expired_[t]);
+      table.leave(expired_[t], 0, executor);
       table.counters().expired += static_cast<int64_t>(expired_[t].size());
     });
   }
@@ -123,8 +126,8 @@ class Lookup {
       arrivals_[table].emplace(*group_.tables[table], std::move(misses), Arrival::kLookup);
       return;
     }
-    const bool large = static_cast<int64_t>(misses.size()) > kLargeInsertion;
-    Insertion& insertion = insertions_[table].emplace(*group_.tables[table], std::move(misses), slots_);
+    const bool large = static_cast<int64_t>(misses.size()) > large_insertion_;
+    Insertion& insertion = insertions_[table].emplace(*group_.tables[table], DistinctMisses(std::move(misses)), slots_);
     if (large) return;
     for (int64_t step = 0; step < insertion.tasks(); ++step) insertion.group(step);
     insertion.take_slots();
@@ -162,39 +165,43 @@ class Lookup {
       expired_[t] = expired_rows(table, before, kept, executor);
     });
   }
-  // Calls work(table, executor) for each table. If there are many tables and misses, each table has one thread, because
-  // some of its work cannot be shared. To wake threads for few misses costs more than the work.
+  // Calls work(table, executor) for each table. If there are many tables and misses, each table has a thread, because some
+  // of its work cannot be shared. To wake threads for few misses costs more than the work.
   template <class Work>
   void for_each_table(const Work& work) {
     constexpr int64_t kManyTables = 8;
     const auto n = static_cast<int64_t>(insertions_.size());
     size_t misses = 0;
     for (const Task& task : tasks_) misses += task.misses.size();
-    const bool many = n >= std::min<int64_t>(executor_.threads(), kManyTables) && static_cast<int64_t>(misses) >= kLargeInsertion;
+    const bool many = n >= std::min<int64_t>(executor_.threads(), kManyTables) && static_cast<int64_t>(misses) >= large_insertion_;
     for_each_part(executor_, n, many, work);
   }
   void prepare_rest() {
     std::vector<size_t> rest;  // tables
-    std::vector<Insertion*> insertions;
     std::vector<const Task*> with_refused;
     for (size_t t = 0; t < insertions_.size(); ++t) {
       const bool bounded = arrivals_[t].has_value(), refused = bounded && arrivals_[t]->refused() > 0;
-      if (!bounded && (!insertions_[t].has_value() || insertions_[t]->misses() <= kLargeInsertion)) continue;
+      if (!bounded && (!insertions_[t].has_value() || insertions_[t]->misses() <= large_insertion_)) continue;
       for (const Task& task : tasks_) {
         if (table_number(task) == static_cast<int64_t>(t)) (refused ? with_refused : incomplete_).push_back(&task);
       }
-      if (bounded) insertions_[t].emplace(*group_.tables[t], arrivals_[t]->take_admitted(), slots_);
       rest.push_back(t);
-      insertions.push_back(&*insertions_[t]);
     }
     // A new row and a refused one both read as the initial row, so these bags do not have to wait for the rows.
     for_each_task(executor_, static_cast<int64_t>(with_refused.size()), [&](int64_t t) {
       for (const int64_t bag : with_refused[t]->bags_with_misses) pool_with_missing_rows(*with_refused[t], bag);
     });
-    if (!rest.empty()) {
-      rest_.emplace(insertions);
-      rest_->run(executor_, [](Insertion& insertion, int64_t task) { insertion.group(task); });
+    std::vector<Insertion*> insertions, not_grouped;
+    for (const size_t t : rest) {
+      if (arrivals_[t].has_value()) {
+        insertions.push_back(&insertions_[t].emplace(*group_.tables[t], arrivals_[t]->take_admitted(), slots_));
+      } else {
+        insertions.push_back(&*insertions_[t]);
+        not_grouped.push_back(insertions.back());
+      }
     }
+    if (!rest.empty()) rest_.emplace(insertions);
+    InsertionTasks(not_grouped).run(executor_, [](Insertion& insertion, int64_t task) { insertion.group(task); });
     // The index of a table makes room by moving entries, which takes as long as a fifth of an insertion.
     for_each_task(executor_, static_cast<int64_t>(rest.size()), [&](int64_t i) {
       const size_t t = rest[static_cast<size_t>(i)];
@@ -348,6 +355,7 @@ class Lookup {
   const SlotsAhead* ahead_;        // null if no slots have been resolved ahead
   std::vector<StaleSlots> stale_;  // by table, if slots have been resolved ahead
   bool streams_;
+  const int64_t large_insertion_;  // kLargeInsertion, or less if there are many threads
   std::vector<Task> tasks_;
   const std::vector<RowsElsewhere>& elsewhere_;       // by table, or empty
   std::vector<std::optional<Insertion>> insertions_;  // by table, in training

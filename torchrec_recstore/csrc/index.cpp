@@ -42,8 +42,10 @@ Slot Index::find(int64_t id) const {
   return place.entry < 0 ? kNoSlot : lines()[place.line].words[place.entry];
 }
 
-Index::Place Index::find_place(int64_t id, uint64_t hash) const {
+// Searches the lines before `end`.
+Index::Place Index::find_place(int64_t id, uint64_t hash, uint32_t end) const {
   for (uint32_t l = view().home(position_of(hash)), step = kFirstStep;; l += step, step = next_step(step)) {
+    if (l >= end) return {l, -1};
     const IndexLine& line = lines()[l];
     for (uint32_t used = line.used(); used != 0; used &= used - 1) {
       const int entry = __builtin_ctz(used);
@@ -101,15 +103,20 @@ void Index::insert(int64_t id, uint64_t hash, Slot slot) noexcept {
   ++size_;
 }
 
-bool Index::insert_within_part(int64_t id, uint64_t hash, Slot slot) noexcept {
-  // The first line of a part, and the first line of the next part, may be home to ids of two parts.
+// Returns the lines to which no other part has access: the first line of a part, and the first line of the next part, may
+// be home to ids of two parts.
+Index::Lines Index::lines_of_part(int part) const {
   constexpr int kPartPositions = 32 - kPartBits;
-  const auto part = static_cast<uint64_t>(part_of(hash));
+  const auto number = static_cast<uint64_t>(part);
   const IndexView v = view();
-  const uint32_t home = v.home(position_of(hash));
-  const uint32_t end = part + 1 == kParts ? lines_above_ : v.home((part + 1) << kPartPositions);
-  if (home == v.home(part << kPartPositions)) return false;
-  const Place place = free_place(home, end);
+  return {v.home(number << kPartPositions) + 1, part + 1 == kParts ? lines_above_ : v.home((number + 1) << kPartPositions)};
+}
+
+bool Index::insert_within_part(int64_t id, uint64_t hash, Slot slot) noexcept {
+  const Lines own = lines_of_part(part_of(hash));
+  const uint32_t home = view().home(position_of(hash));
+  if (home < own.begin) return false;
+  const Place place = free_place(home, own.end);
   if (place.entry < 0) return false;
   put(place, home, id, slot);
   return true;
@@ -122,17 +129,28 @@ Slot Index::erase(int64_t id) noexcept {
   const Slot slot = lines()[place.line].words[place.entry];
   take_out(place, view().home(position_of(hash)));
   --size_;
-  fill(place);
+  fill(place, {0, kNoSlot});
   return slot;
+}
+
+bool Index::erase_within_part(int64_t id, uint64_t hash) noexcept {
+  const Lines own = lines_of_part(part_of(hash));
+  const uint32_t home = view().home(position_of(hash));
+  if (home < own.begin) return false;
+  const Place place = find_place(id, hash, own.end);
+  if (place.entry < 0) return false;
+  take_out(place, home);
+  fill(place, own);
+  return true;
 }
 
 // Moves an entry that has passed the line of a free place to this place, then one to the place that the entry leaves,
 // and so on. Otherwise entries would stay far from home for ever, and in a table that removes as many rows as it makes,
-// searches would become longer and longer.
-void Index::fill(Place place) noexcept {
+// searches would become longer and longer. No other lines than `within` are touched.
+void Index::fill(Place place, Lines within) noexcept {
   int32_t left = kMostSearched;
   while (lines()[place.line].passed()) {
-    const Place from = passer_of(place.line, left);
+    const Place from = passer_of(place.line, within, left);
     if (from.entry < 0) return;
     const int64_t id = lines()[from.line].ids[from.entry];
     const Slot slot = lines()[from.line].words[from.entry];
@@ -145,17 +163,19 @@ void Index::fill(Place place) noexcept {
 
 // Returns an entry that has passed this line, of the nearest home that has one. Each line that is searched is taken from
 // `left`, and if none is left, there is no entry.
-Index::Place Index::passer_of(uint32_t line, int32_t& left) const {
+Index::Place Index::passer_of(uint32_t line, Lines within, int32_t& left) const {
   for (uint32_t home = line, back = kFirstStep;; home -= back, back = next_step(back)) {
     for (uint32_t l = home, step = kFirstStep; lines()[l].passed(); step = next_step(step)) {
       if (--left < 0) return {line, -1};
       l += step;
+      if (l >= within.end) break;
       if (l <= line) continue;
       for (uint32_t used = lines()[l].used(); used != 0; used &= used - 1) {
         const int entry = __builtin_ctz(used);
         if (view().home(position_of(hash(lines()[l].ids[entry]))) == home) return {l, entry};
       }
     }
+    if (home - within.begin < back) return {line, -1};
   }
 }
 

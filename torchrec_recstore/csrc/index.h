@@ -24,7 +24,7 @@ namespace recstore {
 // this and growth do entries move.
 //
 // Every int64 is a legal id. Thread safety: any number of concurrent calls of const functions; or, after reserve(),
-// parallel calls of insert_within_part() for different parts.
+// parallel calls of insert_within_part() for different parts; or parallel calls of erase_within_part() for different parts.
 class Index {
  public:
   static constexpr int kPartBits = 6;
@@ -57,6 +57,10 @@ class Index {
   void inserted(int64_t count) noexcept { size_ += count; }
   // Returns the slot that `id` had, or kNoSlot.
   Slot erase(int64_t id) noexcept;
+  // Removes the entry of an id that has one, but touches only lines to which no other part has access. If that is not
+  // possible, nothing changes, and the function returns false. Call inserted() with minus the number of these entries when
+  // all calls have ended.
+  bool erase_within_part(int64_t id, uint64_t hash) noexcept;
   void clear();
 
   int64_t size() const { return size_; }
@@ -88,6 +92,9 @@ class Index {
     uint32_t line;
     int entry;  // negative: there is none
   };
+  struct Lines {
+    uint32_t begin, end;
+  };
   struct Moving {
     int64_t id;
     uint64_t hash;
@@ -115,15 +122,16 @@ class Index {
       }
     }
   }
-  Place find_place(int64_t id, uint64_t hash) const;
+  Place find_place(int64_t id, uint64_t hash, uint32_t end = kNoSlot) const;
+  Lines lines_of_part(int part) const;
   template <class Visit>  // visit(last word), for the lines that an entry passes from its home to `line`
   void for_each_passed(uint32_t home, uint32_t line, const Visit& visit) noexcept {
     for (uint32_t l = home, step = kFirstStep; l < line; l += step, step = next_step(step)) visit(lines()[l].words[kLineEntries]);
   }
   void put(Place place, uint32_t home, int64_t id, Slot slot) noexcept;
   void take_out(Place place, uint32_t home) noexcept;
-  void fill(Place place) noexcept;
-  Place passer_of(uint32_t line, int32_t& left) const;
+  void fill(Place place, Lines within) noexcept;
+  Place passer_of(uint32_t line, Lines within, int32_t& left) const;
   Place free_place(uint32_t home, uint32_t end) const;
   void reserve_lines(uint64_t count);
   void begin_growth(int64_t entries);

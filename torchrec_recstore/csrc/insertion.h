@@ -18,18 +18,54 @@ struct Miss {
   int64_t position;  // in the array of slots of the batch
 };
 
+// The misses of one table, by the part of the index and by id.
+class DistinctMisses {
+ public:
+  // misses: in the order of the batch.
+  explicit DistinctMisses(std::vector<Miss> misses);
+
+  // Number of tasks of group(), which may run in parallel.
+  int64_t tasks() const { return tasks_; }
+  // Finds the distinct ids of the task. Throws OutOfMemory.
+  void group(int64_t task);
+  void group(Executor& executor) {
+    for_each_task(executor, tasks_, [&](int64_t task) { group(task); });
+  }
+
+  int64_t misses() const { return static_cast<int64_t>(misses_.size()); }
+  // Number of distinct ids, after group().
+  int64_t count() const;
+  // The distinct ids in the order of the batch, which does not depend on the hash, after group().
+  std::vector<int64_t> ids() const;
+
+ private:
+  friend class Insertion;
+  struct Part {
+    int32_t begin = 0;           // first miss in order_
+    std::vector<int32_t> fresh;  // the first miss of each distinct id; the position here is the number of the id
+  };
+  template <class Work>  // work(part), for the parts of a task that have misses
+  void for_each_part(int64_t task, const Work& work) const;
+
+  std::vector<Miss> misses_;
+  int64_t tasks_ = 1;
+  std::array<Part, Index::kParts + 1> parts_;
+  std::vector<int32_t> order_;    // misses by part; within a part in the order of the batch
+  std::vector<uint32_t> numbers_;  // of the ids of the misses in order_
+};
+
 // Makes the missing rows of one table, one for each distinct id, and writes the slot of each row to all positions of
 // its id. The steps are group(), take_slots(), resolve(), fill() and finish(), in this order.
 class Insertion {
  public:
   // slots: the slots of the batch, which are written at the positions of the misses.
   // initialise: whether fill() writes the weights of the new rows; otherwise the caller writes them.
-  Insertion(Table& table, std::vector<Miss> misses, Slot* slots, bool initialise = true);
+  Insertion(Table& table, DistinctMisses misses, Slot* slots, bool initialise = true);
 
   // Number of tasks of group(), resolve() and fill(). The tasks of one step may run in parallel.
-  int64_t tasks() const { return tasks_; }
-  // Finds the distinct ids of the task. Throws OutOfMemory.
-  void group(int64_t task);
+  int64_t tasks() const { return misses_.tasks(); }
+  // See DistinctMisses; the misses may have been grouped before.
+  void group(int64_t task) { misses_.group(task); }
   // Gets a slot for every new row, and room in the index. The slots of `leaving` come first; these rows are removed
   // before fill(). Throws OutOfMemory.
   void take_slots(const std::vector<Leaver>& leaving = {});
@@ -43,29 +79,23 @@ class Insertion {
   void undo() noexcept;
 
   bool finished() const { return finished_; }
-  int64_t misses() const { return static_cast<int64_t>(misses_.size()); }
+  int64_t misses() const { return misses_.misses(); }
   int64_t rows_made() const { return static_cast<int64_t>(taken_.size()); }
   // Number of new rows that use slots of `leaving`, which are the first slots there.
   int64_t reused() const { return reused_; }
 
  private:
-  // The misses of one part of the index.
-  struct Part {
-    int32_t begin = 0;           // first miss in order_
-    int32_t left = 0;            // number of new rows that are not in the index after fill(); order_ has their numbers
-    int64_t first_row = 0;       // in taken_
-    std::vector<int32_t> fresh;  // the first miss of each distinct id; the position here is the number of the new row
+  // The new rows of one part of the index.
+  struct NewRows {
+    int64_t first = 0;  // in taken_
+    int32_t left = 0;   // number of rows that are not in the index after fill(); the order of the misses has their numbers
   };
-  template <class Work>
-  void for_each_part(int64_t task, const Work& work);
 
   Table& table_;
-  std::vector<Miss> misses_;
+  DistinctMisses misses_;
   Slot* slots_;
   bool initialise_;
-  int64_t tasks_;
-  std::array<Part, Index::kParts + 1> parts_;
-  std::vector<int32_t> order_;  // misses by part; within a part in the order of the batch
+  std::array<NewRows, Index::kParts> rows_;
   std::vector<Slot> taken_;
   int64_t reused_ = 0;          // this many slots at the front of taken_ come from `leaving`
   bool finished_ = false;

@@ -1,6 +1,7 @@
 #include "table.h"
 
 #include <algorithm>
+#include <array>
 #include <random>
 #include <utility>
 
@@ -11,7 +12,8 @@
 namespace recstore {
 namespace {
 
-constexpr size_t kAhead = 8;               // entries of the index that are prefetched ahead
+constexpr int64_t kAhead = 8;              // entries of the index that are prefetched ahead
+constexpr int64_t kTaskLeavers = 1024;     // about the least number of rows that leave in a task
 constexpr int64_t kLeastEntries = 16384;   // entries that a call of compact() visits at least
 constexpr int64_t kStepEntries = 256;      // entries that it visits between two looks at the room
 constexpr int64_t kEntriesForRow = 32;     // entries that it visits for each row that has just been removed
@@ -121,16 +123,28 @@ void Table::reserve_leave(int64_t rows) {
   rows_.reserve_give_back(rows);
 }
 
-void Table::leave(const std::vector<Leaver>& rows, int64_t reused) noexcept {
-  for (size_t i = 0; i < rows.size(); ++i) {
-    if (i + kAhead < rows.size()) index_.prefetch(index_.hash(rows[i + kAhead].id));
+void Table::leave(std::vector<Leaver>& rows, int64_t reused, Executor& executor) noexcept {
+  if (rows.empty()) return;
+  std::array<size_t, Index::kParts + 1> begin{};
+  for (const Leaver& row : rows) ++begin[Index::part_of(index_.hash(row.id)) + 1];
+  for (int p = 0; p < Index::kParts; ++p) begin[p + 1] += begin[p];
+  const int64_t tasks = std::min<int64_t>(Index::kParts, 1 + static_cast<int64_t>(rows.size()) / kTaskLeavers);
+  for_each_task(executor, tasks, [&](int64_t task) {
+    for (int64_t i = begin[task * Index::kParts / tasks], end = begin[(task + 1) * Index::kParts / tasks]; i < end; ++i) {
+      if (i + kAhead < end) index_.prefetch(index_.hash(rows[i + kAhead].id));
+      rows[i].is_in_index = !index_.erase_within_part(rows[i].id, index_.hash(rows[i].id));
+    }
+  });
+  const auto n = static_cast<int64_t>(rows.size());
+  index_.inserted(std::count_if(rows.begin(), rows.end(), [](const Leaver& row) { return row.is_in_index; }) - n);
+  for (int64_t i = 0; i < n; ++i) {
     const Leaver& row = rows[i];
-    index_.erase(row.id);
+    if (row.is_in_index) index_.erase(row.id);
     vacated_.add(row.slot);
     if (rows_.changes().tracks()) rows_.changes().left(row.id, index_.size());
     if (snapshot_ != nullptr && snapshot_->removed(row.id, row.slot)) {
       rows_.give_back(row.slot, next_pass_ - 1);
-    } else if (static_cast<int64_t>(i) >= reused) {
+    } else if (i >= reused) {
       rows_.give_back_now(row.slot);
     }
   }

@@ -140,8 +140,9 @@ class Table {
   int64_t remove(const int64_t* ids, int64_t n);
   // Makes room for leave() with `rows` rows. Throws std::bad_alloc.
   void reserve_leave(int64_t rows);
-  // Removes rows that no pending pass refers to. The slots of the first `reused` rows already belong to new rows.
-  void leave(const std::vector<Leaver>& rows, int64_t reused = 0) noexcept;
+  // Removes rows that no pending pass refers to. They are by the parts of the index, unless the executor has one thread. The
+  // slots of the first `reused` rows already belong to new rows.
+  void leave(std::vector<Leaver>& rows, int64_t reused, Executor& executor) noexcept;
   // Whether the slots of removed rows can be reused at once.
   bool slots_are_free_at_once() const { return snapshot_ == nullptr && !rows_.is_compacting(); }
   // Returns memory to the system if more slots are free than in use. Each call does a part of the work: it visits some
