@@ -132,6 +132,21 @@ void beside_changes(OptimizerKind kind, RowType type, int threads) {
   }
 }
 
+// Several threads find the rows and sort them, also if most ids are close to each other.
+void many_rows() {
+  const auto table = make_table(OptimizerKind::kSgd, RowType::kFloat32);
+  std::vector<int64_t> ids;
+  for (int64_t i = 0; i < 150000; ++i) ids.push_back(i - 70000);
+  for (int64_t i = 0; i < 50000; ++i) ids.push_back(i * i * i * 73000 + 80000 + (i % 2 == 0 ? 0 : INT64_MIN));
+  Threads two(2);
+  write(*table, ids, 1, two);
+  std::sort(ids.begin(), ids.end());
+  for (const int threads : {1, 2, 7, 64}) {
+    Threads executor(threads);
+    CHECK(read(*snapshot_of(table), 1, 100000, false, executor) == ids);
+  }
+}
+
 void marks() {
   Threads executor(2);
   const auto table = make_table(OptimizerKind::kSgd, RowType::kFloat32);
@@ -244,6 +259,7 @@ int main() {
     for (const OptimizerKind kind : {OptimizerKind::kRowWiseAdagrad, OptimizerKind::kAdam}) beside_changes(kind, type, 3);
   }
   beside_changes(OptimizerKind::kSgd, RowType::kFloat32, 1);
+  many_rows();
   marks();
   exchange();
   located();

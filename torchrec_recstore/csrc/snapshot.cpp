@@ -16,9 +16,12 @@
 namespace recstore {
 namespace {
 
-constexpr size_t kFound = size_t{1} << 21;  // rows that one scan of the index finds; they take 64 MiB with scratch memory
+constexpr size_t kFound = size_t{1} << 21;  // rows that one scan of the index finds; they take 64 MiB with scratch memory,
+                                            // and 36 MiB more while several threads sort them
 constexpr int64_t kSliceEntries = 16384;    // entries of the index that are scanned under one lock: about 256 KiB
 constexpr size_t kSliceRows = 2048;         // rows whose ids are found by their slots under one lock
+constexpr size_t kSorted = 1 << 14;         // rows that a thread sorts at least
+constexpr size_t kSamples = 32;             // for each part of rows that are sorted
 constexpr int64_t kRun = 512;               // rows of a task; a polite read copies the rows of one task under one lock
 constexpr int64_t kLongRun = 1 << 16;       // rows that another read copies under one lock
 constexpr int64_t kAhead = 8;               // rows that are prefetched ahead
@@ -52,26 +55,66 @@ using ReadSlice = Slice<std::shared_lock<TableMutex>>;
 // Collects rows, and keeps those with the lowest ids.
 class Snapshot::Least {
  public:
-  explicit Least(int64_t most) { rows_.reserve(std::min(2 * kFound + 2 * size_t{kSliceEntries}, static_cast<size_t>(most))); }
+  // slices: how many are added between two cuts.
+  Least(int64_t most, int64_t slices) {
+    rows_.reserve(std::min(2 * kFound + static_cast<size_t>((slices + 1) * kSliceEntries), static_cast<size_t>(most)));
+  }
   void add(const Row& row) {
     if (row.id <= bound_) rows_.push_back(row);
   }
+  void add(const std::vector<Row>& rows) { rows_.insert(rows_.end(), rows.begin(), rows.end()); }
+  // Rows with higher ids are not needed.
+  int64_t bound() const { return bound_; }
   // Drops rows that exceed the limit. This is slow; do not call it with the table locked.
   void cut() {
-    if (rows_.size() < 2 * kFound) return;
-    std::nth_element(rows_.begin(), rows_.begin() + (kFound - 1), rows_.end());
-    bound_ = rows_[kFound - 1].id;
-    rows_.resize(kFound);
+    if (rows_.size() >= 2 * kFound) cut_to_limit();
   }
-  std::vector<Row> sorted() {
-    std::sort(rows_.begin(), rows_.end());
+  std::vector<Row> sorted(Executor& executor) {
+    if (rows_.size() > kFound) cut_to_limit();
+    sort(executor);
     // The scan may find a row twice: the row was removed after the scan had passed it.
     rows_.erase(std::unique(rows_.begin(), rows_.end()), rows_.end());
-    if (rows_.size() > kFound) rows_.resize(kFound);
     return std::move(rows_);
   }
 
  private:
+  void cut_to_limit() {
+    std::nth_element(rows_.begin(), rows_.begin() + (kFound - 1), rows_.end());
+    bound_ = rows_[kFound - 1].id;
+    rows_.resize(kFound);
+  }
+  // Divides the rows by those of a sample, and sorts the parts.
+  void sort(Executor& executor) {
+    const size_t parts = executor.threads() == 1 ? 1 : std::min(static_cast<size_t>(executor.threads()) * 4, rows_.size() / kSorted);
+    if (parts < 2) return std::sort(rows_.begin(), rows_.end());
+    std::vector<Row> bounds, unsorted(rows_.size());
+    unsorted.swap(rows_);
+    for (size_t i = 0; i < parts * kSamples; ++i) bounds.push_back(unsorted[i * unsorted.size() / (parts * kSamples)]);
+    std::sort(bounds.begin(), bounds.end());
+    for (size_t p = 1; p < parts; ++p) bounds[p - 1] = bounds[p * kSamples];
+    bounds.resize(parts - 1);
+    const auto begin_of = [&](size_t part) { return part * unsorted.size() / parts; };
+    std::vector<uint16_t> part_of(unsorted.size());
+    std::vector<std::vector<size_t>> next(parts + 1, std::vector<size_t>(parts));  // by part of the input, by part of the result
+    for_each_task(executor, static_cast<int64_t>(parts), [&](int64_t task) {
+      for (size_t i = begin_of(task); i < begin_of(task + 1); ++i) {
+        part_of[i] = static_cast<uint16_t>(std::upper_bound(bounds.begin(), bounds.end(), unsorted[i]) - bounds.begin());
+        ++next[task][part_of[i]];
+      }
+    });
+    size_t before = 0;
+    for (size_t p = 0; p < parts; ++p) {
+      for (size_t task = 0; task <= parts; ++task) before += std::exchange(next[task][p], before);
+    }
+    for_each_task(executor, static_cast<int64_t>(parts), [&](int64_t task) {
+      for (size_t i = begin_of(task); i < begin_of(task + 1); ++i) rows_[next[task][part_of[i]]++] = unsorted[i];
+    });
+    for_each_task(executor, static_cast<int64_t>(parts), [&](int64_t p) {
+      const size_t begin = p == 0 ? 0 : next[parts][p - 1], end = next[parts][p];  // the last of the input's parts is empty
+      std::sort(rows_.begin() + static_cast<int64_t>(begin), rows_.begin() + static_cast<int64_t>(end));
+    });
+  }
+
   std::vector<Row> rows_;
   int64_t bound_ = INT64_MAX;
 };
@@ -126,38 +169,50 @@ Snapshot::~Snapshot() {
   }
 }
 
-void Snapshot::find_next(bool polite) {
+void Snapshot::find_next(bool polite, Executor& executor) {
   next_ = {};  // frees its memory before more is allocated
   read_ = 0;
-  Least least(rows_left_);
+  Least least(rows_left_, polite ? 1 : executor.threads());
   // The place of a row is found at random, which takes about this many times the time of a visit in order.
   constexpr int64_t kRandom = 8;
   if (finds_by_slot_ && rows_left_ * kRandom < table_rows_) {
     find_pending(polite, least);
   } else {
-    search_index(polite, least);
+    search_index(polite, least, executor);
   }
-  next_ = least.sorted();
+  SerialExecutor serial;
+  next_ = polite ? least.sorted(serial) : least.sorted(executor);
   if (!next_.empty()) last_id_ = next_.back().id;
 }
 
-void Snapshot::add(int64_t id, Slot slot, Least& least) const {
-  if (pending(slot) && (!last_id_ || id > *last_id_)) least.add({id, slot});
-}
+bool Snapshot::is_next(int64_t id, Slot slot) const { return pending(slot) && (!last_id_ || id > *last_id_); }
 
 // Visits all rows of the table.
-void Snapshot::search_index(bool polite, Least& least) {
+void Snapshot::search_index(bool polite, Least& least, Executor& executor) {
+  std::vector<std::vector<Row>> found(polite ? 1 : static_cast<size_t>(executor.threads()));
   for (uint64_t first = 0; first < Index::kPositions;) {
     least.cut();
+    for (auto& rows : found) rows.clear();
     const ReadSlice slice(table_->mutex(), polite);
     table_->check_open();
     const Index& index = table_->index();
-    const uint64_t end = std::min(first + index.positions(kSliceEntries), Index::kPositions);
-    index.for_each(first, end, [&](int64_t id, Slot slot) { add(id, slot, least); });
-    if (end == Index::kPositions) {
-      for (const Row& row : removed_) add(row.id, row.slot, least);
-    }
+    const uint64_t positions = index.positions(kSliceEntries);
+    const uint64_t end = std::min(first + found.size() * positions, Index::kPositions);
+    for_each_task(executor, static_cast<int64_t>((end - first + positions - 1) / positions), [&](int64_t task) {
+      const uint64_t begin = first + static_cast<uint64_t>(task) * positions;
+      index.for_each(begin, std::min(begin + positions, end), [&](int64_t id, Slot slot) {
+        if (id <= least.bound() && is_next(id, slot)) found[task].push_back({id, slot});
+      });
+    });
+    for (const auto& rows : found) least.add(rows);
+    if (end == Index::kPositions) add_removed(least);
     first = end;
+  }
+}
+
+void Snapshot::add_removed(Least& least) const {
+  for (const Row& row : removed_) {
+    if (is_next(row.id, row.slot)) least.add(row);
   }
 }
 
@@ -181,11 +236,10 @@ void Snapshot::find_pending(bool polite, Least& least) {
       if (i + 2 * kAhead < slots.size()) changes.prefetch_position(slots[i + 2 * kAhead]);
       if (i + kAhead < slots.size()) index.prefetch_position(changes.position(slots[i + kAhead]));
       // A row without an entry has been removed since the snapshot.
-      if (const auto id = index.id_of(slots[i], changes.position(slots[i]))) add(*id, slots[i], least);
+      const auto id = index.id_of(slots[i], changes.position(slots[i]));
+      if (id && is_next(*id, slots[i])) least.add({*id, slots[i]});
     }
-    if (word == pending_.size()) {
-      for (const Row& row : removed_) add(row.id, row.slot, least);
-    }
+    if (word == pending_.size()) add_removed(least);
   }
 }
 
@@ -205,7 +259,7 @@ void Snapshot::read(int64_t n, int64_t* ids, const RowImages& out, bool polite, 
 
 void Snapshot::read_next(int64_t n, int64_t* ids, const RowImages& out, bool polite, Executor& executor) {
   for (int64_t done = 0; done < n;) {
-    if (read_ == next_.size()) find_next(polite);
+    if (read_ == next_.size()) find_next(polite, executor);
     const int64_t run = std::min({n - done, static_cast<int64_t>(next_.size() - read_), polite ? kRun : kLongRun});
     if (run == 0) throw std::logic_error("a row of the snapshot cannot be found");
     const Row* rows = next_.data() + read_;

@@ -69,10 +69,11 @@ class Snapshot final : public PendingPass {
   class Least;
 
   bool pending(Slot slot) const { return slot < slots_ && (pending_[slot / 64] >> (slot % 64) & 1) != 0; }
-  void find_next(bool polite);
-  void search_index(bool polite, Least& least);
+  void find_next(bool polite, Executor& executor);
+  void search_index(bool polite, Least& least, Executor& executor);
   void find_pending(bool polite, Least& least);
-  void add(int64_t id, Slot slot, Least& least) const;
+  bool is_next(int64_t id, Slot slot) const;
+  void add_removed(Least& least) const;
   void read_next(int64_t n, int64_t* ids, const RowImages& out, bool polite, Executor& executor);
   char* block(int64_t number);
   uint32_t& number(Slot slot) const { return reinterpret_cast<uint32_t*>(numbers_.data())[slot]; }
