@@ -353,9 +353,9 @@ class Stress {
     pass->backward(data.grad.data(), {0.1f}, nullptr, worker.executor);
     locked(*cold_, [&] {
       if (expired_before(*cold_, cold_->clock()) == 0) return;
-      const auto expired = expired_rows(*cold_, cold_->clock(), pinned_slots(*cold_), worker.executor);
+      auto expired = expired_rows(*cold_, cold_->clock(), pinned_slots(*cold_), worker.executor);
       cold_->reserve_leave(static_cast<int64_t>(expired.size()));
-      cold_->leave(expired);
+      cold_->leave(expired, 0, worker.executor);
     });
   }
 

@@ -29,6 +29,27 @@ CORE = [
         "The rows of the most frequent ids are not updated, if no other rows are left for later.",
     ),
     Mutation(
+        f"{CSRC}/table.cpp",
+        "if (row.is_in_index) index_.erase(row.id);",
+        "",
+        ["test_parts"],
+        "A row that leaves stays in the index, if its line belongs to two parts.",
+    ),
+    Mutation(
+        f"{CSRC}/arrivals.cpp",
+        "refused_ = held_back.count();",
+        "refused_ = held_back.misses();",
+        ["tests/store/test_admission.py"],
+        "An id that admission refuses is counted once for each of its positions.",
+    ),
+    Mutation(
+        f"{CSRC}/snapshot.cpp",
+        "std::sort(bounds.begin(), bounds.end());",
+        "",
+        ["test_snapshot"],
+        "Threads that sort the rows of a save divide them by a sample that is not sorted.",
+    ),
+    Mutation(
         f"{CSRC}/index_find.inl",
         "lines[i] += step & (0u - passed);",
         "lines[i] += kFirstStep & (0u - passed);",
