@@ -13,7 +13,7 @@ namespace recstore {
 struct Leaver {
   int64_t id;
   Slot slot;
-  bool is_in_index = true;
+  bool is_in_index = true;  // false when Table::leave() has removed its entry
 };
 
 // Returns the `count` rows that the table's eviction policy ranks lowest, among the rows whose slots are not in `kept`;

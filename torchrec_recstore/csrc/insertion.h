@@ -50,7 +50,7 @@ class DistinctMisses {
   std::vector<Miss> misses_;
   int64_t tasks_ = 1;
   std::array<Part, Index::kParts + 1> parts_;
-  std::vector<int32_t> order_;    // misses by part; within a part in the order of the batch
+  std::vector<int32_t> order_;     // misses by part; within a part in the order of the batch
   std::vector<uint32_t> numbers_;  // of the ids of the misses in order_
 };
 

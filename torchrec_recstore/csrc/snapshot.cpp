@@ -83,7 +83,7 @@ class Snapshot::Least {
     bound_ = rows_[kFound - 1].id;
     rows_.resize(kFound);
   }
-  // Divides the rows by those of a sample, and sorts the parts.
+  // Divides the rows by those of a sample, and sorts the parts. The order of the sample matters only for equal parts.
   void sort(Executor& executor) {
     const size_t parts = executor.threads() == 1 ? 1 : std::min(static_cast<size_t>(executor.threads()) * 4, rows_.size() / kSorted);
     if (parts < 2) return std::sort(rows_.begin(), rows_.end());
@@ -110,7 +110,7 @@ class Snapshot::Least {
       for (size_t i = begin_of(task); i < begin_of(task + 1); ++i) rows_[next[task][part_of[i]]++] = unsorted[i];
     });
     for_each_task(executor, static_cast<int64_t>(parts), [&](int64_t p) {
-      const size_t begin = p == 0 ? 0 : next[parts][p - 1], end = next[parts][p];  // the last of the input's parts is empty
+      const size_t begin = p == 0 ? 0 : next[parts][p - 1], end = next[parts][p];  // of the part of the input after its end
       std::sort(rows_.begin() + static_cast<int64_t>(begin), rows_.begin() + static_cast<int64_t>(end));
     });
   }
