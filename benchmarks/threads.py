@@ -4,9 +4,11 @@
 
 Prints a JSON row for each batch size and number of threads, and then a table. ``forward`` and ``backward`` are those of
 26 tables whose rows are there, with row-wise Adagrad. ``new rows`` is the forward of a batch whose ids are all new, in
-tables that are empty at the beginning of each eighth step. ``first touch`` fills fresh memory of the size of its rows.
-``gather`` and ``scatter`` move the same rows of one array by known slots, as kernel.py does: they are the limit of the
-machine, which has fewer memory channels than processors. The steps of all numbers of threads are interleaved.
+tables that are empty at the beginning of each eighth step. ``evicting``, ``not admitted`` and ``expiring`` are forwards
+of tables with bounds, a third of whose ids are new. ``save`` reads the rows of one table of 300,000 rows, as a
+checkpoint does. ``first touch`` fills fresh memory of the size of the new rows. ``gather`` and ``scatter`` move the
+same rows of one array by known slots, as kernel.py does: they are the limit of the machine, which has fewer memory
+channels than processors. The steps of all numbers of threads are interleaved.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from typing import Any
 
 import limit
 import torch
-from kernel import BATCHES, CASES, OPTIMIZERS, Case, limits, make_batches, recstore, step
+from kernel import BATCHES, CASES, OPTIMIZERS, Batch, Case, limits, make_batches, recstore, step
 from measure import clock, emit, interleave, spread
+from torch import Tensor
 
+from torchrec_recstore import LRU, Expiry, MinFrequency, TableOptions
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.store import Table
 
-PARTS = ("forward", "backward", "new rows", "first touch", "gather", "scatter")
+BOUNDS = ("evicting", "not admitted", "expiring")
+PARTS = ("forward", "backward", "new rows", *BOUNDS, "save", "first touch", "gather", "scatter")
 
 
 def new_rows(case: Case) -> Callable[[int], float]:
@@ -47,6 +52,38 @@ def new_rows(case: Case) -> Callable[[int], float]:
     return side
 
 
+def options_of(bound: str, case: Case) -> TableOptions:
+    """Returns the options of the tables of a part."""
+    if bound == "evicting":
+        return TableOptions(max_rows=2 * case.batch, eviction=LRU())
+    if bound == "not admitted":
+        return TableOptions(admission=MinFrequency(2, counter_bytes=2**26))
+    return TableOptions(expiry=Expiry(steps=8))
+
+
+def bounded(bound: str, case: Case, batches: list[Batch], grads: dict[torch.Size, Tensor]) -> Callable[[int], float]:
+    """Returns a function that looks up a batch, a third of whose ids are new, in tables with a bound."""
+    optimizer, options = OPTIMIZERS["rowwise_adagrad"], options_of(bound, case)
+    tables = [Table(case.dim, optimizer=optimizer, options=options, name=f"b{j}") for j in range(case.tables)]
+    kernel = PooledKernel(tables, range(case.tables), "sum")
+
+    def side(i: int) -> float:
+        b = batches[i % BATCHES]
+        new = (torch.arange(len(b.ids)) + (i + 1) * len(b.ids)) * 7919
+        ids = torch.where(torch.arange(len(b.ids)) % 3 == 0, new, b.ids % case.batch)
+        return step(lambda: kernel(ids, b.offsets, b.weights, train=True), grads)[0]
+
+    return side
+
+
+def save(table: Table) -> float:
+    """Reads all rows of a table as a checkpoint does, and returns the seconds."""
+    with table.snapshot() as snapshot:
+        begin = clock()
+        snapshot.read(len(snapshot))
+        return clock() - begin
+
+
 def first_touch(case: Case) -> float:
     """Fills memory in huge pages that the process has not had before, and returns the seconds."""
     begin = clock()
@@ -58,13 +95,13 @@ def measure(case: Case, threads: list[int], steps: int) -> list[dict[str, Any]]:
     """Returns a row for each number of threads."""
     generator = torch.Generator().manual_seed(0)
     batches = make_batches(case, generator)
-    _tables, kernel = recstore(case, batches, OPTIMIZERS["rowwise_adagrad"])
+    tables, kernel = recstore(case, batches, OPTIMIZERS["rowwise_adagrad"])
     shape = torch.Size((case.batch, case.tables * case.dim))
     grads = {shape: torch.randn(shape, generator=generator) * 0.01}
     bare = limits(case, batches)
 
     def side(count: int) -> Callable[[int], tuple[float, ...]]:
-        grow = new_rows(case)
+        grow, bounds = new_rows(case), [bounded(bound, case, batches, grads) for bound in BOUNDS]
 
         def run(i: int) -> tuple[float, ...]:
             torch.set_num_threads(count)
@@ -73,13 +110,16 @@ def measure(case: Case, threads: list[int], steps: int) -> list[dict[str, Any]]:
             return (
                 *step(lambda: kernel(b.ids, b.offsets, b.weights, train=True), grads),
                 grow(i),
+                *(side(i) for side in bounds),
+                save(tables[0]),
                 first_touch(case),
                 *bare(i),
             )
 
         return run
 
-    timings = interleave({str(count): side(count) for count in threads}, steps, warm_up=3)
+    # Rows expire from the ninth step on.
+    timings = interleave({str(count): side(count) for count in threads}, steps, warm_up=9)
     rows = []
     for count in threads:
         spreads = [spread(values) for values in zip(*timings[str(count)], strict=True)]

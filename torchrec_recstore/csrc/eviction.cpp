@@ -353,9 +353,7 @@ std::vector<Leaver> expired_rows(const Table& table, int64_t before, const SlotS
 }
 
 std::vector<Leaver> by_part(const Index& index, const std::vector<Leaver>& leavers) {
-  std::array<size_t, Index::kParts + 1> next{};
-  for (const Leaver& leaver : leavers) ++next[Index::part_of(index.hash(leaver.id)) + 1];
-  for (int p = 0; p < Index::kParts; ++p) next[p + 1] += next[p];
+  Index::PartBegins next = Index::part_begins(leavers.size(), [&](size_t i) { return index.hash(leavers[i].id); });
   std::vector<Leaver> sorted(leavers.size());
   for (const Leaver& leaver : leavers) sorted[next[Index::part_of(index.hash(leaver.id))]++] = leaver;
   return sorted;

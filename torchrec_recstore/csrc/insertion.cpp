@@ -17,10 +17,8 @@ DistinctMisses::DistinctMisses(std::vector<Miss> misses)
     : misses_(std::move(misses)), order_(misses_.size()), numbers_(misses_.size()) {
   const auto n = static_cast<int64_t>(misses_.size());
   while (tasks_ < Index::kParts && n / tasks_ > kTaskMisses) tasks_ *= 2;
-  for (const Miss& miss : misses_) ++parts_[Index::part_of(miss.hash) + 1].begin;
-  for (int p = 0; p < Index::kParts; ++p) parts_[p + 1].begin += parts_[p].begin;
-  std::array<int32_t, Index::kParts> next;
-  for (int p = 0; p < Index::kParts; ++p) next[p] = parts_[p].begin;
+  begins_ = Index::part_begins(misses_.size(), [&](size_t i) { return misses_[i].hash; });
+  Index::PartBegins next = begins_;
   for (size_t i = 0; i < misses_.size(); ++i) order_[next[Index::part_of(misses_[i].hash)]++] = static_cast<int32_t>(i);
 }
 
@@ -28,34 +26,32 @@ template <class Work>
 void DistinctMisses::for_each_part(int64_t task, const Work& work) const {
   const int64_t parts = Index::kParts / tasks_;
   for (int64_t p = task * parts; p < (task + 1) * parts; ++p) {
-    if (parts_[p].begin < parts_[p + 1].begin) work(p);
+    if (begins_[p] < begins_[p + 1]) work(p);
   }
 }
 
 void DistinctMisses::group(int64_t task) {
   for_each_part(task, [&](int64_t p) {
-    Part& part = parts_[p];
-    const int32_t end = parts_[p + 1].begin;
-    IdSet distinct(static_cast<size_t>(end - part.begin));
-    part.fresh.reserve(static_cast<size_t>(end - part.begin));
-    for (int32_t i = part.begin; i < end; ++i) {
+    IdSet distinct(begins_[p + 1] - begins_[p]);
+    fresh_[p].reserve(begins_[p + 1] - begins_[p]);
+    for (size_t i = begins_[p]; i < begins_[p + 1]; ++i) {
       const Miss& miss = misses_[order_[i]];
       numbers_[i] = distinct.add(miss.id, miss.hash << Index::kPartBits);
-      if (numbers_[i] == part.fresh.size()) part.fresh.push_back(order_[i]);
+      if (numbers_[i] == fresh_[p].size()) fresh_[p].push_back(order_[i]);
     }
   });
 }
 
 int64_t DistinctMisses::count() const {
   int64_t count = 0;
-  for (const Part& part : parts_) count += static_cast<int64_t>(part.fresh.size());
+  for (const auto& fresh : fresh_) count += static_cast<int64_t>(fresh.size());
   return count;
 }
 
 std::vector<int64_t> DistinctMisses::ids() const {
   std::vector<char> is_first(misses_.size());
-  for (const Part& part : parts_) {
-    for (const int32_t m : part.fresh) is_first[m] = 1;
+  for (const auto& fresh : fresh_) {
+    for (const int32_t m : fresh) is_first[m] = 1;
   }
   std::vector<int64_t> ids;
   ids.reserve(static_cast<size_t>(count()));
@@ -72,7 +68,7 @@ void Insertion::take_slots(const std::vector<Leaver>& leaving) {
   int64_t total = 0;
   for (int p = 0; p < Index::kParts; ++p) {
     rows_[p].first = total;
-    total += static_cast<int64_t>(misses_.parts_[p].fresh.size());
+    total += static_cast<int64_t>(misses_.fresh_[p].size());
   }
   table_.index().reserve(total);
   table_.evictions().reserve(total);
@@ -85,7 +81,7 @@ void Insertion::take_slots(const std::vector<Leaver>& leaving) {
 void Insertion::resolve(int64_t task) noexcept {
   misses_.for_each_part(task, [&](int64_t p) {
     const Slot* slots = taken_.data() + rows_[p].first;
-    for (int32_t i = misses_.parts_[p].begin; i < misses_.parts_[p + 1].begin; ++i) {
+    for (size_t i = misses_.begins_[p]; i < misses_.begins_[p + 1]; ++i) {
       slots_[misses_.misses_[misses_.order_[i]].position] = slots[misses_.numbers_[i]];
     }
   });
@@ -94,8 +90,8 @@ void Insertion::resolve(int64_t task) noexcept {
 void Insertion::fill(int64_t task) noexcept {
   const auto step = static_cast<uint32_t>(table_.clock());
   misses_.for_each_part(task, [&](int64_t p) {
-    const std::vector<int32_t>& fresh = misses_.parts_[p].fresh;
-    int32_t* left = misses_.order_.data() + misses_.parts_[p].begin;  // resolve() was the last to read the order
+    const std::vector<int32_t>& fresh = misses_.fresh_[p];
+    int32_t* left = misses_.order_.data() + misses_.begins_[p];  // resolve() was the last to read the order
     for (size_t row = 0; row < fresh.size(); ++row) {
       if (row + kAhead < fresh.size()) table_.index().prefetch(misses_.misses_[fresh[row + kAhead]].hash);
       const Miss& miss = misses_.misses_[fresh[row]];
@@ -112,14 +108,14 @@ void Insertion::finish() noexcept {
   finished_ = true;
   int64_t left = 0;
   for (int p = 0; p < Index::kParts; ++p) {
-    const DistinctMisses::Part& part = misses_.parts_[p];
+    const std::vector<int32_t>& fresh = misses_.fresh_[p];
     left += rows_[p].left;
     if (table_.evictions().notes_arrivals()) {
-      for (const int32_t m : part.fresh) table_.evictions().arrived(misses_.misses_[m].id);
+      for (const int32_t m : fresh) table_.evictions().arrived(misses_.misses_[m].id);
     }
     for (int32_t i = 0; i < rows_[p].left; ++i) {
-      const int32_t row = misses_.order_[part.begin + i];
-      const Miss& miss = misses_.misses_[part.fresh[row]];
+      const int32_t row = misses_.order_[misses_.begins_[p] + i];
+      const Miss& miss = misses_.misses_[fresh[row]];
       table_.index().insert(miss.id, miss.hash, taken_[static_cast<size_t>(rows_[p].first + row)]);
     }
   }
@@ -128,8 +124,8 @@ void Insertion::finish() noexcept {
 
 void Insertion::undo() noexcept {
   if (finished_) {
-    for (const DistinctMisses::Part& part : misses_.parts_) {
-      for (const int32_t m : part.fresh) table_.index().erase(misses_.misses_[m].id);
+    for (const auto& fresh : misses_.fresh_) {
+      for (const int32_t m : fresh) table_.index().erase(misses_.misses_[m].id);
     }
   }
   for (size_t i = static_cast<size_t>(reused_); i < taken_.size(); ++i) table_.rows().give_back_now(taken_[i]);

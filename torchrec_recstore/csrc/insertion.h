@@ -40,18 +40,16 @@ class DistinctMisses {
 
  private:
   friend class Insertion;
-  struct Part {
-    int32_t begin = 0;           // first miss in order_
-    std::vector<int32_t> fresh;  // the first miss of each distinct id; the position here is the number of the id
-  };
   template <class Work>  // work(part), for the parts of a task that have misses
   void for_each_part(int64_t task, const Work& work) const;
 
   std::vector<Miss> misses_;
   int64_t tasks_ = 1;
-  std::array<Part, Index::kParts + 1> parts_;
+  Index::PartBegins begins_;       // in order_
   std::vector<int32_t> order_;     // misses by part; within a part in the order of the batch
   std::vector<uint32_t> numbers_;  // of the ids of the misses in order_
+  // The first miss of each distinct id of a part; the position here is the number of the id.
+  std::array<std::vector<int32_t>, Index::kParts> fresh_;
 };
 
 // Makes the missing rows of one table, one for each distinct id, and writes the slot of each row to all positions of

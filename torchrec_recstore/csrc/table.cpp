@@ -1,7 +1,6 @@
 #include "table.h"
 
 #include <algorithm>
-#include <array>
 #include <random>
 #include <utility>
 
@@ -125,12 +124,10 @@ void Table::reserve_leave(int64_t rows) {
 
 void Table::leave(std::vector<Leaver>& rows, int64_t reused, Executor& executor) noexcept {
   if (rows.empty()) return;
-  std::array<size_t, Index::kParts + 1> begin{};
-  for (const Leaver& row : rows) ++begin[Index::part_of(index_.hash(row.id)) + 1];
-  for (int p = 0; p < Index::kParts; ++p) begin[p + 1] += begin[p];
+  const Index::PartBegins begins = Index::part_begins(rows.size(), [&](size_t i) { return index_.hash(rows[i].id); });
   const int64_t tasks = std::min<int64_t>(Index::kParts, 1 + static_cast<int64_t>(rows.size()) / kTaskLeavers);
   for_each_task(executor, tasks, [&](int64_t task) {
-    for (int64_t i = begin[task * Index::kParts / tasks], end = begin[(task + 1) * Index::kParts / tasks]; i < end; ++i) {
+    for (size_t i = begins[task * Index::kParts / tasks], end = begins[(task + 1) * Index::kParts / tasks]; i < end; ++i) {
       if (i + kAhead < end) index_.prefetch(index_.hash(rows[i + kAhead].id));
       rows[i].is_in_index = !index_.erase_within_part(rows[i].id, index_.hash(rows[i].id));
     }
