@@ -123,8 +123,8 @@ class RunSettings:
         allow_dash=True,
     )
 
-    OF_THE_LOG: ClassVar = ("json_out", "no_log", "log_dir", "log_every")
-    MAY_CHANGE: ClassVar = (*OF_THE_LOG, "checkpoint", "checkpoint_every", "resume", "keep", "epochs")
+    OF_THE_LOG: ClassVar[tuple[str, ...]] = ("json_out", "no_log", "log_dir", "log_every")
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = (*OF_THE_LOG, "checkpoint", "checkpoint_every", "resume", "keep", "epochs")
     """The settings that may have other values when a run is resumed. Subclasses add theirs."""
 
     def shown(self) -> dict[str, Any]:
@@ -194,7 +194,14 @@ class TableSettings(RunSettings):
     seed: int = flag(0, RUN, "Seed of the weights, the tables and the generated rows.", min=0)
     sharding: Literal["table_wise", "row_wise"] = flag("table_wise", RUN, "Sharding type of each table.")
 
-    LIMITS: ClassVar = ("max_rows", "eviction", "half_life_steps", "expire_steps", "min_frequency", "cold_store")
+    LIMITS: ClassVar[tuple[str, ...]] = (
+        "max_rows",
+        "eviction",
+        "half_life_steps",
+        "expire_steps",
+        "min_frequency",
+        "cold_store",
+    )
 
     @property
     def limits(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Settings(TableSettings):
     read_only: bool = flag(False, RUN, "Only read the data, and print the rate of the reader.", "--read-only")
 
     # The data is compared by its content. The cold store may change, because a checkpoint contains the cold rows.
-    MAY_CHANGE: ClassVar = (
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         *TableSettings.MAY_CHANGE,
         *("data", "limit_rows", "skip_bad_rows", "read_only", "backend", "num_embeddings"),
         *("sharding", "servers", "staleness", "token_file", "tls_ca", "tls_cert", "tls_key", "cold_store"),

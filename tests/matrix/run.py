@@ -69,18 +69,17 @@ def pythons_at_hand() -> dict[Python, str]:
 
 
 def choose_pythons(at_hand: Iterable[Python], own: Python, triples: Sequence[Triple] = TRIPLES) -> dict[Triple, Python]:
-    """A Python for each triple: ``own`` for the default triple, the newest of the others for the newest triples.
+    """A Python for each triple: ``own`` for the default one, else the oldest or the newest of the others.
 
     Args:
         at_hand: the Pythons of this machine.
         own: the Python of the repository's own environment, which is the one of CI.
         triples: in ascending order.
     """
-    others = sorted(set(at_hand) - {own}, reverse=True)
-    chosen = {}
-    for triple in sorted(triples, key=triples.index, reverse=True):
-        chosen[triple] = own if triple == DEFAULT or not others else others.pop(0) if len(others) > 1 else others[0]
-    return chosen
+    others = sorted(set(at_hand) - {own}) or [own]
+    extremes = dict.fromkeys(triples[: triples.index(DEFAULT)], others[0])
+    extremes |= dict.fromkeys(triples[triples.index(DEFAULT) :], others[-1])
+    return extremes | {DEFAULT: own}
 
 
 def requirements_of(triple: Triple, folder: Path = ROOT / "requirements") -> list[str]:

@@ -29,12 +29,14 @@ OLD, _, NEW = TRIPLES
 @pytest.mark.parametrize(
     ("at_hand", "expected"),
     [
-        ([10, 11, 12, 13], {OLD: 12, DEFAULT: 11, NEW: 13}),
+        ([10, 11, 12, 13], {OLD: 10, DEFAULT: 11, NEW: 13}),
         ([10, 11], {OLD: 10, DEFAULT: 11, NEW: 10}),
         ([11], {OLD: 11, DEFAULT: 11, NEW: 11}),
     ],
 )
-def test_each_triple_has_the_newest_python_that_is_left(at_hand: list[int], expected: dict[Triple, int]) -> None:
+def test_the_outer_triples_have_the_oldest_and_the_newest_python(
+    at_hand: list[int], expected: dict[Triple, int]
+) -> None:
     chosen = choose_pythons([(3, minor) for minor in at_hand], (3, 11))
     assert {triple: minor for triple, (_, minor) in chosen.items()} == expected
 
