@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -245,6 +246,35 @@ void sightings_are_exact() {
   CHECK(sightings.count(7) == 255);
 }
 
+// Ids that are counted together have the counts of ids that are counted one by one, and their places do not depend on the
+// threads. Some do not fit into their part, and in the last rounds a generation ends.
+void sightings_of_many_ids_are_exact() {
+  Sightings single(1 << 17);
+  std::vector<std::unique_ptr<Sightings>> together;
+  std::vector<std::unique_ptr<Threads>> executors;
+  for (const int threads : {1, 3, 8}) {
+    together.push_back(std::make_unique<Sightings>(1 << 17));
+    executors.push_back(std::make_unique<Threads>(threads));
+  }
+  std::mt19937_64 random(1);
+  for (int round = 0; round < 30; ++round) {
+    std::set<int64_t> some;
+    while (some.size() < 700) some.insert(static_cast<int64_t>(random() % 9000));
+    const std::vector<int64_t> ids(some.begin(), some.end());
+    for (const int64_t id : ids) single.add(id);
+    for (size_t i = 0; i < together.size(); ++i) {
+      std::vector<int64_t> sorted = together[i]->by_part(ids);
+      CHECK(std::multiset<int64_t>(sorted.begin(), sorted.end()) == std::multiset<int64_t>(ids.begin(), ids.end()));
+      together[i]->add(sorted, *executors[i]);
+      CHECK(Entries(*together[i]).ids == Entries(*together[0]).ids && Entries(*together[i]).counts == Entries(*together[0]).counts);
+    }
+    const bool ended = single.size() > single.most();  // other ids may then be in the older generation
+    CHECK(ended || together[1]->size() == single.size());
+    for (int64_t id = 0; id < 9000 && !ended; ++id) CHECK(together[1]->count(id) == single.count(id));
+  }
+  CHECK(single.size() > single.most() && together[1]->size() > single.most());
+}
+
 void sightings_of_several_counters_merge() {
   Sightings one(1 << 12), other(1 << 12), large(1 << 13), small(1 << 10);
   for (int64_t id = 0; id < one.most(); ++id) {
@@ -329,6 +359,7 @@ int main() {
   }
   cold_rows_come_back_as_they_left();
   sightings_are_exact();
+  sightings_of_many_ids_are_exact();
   sightings_of_several_counters_merge();
   the_filter_forgets_nothing();
   a_renewed_filter_has_the_ids_that_were_kept_or_added();

@@ -278,6 +278,13 @@ BOUNDS = [
         "Admission forgets all sightings at the end of a generation.",
     ),
     Mutation(
+        f"{CSRC}/sightings.cpp",
+        "ids[begins[p] + left[p]++] = ids[i];",
+        ";",
+        ["test_bounds"],
+        "Ids whose part of the counts is full are not counted.",
+    ),
+    Mutation(
         f"{CSRC}/cold_rows.cpp",
         "left[i] = slot != kNoSlot && !pinned.contains(slot) && equals(slot, images + i * table.image_bytes());",
         "left[i] = slot != kNoSlot && !pinned.contains(slot);",

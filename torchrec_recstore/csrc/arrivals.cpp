@@ -44,6 +44,7 @@ void Arrivals::plan(const std::function<void(SlotSet&)>& pin_batch, Executor& ex
     seen_ = held_back.ids();
     const std::vector<int64_t> ids = admitted_->ids();
     seen_.insert(seen_.end(), ids.begin(), ids.end());
+    seen_ = table_.sightings()->by_part(seen_);
   }
   if (table_.config().bounds.max_rows > 0) choose_leavers(admitted_->count(), pin_batch, executor);
 }
@@ -96,18 +97,14 @@ void Arrivals::make_room(int64_t reused, Executor& executor) noexcept {
   table_.counters().evicted += static_cast<int64_t>(leavers_.size());
 }
 
-void Arrivals::finish(int64_t rows_made) noexcept {
+void Arrivals::finish(int64_t rows_made, Executor& executor) noexcept {
   Counters& counters = table_.counters();
   if (arrival_ != Arrival::kReturn) counters.inserts += rows_made;
   if (arrival_ != Arrival::kLookup) return;
   counters.misses += rows_made + refused_;
   counters.lookups += refused_;  // the other ids are counted when their pass ends
   counters.refused += refused_;
-  const auto n = static_cast<int64_t>(seen_.size());
-  for (int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) table_.sightings()->prefetch(seen_[i + kAhead]);
-    table_.sightings()->add(seen_[i]);
-  }
+  if (!seen_.empty()) table_.sightings()->add(seen_, executor);
 }
 
 }  // namespace recstore

@@ -41,7 +41,7 @@ class Arrivals {
   // before.
   void make_room(int64_t reused, Executor& executor) noexcept;
   // Updates the counters and the sightings, after the insertion has been filled.
-  void finish(int64_t rows_made) noexcept;
+  void finish(int64_t rows_made, Executor& executor) noexcept;
 
   // Number of distinct ids that get no row.
   int64_t refused() const { return refused_; }
@@ -56,7 +56,7 @@ class Arrivals {
   std::vector<Miss> misses_;
   std::optional<DistinctMisses> admitted_;
   int64_t refused_ = 0;
-  std::vector<int64_t> seen_;  // distinct ids, if the table counts sightings
+  std::vector<int64_t> seen_;  // distinct ids, if the table counts sightings, by its parts
   std::vector<Leaver> leavers_;
 };
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "mix.h"
+#include "parts.h"
 
 namespace recstore {
 namespace {
@@ -353,10 +354,7 @@ std::vector<Leaver> expired_rows(const Table& table, int64_t before, const SlotS
 }
 
 std::vector<Leaver> by_part(const Index& index, const std::vector<Leaver>& leavers) {
-  Index::PartBegins next = Index::part_begins(leavers.size(), [&](size_t i) { return index.hash(leavers[i].id); });
-  std::vector<Leaver> sorted(leavers.size());
-  for (const Leaver& leaver : leavers) sorted[next[Index::part_of(index.hash(leaver.id))]++] = leaver;
-  return sorted;
+  return by_part<Index::kParts>(leavers, [&](const Leaver& leaver) { return index.part_of_id(leaver.id); });
 }
 
 SlotSet pinned_slots(const Table& table) {

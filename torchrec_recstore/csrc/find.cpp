@@ -104,7 +104,7 @@ void Upsert::commit() noexcept {
   arrivals_->make_room(insertion_->reused(), executor_);
   tasks_->run(executor_, [](Insertion& insertion, int64_t task) { insertion.fill(task); });
   insertion_->finish();
-  arrivals_->finish(insertion_->rows_made());
+  arrivals_->finish(insertion_->rows_made(), executor_);
 }
 
 void find_or_insert(Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor, Arrival arrival) {

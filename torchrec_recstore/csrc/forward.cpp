@@ -96,7 +96,7 @@ class Lookup {
       Table& table = *group_.tables[t];
       const int64_t made = insertions_[t].has_value() ? insertions_[t]->rows_made() : 0;
       if (arrivals_[t].has_value()) {
-        arrivals_[t]->finish(made);
+        arrivals_[t]->finish(made, executor);
       } else {
         table.counters().misses += made;
         table.counters().inserts += made;

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -37,16 +36,7 @@ class Index {
   // The salt is random for each table, so that nobody can choose ids that all fall into one line.
   uint64_t hash(int64_t id) const { return mix(static_cast<uint64_t>(id) ^ salt_); }
   static int part_of(uint64_t hash) { return static_cast<int>(hash >> (64 - kPartBits)); }
-  // Where the elements of each part begin if n elements are put in the order of their parts. The last one is n.
-  // hash(i): that of an element, for 0 <= i < n.
-  using PartBegins = std::array<size_t, kParts + 1>;
-  template <class Hash>
-  static PartBegins part_begins(size_t n, const Hash& hash) {
-    PartBegins begins{};
-    for (size_t i = 0; i < n; ++i) ++begins[part_of(hash(i)) + 1];
-    for (int p = 0; p < kParts; ++p) begins[p + 1] += begins[p];
-    return begins;
-  }
+  int part_of_id(int64_t id) const { return part_of(hash(id)); }
   static uint32_t position_of(uint64_t hash) { return static_cast<uint32_t>(hash >> 32); }
   void prefetch(uint64_t hash) const { __builtin_prefetch(lines() + view().home(position_of(hash)), 1, 3); }
 

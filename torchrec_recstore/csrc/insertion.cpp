@@ -17,8 +17,8 @@ DistinctMisses::DistinctMisses(std::vector<Miss> misses)
     : misses_(std::move(misses)), order_(misses_.size()), numbers_(misses_.size()) {
   const auto n = static_cast<int64_t>(misses_.size());
   while (tasks_ < Index::kParts && n / tasks_ > kTaskMisses) tasks_ *= 2;
-  begins_ = Index::part_begins(misses_.size(), [&](size_t i) { return misses_[i].hash; });
-  Index::PartBegins next = begins_;
+  begins_ = part_begins<Index::kParts>(misses_.size(), [&](size_t i) { return Index::part_of(misses_[i].hash); });
+  auto next = begins_;
   for (size_t i = 0; i < misses_.size(); ++i) order_[next[Index::part_of(misses_[i].hash)]++] = static_cast<int32_t>(i);
 }
 

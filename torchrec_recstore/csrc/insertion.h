@@ -7,6 +7,7 @@
 #include "eviction.h"
 #include "executor.h"
 #include "index.h"
+#include "parts.h"
 #include "table.h"
 
 namespace recstore {
@@ -45,9 +46,9 @@ class DistinctMisses {
 
   std::vector<Miss> misses_;
   int64_t tasks_ = 1;
-  Index::PartBegins begins_;       // in order_
-  std::vector<int32_t> order_;     // misses by part; within a part in the order of the batch
-  std::vector<uint32_t> numbers_;  // of the ids of the misses in order_
+  std::array<size_t, Index::kParts + 1> begins_;  // of the parts in order_
+  std::vector<int32_t> order_;                    // misses by part; within a part in the order of the batch
+  std::vector<uint32_t> numbers_;                 // of the ids of the misses in order_
   // The first miss of each distinct id of a part; the position here is the number of the id.
   std::array<std::vector<int32_t>, Index::kParts> fresh_;
 };

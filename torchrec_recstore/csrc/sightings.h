@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
+#include "executor.h"
 #include "memory.h"
 
 namespace recstore {
@@ -25,6 +27,10 @@ class Sightings {
   // Returns the count of an id, at most 255.
   int64_t count(int64_t id) const;
   void add(int64_t id);
+  // Adds ids, with threads. They are in the order of by_part(); the call changes their order. The counts do not depend on the
+  // threads.
+  void add(std::vector<int64_t>& ids, Executor& executor) noexcept;
+  std::vector<int64_t> by_part(const std::vector<int64_t>& ids) const;
   // Prefetches the cache lines that the other calls read for an id.
   void prefetch(int64_t id) const;
 
@@ -42,6 +48,7 @@ class Sightings {
   int64_t bytes() const { return 2 * buckets_ * static_cast<int64_t>(sizeof(Bucket)); }
 
  private:
+  static constexpr int kParts = 64;
   static constexpr int kPlaces = 7;
   static constexpr int64_t kFilled = 6;  // ids for each bucket of a full generation: there is always a free place
 
@@ -55,12 +62,17 @@ class Sightings {
     uint8_t* count;
   };
 
-  // Returns the place of an id in a generation, or the free place where it would be.
-  Place find(int generation, int64_t id) const;
+  // Returns the place of an id in a generation, or the free place where it would be. Of a part alone: a place that is null if
+  // the search leaves the part.
+  Place find(int generation, int64_t id, bool of_part = false) const;
+  int64_t bucket_of(int64_t id) const;
+  // The part of the buckets in which the search for an id begins.
+  int64_t part_of(int64_t id) const { return bucket_of(id) * kParts / buckets_; }
   Bucket* buckets(int generation) const { return reinterpret_cast<Bucket*>(memory_.data()) + generation * buckets_; }
   void clear(int generation);
   // Adds to the count of an id in a generation, if the id is there or there is room for it. Returns whether it was added.
   bool add_to(int generation, int64_t id, int64_t count);
+  void add_at(Place place, int64_t id, int64_t count, int64_t& size);
 
   int64_t buckets_;  // of a generation, a power of two
   int64_t sizes_[2] = {0, 0};

@@ -6,6 +6,7 @@
 
 #include "error.h"
 #include "eviction.h"
+#include "parts.h"
 #include "snapshot.h"
 
 namespace recstore {
@@ -124,7 +125,7 @@ void Table::reserve_leave(int64_t rows) {
 
 void Table::leave(std::vector<Leaver>& rows, int64_t reused, Executor& executor) noexcept {
   if (rows.empty()) return;
-  const Index::PartBegins begins = Index::part_begins(rows.size(), [&](size_t i) { return index_.hash(rows[i].id); });
+  const auto begins = part_begins<Index::kParts>(rows.size(), [&](size_t i) { return index_.part_of_id(rows[i].id); });
   const int64_t tasks = std::min<int64_t>(Index::kParts, 1 + static_cast<int64_t>(rows.size()) / kTaskLeavers);
   for_each_task(executor, tasks, [&](int64_t task) {
     for (size_t i = begins[task * Index::kParts / tasks], end = begins[(task + 1) * Index::kParts / tasks]; i < end; ++i) {
