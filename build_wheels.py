@@ -27,6 +27,8 @@ EMPTY = {f"lib{name}.so": f"lib{name}.so" for name in ("torch", "torch_cpu", "c1
 EMPTY |= {"libdl.so": "libdl.so.2", "libpthread.so": "libpthread.so.0"}
 # manylinux_2_28: the newest symbols of each library, and the file that has them.
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
+# How names of Python, torch, C++ and the loader begin.
+ELSEWHERE = ("Py", "_Py", "aoti_torch_", "torch_", "_Z", "__tls_get_addr")
 SYSTEM = {"c": "libc.so.6", "m": "libm.so.6", "stdc++": "libstdc++.so.6"}
 PROJECTS = (".", "service", "serving")
 ARCHITECTURES = ("x86_64", "aarch64")
@@ -50,24 +52,25 @@ def real_path(compiler: str, file: str) -> Path:
     return Path(subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip())
 
 
-def symbols(library: Path) -> "list[tuple[str, str, str, bool]]":
-    """Returns the type, name and version of the dynamic symbols of a library, and whether it defines them."""
+def symbols(library: Path) -> "list[tuple[str, str, str, str]]":
+    """Returns the type, name, version and state of the dynamic symbols of a library: defined, needed or optional."""
     listed = subprocess.run(["readelf", "--dyn-syms", "-W", library], check=True, capture_output=True, text=True).stdout
     found = []
     for line in listed.splitlines():
         fields = line.split()
         if len(fields) > 7 and fields[0].rstrip(":").isdigit():
             name, _, version = fields[7].partition("@")
-            found.append((fields[3], name, version.lstrip("@"), fields[6] != "UND"))
+            state = "defined" if fields[6] != "UND" else "optional" if fields[4] == "WEAK" else "needed"
+            found.append((fields[3], name, version.lstrip("@"), state))
     return found
 
 
 def link_old(library: str, real: Path, compiler: str, stubs: Path) -> None:
     """Links a library of symbols that has those of a real one, in their newest versions up to NEWEST."""
     chosen: dict[str, tuple[tuple[int, ...], str, str]] = {}
-    for kind, name, version, defined in symbols(real):
+    for kind, name, version, state in symbols(real):
         match = re.fullmatch(r"([A-Z]+)_([0-9.]+)", version)
-        if not defined or kind == "NOTYPE" or match is None or match[1] not in NEWEST:
+        if state != "defined" or kind == "NOTYPE" or match is None or match[1] not in NEWEST:
             continue
         number = tuple(map(int, match[2].split(".")))
         if number <= NEWEST[match[1]]:
@@ -84,19 +87,19 @@ def link_old(library: str, real: Path, compiler: str, stubs: Path) -> None:
     options = ["-shared", "-nostdlib", f"-Wl,-soname,{SYSTEM[library]}", f"-Wl,--version-script={script}"]
     linked = stubs / SYSTEM[library]
     subprocess.run([compiler, *options, source, "-o", linked], check=True)
-    # A linker script. Newer functions of C++ come from the static library, such as std::filesystem.
-    static = real_path(compiler, "libstdc++.a") if library == "stdc++" else ""
-    (stubs / f"lib{library}.so").write_text(f"INPUT({linked} {static})\n")
+    # A linker script. Newer functions of C++ come from the static library, and a few of C always do.
+    static = {"stdc++": "libstdc++.a", "c": "libc_nonshared.a"}.get(library)
+    (stubs / f"lib{library}.so").write_text(f"INPUT({linked} {real_path(compiler, static) if static else ''})\n")
 
 
 def check_old(wheel: Path, real: "list[Path]") -> None:
     """Raises SystemExit if a library of a wheel needs what the C or C++ library of the oldest systems does not have."""
-    of_system = {name for path in real for _, name, _, defined in symbols(path) if defined}
+    of_system = {name for path in real for _, name, _, state in symbols(path) if state == "defined"}
     with TemporaryDirectory() as folder:
         shutil.unpack_archive(wheel, folder, "zip")
         for library in Path(folder).rglob("*.so"):
-            unversioned = {name for _, name, version, defined in symbols(library) if not defined and not version}
-            if missing := sorted(unversioned & of_system):
+            found = {name for _, name, version, state in symbols(library) if state == "needed" and not version}
+            if missing := sorted(name for name in found if name in of_system or not name.startswith(ELSEWHERE)):
                 raise SystemExit(f"{library.name} needs what manylinux_2_28 does not have: {', '.join(missing)}")
 
 
