@@ -1,7 +1,7 @@
 """Builds the wheels that a package index takes, for x86-64 and aarch64: `make wheels`.
 
 The libraries are compiled with GCC, because they share the C++ library with torch: errors of an operator are exceptions
-that torch catches. They are not linked with the libraries of this system, but with empty ones of the same names:
+that torch catches. They are not linked with the libraries of this system, but with ones of the same names and no code:
 
 - torch's have no symbols, so that no torch for the other processor is needed.
 - Those of C and C++ have the symbols of manylinux_2_28, each in the version that it had there, so that the wheels run
@@ -25,11 +25,11 @@ WORK = ROOT / "build" / "wheels"
 # Libraries without symbols: torch's, and two that newer systems have within libc.
 EMPTY = {f"lib{name}.so": f"lib{name}.so" for name in ("torch", "torch_cpu", "c10")}
 EMPTY |= {"libdl.so": "libdl.so.2", "libpthread.so": "libpthread.so.0"}
-# manylinux_2_28: the newest symbols of each library, and the file that has them.
-NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
-# How names of Python, torch, C++ and the loader begin.
-ELSEWHERE = ("Py", "_Py", "aoti_torch_", "torch_", "_Z", "__tls_get_addr")
+# The libraries of C and C++, and the newest versions of symbols that manylinux_2_28 allows.
 SYSTEM = {"c": "libc.so.6", "m": "libm.so.6", "stdc++": "libstdc++.so.6"}
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
+# What a wheel may need without a version: names of Python, torch, C++ and the loader begin with these.
+ELSEWHERE = ("Py", "_Py", "aoti_torch_", "torch_", "_Z", "__tls_get_addr")
 PROJECTS = (".", "service", "serving")
 ARCHITECTURES = ("x86_64", "aarch64")
 
@@ -66,7 +66,7 @@ def symbols(library: Path) -> "list[tuple[str, str, str, str]]":
 
 
 def link_old(library: str, real: Path, compiler: str, stubs: Path) -> None:
-    """Links a library of symbols that has those of a real one, in their newest versions up to NEWEST."""
+    """Links a library without code that has the symbols of a real one, each in its newest version up to NEWEST."""
     chosen: dict[str, tuple[tuple[int, ...], str, str]] = {}
     for kind, name, version, state in symbols(real):
         match = re.fullmatch(r"([A-Z]+)_([0-9.]+)", version)
