@@ -141,6 +141,65 @@ void any_calls_keep_the_bound(const Bounds& bounds, uint64_t seed) {
   CHECK(bounds.min_frequency == 0 || table->counters().refused > 0);
 }
 
+// Counts the tasks that it runs.
+class Counting final : public Executor {
+ public:
+  int64_t tasks = 0;
+  int threads() const override { return 1 << 16; }
+  void run(int workers, Body body, void* context) override {
+    tasks += workers;
+    body(context);
+  }
+};
+
+void the_search_for_the_least_rows_is_spread_over_the_steps() {
+  constexpr int64_t kRows = 400'000, kNew = 500, kSteps = 120;
+  for (const auto& [half_life, frequency] : std::vector<std::pair<int64_t, uint32_t>>{{0, 0}, {50, 0}, {20, 0}, {20, 1 << 20}}) {
+    Bounds bounds;
+    bounds.max_rows = kRows;
+    bounds.eviction = Eviction::kLeastFrequent;
+    bounds.half_life = half_life;
+    const auto table = make_table(bounds, OptimizerKind::kSgd);
+    Threads executor(2);
+    Counting counting;
+    int64_t all = 0, most = 0;
+    const auto insert = [&](int64_t n) {
+      std::vector<int64_t> ids(static_cast<size_t>(n));
+      for (int64_t& id : ids) id = all++;
+      std::vector<Slot> slots(ids.size());
+      find_or_insert(*table, ids.data(), n, slots.data(), executor, Arrival::kUpdate);
+    };
+    const std::lock_guard<TableMutex> lock(table->mutex());
+    table->begin_step();
+    insert(kRows);
+    // If the rows are frequent, new ones leave first.
+    table->index().for_each([&](int64_t, Slot slot) { table->rows().meta(slot).frequency += frequency; });
+    int64_t whole = 0;
+    for (int64_t step = 0; step < kSteps; ++step) {
+      table->begin_step();
+      const SlotSet kept(table->rows().slots());
+      counting.tasks = 0;
+      const std::vector<Leaver> leavers = table->evictions().next(*table, kept, kNew, counting);
+      if (step == 0) {
+        whole = counting.tasks;
+      } else {
+        most = std::max(most, counting.tasks);
+      }
+      std::vector<int64_t> ids, least;
+      for (const Leaver& leaver : leavers) ids.push_back(leaver.id);
+      if (table->clock() % 10 < 2) {
+        for (const Leaver& leaver : least_rows(*table, kept, kNew, executor)) least.push_back(leaver.id);
+        CHECK(std::set<int64_t>(ids.begin(), ids.end()) == std::set<int64_t>(least.begin(), least.end()));
+      }
+      CHECK(table->remove(ids.data(), kNew) == kNew);
+      table->evictions().evicted();
+      insert(kNew);
+    }
+    CHECK(whole >= kRows / 4096);
+    CHECK(most <= whole / 3);
+  }
+}
+
 void cold_rows_come_back_as_they_left() {
   std::mt19937_64 random(5);
   Threads executor(2);
@@ -357,6 +416,7 @@ int main() {
       }
     }
   }
+  the_search_for_the_least_rows_is_spread_over_the_steps();
   cold_rows_come_back_as_they_left();
   sightings_are_exact();
   sightings_of_many_ids_are_exact();

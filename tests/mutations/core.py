@@ -220,6 +220,13 @@ BOUNDS = [
         "LRU evicts the rows that were used last.",
     ),
     Mutation(
+        f"{CSRC}/eviction_queue.h",
+        "if (next_era_) next_era_->arrived(id);",
+        "",
+        ["test_bounds"],
+        "The rows that are made shortly before a halving are not found among the least frequent ones after it.",
+    ),
+    Mutation(
         f"{CSRC}/eviction.cpp",
         "return expires ? std::max<int64_t>(0, step - expiry) : 0;",
         "return expires ? std::max<int64_t>(0, step - expiry + 1) : 0;",

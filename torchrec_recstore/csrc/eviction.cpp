@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
+#include <optional>
 #include <utility>
 
 #include "mix.h"
@@ -19,6 +21,7 @@ constexpr int64_t kTaskSlots = 1 << 13;
 constexpr uint32_t kNoClass = 0xFFFF;
 constexpr int64_t kQueuePart = 32;       // one row in this many of a full table is in its queue
 constexpr int64_t kLeastQueue = 1024;
+constexpr int64_t kSettled = 4;          // rows of the next era's queue for each row that is evicted
 constexpr size_t kMetaAhead = 32;        // rows whose bookkeeping is prefetched
 constexpr size_t kSample = 3072;
 
@@ -41,6 +44,7 @@ struct LeastRecent {
   uint32_t now;
 
   uint32_t era() const { return 0; }
+  std::optional<LeastRecent> in_next_era() const { return {}; }
 
   uint64_t rank(const RowMeta& meta) const { return meta.last_step; }
   uint32_t class_of(const RowMeta& meta) const {
@@ -56,6 +60,12 @@ struct LeastFrequent {
   uint32_t half_life;
 
   uint32_t era() const { return half_life == 0 ? 0 : now / half_life; }
+  // The policy at the next halving.
+  std::optional<LeastFrequent> in_next_era() const {
+    const uint64_t begin = (uint64_t{era()} + 1) * half_life;
+    if (half_life == 0 || begin > UINT32_MAX) return {};
+    return LeastFrequent{static_cast<uint32_t>(begin), half_life};
+  }
 
   uint32_t frequency(const RowMeta& meta) const { return aged_frequency(meta, now, half_life); }
   uint64_t rank(const RowMeta& meta) const { return uint64_t{frequency(meta)} << 32 | meta.last_step; }
@@ -161,6 +171,20 @@ std::vector<Leaver> least(const Table& table, const Policy& policy, const SlotSe
   return leavers;
 }
 
+template <class Ranked>
+bool ranks_above(const Ranked& row, const Ranked& other) {
+  return other < row;
+}
+
+// Returns the row with this place in a sample of kSample rows.
+template <class Ranked>
+Ranked part_of_sample(const std::vector<Ranked>& rows, size_t place) {
+  std::vector<Ranked> sample(kSample);
+  for (size_t i = 0; i < kSample; ++i) sample[i] = rows[i * rows.size() / kSample];
+  std::nth_element(sample.begin(), sample.begin() + place, sample.end());
+  return sample[place];
+}
+
 // Returns how many rows a queue has.
 int64_t queue_rows(const Table& table) { return std::max(table.config().bounds.max_rows / kQueuePart, kLeastQueue); }
 
@@ -191,6 +215,7 @@ void EvictionQueue::reserve(int64_t rows) {
   // A table to which rows return without evictions does not need the queue.
   if (static_cast<int64_t>(arrivals_.size()) > 4 * most_) reset();
   if (notes_arrivals_) reserve_more(arrivals_, static_cast<size_t>(rows));
+  if (next_era_) next_era_->reserve(rows);
 }
 
 void EvictionQueue::prepare(const Table& table, int64_t new_rows, Executor& executor) try {
@@ -198,10 +223,50 @@ void EvictionQueue::prepare(const Table& table, int64_t new_rows, Executor& exec
   const int64_t room = most - table.size();
   if (ready_ || new_rows == 0 || room > most / kQueuePart) return;
   const double part = static_cast<double>(new_rows) / static_cast<double>(std::max<int64_t>(1, room));
-  by_policy(table, [&](const auto& policy) { walk(policy, table, part, executor); });
+  by_policy(table, [&](const auto& policy) {
+    enter_era(policy);
+    walk(policy, table, part, executor);
+  });
 } catch (...) {
   reset();
   throw;
+}
+
+template <class Policy>
+void EvictionQueue::enter_era(const Policy& policy) {
+  if (policy.era() == era_ || (!ready_ && !walking_)) return;
+  const std::unique_ptr<EvictionQueue> next = std::move(next_era_);
+  if (next && next->era_ == policy.era()) {
+    next->last_next_ = last_next_;
+    *this = std::move(*next);
+  } else {
+    reset();
+  }
+}
+
+// Continues to fill the queue of the next era, so that it is full when the era begins, if evictions go on as since the last
+// one. This begins when they will take fewer than half of the rows that the queue can have. The walk takes half of the time
+// that is left. In the other half, the rows that leave in the meantime are taken out.
+template <class Policy>
+void EvictionQueue::prepare_next_era(const Policy& policy, const Table& table, int64_t count, Executor& executor) {
+  const std::optional<Policy> next = policy.in_next_era();
+  if (!next) return;
+  const uint32_t last = std::exchange(last_next_, policy.now);
+  if (last == 0) return;  // how far apart evictions are is not known yet
+  const uint32_t apart = std::max<uint32_t>(1, policy.now - last);
+  if (!next_era_) {
+    if ((next->now - policy.now) / apart > queue_rows(table) / 2 / count) return;
+    next_era_ = std::make_unique<EvictionQueue>();
+    next_era_->last_next_ = policy.now;
+  }
+  next_era_->rank_arrivals(*next, table);
+  if (!next_era_->ready_) {
+    const uint32_t middle = next_era_->last_next_ + (next->now - next_era_->last_next_) / 2;
+    return next_era_->walk(*next, table, policy.now < middle ? static_cast<double>(apart) / (middle - policy.now) : 1, executor);
+  }
+  for (int64_t i = 0; i < kSettled * count && !next_era_->queue_.empty(); ++i) {
+    if (next_era_->first_row(*next, table) != kNoSlot) return;
+  }
 }
 
 // Visits this part of the rest of the walk.
@@ -209,7 +274,6 @@ template <class Policy>
 void EvictionQueue::walk(const Policy& policy, const Table& table, double part, Executor& executor) {
   const Index& index = table.index();
   const Rows& rows = table.rows();
-  if ((ready_ || walking_) && policy.era() != era_) reset();
   if (!walking_) {
     walking_ = true;
     // A row that returns from a cold store may rank where it was.
@@ -218,7 +282,7 @@ void EvictionQueue::walk(const Policy& policy, const Table& table, double part, 
     since_ = policy.now;
     era_ = policy.era();
     most_ = queue_rows(table);
-    bound_ = {UINT64_MAX, UINT64_MAX};
+    bound_ = first_bound(policy, table);
     lowest_.clear();
     passed_.clear();
   }
@@ -251,22 +315,69 @@ void EvictionQueue::walk(const Policy& policy, const Table& table, double part, 
   if (position_ == Index::kPositions) end_walk();
 }
 
-// Drops about a third of the rows, and ranks them by a sample, because an exact rank would take several times as long.
+// Returns the rank below which a sample has five quarters of the rows that a walk keeps. Nothing depends on which rows are in
+// the sample: the first ones of the index are as good as any, because their hashes have a salt.
+template <class Policy>
+EvictionQueue::Ranked EvictionQueue::first_bound(const Policy& policy, const Table& table) const {
+  const Index& index = table.index();
+  std::vector<Ranked> sample;
+  double visited = 0;
+  index.for_each(0, std::min(index.positions(kSample), Index::kPositions), [&](int64_t id, Slot slot) {
+    const Ranked ranked{policy.rank(table.rows().meta(slot)), mix(static_cast<uint64_t>(id))};
+    if (!(ranked < limit_)) sample.push_back(ranked);
+    ++visited;
+  });
+  if (sample.empty()) return {UINT64_MAX, UINT64_MAX};
+  const auto below = static_cast<size_t>(1.25 * visited * static_cast<double>(most_) / static_cast<double>(table.size()));
+  if (below >= sample.size()) return {UINT64_MAX, UINT64_MAX};
+  std::nth_element(sample.begin(), sample.begin() + below, sample.end());
+  return sample[below];
+}
+
+// Drops about a third of the rows. A sample tells which, because an exact rank would take several times as long.
 void EvictionQueue::cut() {
-  std::vector<Ranked> sample(kSample);
-  for (size_t i = 0; i < kSample; ++i) sample[i] = lowest_[i * lowest_.size() / kSample];
-  std::nth_element(sample.begin(), sample.begin() + kSample * 2 / 3, sample.end());
-  bound_ = sample[kSample * 2 / 3];
+  bound_ = part_of_sample(lowest_, kSample * 2 / 3);
   lowest_.erase(std::remove_if(lowest_.begin(), lowest_.end(), [&](const Ranked& row) { return !(row < bound_); }), lowest_.end());
+}
+
+void EvictionQueue::Queue::push(const Ranked& row) {
+  if (heap_.empty() || highest_ < row) return rest_.push_back(row);
+  heap_.push_back(row);
+  std::push_heap(heap_.begin(), heap_.end(), ranks_above<Ranked>);
+}
+
+void EvictionQueue::Queue::push(std::vector<Ranked>& rows) {
+  if (empty()) {
+    rest_.swap(rows);
+  } else {
+    for (const Ranked& row : rows) push(row);
+  }
+  rows.clear();
+}
+
+const EvictionQueue::Ranked& EvictionQueue::Queue::first() {
+  if (heap_.empty()) {
+    highest_ = rest_.size() < 4 * kSample ? Ranked{UINT64_MAX, UINT64_MAX} : part_of_sample(rest_, kSample / 8);
+    const auto begin = std::partition(rest_.begin(), rest_.end(), [&](const Ranked& row) { return highest_ < row; });
+    heap_.assign(begin, rest_.end());
+    rest_.erase(begin, rest_.end());
+    std::make_heap(heap_.begin(), heap_.end(), ranks_above<Ranked>);
+  }
+  return heap_.front();
+}
+
+EvictionQueue::Ranked EvictionQueue::Queue::pop() {
+  const Ranked row = first();
+  std::pop_heap(heap_.begin(), heap_.end(), ranks_above<Ranked>);
+  heap_.pop_back();
+  return row;
 }
 
 // Makes the queue of what the walk has found.
 void EvictionQueue::end_walk() {
-  queue_.insert(queue_.end(), lowest_.begin(), lowest_.end());
-  std::make_heap(queue_.begin(), queue_.end(), RanksAbove());
+  queue_.push(lowest_);
   // Under LRU, rows that were made since the walk began are not noted, and rank no lower than this.
   limit_ = notes_arrivals_ ? bound_ : std::min(bound_, Ranked{since_, 0});
-  lowest_.clear();
   arrivals_.insert(arrivals_.end(), passed_.begin(), passed_.end());
   passed_.clear();
   ready_ = true;
@@ -274,54 +385,67 @@ void EvictionQueue::end_walk() {
 }
 
 void EvictionQueue::put_offered_back() {
-  for (const Ranked& ranked : offered_) put_back(ranked);
+  for (const Ranked& ranked : offered_) queue_.push(ranked);
   offered_.clear();
 }
 
-void EvictionQueue::put_back(const Ranked& ranked) {
-  queue_.push_back(ranked);
-  std::push_heap(queue_.begin(), queue_.end(), RanksAbove());
+// Puts a row into the queue if it ranks below limit_. The next walk finds any other row, unless the walk has passed it.
+void EvictionQueue::place(const Ranked& ranked) {
+  if (ranked < limit_) {
+    queue_.push(ranked);
+  } else if (walking_ && ranked < bound_) {
+    passed_.push_back(static_cast<int64_t>(unmix(ranked.mixed_id)));
+  }
+}
+
+template <class Policy>
+void EvictionQueue::rank_arrivals(const Policy& policy, const Table& table) {
+  for (const int64_t id : arrivals_) {
+    const Slot slot = table.index().find(id);
+    if (slot != kNoSlot) place({policy.rank(table.rows().meta(slot)), mix(static_cast<uint64_t>(id))});
+  }
+  arrivals_.clear();
+}
+
+// Returns the slot of the first row of the queue. If the row has left the table or has another rank, returns kNoSlot and
+// gives it the place that it has now.
+template <class Policy>
+Slot EvictionQueue::first_row(const Policy& policy, const Table& table) {
+  const Ranked ranked = queue_.first();
+  const Slot slot = table.index().find(static_cast<int64_t>(unmix(ranked.mixed_id)));
+  const uint64_t rank = slot == kNoSlot ? 0 : policy.rank(table.rows().meta(slot));
+  if (slot != kNoSlot && rank == ranked.rank && ranked < limit_) return slot;
+  queue_.pop();
+  // A row that ranks lower has left and arrived again, and is in the queue as an arrival.
+  if (slot != kNoSlot && rank >= ranked.rank) place({rank, ranked.mixed_id});
+  return kNoSlot;
 }
 
 template <class Policy>
 std::vector<Leaver> EvictionQueue::next_by(const Policy& policy, const Table& table, const SlotSet& kept, int64_t count, Executor& executor) {
-  if (ready_ && policy.era() != era_) reset();
-  const Index& index = table.index();
-  const Rows& rows = table.rows();
+  enter_era(policy);
+  prepare_next_era(policy, table, count, executor);
   std::vector<Leaver> leavers;
   leavers.reserve(static_cast<size_t>(count));
   for (int attempt = 0; attempt < 2; ++attempt) {
     if (!ready_) walk(policy, table, 1, executor);
     put_offered_back();
-    for (const int64_t id : arrivals_) put_back({0, mix(static_cast<uint64_t>(id))});
-    arrivals_.clear();
+    rank_arrivals(policy, table);
     std::vector<Ranked> stay;
     leavers.clear();
     while (static_cast<int64_t>(leavers.size()) < count && !queue_.empty()) {
-      std::pop_heap(queue_.begin(), queue_.end(), RanksAbove());
-      const Ranked ranked = queue_.back();
-      queue_.pop_back();
-      const auto id = static_cast<int64_t>(unmix(ranked.mixed_id));
-      const Slot slot = index.find(id);
+      const Slot slot = first_row(policy, table);
       if (slot == kNoSlot) continue;
-      const Ranked now{policy.rank(rows.meta(slot)), ranked.mixed_id};
-      if (now < ranked) continue;  // the row has left and arrived again, and is in the queue as an arrival
-      if (!(now < limit_)) {       // the next walk finds it, unless the walk has passed it
-        if (walking_ && now < bound_) passed_.push_back(id);
-        continue;
-      }
-      if (ranked < now) {
-        put_back(now);
-      } else if (!offered_.empty() && offered_.back().mixed_id == ranked.mixed_id) {
-        continue;  // it was in the queue twice
-      } else if (kept.contains(slot)) {
-        stay.push_back(now);
+      const Ranked ranked = queue_.pop();
+      if (!offered_.empty() && offered_.back().mixed_id == ranked.mixed_id) continue;  // it was in the queue twice
+      if (kept.contains(slot)) {
+        stay.push_back(ranked);
       } else {
-        leavers.push_back({id, slot});
-        offered_.push_back(now);
+        leavers.push_back({static_cast<int64_t>(unmix(ranked.mixed_id)), slot});
+        offered_.push_back(ranked);
       }
     }
-    for (const Ranked& ranked : stay) put_back(ranked);
+    for (const Ranked& ranked : stay) queue_.push(ranked);
     const bool enough = static_cast<int64_t>(leavers.size()) == count;
     // The next walk ends when this queue does.
     walk(policy, table, enough ? static_cast<double>(count) / static_cast<double>(queue_.size() + leavers.size()) : 1, executor);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "executor.h"
@@ -21,7 +22,11 @@ struct Leaver;
 // end they join the queue and raise the limit. The rank of a row that is used only rises; a row is ranked again when its
 // turn comes. Under LRU a new row ranks above all rows of before. Under LFU it ranks low, and so may a row that
 // returns from a cold store: these rows are noted. What lowers ranks calls reset(): rows that are written with their
-// bookkeeping, and another clock. next() follows the halving of LFU, after which the ranks of rows may have changed places.
+// bookkeeping, and another clock.
+//
+// A halving of LFU changes the places of rows, but it is known before which rows rank low after it: another queue ranks by the
+// first step of the next era, the time between two halvings. It is filled shortly before the halving, and takes the place of
+// this one there.
 //
 // The caller holds the lock of the table alone.
 class EvictionQueue {
@@ -37,7 +42,10 @@ class EvictionQueue {
   void reserve(int64_t rows);
   bool notes_arrivals() const { return notes_arrivals_; }
   // Notes a new row, if notes_arrivals().
-  void arrived(int64_t id) noexcept { arrivals_.push_back(id); }
+  void arrived(int64_t id) noexcept {
+    arrivals_.push_back(id);
+    if (next_era_) next_era_->arrived(id);
+  }
   // Forgets everything: the next call of next() walks over the whole index.
   void reset() noexcept { *this = EvictionQueue(); }
 
@@ -48,17 +56,41 @@ class EvictionQueue {
     bool operator<(const Ranked& other) const { return rank != other.rank ? rank < other.rank : mixed_id < other.mixed_id; }
   };
 
+  // Rows, of which the first one ranks lowest. Only the lowest ones are in a heap, which fits into a cache, so that many rows
+  // can be added at once.
+  class Queue {
+   public:
+    bool empty() const { return heap_.empty() && rest_.empty(); }
+    size_t size() const { return heap_.size() + rest_.size(); }
+    void push(const Ranked& row);
+    void push(std::vector<Ranked>& rows);  // and clears them
+    const Ranked& first();
+    Ranked pop();
+
+   private:
+    std::vector<Ranked> heap_;
+    Ranked highest_{};  // in the heap; the others rank higher
+    std::vector<Ranked> rest_;
+  };
+
   template <class Policy>
   std::vector<Leaver> next_by(const Policy& policy, const Table& table, const SlotSet& kept, int64_t count, Executor& executor);
   template <class Policy>
+  void enter_era(const Policy& policy);
+  template <class Policy>
+  void prepare_next_era(const Policy& policy, const Table& table, int64_t count, Executor& executor);
+  template <class Policy>
   void walk(const Policy& policy, const Table& table, double part, Executor& executor);
+  template <class Policy>
+  Ranked first_bound(const Policy& policy, const Table& table) const;
   void end_walk();
-  struct RanksAbove {
-    bool operator()(const Ranked& row, const Ranked& other) const { return other < row; }
-  };
   void cut();
   void put_offered_back();
-  void put_back(const Ranked& ranked);
+  template <class Policy>
+  void rank_arrivals(const Policy& policy, const Table& table);
+  void place(const Ranked& ranked);
+  template <class Policy>
+  Slot first_row(const Policy& policy, const Table& table);
 
   // The walk.
   bool walking_ = false;
@@ -71,13 +103,15 @@ class EvictionQueue {
 
   // The queue.
   bool ready_ = false;
-  std::vector<Ranked> queue_;    // a heap, whose first row ranks lowest
+  Queue queue_;
   Ranked limit_{};               // every row that ranks below this is in the queue, or will be when arrivals_ are
   std::vector<Ranked> offered_;  // by the last next()
 
   bool notes_arrivals_ = false;
   std::vector<int64_t> arrivals_;  // rows that the next call adds to the queue
   uint32_t era_ = 0;               // the number of halvings of LFU so far
+  uint32_t last_next_ = 0;         // the clock at the last next(); in the queue of the next era, when it was begun
+  std::unique_ptr<EvictionQueue> next_era_;
 };
 
 }  // namespace recstore
