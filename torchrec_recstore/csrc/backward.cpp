@@ -169,6 +169,12 @@ class Grouping {
     return std::move(found_);  // no copy, which could fail
   }
   const WorkerMemory& memory() const { return *memory_; }
+  // The most ids of a table.
+  int64_t most_ids() const {
+    int64_t most = 0;
+    for (const TableWork& work : tables_) most = std::max(most, work.n_ids);
+    return most;
+  }
 
  private:
   void plan(const Steps* steps) {
@@ -370,10 +376,9 @@ struct Update::Work {
         threads(executor.threads()),
         columns_of_sum((most_columns(of.group) + 15) / 16 * 16),
         grouping(of, executor, nullptr, most_columns(of.group), most_widened_states(of.group)) {
-    if (threads == 1) return;
+    if (threads == 1 || grouping.most_ids() <= later.most) return;  // no id can have more
     const auto of_later = static_cast<size_t>(of.batch.n_ids / later.most);
     const auto of_longest = static_cast<size_t>(of.batch.n_ids / longest.most);
-    if (of_later == 0) return;
     positions.resize(of_later + of_longest);
     later.positions = positions.data();
     longest.positions = later.positions + of_later;
