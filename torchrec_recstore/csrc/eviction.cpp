@@ -215,7 +215,9 @@ void EvictionQueue::reserve(int64_t rows) {
   // A table to which rows return without evictions does not need the queue.
   if (static_cast<int64_t>(arrivals_.size()) > 4 * most_) reset();
   if (notes_arrivals_) reserve_more(arrivals_, static_cast<size_t>(rows));
-  if (next_era_) next_era_->reserve(rows);
+  if (!next_era_) return;
+  next_era_->reserve(rows);
+  if (!next_era_->notes_arrivals_) next_era_.reset();  // it has forgotten everything, and has no room for arrivals
 }
 
 void EvictionQueue::prepare(const Table& table, int64_t new_rows, Executor& executor) try {
