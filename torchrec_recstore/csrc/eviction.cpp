@@ -21,7 +21,7 @@ constexpr int64_t kTaskSlots = 1 << 13;
 constexpr uint32_t kNoClass = 0xFFFF;
 constexpr int64_t kQueuePart = 32;       // one row in this many of a full table is in its queue
 constexpr int64_t kLeastQueue = 1024;
-constexpr int64_t kSettled = 4;          // rows of the next era's queue for each row that is evicted
+constexpr int64_t kSettled = 4;          // rows of the next era's queue that are checked for each row that is evicted
 constexpr size_t kMetaAhead = 32;        // rows whose bookkeeping is prefetched
 constexpr size_t kSample = 3072;
 
