@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from measure import anonymous_bytes, clock, emit
+from measure import anonymous_bytes, clock, emit, forget
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.models.dlrm import DLRM
@@ -95,15 +95,6 @@ def peak_memory(interval: float = 0.002) -> Iterator[list[int]]:
     finally:
         stop.set()
         thread.join()
-
-
-def forget(folder: Path) -> None:
-    """Drops the files of a folder from the page cache."""
-    for file in folder.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 def timed(work: Callable[[], Any]) -> float:

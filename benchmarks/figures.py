@@ -226,16 +226,11 @@ def _bounded_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             lines.append(
                 (f"{what}, the rest lost, in an SSDStore, in RocksDB: over all rows in DRAM", ", ".join(ratios))
             )
-            ratios = [
-                f"{r['cold_reads'][f'{side}_over_rocksdict']}x"
-                for side in ("ssd_store", "ssd_lookup", "rocksdb_store", "rocksdb_lookup")
-            ]
-            lines.append(
-                (
-                    "cold reads/s of SSDStore, of its table, of RocksDBStore, of its table, over rocksdict's batch get",
-                    ", ".join(ratios),
-                )
-            )
+            for reads, where in (("cold_reads", "in the page cache"), ("cold_reads_from_disk", "on the disk")):
+                what = f"cold reads/s of SSDStore, of its table, of RocksDBStore, of its table, all files {where}"
+                sides = ("ssd_store", "ssd_lookup", "rocksdb_store", "rocksdb_lookup")
+                ratios = [f"{r[reads][f'{side}_over_rocksdict']}x" for side in sides]
+                lines.append((f"{what}: over rocksdict's batch get", ", ".join(ratios)))
     return lines
 
 

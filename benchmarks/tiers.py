@@ -13,7 +13,8 @@ Prints a JSON row for each part. The sides of a part are interleaved in one proc
 - tiers: The samples per second of the DLRM of dlrm.py. Each of its 26 features draws its ids by a Zipf law of
   ``--exponent`` from a 26th of ``--ids``. The tables keep all rows in DRAM, or one tenth of the rows with the rest
   lost, or one tenth of the rows with the rest on an SSD, in an SSDStore or in RocksDB. Also measures the reads of cold
-  rows, by a table, by its store, and by rocksdict's batch get from the database of RocksDB.
+  rows, by a table, by its store, and by rocksdict's batch get from the database of RocksDB: once with all files in the
+  page cache, and once from the disk.
 - writes: Batches of random rows are written again and again to a cold store of ``--rows`` rows: rows per second, and
   the bytes of all writes over the bytes of the rows.
 """
@@ -33,7 +34,7 @@ import torch
 import torch.distributed as dist
 from dlrm import settings_of
 from kernel import zipf
-from measure import ROOT, clock, emit, interleave, spread
+from measure import ROOT, clock, emit, forget, interleave, spread
 from memory import resident_bytes
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -276,17 +277,32 @@ class Side:
         return {"hit_rate": round(hits / lookups, 4), "cold_hit_rate": round(cold_hits / lookups, 4)}
 
 
-def cold_reads(tables: dict[str, list[Table]], arguments: argparse.Namespace) -> dict[str, Any]:
+def cache(folder: Path) -> None:
+    """Reads all files of a folder, so that the kernel has them in its page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(2**24):
+                    pass
+
+
+def cold_reads(
+    tables: dict[str, list[Table]], arguments: argparse.Namespace, folder: Path | None = None
+) -> dict[str, Any]:
     """Measures cold reads in rows per second: of tables, of their stores, and of rocksdict on RocksDB's database.
 
-    ``tables`` are those of each kind of cold store.
+    Args:
+        tables: The tables of each kind of cold store.
+        arguments: The arguments of the command.
+        folder: The folder of the files, which are dropped from the page cache before each read. Default: None, they
+            stay there.
     """
     each, reads = arguments.ids // NUM_IDS, arguments.reads
     generator = torch.Generator().manual_seed(1)
     rates: dict[str, list[float]] = {f"{kind}_{how}": [] for kind in tables for how in ("lookup", "store")}
     rates["rocksdict"] = []
     sides = len(rates)
-    for i in range(2 * NUM_IDS):
+    for i in range(2 * NUM_IDS if folder is None else NUM_IDS):
         number = i % NUM_IDS
         cold = id_at(torch.randperm(each, generator=generator)[: (sides + 2) * reads], number)
         for of_kind in tables.values():
@@ -300,6 +316,8 @@ def cold_reads(tables: dict[str, list[Table]], arguments: argparse.Namespace) ->
             assert table.tier is not None
             store: Any = table.tier.store
             keys: Any = split(id_bytes(part)) if name == "rocksdict" else None
+            if folder is not None:
+                forget(folder)
             begin = clock()
             if how == "lookup":
                 table.lookup(part)
@@ -365,6 +383,8 @@ def tiers(arguments: argparse.Namespace) -> None:
         }
         sides = {name: Side(arguments, b, batches, filled) for name, (b, filled) in bounds.items()}
         seconds: dict[str, list[float]] = {name: [] for name in sides}
+        # What lies in the page cache must not depend on which side was filled last.
+        cache(Path(folder))
         for side in sides.values():
             side.round(arguments.warm_up)
             side.start_counting()
@@ -376,6 +396,10 @@ def tiers(arguments: argparse.Namespace) -> None:
             name: spread([a / b for a, b in zip(seconds["dram"], seconds[name], strict=True)], 1)
             for name in ("lost", "ssd", "rocksdb")
         }
+        of_kind = {name: sides[name].tables for name in ("ssd", "rocksdb")}
+        rates = {name: side.rates() for name, side in sides.items()}
+        cold_rows = sum(table.stats().cold_rows for table in sides["ssd"].tables)
+        cache(Path(folder))
         emit(
             {
                 "benchmark": "tiers",
@@ -388,9 +412,10 @@ def tiers(arguments: argparse.Namespace) -> None:
                 "lost_over_dram": over["lost"],
                 "ssd_over_dram": over["ssd"],
                 "rocksdb_over_dram": over["rocksdb"],
-                "rates": {name: side.rates() for name, side in sides.items()},
-                "cold_rows": sum(table.stats().cold_rows for table in sides["ssd"].tables),
-                "cold_reads": cold_reads({name: sides[name].tables for name in ("ssd", "rocksdb")}, arguments),
+                "rates": rates,
+                "cold_rows": cold_rows,
+                "cold_reads": cold_reads(of_kind, arguments),
+                "cold_reads_from_disk": cold_reads(of_kind, arguments, Path(folder)),
             }
         )
         for side in sides.values():
