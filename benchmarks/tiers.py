@@ -7,7 +7,7 @@ Prints a JSON row for each part. The sides of a part are interleaved in one proc
 - eviction: Forward and backward of a kernel over one full table of ``--rows`` rows, with one tenth of new ids in each
   batch, with LRU, with LFU, and without a limit.
 - pauses: The steps of a full table of 0.5, 2 and 8 million rows with 20,000 ids, of which 2,000 are new: the longest
-  step and the steps that evict rows over the median step.
+  step and the steps that evict rows over the median step. Each step is the median of three runs of the same steps.
 - memory: The resident memory of a table that has seen three times ``--rows`` ids, divided by the memory of an unbounded
   table of ``--rows`` rows.
 - tiers: The samples per second of the DLRM of dlrm.py. Each of its 26 features draws its ids by a Zipf law of
@@ -58,6 +58,7 @@ NEW = 0.1  # the fraction of new ids in a batch
 BLOCK_STEPS = 10  # single steps differ, so means over several steps are compared
 AHEAD = 3  # the number of batches in a pipeline
 PAUSES_DIM = 16
+PAUSES_RUNS = 3
 SHARE = 0.1  # the fraction of the ids that have room in DRAM
 
 
@@ -145,37 +146,45 @@ def eviction(arguments: argparse.Namespace) -> None:
     )
 
 
+def timed_steps(rows: int, policy: LRU | LFU, batch: int, new: int) -> Iterator[tuple[bool, float]]:
+    """Yields of each step of a full table, from the 10th on, whether it evicts rows, and its time in seconds."""
+    generator = torch.Generator().manual_seed(0)
+    table = Table(PAUSES_DIM, optimizer=RowWiseAdagrad(), options=TableOptions(max_rows=rows, eviction=policy))
+    hot = torch.randperm(rows // 2, generator=generator)
+    fill(table, torch.arange(-rows, 0), 100_000)
+    fill(table, hot, 100_000)
+    kernel = PooledKernel([table], [0], "sum")
+    offsets, grad = torch.arange(batch + 1), torch.randn(batch, PAUSES_DIM, generator=generator) * 0.01
+    evicted = table.stats().evicted
+    for step in range(3 * rows // 32 // new + 20):
+        known = hot[torch.randint(0, len(hot), (batch - new,), generator=generator)]
+        ids = torch.cat([known, 2**40 + torch.arange(step * new, (step + 1) * new)])
+        begin = clock()
+        kernel(ids, offsets, train=True).backward(grad)
+        seconds = clock() - begin
+        before, evicted = evicted, table.stats().evicted
+        if step >= 10:
+            yield evicted > before, seconds
+    table.close()
+
+
 def pauses(arguments: argparse.Namespace) -> None:
-    """Measures how long the steps are that evict rows, and prints a JSON row for each size of the table."""
+    """Measures how long the steps are that evict rows, and prints a JSON row for each size of the table.
+
+    Each table makes the same steps several times, and the time of a step is the median of them. What the table does
+    takes as long each time. What other processes take from a step is in another step each time.
+    """
     batch, new = 20_000, 2000
     for rows in (500_000, 2_000_000, 8_000_000):
         row: dict[str, Any] = {"benchmark": "pauses", "rows": rows, "dim": PAUSES_DIM, "batch": batch, "new_ids": new}
         for name, policy in {"lru": LRU(), "lfu": LFU(half_life_steps=100)}.items():
-            generator = torch.Generator().manual_seed(0)
-            options = TableOptions(max_rows=rows, eviction=policy)
-            table = Table(PAUSES_DIM, optimizer=RowWiseAdagrad(), options=options)
-            hot = torch.randperm(rows // 2, generator=generator)
-            fill(table, torch.arange(-rows, 0), 100_000)
-            fill(table, hot, 100_000)
-            kernel = PooledKernel([table], [0], "sum")
-            offsets, grad = torch.arange(batch + 1), torch.randn(batch, PAUSES_DIM, generator=generator) * 0.01
-            step_s: dict[bool, list[float]] = {False: [], True: []}  # by whether the step evicts rows
-            evicted = table.stats().evicted
-            for step in range(3 * rows // 32 // new + 20):
-                known = hot[torch.randint(0, len(hot), (batch - new,), generator=generator)]
-                ids = torch.cat([known, 2**40 + torch.arange(step * new, (step + 1) * new)])
-                begin = clock()
-                kernel(ids, offsets, train=True).backward(grad)
-                seconds = clock() - begin
-                before, evicted = evicted, table.stats().evicted
-                if step >= 10:
-                    step_s[evicted > before].append(seconds)
-            every = step_s[False] + step_s[True]
+            runs = zip(*(list(timed_steps(rows, policy, batch, new)) for _ in range(PAUSES_RUNS)), strict=True)
+            steps = [(run[0][0], statistics.median(seconds for _, seconds in run)) for run in runs]
+            every, evicting = [seconds for _, seconds in steps], [seconds for evicts, seconds in steps if evicts]
             row[f"{name}_step_ms"] = spread(every)
-            row[f"{name}_evicting_step_ms"] = spread(step_s[True])
-            row[f"{name}_evicting_steps"] = len(step_s[True])
+            row[f"{name}_evicting_step_ms"] = spread(evicting)
+            row[f"{name}_evicting_steps"] = len(evicting)
             row[f"{name}_max_over_median"] = round(max(every) / statistics.median(every), 1)
-            table.close()
         emit(row)
 
 
