@@ -12,6 +12,7 @@
 #include <string>
 
 #include "error.h"
+#include "philox.h"
 #include "row_kernels.h"
 #include "table.h"
 #include "testing.h"
@@ -130,6 +131,25 @@ uint64_t tables() {
   return digest.value();
 }
 
+// The initial weights of any columns of a row, one column at a time.
+void check_uniform() {
+  constexpr uint64_t kKey = 0x0123456789abcdefULL;
+  constexpr int64_t kId = -0x123456789abcdefLL;
+  constexpr float kLow = -0.3f, kHigh = 0.5f, kUntouched = 7.0f;
+  const int64_t ranges[][2] = {{0, 1}, {0, 16}, {3, 70}, {5, 9}, {64, 128}, {17, 200}, {0, 256}, {31, 97}};
+  for (const auto& [begin, end] : ranges) {
+    std::vector<float> row(static_cast<size_t>(end - begin + 1), kUntouched);
+    row_kernels().fill_uniform(kKey, kId, begin, end, kLow, kHigh, row.data());
+    for (int64_t column = begin; column < end; ++column) {
+      uint32_t words[4][1];
+      philox_blocks<1>(kKey, static_cast<uint64_t>(kId), static_cast<uint32_t>(column / 4), words);
+      const auto top24 = static_cast<float>(static_cast<int32_t>(words[column % 4][0] >> 8));
+      CHECK(row[static_cast<size_t>(column - begin)] == kLow + (kHigh - kLow) * (top24 * 0x1p-24f));
+    }
+    CHECK(row.back() == kUntouched);
+  }
+}
+
 void check(const char* isa) {
   setenv("RECSTORE_ISA", isa, 1);
   try {
@@ -139,6 +159,7 @@ void check(const char* isa) {
     return;
   }
   CHECK(row_kernels().name == std::string(isa));
+  check_uniform();
   const uint64_t found[] = {conversions(), tables()};
   std::fprintf(stderr, "%s: 0x%016llx 0x%016llx\n", isa, static_cast<unsigned long long>(found[0]), static_cast<unsigned long long>(found[1]));
   CHECK(found[0] == kConversions);

@@ -9,7 +9,7 @@ namespace recstore {
 namespace {
 
 constexpr int64_t kTaskMisses = 512;  // approximate number of misses in a task
-constexpr size_t kAhead = 8;          // entries of the index that are prefetched ahead
+constexpr size_t kAhead = 8;          // entries of the index, and rows, that are prefetched ahead
 
 }  // namespace
 
@@ -95,7 +95,9 @@ void Insertion::fill(int64_t task) noexcept {
     for (size_t row = 0; row < fresh.size(); ++row) {
       if (row + kAhead < fresh.size()) table_.index().prefetch(misses_.misses_[fresh[row + kAhead]].hash);
       const Miss& miss = misses_.misses_[fresh[row]];
-      const Slot slot = taken_[static_cast<size_t>(rows_[p].first) + row];
+      const size_t number = static_cast<size_t>(rows_[p].first) + row;
+      if (number + kAhead < taken_.size()) table_.rows().prefetch(taken_[number + kAhead]);
+      const Slot slot = taken_[number];
       if (!table_.index().insert_within_part(miss.id, miss.hash, slot)) left[rows_[p].left++] = static_cast<int32_t>(row);
       if (initialise_) table_.initializer().fill(miss.id, table_.rows().row(slot));
       table_.rows().reset_state(slot, step);

@@ -20,21 +20,22 @@ inline void prefetch_row(const float* row, int64_t floats) {
 #include "row_types.inl"
 
 void fill_uniform(uint64_t key, int64_t id, int64_t column_begin, int64_t column_end, float low, float high, float* row) {
-  constexpr int64_t kRun = 4 * kLanes;  // columns of one call of philox_blocks()
-  const float width = high - low;
-  uint32_t words[4][kLanes];
-  float values[kRun];
-  for (int64_t first = column_begin / kRun * kRun; first < column_end; first += kRun) {
-    philox_blocks<kLanes>(key, static_cast<uint64_t>(id), static_cast<uint32_t>(first / 4), words);
-    for (int lane = 0; lane < kLanes; ++lane) {
-      for (int w = 0; w < 4; ++w) {
-        // 24 bits fit a float exactly, so the value is the same on every processor.
-        values[lane * 4 + w] = low + width * (static_cast<float>(static_cast<int32_t>(words[w][lane] >> 8)) * 0x1p-24f);
-      }
+  const auto draw = [&](auto run, int64_t first, float* out) {
+    draw_uniform<decltype(run)::value>(key, static_cast<uint64_t>(id), first, low, high - low, out);
+  };
+  for (int64_t first = column_begin / kShortRun * kShortRun; first < column_end;) {
+    float* const out = row + (first - column_begin);
+    if (first >= column_begin && first + kLongRun <= column_end) {
+      draw(std::integral_constant<int64_t, kLongRun>(), first, out);
+      first += kLongRun;
+      continue;
     }
+    float values[kShortRun];
+    draw(std::integral_constant<int64_t, kShortRun>(), first, values);
     const int64_t begin = first > column_begin ? first : column_begin;
-    const int64_t end = first + kRun < column_end ? first + kRun : column_end;
+    const int64_t end = first + kShortRun < column_end ? first + kShortRun : column_end;
     __builtin_memcpy(row + (begin - column_begin), values + (begin - first), static_cast<size_t>(end - begin) * sizeof(float));
+    first += kShortRun;
   }
 }
 

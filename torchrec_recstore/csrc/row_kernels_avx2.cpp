@@ -29,6 +29,8 @@
    RECSTORE_MATCH4(reinterpret_cast<const __m256i*>(&(line)) + 1, id) << 4)
 
 #define RECSTORE_MULTIPLY(a, b) _mm256_mul_epu32((__m256i)(a), (__m256i)(b))
+#define RECSTORE_UNPACK_LOW(a, b) _mm256_unpacklo_epi64((__m256i)(a), (__m256i)(b))
+#define RECSTORE_UNPACK_HIGH(a, b) _mm256_unpackhi_epi64((__m256i)(a), (__m256i)(b))
 #define RECSTORE_BYTES_TO_INTS(bytes) _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)(bytes)))
 #define RECSTORE_INTS_TO_BYTES(ints)                                                              \
   [](__m256i halves) {                                                                            \

@@ -27,7 +27,9 @@
 #define RECSTORE_HALF_TO_FLOAT(half) _mm512_maskz_cvtph_ps(0xFFFF, (__m256i)(half))
 #define RECSTORE_FLOAT_TO_HALF(value) _mm512_maskz_cvtps_ph(0xFFFF, (value), _MM_FROUND_TO_NEAREST_INT)
 
-#define RECSTORE_MULTIPLY(a, b) _mm256_mul_epu32((__m256i)(a), (__m256i)(b))
+#define RECSTORE_MULTIPLY(a, b) _mm512_maskz_mul_epu32(0xFF, (__m512i)(a), (__m512i)(b))
+#define RECSTORE_UNPACK_LOW(a, b) _mm512_maskz_unpacklo_epi64(0xFF, (__m512i)(a), (__m512i)(b))
+#define RECSTORE_UNPACK_HIGH(a, b) _mm512_maskz_unpackhi_epi64(0xFF, (__m512i)(a), (__m512i)(b))
 #define RECSTORE_BYTES_TO_INTS(bytes) _mm512_maskz_cvtepu8_epi32(0xFFFF, (__m128i)(bytes))
 #define RECSTORE_INTS_TO_BYTES(ints) _mm512_maskz_cvtusepi32_epi8(0xFFFF, (__m512i)(ints))
 

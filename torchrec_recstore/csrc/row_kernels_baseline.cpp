@@ -5,6 +5,8 @@
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #define RECSTORE_MULTIPLY(a, b) _mm_mul_epu32((__m128i)(a), (__m128i)(b))
+#define RECSTORE_UNPACK_LOW(a, b) _mm_unpacklo_epi64((__m128i)(a), (__m128i)(b))
+#define RECSTORE_UNPACK_HIGH(a, b) _mm_unpackhi_epi64((__m128i)(a), (__m128i)(b))
 #define RECSTORE_BYTES_TO_INTS(bytes) \
   _mm_unpacklo_epi16(_mm_unpacklo_epi8(_mm_cvtsi32_si128((int)(bytes)), _mm_setzero_si128()), _mm_setzero_si128())
 #define RECSTORE_INTS_TO_BYTES(ints)                                                       \
