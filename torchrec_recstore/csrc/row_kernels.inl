@@ -24,9 +24,8 @@ void fill_uniform(uint64_t key, int64_t id, int64_t column_begin, int64_t column
     draw_uniform<decltype(run)::value>(key, static_cast<uint64_t>(id), first, low, high - low, out);
   };
   for (int64_t first = column_begin / kShortRun * kShortRun; first < column_end;) {
-    float* const out = row + (first - column_begin);
     if (first >= column_begin && first + kLongRun <= column_end) {
-      draw(std::integral_constant<int64_t, kLongRun>(), first, out);
+      draw(std::integral_constant<int64_t, kLongRun>(), first, row + (first - column_begin));
       first += kLongRun;
       continue;
     }
