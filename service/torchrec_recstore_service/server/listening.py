@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hmac
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import grpc
@@ -186,20 +186,44 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+class StopSignals:
+    """The SIGTERM and SIGINT of a process that stops at them.
+
+    A signal that arrives shortly before the main thread waits for a lock does not wake it: an event that the signal's
+    handler sets would be seen at the end of the wait, a minute later. The interpreter writes each signal to a socket.
+
+    Args:
+        arrived: The other end of this socket.
+    """
+
+    def __init__(self, arrived: socket.socket) -> None:
+        self._arrived = arrived
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for one of them, and returns whether it has arrived since the last call. Other signals end the wait."""
+        self._arrived.settimeout(timeout_s)
+        with suppress(TimeoutError):
+            return not {signal.SIGTERM, signal.SIGINT}.isdisjoint(self._arrived.recv(512))
+        return False
+
+
 @contextmanager
-def stopped_by_signals() -> Iterator[threading.Event]:
-    """Returns a context with an event that SIGTERM and SIGINT set. It must be used in the main thread."""
-    stop = threading.Event()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def stopped_by_signals() -> Iterator[StopSignals]:
+    """Returns a context in which SIGTERM and SIGINT only end a wait. It must be used in the main thread."""
+    arrived, written = socket.socketpair()
+    written.setblocking(False)
+    with arrived, written:
+        descriptor = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+        # Without a handler, the signals would end the process.
+        handlers = {
+            number: signal.signal(number, lambda number, frame: None) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            yield StopSignals(arrived)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(descriptor)
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,13 @@ from pathlib import Path
 from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.server.data_directory import DataDirectory
-from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions, host_and_port, stopped_by_signals
+from torchrec_recstore_service.server.listening import (
+    GrpcServer,
+    ListenOptions,
+    StopSignals,
+    host_and_port,
+    stopped_by_signals,
+)
 from torchrec_recstore_service.server.metrics import Metrics
 from torchrec_recstore_service.server.native import CallCounts
 from torchrec_recstore_service.server.pair import PairOptions
@@ -104,9 +109,7 @@ def _unsaved(error: Exception, tables: HostedTables, data: Path) -> str:
     )
 
 
-def _serve(
-    options: ServerOptions, directory: DataDirectory, ready: Callable[[str], object], stop: threading.Event
-) -> None:
+def _serve(options: ServerOptions, directory: DataDirectory, ready: Callable[[str], object], stop: StopSignals) -> None:
     tables = HostedTables(options.limits)
     metrics, counts = None, CallCounts()
     if options.listening.metrics is not None:
@@ -136,7 +139,6 @@ def _serve(
         while not stop.wait(min(_IDLE_CHECK_S, options.idle_s)):
             for name in tables.drop_idle(options.idle_s):
                 _log.warning("table %r was not used for %g hours: dropped", name, options.idle_s / 3600)
-        stop.clear()
         server.set_serving(False)
         try:
             service.save_to_stop()
