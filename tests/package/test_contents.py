@@ -174,8 +174,8 @@ def test_what_is_imported_is_required(folder: str, package: str, extras: list[st
     if package == "torchrec_recstore_serving":  # it exports TorchRec's models, of whom has them
         known |= {name.replace("-", "_") for name in requirements()["torchrec-cpu"]} | {"torchrec"}
     own = {path.stem for each in {folder, "examples"} for path in (ROOT / each).rglob("*")} | set(PACKAGES)
-    # Python 3.10 knows the names that a distribution lists in top_level.txt, a file that protobuf does not have.
-    distributions = {"google": ["protobuf"]} | packages_distributions()
+    # Python 3.10 knows the names that a distribution lists in top_level.txt, a file that these do not have.
+    distributions = {"google": ["protobuf"], "faiss": ["faiss_cpu"]} | packages_distributions()
     for path in sorted((ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
