@@ -187,20 +187,25 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 class StopSignals:
-    """The SIGTERM and SIGINT of a process that stops at them.
+    """Waits for SIGTERM and SIGINT in the main thread.
 
-    A signal that arrives shortly before the main thread waits for a lock does not wake it: an event that the signal's
-    handler sets would be seen at the end of the wait, a minute later. The interpreter writes each signal to a socket.
+    A handler that sets an event is not enough. If a signal arrives just before the main thread waits for the lock of
+    the event, the wait does not end, and the handler runs only after its timeout. The interpreter therefore writes the
+    number of each signal to a socket, for which the main thread waits.
 
     Args:
-        arrived: The other end of this socket.
+        arrived: The end of the socket from which the numbers of the signals are read.
     """
 
     def __init__(self, arrived: socket.socket) -> None:
         self._arrived = arrived
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for one of them, and returns whether it has arrived since the last call. Other signals end the wait."""
+        """Waits until a signal arrives, or for ``timeout_s`` seconds.
+
+        Returns:
+            Whether SIGTERM or SIGINT has arrived since the last call. Other signals with a handler end the wait, too.
+        """
         self._arrived.settimeout(timeout_s)
         with suppress(TimeoutError):
             return not {signal.SIGTERM, signal.SIGINT}.isdisjoint(self._arrived.recv(512))
@@ -209,7 +214,10 @@ class StopSignals:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[StopSignals]:
-    """Returns a context in which SIGTERM and SIGINT only end a wait. It must be used in the main thread."""
+    """Returns a context in which SIGTERM and SIGINT do not end the process, but :meth:`StopSignals.wait`.
+
+    It must be used in the main thread.
+    """
     arrived, written = socket.socketpair()
     written.setblocking(False)
     with arrived, written:
