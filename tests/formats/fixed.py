@@ -65,6 +65,7 @@ from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.data_directory import DataDirectory, Membership
+from torchrec_recstore_service.server.save_names import SaveName
 from torchrec_recstore_service.wire.table_spec import TableSpec
 from torchrec_recstore_serving.row_formats import DTYPES
 
@@ -271,12 +272,12 @@ def write_server_data(to: Path) -> None:
             timed.lookup(torch.tensor([step, 100]), train=True)
         directory = DataDirectory(to / "server")
         directory.set_membership(SET)
-        tables.save(directory.checkpoint("stopped-0"))
+        tables.save(directory.checkpoint(SaveName("stopped-0")))
         applied = AppliedRequests()
         applied.once("client", 6, 6, lambda: 3)
         applied.once("client", 7, 6, lambda: 1)
         state = {"checkpoint": "stopped-0", "epoch": SET.label, "applied": applied.to_json()}
-        directory.set_last("stopped-0", state)
+        directory.set_last(SaveName("stopped-0"), state)
         directory.close()
         (to / "server" / "lock").unlink()
         write_expected([hosted.table for hosted in hosted_tables(tables)], to / "expected" / "server")

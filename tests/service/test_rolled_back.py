@@ -24,6 +24,7 @@ from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.data_directory import DataDirectory, Membership
 from torchrec_recstore_service.server.pair import Pair
+from torchrec_recstore_service.server.save_names import SaveName
 from torchrec_recstore_service.server.set_calls import SetCalls
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.agreement import to_resume
@@ -254,8 +255,8 @@ def test_a_server_that_is_killed_while_its_run_begins_waits_again(
     tables, directory = HostedTables(), DataDirectory(tmp_path / "data")
     runs = ("first", "second")
     directory.set_membership(Membership("set", 1, 2, (0, 1), 3, "token", None, runs))
-    tables.save(directory.checkpoint("stopped-0"))
-    directory.set_last("stopped-0", {"checkpoint": "stopped-0", "epoch": "set/3/token", "applied": {}})
+    tables.save(directory.checkpoint(SaveName("stopped-0")))
+    directory.set_last(SaveName("stopped-0"), {"checkpoint": "stopped-0", "epoch": "set/3/token", "applied": {}})
 
     def started() -> SetCalls:
         calls = SetCalls(tables, directory, AppliedRequests(), Pair())

@@ -22,6 +22,7 @@ from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.native import CallRefusedError
 from torchrec_recstore_service.server.pair import Pair
+from torchrec_recstore_service.server.save_names import SaveId
 from torchrec_recstore_service.server.set_calls import SetCalls
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.table_spec import TableSpec
@@ -100,7 +101,7 @@ def test_a_server_that_is_killed_starts_from_the_save_that_counts(
     for disk in disks:
         for _ in range(2):  # the second start is that after another kill
             directory = DataDirectory(disk)
-            directory.discard("second")  # if it does not count
+            directory.discard(SaveId("second"))  # if it does not count
             assert directory.at == directory.saves[-1], disk
             directory.close()
         newest.append(directory.at.id)
@@ -191,7 +192,7 @@ def test_what_a_server_receives_is_bounded(server: Server, monkeypatch: pytest.M
     server.write("one", offset=0)  # a piece that is sent again
     server.write("one", offset=3)
     assert server.calls.received_bytes == 6
-    assert (server.directory.received("one") / "0" / "file").read_bytes() == b"abcabc"
+    assert (server.directory.received(SaveId("one")) / "0" / "file").read_bytes() == b"abcabc"
     with pytest.raises(ValueError, match="has 6 bytes, got the offset 1000"):
         server.write("one", offset=1000)
     with pytest.raises(CallRefusedError, match="receives the files of another save"):
@@ -202,7 +203,7 @@ def test_what_a_server_receives_is_bounded(server: Server, monkeypatch: pytest.M
             server.write("one", "another")
         patch.setattr(received, "GIVES_WAY_S", 0.0)
         server.write("two")
-    assert not server.directory.received("one").exists()
+    assert not server.directory.received(SaveId("one")).exists()
     used = server.tables.used_bytes()
     assert used > 0
     with monkeypatch.context() as patch:

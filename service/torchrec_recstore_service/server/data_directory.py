@@ -17,16 +17,17 @@ from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import CheckpointError, FileLock, make_directory, sync
 from torchrec_recstore.checkpoint.info import read_info
 from torchrec_recstore.encoding import check_fields
+from torchrec_recstore_service.server.save_names import SaveId, SaveName
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.agreement import epoch_label, run_label
 
 _STATE = "server.json"
 _MEMBERSHIP = "set.json"
 _LOCK = "lock"
-_NAME_BYTES = 200  # files of a save have longer names, and systems take 255 bytes
 _UNLESS = "unless_prepared"
 _FIELDS = ("last", "stopped", _UNLESS)
 _PREPARED_LAST = ("id", "last")
+_SAVE_NAMES = {"last", "save"}  # fields of both files that hold the name of a save, or None
 _STOPPED = ("checkpoint", "epoch", "applied")
 _MEMBER = ("set", "member", "members", "slots", "epoch", "token", "save", "runs", "earlier", "next")
 _SINCE_2 = ("runs", "earlier", "next")  # fields that version 1 of the protocol has not
@@ -59,7 +60,7 @@ class Membership:
     slots: tuple[int, ...]
     epoch: int
     token: str
-    save: str | None
+    save: SaveName | None
     runs: tuple[str, ...]
     earlier: tuple[str, ...] = ()
     next: str = ""
@@ -117,7 +118,7 @@ class DataDirectory:
             ),
             keep=True,
         )
-        self.last: str | None = None
+        self.last: SaveName | None = None
         """The name of the save to start from."""
         self.stopped: dict[str, Any] | None = None
         """The state that the last server left when it stopped. :meth:`set_last` replaces it."""
@@ -125,15 +126,15 @@ class DataDirectory:
         """The place in a set. None: the server belongs to no set yet."""
         state = self._document(_STATE, _FIELDS)
         if state is not None:
-            self.last, self.stopped = state["last"], state["stopped"]
+            self.last, self.stopped = _name_or_none(state["last"]), state["stopped"]
         member = self._document(_MEMBERSHIP, _MEMBER, _SINCE_2)
         if member is not None:
             if not any(field in member for field in _SINCE_2):
                 # The token was not of the epoch then, but of one server's load.
                 member |= {"token": "", "runs": [""] * member["members"], "earlier": [], "next": ""}
             self.membership = membership_of(member)
-        self._saves: dict[str, pb.Saved] = {}
-        self._prepared: dict[str, pb.Saved] = {}
+        self._saves: dict[SaveName, pb.Saved] = {}
+        self._prepared: dict[SaveId, pb.Saved] = {}
         for entry in self._path.iterdir():
             if entry.name.startswith(_RECEIVED):
                 shutil.rmtree(entry, ignore_errors=True)
@@ -143,17 +144,18 @@ class DataDirectory:
                 saved = _manifest_of(entry)
                 # A part changes places with the save that it replaces. The server was killed before it had deleted the
                 # old save.
-                if saved is None or entry != self.staging(saved.id):
+                if saved is None or entry.name != f"{_PREPARED}{saved.id}":
                     shutil.rmtree(entry, ignore_errors=True)
                 else:
-                    self._prepared[saved.id] = saved
+                    self._prepared[SaveId(saved.id)] = saved
             elif entry.is_dir() and not entry.name.startswith("."):
                 saved = _manifest_of(entry)
                 if saved is not None:
-                    self._saves[entry.name] = pb.Saved(name=entry.name, id=saved.id, number=saved.number)
+                    name = SaveName(entry.name)
+                    self._saves[name] = pb.Saved(name=name, id=saved.id, number=saved.number)
         unless = None if state is None else state[_UNLESS]
         if unless is not None and unless["id"] in self._prepared:  # the server was killed before the save counted
-            self.set_last(unless["last"])
+            self.set_last(_name_or_none(unless["last"]))
 
     @property
     def saves(self) -> list[pb.Saved]:
@@ -170,79 +172,75 @@ class DataDirectory:
         """The save to start from. It has no name if there is none, and no id if it has no manifest."""
         return self.saved(self.last)
 
-    def saved(self, name: str | None) -> pb.Saved:
+    def saved(self, name: SaveName | None) -> pb.Saved:
         """Returns the save of a name. See :meth:`at` for one that is not there, or has no manifest."""
         return pb.Saved() if name is None else self._saves.get(name, pb.Saved(name=name))
 
-    def checkpoint(self, name: str) -> Path:
-        """Returns the path of a save.
-
-        Raises:
-            ValueError: ``name`` is not a plain file name.
-        """
-        if len(name.encode()) > _NAME_BYTES:
-            raise ValueError(
-                f"the name of a checkpoint may have at most {_NAME_BYTES} bytes, got {len(name)} characters"
-            )
-        if not name or name.startswith(".") or "/" in name or "\0" in name or name in (_STATE, _LOCK, _MEMBERSHIP):
-            raise ValueError(f"on a server, save and load take a plain name below its data directory, got {name!r}")
+    def checkpoint(self, name: SaveName) -> Path:
+        """Returns the path of a save."""
         return self._path / name
 
-    def check_free(self, name: str, overwrite: bool) -> None:
+    def check_free(self, name: SaveName, overwrite: bool) -> None:
         """Checks that a save of this name can be published. See :class:`Destination` for the errors."""
         with Destination(self.checkpoint(name), overwrite=overwrite):
             pass
 
-    def staging(self, save_id: str) -> Path:
+    def staging(self, save_id: SaveId) -> Path:
         """Returns the path to which a part of a save is written before it counts."""
         return self._path / f"{_PREPARED}{save_id}"
 
-    def received(self, save_id: str) -> Path:
+    def received(self, save_id: SaveId) -> Path:
         """Returns the path to which the parts of a save of other servers are written."""
         return self._path / f"{_RECEIVED}{save_id}"
 
     def add_prepared(self, saved: pb.Saved) -> None:
         """Adds a part that has been written to :meth:`staging`."""
-        self._prepared[saved.id] = saved
+        self._prepared[SaveId(saved.id)] = saved
 
-    def publish(self, save_id: str, start_from: bool = False) -> None:
+    def publish(self, save_id: SaveId, start_from: bool = False) -> SaveName:
         """Makes a prepared part count: it replaces a save of the same name. Nothing happens if it counts already.
 
         Args:
             save_id: The id of the save.
             start_from: Whether it becomes the save to start from, in the moment in which it counts. Default: False.
 
+        Returns:
+            The name of the save.
+
         Raises:
             FileNotFoundError: The part was not prepared, or another save has replaced it.
             OSError: The directory cannot be renamed.
         """
-        if any(saved.id == save_id for saved in self._saves.values()):
-            return
+        for counting_name, counting in self._saves.items():
+            if counting.id == save_id:
+                return counting_name
         saved = self._prepared.get(save_id)
         if saved is None:
             raise FileNotFoundError("this save was not prepared, or another save has replaced it")
-        with Destination(self.checkpoint(saved.name), overwrite=True) as destination:
+        name = SaveName(saved.name)
+        with Destination(self.checkpoint(name), overwrite=True) as destination:
             if start_from:
                 unless = {"id": save_id, "last": self.last}
-                self._write(_STATE, {"last": saved.name, "stopped": None, _UNLESS: unless})
+                self._write(_STATE, {"last": name, "stopped": None, _UNLESS: unless})
             destination.publish_prepared(self.staging(save_id))
         del self._prepared[save_id]
-        self._saves[saved.name] = saved
+        self._saves[name] = saved
         if start_from:
-            self.last, self.stopped = saved.name, None
+            self.last, self.stopped = name, None
+        return name
 
-    def discard(self, save_id: str) -> None:
+    def discard(self, save_id: SaveId) -> None:
         """Deletes a prepared part, and what was received for it."""
         shutil.rmtree(self.received(save_id), ignore_errors=True)
         if self._prepared.pop(save_id, None) is not None:
             shutil.rmtree(self.staging(save_id), ignore_errors=True)
 
-    def forget(self, name: str) -> None:
+    def forget(self, name: SaveName) -> None:
         """Deletes a save, unless the server starts from it."""
         if name != self.last and self._saves.pop(name, None) is not None:
             shutil.rmtree(self.checkpoint(name), ignore_errors=True)
 
-    def set_last(self, name: str | None, stopped: dict[str, Any] | None = None) -> None:
+    def set_last(self, name: SaveName | None, stopped: dict[str, Any] | None = None) -> None:
         """Writes the name of the save to start from to the disk, with the state of a server that has stopped."""
         self._write(_STATE, {"last": name, "stopped": stopped, _UNLESS: None})
         self.last, self.stopped = name, stopped
@@ -265,8 +263,12 @@ class DataDirectory:
             check_fields("it", document, fields, optional)
             if document.get(_UNLESS) is not None:
                 check_fields(f"{_UNLESS!r}", document[_UNLESS], _PREPARED_LAST)
+                SaveId(document[_UNLESS]["id"])
+                _name_or_none(document[_UNLESS]["last"])
             if document.get("stopped") is not None:
                 check_fields("'stopped'", document["stopped"], _STOPPED)
+            for field in _SAVE_NAMES & document.keys():
+                _name_or_none(document[field])
             return document
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} cannot be used: {error}") from error
@@ -284,7 +286,11 @@ class DataDirectory:
 def membership_of(document: Mapping[str, Any]) -> Membership:
     """Returns the place in a set of a JSON object with the fields of :class:`Membership`."""
     lists = {field: tuple(document[field]) for field in ("slots", "runs", "earlier")}
-    return Membership(**{**document, **lists})
+    return Membership(**{**document, **lists, "save": _name_or_none(document["save"])})
+
+
+def _name_or_none(name: str | None) -> SaveName | None:
+    return None if name is None else SaveName(name)
 
 
 def _manifest_of(path: Path) -> pb.Saved | None:
@@ -292,6 +298,7 @@ def _manifest_of(path: Path) -> pb.Saved | None:
     try:
         state = read_info(path).training_state
         manifest = state[MANIFEST]
-        return pb.Saved(name=manifest["name"], id=manifest["id"], number=manifest["number"])
-    except (CheckpointError, OSError, KeyError, TypeError):
+        name = SaveName(manifest["name"])
+        return pb.Saved(name=name, id=SaveId(manifest["id"]), number=manifest["number"])
+    except (CheckpointError, OSError, KeyError, TypeError, ValueError):
         return None

@@ -34,6 +34,7 @@ from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.lease import TTL_S, Lease, Record
 from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions, host_and_port
 from torchrec_recstore_service.server.native import CallRefusedError, Native, native
+from torchrec_recstore_service.server.save_names import SaveId
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import (
     NOT_PRIMARY,
@@ -376,9 +377,10 @@ class Pair(Native):
                 peer = _Peer(request.address, self._access, request.secret)
                 peer.server, peer.rows = request.server, request.rows
                 self._peer = peer
-            copy = pb.Saved(name="copy", id=uuid.uuid4().hex)
+            copy_id = SaveId(uuid.uuid4().hex)
+            copy = pb.Saved(name="copy", id=copy_id)
             with self._keeping():
-                state = self._state.copy(copy.id, lambda: self._set_role(Role.JOINING))
+                state = self._state.copy(copy_id, lambda: self._set_role(Role.JOINING))
         return pb.ReplicateReply(copy=copy, state=json.dumps(state))
 
     def _follow(self, peer: _Peer) -> None:

@@ -17,6 +17,7 @@ import grpc
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.deadline import Deadline
 from torchrec_recstore_service.server.native import CallRefusedError
+from torchrec_recstore_service.server.save_names import SavedFileName, SaveId
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.agreement import SLOTS
 
@@ -40,7 +41,7 @@ class ReceivedFiles:
         self._directory = directory
         self._room = room
         self._lock = threading.Lock()
-        self._id = ""
+        self._id: SaveId | None = None
         self._heard = 0.0
         self._files = 0
         self._left = 0  # bytes that the disk has for these files
@@ -48,8 +49,8 @@ class ReceivedFiles:
         self.bytes = 0
         """The size in bytes of the files."""
 
-    def write(self, request: pb.WriteFileRequest) -> None:
-        """Writes a piece of a file, at its end or where another piece is already.
+    def write(self, save_id: SaveId, request: pb.WriteFileRequest) -> None:
+        """Writes a piece of a file of the save, at its end or where another piece is already.
 
         Raises:
             CallRefusedError: The server receives the files of another save.
@@ -58,15 +59,16 @@ class ReceivedFiles:
         """
         if request.part >= SLOTS:
             raise ValueError(f"a save has at most {SLOTS} parts")
-        path = self._directory.received(request.id) / str(request.part) / self._directory.checkpoint(request.file).name
+        name = SavedFileName(request.file)
+        path = self._directory.received(save_id) / str(request.part) / name
         with self._lock:
-            self._begin(request.id)
+            self._begin(save_id)
             is_new = not path.exists()
             if is_new and self._files >= FILES:
                 raise ValueError(f"a save has at most {FILES} files")
             size = 0 if is_new else path.stat().st_size
             if request.offset > size:
-                raise ValueError(f"the file {request.file!r} has {size} bytes, got the offset {request.offset}")
+                raise ValueError(f"the file {name!r} has {size} bytes, got the offset {request.offset}")
             more = max(0, request.offset + len(request.content) - size)
             if more > self._left:
                 self._measure()
@@ -81,27 +83,29 @@ class ReceivedFiles:
             self._files += is_new
             now = time.monotonic()
             if now - self._heard > 1.0:
-                self._deadline.begin(lambda: self.forget(request.id))
+                self._deadline.begin(lambda: self.forget(save_id))
             self._heard = now
 
-    def forget(self, save_id: str) -> None:
+    def forget(self, save_id: SaveId) -> None:
         """Deletes the files of a save."""
         with self._lock:
             shutil.rmtree(self._directory.received(save_id), ignore_errors=True)
             if save_id == self._id:
                 self._deadline.cancel()
-                self._id, self._files, self.bytes, self._left = "", 0, 0, 0
+                self._id = None
+                self._files = self.bytes = self._left = 0
 
-    def _begin(self, save_id: str) -> None:
+    def _begin(self, save_id: SaveId) -> None:
         if save_id == self._id:
             return
-        if self._id and time.monotonic() - self._heard < GIVES_WAY_S:
+        if self._id is not None and time.monotonic() - self._heard < GIVES_WAY_S:
             raise CallRefusedError(
                 grpc.StatusCode.UNAVAILABLE, "the server receives the files of another save: repeat the call"
             )
-        if self._id:
+        if self._id is not None:
             shutil.rmtree(self._directory.received(self._id), ignore_errors=True)
-        self._id, self._files, self.bytes, self._left = save_id, 0, 0, 0
+        self._id = save_id
+        self._files = self.bytes = self._left = 0
         self._heard = 0.0
 
     def _measure(self) -> None:

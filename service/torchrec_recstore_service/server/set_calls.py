@@ -25,6 +25,7 @@ from torchrec_recstore_service.server.native import CallRefusedError, RunGate
 from torchrec_recstore_service.server.pair import Pair, Role
 from torchrec_recstore_service.server.received import ReceivedFiles
 from torchrec_recstore_service.server.reservations import Reservations
+from torchrec_recstore_service.server.save_names import SavedFileName, SaveId, SaveName
 from torchrec_recstore_service.server.set_resharding import joined, owned_by
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import (
@@ -35,7 +36,7 @@ from torchrec_recstore_service.wire.protocol import (
 )
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
-STOPPED = ("stopped-0", "stopped-1")
+STOPPED = (SaveName("stopped-0"), SaveName("stopped-1"))
 """The names of the checkpoints that servers write when they stop.
 
 The names alternate, because not every file system can replace a directory.
@@ -82,7 +83,7 @@ class SetCalls:
     def __init__(self, tables: HostedTables, directory: DataDirectory, applied: AppliedRequests, pair: Pair) -> None:
         self._tables = tables
         self._pair = pair
-        self._copy = ""  # the id of the copy for a server that joins the pair
+        self._copy: SaveId | None = None  # the id of the copy for a server that joins the pair
         self.follows = False
         """Whether the tables are those of another server, of which this one was the backup."""
         self._directory = directory
@@ -250,7 +251,7 @@ class SetCalls:
                 self._directory.set_membership(membership_of(place["member"]))
             self._run, self._waits, self._clean = place["run"], place["waits"], False
 
-    def copy(self, copy_id: str, begun: Callable[[], object]) -> dict[str, Any]:
+    def copy(self, copy_id: SaveId, begun: Callable[[], object]) -> dict[str, Any]:
         """Writes a copy of the tables for the backup, which :meth:`read_file` reads.
 
         Args:
@@ -274,9 +275,9 @@ class SetCalls:
 
     def forget_copy(self) -> None:
         """Deletes the copy."""
-        if self._copy:
+        if self._copy is not None:
             shutil.rmtree(self._directory.received(self._copy), ignore_errors=True)
-            self._copy = ""
+            self._copy = None
 
     def follow(self, copy: pb.Saved, state: Mapping[str, Any], read: Callable[[str, int], pb.ReadFileReply]) -> None:
         """Replaces the tables by the copy of another server.
@@ -295,11 +296,11 @@ class SetCalls:
                 f"{self._directory.path} has rows of another server than the primary: start this server with an empty "
                 "data directory"
             )
-        path = self._directory.received(copy.id)
+        path = self._directory.received(SaveId(copy.id))
         make_directory(path)
         try:
             for file in read("", 0).files:
-                with (path / Path(file).name).open("wb") as to:
+                with (path / SavedFileName(file)).open("wb") as to:
                     last, offset = False, 0
                     while not last:
                         piece = read(file, offset)
@@ -347,6 +348,7 @@ class SetCalls:
 
     def save(self, request: pb.SaveRequest, is_active: Callable[[], bool]) -> pb.SaveReply:
         """Makes a phase of a save. See ``Save`` in recstore.proto. ``is_active`` returns whether the client waits."""
+        save_id = SaveId(request.save.id)
         if request.phase == pb.SaveRequest.RESERVE:
             return self._reserve(request, is_active)
         if request.phase == pb.SaveRequest.PREPARE:
@@ -359,8 +361,8 @@ class SetCalls:
         elif request.phase == pb.SaveRequest.ABORT:
             with self._saving:
                 self._applied.check_open()
-                self._directory.discard(request.save.id)
-            self._reservations.release(request.save.id)
+                self._directory.discard(save_id)
+            self._reservations.release(save_id)
         else:
             raise ValueError(f"a save has no phase {request.phase}")
         self._pair.repeat("Save", request)
@@ -370,11 +372,12 @@ class SetCalls:
         """Makes a phase of a load. See ``Load`` in recstore.proto."""
         phases = pb.LoadRequest
         if request.phase == phases.ABORT:
+            save_id = SaveId(request.save.id) if request.parts else None
             with self._saving:
                 self._forget_next(request.token)
-                if request.parts and request.save.id.isalnum():
-                    self._directory.discard(request.save.id)
-                    self._received.forget(request.save.id)
+                if save_id is not None:
+                    self._directory.discard(save_id)
+                    self._received.forget(save_id)
             return
         if request.phase not in (phases.PREPARE, phases.COMMIT, phases.RESHARD):
             raise ValueError(f"a load has no phase {request.phase}")
@@ -447,7 +450,7 @@ class SetCalls:
             self._begin_run(member.with_run(member.member, request.run), member.save)
         return pb.ResumeReply()
 
-    def _begin_run(self, member: Membership, last: str | None) -> None:
+    def _begin_run(self, member: Membership, last: SaveName | None) -> None:
         """Begins the run of a server that was stopped, with ``last`` as the save to start from after a kill.
 
         A server that is killed before the state of the stop is deleted continues from the stop, in the run after this
@@ -466,42 +469,44 @@ class SetCalls:
         files = sorted(os.listdir(path))
         if not request.file:
             return pb.ReadFileReply(files=files)
-        if request.file not in files:
-            raise FileNotFoundError(f"the save {request.save.name!r} has no file {request.file!r}")
-        with (path / request.file).open("rb") as file:
+        name = SavedFileName(request.file)
+        if name not in files:
+            raise FileNotFoundError(f"the save {request.save.name!r} has no file {name!r}")
+        with (path / name).open("rb") as file:
             file.seek(request.offset)
             content = file.read(PART_BYTES)
             return pb.ReadFileReply(content=content, last=len(content) < PART_BYTES)
 
     def write_file(self, request: pb.WriteFileRequest) -> None:
         """Writes a piece of a file of a save of other servers. See ``WriteFile`` in recstore.proto."""
-        _check_save(pb.Saved(id=request.id))
+        save_id = SaveId(request.id)
         _check_offset(request.offset)
-        self._received.write(request)
+        self._received.write(save_id, request)
 
     def _reshard(self, request: pb.LoadRequest) -> None:
         """Writes the part of this server, of the rows of a save of other servers."""
         directory, saved = self._directory, request.save
         if any(there.id == saved.id for there in directory.prepared):
             return
-        _check_save(saved)
-        directory.check_free(saved.name, overwrite=True)
-        info, specs = joined(directory.received(saved.id), request.parts)
+        save_id, name = _checked(saved)
+        directory.check_free(name, overwrite=True)
+        info, specs = joined(directory.received(save_id), request.parts)
         shard = (request.member, request.members)
         self._tables.write_part(
             info,
             {name: replace(spec, shard=shard) for name, spec in specs.items()},
             owned_by(request.member, request.slots),
-            directory.staging(saved.id),
+            directory.staging(save_id),
             {MANIFEST: _manifest(saved, request.set, request.epoch, request.member, [], request.slots)},
         )
         directory.add_prepared(saved)
-        self._received.forget(saved.id)
+        self._received.forget(save_id)
 
     def _begin_epoch(self, request: pb.LoadRequest) -> None:
-        directory, name = self._directory, request.save.name or None
+        directory = self._directory
+        name = SaveName(request.save.name) if request.save.name else None
         if any(saved.id == request.save.id for saved in directory.prepared):
-            directory.publish(request.save.id)
+            directory.publish(SaveId(request.save.id))
         slots = tuple(request.slots)
         runs = (request.token,) * request.members
         member = Membership(
@@ -532,7 +537,7 @@ class SetCalls:
         """
         member = self._directory.membership
         if request.save.name:
-            self._directory.checkpoint(request.save.name)
+            SaveName(request.save.name)
         if not request.set or "/" in request.set or not request.member < request.members or request.epoch < 1:
             raise ValueError("a load needs a set, the number of the server in it, and an epoch")
         if not request.token.isalnum() or len(request.token) > 64:
@@ -547,14 +552,17 @@ class SetCalls:
     def _path_of(self, saved: pb.Saved) -> Path | None:
         if not saved.name:
             return None
-        if saved.id and saved.id == self._copy:
-            return self._directory.received(saved.id)
-        for there in self._directory.prepared:
-            if there.id == saved.id:
-                return self._directory.staging(saved.id)
-        if saved.id and all(there.id != saved.id for there in self._directory.saves):
-            raise FileNotFoundError(f"there is no save {saved.name!r} with the id {saved.id}")
-        return self._directory.checkpoint(saved.name)
+        name = SaveName(saved.name)
+        if not saved.id:
+            return self._directory.checkpoint(name)
+        save_id = SaveId(saved.id)
+        if save_id == self._copy:
+            return self._directory.received(save_id)
+        if any(part.id == save_id for part in self._directory.prepared):
+            return self._directory.staging(save_id)
+        if all(part.id != save_id for part in self._directory.saves):
+            raise FileNotFoundError(f"there is no save {name!r} with the id {save_id}")
+        return self._directory.checkpoint(name)
 
     def _forget_late(self, token: str) -> None:
         """Frees the rows that were read for a load whose client has died."""
@@ -572,14 +580,13 @@ class SetCalls:
             self.check(request.epoch)
 
         self.check(request.epoch)
-        _check_save(request.save)
+        save_id, _ = _checked(request.save)
         directory = self._directory
-        directory.checkpoint(request.save.name)
 
         def last() -> int:
             return max((saved.number for saved in (*directory.saves, *directory.prepared)), default=0)
 
-        number = self._reservations.reserve(request.save.id, check, is_active, last)
+        number = self._reservations.reserve(save_id, check, is_active, last)
         check()
         return pb.SaveReply(number=number)
 
@@ -604,19 +611,21 @@ class SetCalls:
         self._applied.check_open()
         self.check(request.epoch)
         directory, saved = self._directory, request.save
-        if any(there.id == saved.id for there in (*directory.saves, *directory.prepared)):
+        save_id, name = _checked(saved)
+        if any(there.id == save_id for there in (*directory.saves, *directory.prepared)):
             return
-        _check_save(saved)
         self._forget_next()  # the rows of a load whose client has died; another client's load reads them again
-        directory.check_free(saved.name, request.overwrite)
+        directory.check_free(name, request.overwrite)
         member = directory.membership
         assert member is not None
         manifest = _manifest(saved, member.set, member.epoch, member.member, request.servers, member.slots)
-        self._tables.save(directory.staging(saved.id), more={MANIFEST: manifest})
+        self._tables.save(directory.staging(save_id), more={MANIFEST: manifest})
         directory.add_prepared(saved)
 
     def _commit(self, request: pb.SaveRequest) -> None:
         directory, saved = self._directory, request.save
+        save_id = SaveId(saved.id)
+        forgotten = [SaveName(name) for name in request.forget]
         if any(there.id == saved.id for there in directory.saves):
             return
         member = directory.membership
@@ -629,14 +638,18 @@ class SetCalls:
                 self._refuse_superseded(request)
             decided = {there.id for there in directory.saves}
         for other in directory.prepared:
-            if other.id != saved.id and other.number <= saved.number:
-                directory.publish(other.id) if other.id in decided else directory.discard(other.id)
+            if other.id == save_id or other.number > saved.number:
+                continue
+            if other.id in decided:
+                directory.publish(SaveId(other.id))
+            else:
+                directory.discard(SaveId(other.id))
         with self._changing:
-            directory.publish(saved.id, start_from=ours and not self._waits)
+            name = directory.publish(save_id, start_from=ours and not self._waits)
             if ours and directory.membership is not None:
-                directory.set_membership(replace(directory.membership, save=saved.name))
-        self._reservations.release(saved.id)
-        for name in request.forget:
+                directory.set_membership(replace(directory.membership, save=name))
+        self._reservations.release(save_id)
+        for name in forgotten:
             directory.forget(name)
 
 
@@ -661,13 +674,19 @@ def _check_offset(offset: int) -> None:
         raise ValueError(f"a file of a save has at most {_LARGEST_FILE} bytes, got the offset {offset}")
 
 
-def _check_save(saved: pb.Saved) -> None:
-    if saved.name in STOPPED:
-        raise ValueError(f"a server that stops saves as {saved.name!r}: choose another name")
+def _checked(saved: pb.Saved) -> tuple[SaveId, SaveName]:
+    """Checks the fields of a save that a client makes, and returns its id and its name.
+
+    Raises:
+        ValueError: A field is invalid.
+    """
+    save_id = SaveId(saved.id)
+    name = SaveName(saved.name)
+    if name in STOPPED:
+        raise ValueError(f"a server that stops saves as {name!r}: choose another name")
     if saved.number >= 2**63:
         raise ValueError("the number of a save must be less than 2**63")
-    if not saved.id.isalnum() or len(saved.id) > 64:
-        raise ValueError("a save needs an id of at most 64 letters and digits")
+    return save_id, name
 
 
 def _manifest(

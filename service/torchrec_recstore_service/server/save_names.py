@@ -1,0 +1,60 @@
+"""The names that clients and other servers give to saves and their files, as types that check them.
+
+Tests: tests/service/test_names_from_outside.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+from torchrec_recstore.file_names import FileName, shortened
+
+_SAVE_ID = re.compile(r"[0-9A-Za-z]{1,64}")
+
+
+class SaveId(FileName):
+    """The id of a save, which all parts of the save have: 1 to 64 letters and digits of ASCII."""
+
+    __slots__ = ()
+    description: ClassVar[str] = "the id of a save"
+
+    @classmethod
+    def check(cls, name: str) -> None:
+        """See :meth:`FileName.check`."""
+        if not _SAVE_ID.fullmatch(name):
+            raise ValueError(f"a save needs an id of at most 64 letters and digits, got {shortened(name)}")
+
+
+class SaveName(FileName):
+    """The name of a save, which is the name of its directory in a server's data directory.
+
+    It does not begin with a dot, and it is not the name of a file of the server. It has at most 200 bytes, because
+    hidden names that are made of it are longer.
+    """
+
+    __slots__ = ()
+    description: ClassVar[str] = "the name of a checkpoint on a server"
+    most_bytes: ClassVar[int] = 200
+    reserved: ClassVar[frozenset[str]] = frozenset({"server.json", "set.json", "lock"})
+
+    @classmethod
+    def check(cls, name: str) -> None:
+        """See :meth:`FileName.check`."""
+        super().check(name)
+        if name.startswith(".") or name in cls.reserved:
+            raise ValueError(f"on a server, save and load take a plain name below its data directory, got {name!r}")
+
+
+class SavedFileName(FileName):
+    """The name of a file of a save. It does not begin with a dot, because hidden files are the server's own."""
+
+    __slots__ = ()
+    description: ClassVar[str] = "the name of a file of a save"
+
+    @classmethod
+    def check(cls, name: str) -> None:
+        """See :meth:`FileName.check`."""
+        super().check(name)
+        if name.startswith("."):
+            raise ValueError(f"{cls.description} does not begin with a dot, got {shortened(name)}")
