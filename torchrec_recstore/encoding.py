@@ -128,6 +128,17 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         if known is None:
             raise ValueError(not_known(f"there is a value of the type {value['$type']!r}"))
         values = {key: decode(item, tensors) for key, item in value.items() if key != "$type"}
+        _refuse_unsaved(value["$type"], known, values)
         check_fields(f"a value of the type {value['$type']!r}", values, known)
         return known(**values)
     return {key: decode(item, tensors) for key, item in value.items()}
+
+
+def _refuse_unsaved(name: str, known: Any, values: Mapping[str, Any]) -> None:
+    """Refuses a field that :func:`encode` never writes: the code of a ``RowOptimizer``, which a table would run."""
+    for field in fields(known):
+        if not field.metadata.get("saved", True) and field.name in values:
+            raise ValueError(
+                f"a value of the type {name!r} has the field {field.name!r}, which files never have, because it is "
+                "code: the file was not written by this package"
+            )

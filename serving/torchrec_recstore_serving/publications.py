@@ -196,7 +196,11 @@ def latest_of(text: str | bytes, where: object, key: Key | None = None) -> Lates
     """
     fields = _fields(text, where, key)
     try:
-        return Latest(**{**fields, "fulls": tuple(fields["fulls"])})
+        latest = Latest(**{**fields, "fulls": tuple(fields["fulls"])})
+        _check_types(latest)
+        for full in latest.fulls:
+            _check_number("fulls", full)
+        return latest
     except (TypeError, KeyError) as error:
         raise ValueError(f"{where} is not what a DeltaPublisher writes: {error}") from error
 
@@ -209,11 +213,35 @@ def publication_of(text: str | bytes, number: int, where: object, key: Key | Non
     """
     try:
         publication = Publication(**_fields(text, where, key))
+        _check_types(publication)
+        if not isinstance(publication.full, bool):
+            raise TypeError(f"full is {publication.full!r}")
+        if not isinstance(publication.base, str | None):
+            raise TypeError(f"base is {publication.base!r}")
     except TypeError as error:
         raise ValueError(f"{where} is not what a DeltaPublisher writes: {error}") from error
     if publication.number != number:
         raise ValueError(f"{where} is publication {publication.number}")
     return publication
+
+
+def _check_types(value: Publication | Latest) -> None:
+    """Checks the fields that both kinds of record have. The numbers become parts of paths.
+
+    Raises:
+        TypeError: A field has another type.
+    """
+    _check_number("number", value.number)
+    for field in ("version", "run"):
+        if not isinstance(getattr(value, field), str):
+            raise TypeError(f"{field} is {getattr(value, field)!r}")
+    if isinstance(value.time, bool) or not isinstance(value.time, int | float):
+        raise TypeError(f"time is {value.time!r}")
+
+
+def _check_number(field: str, number: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 10**12:
+        raise TypeError(f"{field} is {number!r}, which is no number of a publication")
 
 
 def _fields(text: str | bytes, where: object, key: Key | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,7 @@ def change(checkpoint: Path, how: Callable[[Document], object]) -> None:
     document = json.loads(file.read_bytes())
     how(document)
     for name in document["files"]:
-        if (checkpoint / name).exists():
+        if os.path.isfile(checkpoint / name):
             found = file_info(checkpoint / name)
             document["files"][name] = {"bytes": found.bytes, "xxh3_128": found.xxh3_128}
     document.pop("checksum", None)
@@ -206,6 +207,28 @@ def test_a_table_without_room_for_all_rows_takes_a_good_one(saved: Path) -> None
 def test_what_a_newer_version_has_written(saved: Path, how: Callable[[Document], None], message: str) -> None:
     change(saved / "full", how)
     with pytest.raises(CheckpointError, match=message + INSTALL):
+        read_chain(saved / "full")
+
+
+@pytest.mark.parametrize("name", ["../victim", "/victim", "a/b", "..", "", "a\0b", "x" * 4096])
+def test_a_file_whose_name_leads_out_of_the_checkpoint(saved: Path, name: str) -> None:
+    def rename(document: Document) -> None:
+        first = document["tables"]["item"]["parts"][0]
+        document["files"][name] = document["files"].pop(first["file"])
+        first["file"] = name
+
+    change(saved / "full", rename)
+    assert_refused(saved / "full", "the name of a file")
+
+
+@pytest.mark.parametrize("field", ["step", "row", "once"])
+def test_code_of_an_optimizer_is_not_taken_from_a_file(saved: Path, field: str) -> None:
+    code = {"$type": "RowOptimizer", "lr": 0.1, "name": "mine", "states": {}, field: "system(0);"}
+    change(saved / "full", set_value("tables", "item", "optimizer", to=code))
+    with pytest.raises(CheckpointError, match=f"'RowOptimizer' has the field '{field}', which files never have"):
+        read_chain(saved / "full")
+    change(saved / "full", set_value("training_state", to=code))
+    with pytest.raises(CheckpointError, match=f"'RowOptimizer' has the field '{field}', which files never have"):
         read_chain(saved / "full")
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from tests.service.raw_connection import RawConnection
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore_service import RecStoreClient, ServerRestartedError, ServiceError
+from torchrec_recstore_service.client.shared_memory import SharedMemoryConnection
 from torchrec_recstore_service.server import native_rows as served
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire import segment
@@ -54,6 +56,20 @@ def _use(client: RecStoreClient) -> list[Tensor]:
     client.init_data("made", (9, 8), torch.float32, row_func=lambda shape, dtype: torch.rand(shape, dtype=dtype))
     client.update("made", IDS[:9], _grads(3, 9))
     return [*results, client.pull("made", IDS[:20])]
+
+
+@pytest.mark.parametrize("name", ["victim", "", "recstore-" + "0" * 31 + "g", "recstore-" + "0" * 33])
+def test_a_client_connects_to_the_sockets_of_servers_only(name: str) -> None:
+    """Otherwise a server could send a message of its choice to any program of the client's user."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as victim:
+        if name:
+            victim.bind(f"\0{name}")
+            victim.listen()
+        with pytest.raises(OSError, match="which is no server's"):
+            SharedMemoryConnection(pb.AttachReply(socket=name, secret=b"stop"))
+        victim.setblocking(False)
+        with pytest.raises(OSError, match="unavailable|Invalid"):
+            victim.accept()
 
 
 @pytest.mark.usefixtures("no_streams")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -17,6 +18,7 @@ import torch
 
 from torchrec_recstore.inference import DeltaPublisher, Follower, export_for_inference
 from torchrec_recstore.utils import RecStoreWarning
+from torchrec_recstore_serving.publications import latest_of, publication_of
 
 from ..processes import run_forked_command
 from ..redis_server import RedisServer, needs_redis, redis_server
@@ -52,6 +54,35 @@ def place(request: pytest.FixtureRequest, memory_folder: Path) -> str:
     if request.param == "directory":
         return str(memory_folder / "published")
     return f"{request.getfixturevalue('server').url}/0?stream=clicks"
+
+
+LATEST = {"number": 3, "version": "v", "time": 1.0, "fulls": [1, 3], "run": "r"}
+PUBLICATION = {"number": 3, "version": "v", "base": None, "time": 1.0, "full": True, "run": "r"}
+NO_NUMBERS = ["../../victim", "3", -1, 1.5, True, None, 10**12, [3], {"a": 1}]
+
+
+@pytest.mark.parametrize("number", NO_NUMBERS)
+@pytest.mark.parametrize("field", ["number", "fulls"])
+def test_a_record_with_a_number_that_is_none(field: str, number: object) -> None:
+    """The number of a publication is a part of the path to which a follower copies its files."""
+    latest = {**LATEST, field: [1, number] if field == "fulls" else number}
+    with pytest.raises(ValueError, match="the place is not what a DeltaPublisher writes"):
+        latest_of(json.dumps(latest), "the place")
+    if field == "number":
+        with pytest.raises(ValueError, match="the place is not what a DeltaPublisher writes"):
+            publication_of(json.dumps({**PUBLICATION, field: number}), 3, "the place")
+
+
+@pytest.mark.parametrize("field", ["version", "run", "time", "full", "base"])
+@pytest.mark.parametrize("value", [[], {}, ["x"]])
+def test_a_record_with_a_field_of_another_type(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match="the place is not what a DeltaPublisher writes"):
+        publication_of(json.dumps({**PUBLICATION, field: value}), 3, "the place")
+
+
+def test_a_record_that_is_right() -> None:
+    assert latest_of(json.dumps(LATEST), "the place").fulls == (1, 3)
+    assert publication_of(json.dumps(PUBLICATION), 3, "the place").full
 
 
 def kill_publishers(place: str, folder: Path, kills: int) -> None:

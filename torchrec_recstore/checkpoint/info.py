@@ -19,6 +19,7 @@ import xxhash
 
 from torchrec_recstore.checkpoint.files import CheckpointError, FileInfo, read_tensors
 from torchrec_recstore.encoding import check_fields, decode, encode, not_known
+from torchrec_recstore.file_names import FileName
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 
@@ -218,7 +219,10 @@ def read_info(path: str | Path) -> CheckpointInfo:
 
 def _info(path: Path, document: dict[str, Any], checksum: str) -> CheckpointInfo:
     check_fields("it", document, _DOCUMENT)
-    files = {name: _entry(f"the file {name}", FileInfo, entry) for name, entry in document["files"].items()}
+    # Every other name of a file in the metadata is one of these, see _check_info().
+    files: dict[str, FileInfo] = {
+        FileName(name): _entry(f"the file {name}", FileInfo, entry) for name, entry in document["files"].items()
+    }
     tensors = read_tensors(path / TRAINING_STATE, files[TRAINING_STATE]) if TRAINING_STATE in files else {}
     delta_of = document["delta_of"]
     return CheckpointInfo(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ from torchrec_recstore_service.wire.table_rows import TableRows, aligned
 _SETTINGS_BYTES = 256  # enough for the numbers of a header, and for those of a table in a header
 _ALIGNING_BYTES = 256  # the most that four arrays of a call take beside their contents
 _HELLO_S = 5.0
+_SOCKET = re.compile(r"recstore-[0-9a-f]{32}")  # A server names no other socket: listen_memory() in row_server.cpp.
 _AGAIN_S = 10.0  # the time after which a client that has got no connection asks for one again
 MESSAGE_CODES = {code.value[0]: code for code in grpc.StatusCode}
 """gRPC's status codes by their numbers."""
@@ -65,6 +67,8 @@ class SharedMemoryConnection:
         file = None
         try:
             self._socket.settimeout(_HELLO_S)
+            if not _SOCKET.fullmatch(offer.socket):
+                raise OSError(f"the server offers the socket {offer.socket[:100]!r}, which is no server's")
             self._socket.connect(f"\0{offer.socket}")
             if not is_same_user(self._socket):
                 raise OSError("the server runs as another user")

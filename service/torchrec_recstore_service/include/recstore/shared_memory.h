@@ -117,7 +117,8 @@ class Segment {
   bool connect(const pb::AttachReply& offer) {
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
-    if (offer.socket().empty() || offer.socket().size() >= sizeof address.sun_path) return false;
+    const size_t name_size = offer.socket().size();  // "recstore-" and 32 digits; a server names no other socket
+    if (name_size != 9 + 32 || offer.socket().compare(0, 9, "recstore-") != 0) return false;
     std::memcpy(address.sun_path + 1, offer.socket().data(), offer.socket().size());  // an abstract name begins with \0
     const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + offer.socket().size());
     socket_ = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
