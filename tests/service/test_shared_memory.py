@@ -68,7 +68,7 @@ def test_a_client_connects_to_the_sockets_of_servers_only(name: str) -> None:
         with pytest.raises(OSError, match="which is no server's"):
             SharedMemoryConnection(pb.AttachReply(socket=name, secret=b"stop"))
         victim.setblocking(False)
-        with pytest.raises(OSError, match="unavailable|Invalid"):
+        with pytest.raises(OSError, match=r"unavailable|Invalid"):
             victim.accept()
 
 
