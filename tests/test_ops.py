@@ -150,6 +150,7 @@ CASES: dict[str, Any] = {
     "snapshot_close": lambda: (_snapshot(),),
     "ssd_open": lambda: (tempfile.mktemp(), 8, False),
     "ssd_close": lambda: (_ssd(),),
+    "ssd_dropped": lambda: (_ssd(),),
     "ssd_get": lambda: (_ssd(), IDS),
     "ssd_put": lambda: (_ssd(), IDS, torch.ones(3, 8, dtype=torch.uint8)),
     "ssd_delete": lambda: (_ssd(), IDS),

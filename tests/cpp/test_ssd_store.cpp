@@ -6,11 +6,14 @@
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <csignal>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <map>
 #include <random>
 #include <string>
@@ -18,6 +21,8 @@
 #include <vector>
 
 #include "error.h"
+#include "file_lock.h"
+#include "mix.h"
 #include "testing.h"
 
 namespace {
@@ -116,6 +121,18 @@ void put(Model& model, const std::vector<int64_t>& ids, const std::vector<char>&
   for (size_t i = 0; i < ids.size(); ++i) model[ids[i]] = Row(rows.begin() + static_cast<long>(i * bytes), rows.begin() + static_cast<long>((i + 1) * bytes));
 }
 
+std::string content(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  CHECK(file.good());
+  return std::string(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+}
+
+void set_content(const std::string& path, const std::string& content) {
+  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  file << content;
+  CHECK(file.good());
+}
+
 int64_t disk_bytes(const std::string& path) {
   struct stat status;
   CHECK(stat(path.c_str(), &status) == 0);
@@ -152,6 +169,7 @@ class Broken {
 void random_calls(int64_t row_bytes, bool keep, uint32_t seed) {
   const std::string path = folder() + "/rows";
   unlink(path.c_str());
+  unlink((path + ".end").c_str());
   auto store = std::make_shared<SsdStore>(path, row_bytes, keep);
   Model model;
   Random random(seed);
@@ -276,6 +294,7 @@ void cut_off() {
   Random random(6);
   for (int round = 0; round < 15; ++round) {
     unlink(path.c_str());
+    unlink((path + ".end").c_str());
     Model model;
     auto store = std::make_shared<SsdStore>(path, kRow, true);
     for (int batch = 0; batch < 3; ++batch) {
@@ -290,14 +309,23 @@ void cut_off() {
     struct stat status;
     CHECK(stat(path.c_str(), &status) == 0);
     const auto end = status.st_size;
+    const std::string acknowledged = content(path + ".end");
     const auto ids = random.ids(1 + random.below(40000), 50000);
     const auto rows = random.rows(ids.size(), kRow);
     store->put(ids.data(), rows.data(), static_cast<int64_t>(ids.size()));
     CHECK(stat(path.c_str(), &status) == 0);
-    const auto cut = end + random.below(status.st_size - end);
+    const bool whole = round % 5 == 0;  // it is killed after the last row, and before they are acknowledged
+    const auto cut = whole ? status.st_size : end + random.below(status.st_size - end);
     store.reset();
     CHECK(truncate(path.c_str(), cut) == 0);
+    set_content(path + ".end", acknowledged);
     store = std::make_shared<SsdStore>(path, kRow, true);
+    const int64_t most = static_cast<int64_t>(ids.size());
+    CHECK(whole ? store->dropped() == most : store->dropped() <= std::min(most, (cut - end) / kRow + 1));
+    check(store, model);
+    store.reset();
+    store = std::make_shared<SsdStore>(path, kRow, true);
+    CHECK(store->dropped() == 0);
     check(store, model);
     // It goes on, also with a batch that ends before the rest of the one that was cut off.
     for (int batch = 0; batch < 2; ++batch) {
@@ -332,6 +360,123 @@ void damage() {
   CHECK_THROWS(SsdStore(path, kRow, true), StorageError);
   CHECK_THROWS(SsdStore(path, kRow + 1, true), StorageError);
   CHECK_THROWS(SsdStore(folder() + "/nowhere/rows", kRow, true), StorageError);
+}
+
+// Any damage of what counts is an error when the file is opened, or all rows are there: never a missing or an old row.
+void damage_anywhere() {
+  const std::string path = folder() + "/anywhere";
+  constexpr int64_t kRow = 1000;
+  Random random(8);
+  Model model;
+  {
+    SsdStore store(path, kRow, true);
+    for (int round = 0; round < 30; ++round) {  // until segments have been moved, and are free
+      const auto ids = random.ids(1500, 3000);
+      const auto rows = random.rows(ids.size(), kRow);
+      store.put(ids.data(), rows.data(), static_cast<int64_t>(ids.size()));
+      put(model, ids, rows);
+      const auto gone = random.ids(100, 3000);
+      store.remove(gone.data(), static_cast<int64_t>(gone.size()));
+      for (const int64_t id : gone) model.erase(id);
+    }
+  }
+  const std::string rows = content(path), end = content(path + ".end");
+  int refused = 0;
+  for (int round = 0; round < 150; ++round) {
+    std::string damaged_rows = rows, damaged_end = end;
+    std::string& damaged = round % 3 == 0 ? damaged_end : damaged_rows;
+    const auto at = static_cast<size_t>(random.below(static_cast<int64_t>(damaged.size())));
+    const auto what = random.below(4);
+    if (what == 0) {
+      damaged.resize(at);
+    } else if (what == 1) {
+      std::fill_n(damaged.begin() + static_cast<long>(at / 4096 * 4096), std::min<size_t>(4096, damaged.size() - at / 4096 * 4096), 0);
+    } else {
+      damaged[at] = static_cast<char>(damaged[at] ^ (1 << random.below(8)));
+    }
+    set_content(path, damaged_rows);
+    set_content(path + ".end", damaged_end);
+    try {
+      const auto store = std::make_shared<SsdStore>(path, kRow, true);
+      CHECK(store->dropped() == 0);
+      check(store, model);
+    } catch (const StorageError& error) {
+      CHECK(std::string(error.what()).find("is damaged") != std::string::npos);
+      ++refused;
+    }
+  }
+  CHECK(refused > 75 && refused < 145);
+  set_content(path, rows);
+  unlink((path + ".end").c_str());
+  CHECK_THROWS(SsdStore(path, kRow, true), StorageError);
+  unlink(path.c_str());
+  set_content(path + ".end", end);
+  CHECK_THROWS(SsdStore(path, kRow, true), StorageError);
+}
+
+// A file of a version that did not write which rows count is opened as then, and has this from then on.
+void former_version() {
+  const std::string path = folder() + "/former";
+  constexpr int64_t kRow = 100;
+  Random random(9);
+  Model model;
+  const auto ids = random.ids(40000, 1 << 30);  // three segments
+  const auto rows = random.rows(ids.size(), kRow);
+  {
+    SsdStore store(path, kRow, true);
+    store.put(ids.data(), rows.data(), static_cast<int64_t>(ids.size()));
+    put(model, ids, rows);
+  }
+  std::string former = content(path);
+  for (size_t at = 0; at < former.size(); at += size_t{2} << 20) {
+    uint64_t header[4];
+    std::memcpy(header, &former[at], sizeof header);
+    header[0] = 0x3152'4f54'5344'5353;
+    header[3] = recstore::mix(header[0] ^ recstore::mix(header[1] ^ recstore::mix(header[2])));
+    std::memcpy(&former[at], header, sizeof header);
+  }
+  set_content(path, former);
+  unlink((path + ".end").c_str());
+  for (int open = 0; open < 2; ++open) {
+    const auto store = std::make_shared<SsdStore>(path, kRow, true);
+    check(store, model);
+    const auto more = random.ids(10, 1 << 30);
+    const auto their = random.rows(more.size(), kRow);
+    store->put(more.data(), their.data(), static_cast<int64_t>(more.size()));
+    put(model, more, their);
+  }
+  unlink((path + ".end").c_str());
+  CHECK_THROWS(SsdStore(path, kRow, true), StorageError);
+}
+
+// One process at a time has the lock, also when the file was opened and closed elsewhere, and no forked child has it.
+void locks() {
+  const std::string path = folder() + "/locked";
+  constexpr int64_t kRow = 100;
+  auto store = std::make_unique<SsdStore>(path, kRow, true);
+  close(open(path.c_str(), O_RDWR));  // this ends a POSIX lock
+  CHECK_THROWS(SsdStore(path, kRow, true), StorageError);
+  recstore::FileLock::before_fork();
+  const pid_t child = fork();
+  if (child == 0) {
+    recstore::FileLock::after_fork_in_child();
+    pause();
+    _exit(0);
+  }
+  recstore::FileLock::after_fork_in_parent();
+  usleep(100000);
+  store.reset();
+  int tries = 0;
+  while (store == nullptr) {
+    try {
+      store = std::make_unique<SsdStore>(path, kRow, true);
+    } catch (const StorageError&) {
+      CHECK(++tries < 100);
+      usleep(100000);
+    }
+  }
+  CHECK(kill(child, SIGKILL) == 0);
+  waitpid(child, nullptr, 0);
 }
 
 // Puts, gets and scans at the same time.
@@ -379,6 +524,9 @@ int main() {
   failing_writes();
   cut_off();
   damage();
+  damage_anywhere();
+  former_version();
+  locks();
   together();
   CHECK(system(("rm -r " + folder()).c_str()) == 0);
   std::puts("test_ssd_store passed");

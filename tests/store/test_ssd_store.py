@@ -33,8 +33,8 @@ def _opened_elsewhere(path: Path) -> str:
 
 
 def _file_of(path: Path) -> int:
-    (file,) = (int(each.name) for each in Path("/proc/self/fd").iterdir() if _target(each).startswith(str(path)))
-    return file
+    """Returns the descriptor by which the store reads and writes. The next one holds the lock."""
+    return min(int(each.name) for each in Path("/proc/self/fd").iterdir() if _target(each).startswith(str(path)))
 
 
 def _target(link: Path) -> str:

@@ -1,6 +1,7 @@
 #include "registry.h"
 
 #include "buffer_pool.h"
+#include "file_lock.h"
 #include "group.h"
 #include "pass.h"
 #include "snapshot.h"
@@ -56,16 +57,19 @@ Registry<SsdScan>& ssd_scans() {
 void before_fork() {
   for_each_registry([](auto& registry) { registry.before_fork(); });
   BufferPool::instance().before_fork();
+  FileLock::before_fork();
 }
 
 void after_fork_in_parent() {
   for_each_registry([](auto& registry) { registry.after_fork_in_parent(); });
   BufferPool::instance().after_fork();
+  FileLock::after_fork_in_parent();
 }
 
 void after_fork_in_child() {
   for_each_registry([](auto& registry) { registry.after_fork_in_child(); });
   BufferPool::instance().after_fork();
+  FileLock::after_fork_in_child();
 }
 
 }  // namespace recstore

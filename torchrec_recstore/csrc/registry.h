@@ -115,7 +115,7 @@ Registry<Snapshot>& snapshots();
 Registry<SsdStore>& ssd_stores();
 Registry<SsdScan>& ssd_scans();
 
-// The handlers that pthread_atfork() takes, for the registries and the buffer pool. Tables belong to the process that
+// The handlers that pthread_atfork() takes, for the registries, the buffer pool and the locks of files. Tables belong to the process that
 // made them. Without the handlers, a process that is forked while another thread uses a table would wait forever for
 // the locks that this thread held, at the latest when it frees a tensor.
 void before_fork();

@@ -27,21 +27,13 @@ constexpr int64_t kSegmentBytes = 2 << 20;
 constexpr int64_t kLeastEntries = 64;   // of a segment
 constexpr int64_t kMostIovs = 64;       // two for each row of one read
 constexpr int64_t kReadRows = 512;      // a thread reads at least so many rows
-constexpr uint64_t kMagic = 0x3152'4f54'5344'5353;  // "SSDSTOR1"
+constexpr uint64_t kMagic = 0x3252'4f54'5344'5353;   // "SSDSTOR2"
+constexpr uint64_t kMagic1 = 0x3152'4f54'5344'5353;  // "SSDSTOR1", of the versions that wrote no SsdEnd
 constexpr uint32_t kKindMask = uint32_t{3} << 30;
 constexpr uint32_t kRow = 0;
 constexpr uint32_t kDeletion = uint32_t{1} << 30;  // of the ids of the entry
 constexpr uint32_t kFormer = uint32_t{2} << 30;    // a row of a scan, which has been replaced or deleted since
 constexpr int64_t kMostBatch = 1 << 28;
-
-struct SegmentHeader {
-  uint64_t magic;
-  uint64_t sequence;
-  uint64_t row_bytes;
-  uint64_t check;
-};
-
-uint64_t check_of(const SegmentHeader& header) { return mix(header.magic ^ mix(header.sequence ^ mix(header.row_bytes))); }
 
 uint64_t multiplied(uint64_t a, uint64_t b) {
   const auto product = static_cast<unsigned __int128>(a) * b;
@@ -153,6 +145,15 @@ uint32_t SsdIndex::remove(int64_t id) noexcept {
   }
 }
 
+struct SsdStore::SegmentHeader {
+  uint64_t magic;
+  uint64_t sequence;
+  uint64_t row_bytes;
+  uint64_t check;
+
+  uint64_t computed_check() const { return mix(magic ^ mix(sequence ^ mix(row_bytes))); }
+};
+
 struct SsdStore::Header {
   uint32_t check;
   uint32_t left;  // the number of entries of the batch that follow, and the kind of the entry
@@ -174,6 +175,12 @@ class SsdStore::Batch {
   ~Batch() {
     if (written_) return;
     store_.head_ = before_;
+    if (store_.keep_ && before_.segment != kNowhere) {
+      try {
+        store_.erase_after(before_.segment, before_.used);
+      } catch (const StorageError&) {  // later entries take their place, and a process that opens the file drops the rest
+      }
+    }
     for (; !taken_.empty(); taken_.pop_back()) {
       try {
         store_.release(taken_.back(), true);
@@ -194,7 +201,7 @@ class SsdStore::Batch {
       head = {segment, 0, ++store_.last_sequence_};
       store_.segments_[segment] = {head.sequence, 0, false};
       SegmentHeader begin{kMagic, head.sequence, static_cast<uint64_t>(store_.row_bytes_), 0};
-      begin.check = check_of(begin);
+      begin.check = begin.computed_check();
       std::memcpy(store_.buffer_.data(), &begin, sizeof begin);
       filled_ = sizeof begin;
     }
@@ -210,6 +217,11 @@ class SsdStore::Batch {
   }
   void done() {
     flush();
+    if (store_.keep_) {
+      const Head& head = store_.head_;
+      for (const uint32_t segment : taken_) store_.end_.set_segment(segment, store_.segments_[segment].sequence);
+      store_.end_.acknowledge(head.sequence, head.used, static_cast<uint32_t>(store_.segments_.size()));
+    }
     written_ = true;
   }
 
@@ -236,14 +248,12 @@ SsdStore::SsdStore(std::string path, int64_t row_bytes, bool keep)
       keep_(keep),
       stride_((static_cast<int64_t>(sizeof(Header)) + row_bytes + 7) / 8 * 8),
       segment_bytes_(std::max(kSegmentBytes, (kLeastEntries * stride_ + 4096) / 4096 * 4096)),
-      per_segment_(static_cast<uint32_t>((segment_bytes_ - static_cast<int64_t>(sizeof(SegmentHeader))) / stride_)) {
+      per_segment_(static_cast<uint32_t>((segment_bytes_ - static_cast<int64_t>(sizeof(SegmentHeader))) / stride_)),
+      end_(path_) {
   file_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | (keep ? 0 : O_TRUNC), 0644);
   if (file_ < 0) throw StorageError(path_ + " cannot be opened: " + std::strerror(errno));
   try {
-    // A forked child has no part in this kind of lock, and closing its copy of the file does not end it.
-    struct flock whole {};
-    whole.l_type = F_WRLCK;
-    if (::fcntl(file_, F_SETLK, &whole) != 0) throw StorageError(path_ + " is in use by another process: one process at a time can have these rows, so give each its own path");
+    lock_.emplace(path_, path_ + " is in use by another process: one process at a time can have these rows, so give each its own path");
     ::posix_fadvise(file_, 0, 0, POSIX_FADV_RANDOM);  // the kernel reads no more than is asked for
     if (keep) recover();
   } catch (...) {
@@ -354,7 +364,7 @@ void SsdStore::read_part(const Place* places, int64_t n, char* rows) const {
     Header header;
     std::memcpy(&header, headers.data() + (i + 1) * gap - static_cast<int64_t>(sizeof header), sizeof header);
     if (header.check != check(places[i], header, rows + i * row_bytes_)) {
-      throw StorageError(path_ + " is damaged: the checksum of a row is wrong, at byte " + std::to_string(offset(places[i].number)));
+      throw_damaged(places[i].number);
     }
   }
 }
@@ -444,6 +454,8 @@ int64_t SsdStore::used_segments() const { return static_cast<int64_t>(segments_.
 void SsdStore::release(uint32_t segment, bool give_back) {
   const int64_t at = int64_t{segment} * segment_bytes_;
   give_back = give_back || static_cast<int64_t>(free_.size()) > kSpareSegments + used_segments() / 4;
+  // First: an entry that counts is never missing in the file.
+  if (keep_) end_.set_segment(segment, 0);
   const bool given_back = give_back && ::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, segment_bytes_) == 0;
   if (keep_ && !given_back) {
     const SegmentHeader none{};
@@ -451,6 +463,17 @@ void SsdStore::release(uint32_t segment, bool give_back) {
   }
   segments_[segment] = Segment{};
   free_.push_back(segment);
+}
+
+// Overwrites the entries of a segment after the first `used` ones by zeros.
+void SsdStore::erase_after(uint32_t segment, uint32_t used) {
+  const int64_t at = int64_t{segment} * segment_bytes_ + static_cast<int64_t>(sizeof(SegmentHeader)) + used * stride_;
+  const int64_t end = (int64_t{segment} + 1) * segment_bytes_;
+  if (::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, end - at) == 0) return;
+  static constexpr char kZeros[4096]{};
+  for (int64_t next = at; next < end; next += static_cast<int64_t>(sizeof kZeros)) {
+    write(kZeros, std::min(static_cast<int64_t>(sizeof kZeros), end - next), next);
+  }
 }
 
 // Moves at most about `most` entries.
@@ -582,55 +605,155 @@ bool SsdStore::keep_deleted(int64_t& first, char* row) const {
 void SsdStore::recover() {
   struct stat status;
   if (::fstat(file_, &status) != 0) throw StorageError(path_ + " cannot be read: " + std::strerror(errno));
-  const auto count = static_cast<uint32_t>((status.st_size + segment_bytes_ - 1) / segment_bytes_);
-  std::vector<uint32_t> order;
-  for (uint32_t s = 0; s < count; ++s) {
-    SegmentHeader header{};
-    const int64_t at = s * segment_bytes_;
-    read_all(reinterpret_cast<char*>(&header), std::min<int64_t>(sizeof header, status.st_size - at), at);
-    segments_.emplace_back();
-    if (header.magic == kMagic && header.check == check_of(header)) {
-      if (header.row_bytes != static_cast<uint64_t>(row_bytes_)) {
-        throw StorageError(path_ + " has rows of " + std::to_string(header.row_bytes) + " bytes, and the table has rows of " +
-                           std::to_string(row_bytes_) + " bytes: use the columns, dtype and optimizer of then, or another name");
-      }
-      segments_.back().sequence = header.sequence;
-      order.push_back(s);
-    } else if (header.magic == 0) {
-      free_.push_back(s);
-    } else {
-      throw StorageError(path_ + " is damaged: no segment begins at byte " + std::to_string(at));
+  const std::optional<SsdEnd::State> end = end_.read();
+  const std::vector<uint32_t> order = end ? counted_segments(*end, status.st_size) : segments_of_before(status.st_size);
+  std::vector<Replayed> pending;
+  for (const uint32_t s : order) {
+    load(s, status.st_size);
+    const bool is_newest = s == order.back();
+    const uint32_t used = end && is_newest ? end->used : per_segment_;
+    replay(s, used, !end && is_newest, pending);
+    if (end && is_newest) {
+      if (!pending.empty() || head_.used != used) throw_damaged(s * per_segment_ + used - 1);
+      const int64_t uncounted = valid_entries(s, used);
+      dropped_ += uncounted;
+      if (uncounted > 0) erase_after(s, used);
     }
   }
-  std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return segments_[a].sequence < segments_[b].sequence; });
-  std::vector<Replayed> pending;
-  moving_.resize(static_cast<size_t>(segment_bytes_));
   for (const uint32_t s : order) {
-    const int64_t at = int64_t{s} * segment_bytes_, n = std::min(segment_bytes_, status.st_size - at);
-    read_all(moving_.data(), n, at);
-    std::fill(moving_.begin() + n, moving_.end(), 0);
-    replay(s, s == order.back(), pending);
-  }
-  // What follows the last whole batch was never acknowledged, and is overwritten.
-  for (const uint32_t s : order) {
-    last_sequence_ = segments_[s].sequence;
     if (segments_[s].sequence > head_.sequence) release(s, false);
   }
   index_.for_each([&](int64_t, uint32_t place) { ++segments_[place / per_segment_].live; });
   live_ = index_.size() + deletions_;
+  if (end && (end->row_bytes == static_cast<uint64_t>(row_bytes_) || !order.empty())) return;
+  // A new file, or one of a version that wrote no SsdEnd.
+  SsdEnd::State state;
+  state.sequence = head_.sequence;
+  state.used = head_.used;
+  state.row_bytes = static_cast<uint64_t>(row_bytes_);
+  for (const Segment& segment : segments_) state.segments.push_back(segment.sequence);
+  end_.replace(state);
+  for (uint32_t s = 0; s < segments_.size(); ++s) {
+    if (segments_[s].sequence == 0) continue;
+    SegmentHeader header{kMagic, segments_[s].sequence, static_cast<uint64_t>(row_bytes_), 0};
+    header.check = header.computed_check();
+    write(reinterpret_cast<const char*>(&header), sizeof header, int64_t{s} * segment_bytes_);
+  }
 }
 
-// Takes the entries of the segment in `moving_`. pending: the entries since the last one that ends a batch. They are rows if such an entry follows,
-// though it may end a later batch: the segments in which their own one ends may be free by now. The newest segment always
-// has the end of a batch, unless its first batch was cut off.
-void SsdStore::replay(uint32_t segment, bool newest, std::vector<Replayed>& pending) {
-  for (uint32_t e = 0; e < per_segment_; ++e) {
+// Returns the header of a segment. None: the segment has none, or lies beyond the end of the file.
+std::optional<SsdStore::SegmentHeader> SsdStore::header_of(uint32_t segment, int64_t file_bytes) const {
+  SegmentHeader header{};
+  const int64_t at = int64_t{segment} * segment_bytes_;
+  if (at >= file_bytes) return std::nullopt;
+  read_all(reinterpret_cast<char*>(&header), std::min<int64_t>(sizeof header, file_bytes - at), at);
+  if ((header.magic != kMagic && header.magic != kMagic1) || header.check != header.computed_check()) return std::nullopt;
+  if (header.row_bytes != static_cast<uint64_t>(row_bytes_)) throw_other_rows(header.row_bytes);
+  return header;
+}
+
+void SsdStore::throw_other_rows(uint64_t row_bytes) const {
+  throw StorageError(path_ + " has rows of " + std::to_string(row_bytes) + " bytes, and the table has rows of " +
+                     std::to_string(row_bytes_) + " bytes: use the columns, dtype and optimizer of then, or another name");
+}
+
+// Finds the segments whose entries count, and returns them, the oldest one first. All others are free.
+std::vector<uint32_t> SsdStore::counted_segments(const SsdEnd::State& end, int64_t file_bytes) {
+  const bool has_rows = std::any_of(end.segments.begin(), end.segments.end(), [](uint64_t sequence) { return sequence != 0; });
+  if (has_rows && end.row_bytes != static_cast<uint64_t>(row_bytes_)) throw_other_rows(end.row_bytes);
+  std::vector<uint32_t> order, uncounted;
+  const auto in_file = static_cast<uint32_t>((file_bytes + segment_bytes_ - 1) / segment_bytes_);
+  const auto count = std::max(in_file, static_cast<uint32_t>(end.segments.size()));
+  last_sequence_ = end.sequence;
+  for (uint32_t s = 0; s < count; ++s) {
+    const std::optional<SegmentHeader> header = header_of(s, file_bytes);
+    const uint64_t sequence = s < end.segments.size() ? end.segments[s] : 0;
+    segments_.push_back({sequence, 0, false});
+    if (sequence != 0) {
+      if (!header || header->sequence != sequence) {
+        throw StorageError(path_ + " is damaged: no segment begins at byte " + std::to_string(s * segment_bytes_));
+      }
+      order.push_back(s);
+      continue;
+    }
+    if (header && header->sequence > end.sequence) {  // a call that was not acknowledged has begun it
+      segments_[s].sequence = header->sequence;
+      load(s, file_bytes);
+      dropped_ += valid_entries(s, 0);
+      segments_[s].sequence = 0;
+      last_sequence_ = std::max(last_sequence_, header->sequence);
+      uncounted.push_back(s);
+      continue;
+    }
+    free_.push_back(s);
+  }
+  for (const uint32_t s : uncounted) release(s, true);
+  std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return segments_[a].sequence < segments_[b].sequence; });
+  const bool has_newest = order.empty() ? end.sequence == 0 : segments_[order.back()].sequence == end.sequence;
+  if (!has_newest || end.used > per_segment_) throw StorageError(path_ + " is damaged: its newest segment is not there");
+  return order;
+}
+
+// The same for a file of a version that wrote no SsdEnd.
+std::vector<uint32_t> SsdStore::segments_of_before(int64_t file_bytes) {
+  std::vector<uint32_t> order;
+  for (uint32_t s = 0; s * segment_bytes_ < file_bytes; ++s) {
+    const int64_t at = s * segment_bytes_;
+    const std::optional<SegmentHeader> header = header_of(s, file_bytes);
+    segments_.emplace_back();
+    if (header && header->magic == kMagic) {
+      throw StorageError(path_ + " is damaged: " + path_ + ".end, which says which of its rows count, is missing");
+    }
+    if (header) {
+      segments_.back().sequence = header->sequence;
+      last_sequence_ = std::max(last_sequence_, header->sequence);
+      order.push_back(s);
+      continue;
+    }
+    uint64_t magic = 0;
+    read_all(reinterpret_cast<char*>(&magic), std::min<int64_t>(sizeof magic, file_bytes - at), at);
+    if (magic != 0) throw StorageError(path_ + " is damaged: no segment begins at byte " + std::to_string(at));
+    free_.push_back(s);
+  }
+  std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return segments_[a].sequence < segments_[b].sequence; });
+  return order;
+}
+
+// Reads a segment into `moving_`. What is beyond the end of the file reads as zeros.
+void SsdStore::load(uint32_t segment, int64_t file_bytes) {
+  const int64_t at = int64_t{segment} * segment_bytes_;
+  const int64_t n = std::min(segment_bytes_, file_bytes - at);
+  moving_.resize(static_cast<size_t>(segment_bytes_));
+  read_all(moving_.data(), n, at);
+  std::fill(moving_.begin() + n, moving_.end(), 0);
+}
+
+// The number of entries in `moving_` from `begin` on that were written whole.
+int64_t SsdStore::valid_entries(uint32_t segment, uint32_t begin) const {
+  for (uint32_t e = begin; e < per_segment_; ++e) {
+    const char* row = moving_.data() + sizeof(SegmentHeader) + e * stride_ + sizeof(Header);
+    Header header;
+    std::memcpy(&header, row - sizeof header, sizeof header);
+    if (header.check != check(located(segment * per_segment_ + e), header, row)) return e - begin;
+  }
+  return per_segment_ - begin;
+}
+
+void SsdStore::throw_damaged(uint32_t place) const {
+  throw StorageError(path_ + " is damaged: the checksum of a row is wrong, at byte " + std::to_string(offset(place)));
+}
+
+// Takes the first `used` entries of the segment in `moving_`. may_end: whether it may have fewer, as the newest segment of
+// a version that wrote no SsdEnd. pending: the entries since the last one that ends a batch. They are rows if such an entry
+// follows, though it may end a later batch: the segments in which their own one ends may be free by now.
+void SsdStore::replay(uint32_t segment, uint32_t used, bool may_end, std::vector<Replayed>& pending) {
+  for (uint32_t e = 0; e < used; ++e) {
     const Place place = located(segment * per_segment_ + e);
     const char* row = moving_.data() + sizeof(SegmentHeader) + e * stride_ + sizeof(Header);
     Header header;
     std::memcpy(&header, row - sizeof header, sizeof header);
     if (header.check != check(place, header, row)) {
-      if (!newest) throw StorageError(path_ + " is damaged: the checksum of a row is wrong, at byte " + std::to_string(offset(place.number)));
+      if (!may_end) throw_damaged(place.number);
       return;
     }
     const uint32_t kind = header.left & kKindMask;

@@ -5,10 +5,13 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "executor.h"
+#include "file_lock.h"
+#include "ssd_end.h"
 
 namespace recstore {
 
@@ -67,9 +70,10 @@ class SsdIndex {
 // segment is free. (Rosenblum and Ousterhout, The Design and Implementation of a Log-Structured File System, 1992. If all
 // rows change equally often, 1.2 rows are written for each row that is put; otherwise less.)
 //
-// A file that is kept can be opened again. The newest entry of an id is its row. What follows the last whole batch was
-// never acknowledged, and is ignored. Deletions are entries too, of several ids each. Nothing waits for the disk: a
-// crash of the machine may lose what was written last.
+// A file that is kept can be opened again. The newest entry of an id is its row. Deletions are entries too, of several
+// ids each. The file beside it says which entries count (SsdEnd): if one of these cannot be read, the file is damaged, and
+// what follows them was never acknowledged and is dropped. Nothing waits for the disk: a crash of the machine may lose
+// what was written last.
 //
 // Rows are read through the page cache. A first pass reads what is there and has the kernel read the rest ahead
 // (RWF_NOWAIT), a second pass waits for the rest. So all reads of a batch are in flight at the same time, as with
@@ -87,6 +91,8 @@ class SsdStore {
   SsdStore& operator=(const SsdStore&) = delete;
 
   int64_t row_bytes() const { return row_bytes_; }
+  // The number of entries that were dropped when the file was opened, because no call had acknowledged them.
+  int64_t dropped() const { return dropped_; }
   // Finds out which ids, (n,), have a row; receive(number of these rows) returns where they are written, in the order of
   // the ids.
   void get(const int64_t* ids, int64_t n, bool* found, const std::function<char*(int64_t)>& receive, Executor& executor);
@@ -113,6 +119,7 @@ class SsdStore {
     uint32_t place, kind;
   };
   struct Header;
+  struct SegmentHeader;
   struct Head {  // where the next entry is written
     uint32_t segment = kNowhere;
     uint32_t used = 0;  // entries
@@ -127,9 +134,17 @@ class SsdStore {
   void read(const Place* places, int64_t n, char* rows, Executor& executor) const;
   void read_part(const Place* places, int64_t n, char* rows) const;
   void recover();
-  void replay(uint32_t segment, bool newest, std::vector<Replayed>& pending);
+  std::optional<SegmentHeader> header_of(uint32_t segment, int64_t file_bytes) const;
+  std::vector<uint32_t> counted_segments(const SsdEnd::State& end, int64_t file_bytes);
+  std::vector<uint32_t> segments_of_before(int64_t file_bytes);
+  void load(uint32_t segment, int64_t file_bytes);
+  void replay(uint32_t segment, uint32_t used, bool may_end, std::vector<Replayed>& pending);
+  int64_t valid_entries(uint32_t segment, uint32_t begin) const;
+  [[noreturn]] void throw_damaged(uint32_t place) const;
+  [[noreturn]] void throw_other_rows(uint64_t row_bytes) const;
   uint32_t take_segment();
   void release(uint32_t segment, bool give_back);
+  void erase_after(uint32_t segment, uint32_t used);
   int64_t used_segments() const;
   void clean(int64_t most);
   uint32_t victim();
@@ -151,6 +166,9 @@ class SsdStore {
   const int64_t segment_bytes_;
   const uint32_t per_segment_;
   int file_ = -1;
+  std::optional<FileLock> lock_;
+  SsdEnd end_;  // of a file that is kept
+  int64_t dropped_ = 0;
   mutable std::mutex mutex_;  // guards all that follows
   SsdIndex index_;
   std::vector<Segment> segments_;

@@ -16,6 +16,7 @@ from torchrec_recstore.options import SSDStore
 from torchrec_recstore.run_directories import RunDirectory
 from torchrec_recstore.store.arguments import check_ids, check_rows
 from torchrec_recstore.store.cold_store import ColdStoreError, escaped_name, new_run
+from torchrec_recstore.utils import warn_user
 
 _SCAN_BYTES = 2**22
 _STORAGE = "recstore storage: "  # the prefix of csrc/error.h
@@ -51,9 +52,19 @@ class SSDColdStore:
         try:
             with self._errors():
                 self._file = _opened(path, row_bytes, keep=options.shared is not None)
+                self._warn_of_dropped_rows()
         except ColdStoreError:
             self.close()
             raise
+
+    def _warn_of_dropped_rows(self) -> None:
+        dropped = _ops.ssd_dropped(self._handle)
+        if dropped:
+            warn_user(
+                f"{self}: {dropped} rows at its end were dropped ({dropped * self._row_bytes} bytes): the call that "
+                "wrote them failed, or was not acknowledged before its process was killed. All acknowledged rows are "
+                "there"
+            )
 
     def get(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`ColdStore.get`."""

@@ -18,6 +18,9 @@ int64_t ssd_open(std::string path, int64_t row_bytes, bool keep) {
   return ssd_stores().add(std::make_shared<SsdStore>(path, row_bytes, keep));
 }
 
+// The number of rows that were dropped when the store was opened, see SsdStore::dropped().
+int64_t ssd_dropped(int64_t store) { return ssd_stores().get(store)->dropped(); }
+
 void ssd_close(int64_t store) { ssd_stores().remove(store); }
 
 // Returns which ids have a row, (N,) bool, and their rows, (n, row bytes) uint8.
@@ -66,6 +69,7 @@ void ssd_scan_close(int64_t scan) { ssd_scans().remove(scan); }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("ssd_open(str path, int row_bytes, bool keep) -> int");
+  m.def("ssd_dropped(int store) -> int");
   m.def("ssd_close(int store) -> ()");
   m.def("ssd_get(int store, Tensor ids) -> (Tensor, Tensor)");
   m.def("ssd_put(int store, Tensor ids, Tensor rows) -> ()");
@@ -78,6 +82,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("ssd_open", RECSTORE_OP(ssd_open));
+  m.impl("ssd_dropped", RECSTORE_OP(ssd_dropped));
   m.impl("ssd_close", RECSTORE_OP(ssd_close));
   m.impl("ssd_ids", RECSTORE_ALLOCATING_OP(ssd_ids));
   m.impl("ssd_scan", RECSTORE_ALLOCATING_OP(ssd_scan));
