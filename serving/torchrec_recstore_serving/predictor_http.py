@@ -34,6 +34,18 @@ _LOOK_S = 1.0
 _AT_ONCE = 1 << 16  # bytes; larger documents would hold up other requests, and are converted in threads of their own
 _SHORT_S = 1e-3  # A change of threads and back takes a large part of this; a longer call would hold up other requests.
 _DEEP = 100
+_MOST_DIGITS = 20  # of Content-Length
+# Upper bounds, in bytes, of what the conversion of a document takes at its worst moment for each of its parts. A body
+# is held as pieces, as one, and as text, and again as the strings in it. A list is held as an object of Python, and its
+# entries as objects, in lists of all entries of one depth, and in a tensor. tests/serving/test_predictor_http.py
+# measures them.
+_OF_A_BYTE = 4
+_OF_A_BYTE_NOT_ASCII = 12  # Python holds a text in which one character needs it with four bytes a character.
+_OF_A_LIST = 130
+_OF_AN_OBJECT = 260
+_OF_AN_ENTRY = 56
+_OF_A_QUOTE = 40
+_OF_A_RESULT = 100  # a number of an answer: in the tensor, as an object of Python, and as text in two copies
 _DEPTH = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 _ROUTES = "there are GET /state, GET /health and POST /predict, for a model with a name also below /models/NAME"
 _encode = json.JSONEncoder(allow_nan=False).encode
@@ -43,6 +55,53 @@ _Result = TypeVar("_Result")
 def failure(error: Exception) -> str:
     """Returns the message of a failed call of the model."""
     return f"the model has failed: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}"
+
+
+class NoRoomError(Exception):
+    """The requests that are being answered take all of ``--max-request-memory``."""
+
+    def __init__(self) -> None:
+        super().__init__("the requests that are being answered take all of --max-request-memory: try again")
+
+
+class HeldMemory:
+    """The memory that a request may take, from its first byte until its work has ended.
+
+    Args:
+        server: The server whose ``held_bytes`` count it.
+        limit: The largest sum of ``held_bytes``.
+    """
+
+    def __init__(self, server: HttpServer, limit: int) -> None:
+        self.limit = limit
+        self._server = server
+        self._bytes = 0
+
+    def grow_to(self, size: int) -> None:
+        """Holds at least ``size`` bytes.
+
+        Raises:
+            NoRoomError: The other requests leave no room. What is held has not changed.
+        """
+        more = max(0, size - self._bytes)
+        if self._server.held_bytes + more > self.limit:
+            raise NoRoomError
+        self._server.held_bytes += more
+        self._bytes += more
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        self._server.held_bytes -= self._bytes
+        self._bytes = 0
+
+
+def memory_of(body: bytes) -> int:
+    """Returns an upper bound of the memory in bytes that the conversion of a JSON document takes, the body included."""
+    entries = body.count(b",")
+    lists, objects, quotes = body.count(b"["), body.count(b"{"), body.count(b'"')
+    characters = len(body) * (_OF_A_BYTE if body.isascii() else _OF_A_BYTE_NOT_ASCII)
+    parts = entries * _OF_AN_ENTRY + lists * _OF_A_LIST + objects * _OF_AN_OBJECT + quotes * _OF_A_QUOTE
+    return characters + parts
 
 
 class HttpServer:
@@ -68,7 +127,7 @@ class HttpServer:
         self.running = 0
         """The number of predictions that are being answered."""
         self.held_bytes = 0
-        """The size of their requests, and of those that are being read."""
+        """The memory of their requests, and of those that are being read; see :class:`HeldMemory`."""
         try:
             self._token = None if access.token_file is None else watched_token(access.token_file)
             sockets = bind_sockets(port, host)
@@ -126,26 +185,43 @@ class HttpServer:
         """Returns the answer to GET /state."""
         return 200, _encoded(self.models.state(model))
 
-    def has_room(self, size: int) -> bool:
-        """Returns whether a request of ``size`` bytes may be read now."""
-        return self.held_bytes + size <= self._access.max_request_memory
+    def held(self) -> HeldMemory:
+        """Returns the memory of a request, of which nothing is held yet."""
+        return HeldMemory(self, self._access.max_request_memory)
 
-    async def answer(self, model: str | None, body: bytes) -> tuple[int, bytes]:
-        """Returns the status and the body of the answer to POST /predict."""
+    async def answer(self, model: str | None, body: bytes, held: HeldMemory) -> tuple[int, bytes]:
+        """Returns the status and the body of the answer to POST /predict.
+
+        Args:
+            model: The name of the model. None: the model without a name.
+            body: The body of the request.
+            held: The memory that is held for the request. It grows by what the conversions take.
+        """
         given: Mapping[str, Any] = {}
         predictor = self.models.one(model)
         self.running += 1
         try:
+            needed = memory_of(body)
+            if needed > held.limit:
+                return 413, _error(
+                    f"the document takes up to {needed} bytes of memory while it is read, and --max-request-memory is "
+                    f"{held.limit}: send fewer or shorter lists in one request, or use gRPC"
+                )
+            held.grow_to(needed)
             given, arguments = await _converted(len(body), lambda: _read(body, predictor.jagged))
             future = predictor.submit(arguments, caller_s=_SHORT_S if len(body) <= _AT_ONCE else 0.0)
             answer = future.result() if future.done() else await asyncio.wrap_future(future)
-            size = sum(each.numel() * 8 for each in answer.outputs.values())
+            results = sum(output.numel() for output in answer.outputs.values())
+            held.grow_to(results * _OF_A_RESULT)
+            size = results * 8
             return await _converted(size, lambda: _written(answer))
         except ValueError as error:
             places = [name + place for name, value in given.items() if (place := place_of_float(value))]
             if places and str(error).startswith(FLOAT_IDS):
                 return 400, _error(f"{error} ({', '.join(places)}): send integers, because floats do not hold every id")
             return 400, _error(str(error))
+        except NoRoomError as error:
+            return 503, _error(str(error))
         except ConnectionError as error:
             return 503, _error(str(error))
         except Exception as error:
@@ -249,7 +325,8 @@ class _Predict(_Handler):
         """See tornado."""
         super().initialize(server)
         self._chunks: list[bytes] = []
-        self._held = 0
+        self._held = server.held()
+        self._is_working = False
 
     def prepare(self) -> None:
         """See tornado. Decides from the headers whether the body is read."""
@@ -259,15 +336,18 @@ class _Predict(_Handler):
         given = self.request.headers.get("Content-Length", "")
         if not given.isdecimal():
             self.reply(411, _error(f"Content-Length is missing; the body may have {_LONGEST_BODY} bytes"))
-        elif int(given) > _LONGEST_BODY:
+            return
+        # int() refuses a number of more than 4,300 digits.
+        length = int(given) if len(given) <= _MOST_DIGITS else 10**_MOST_DIGITS
+        if length > _LONGEST_BODY:
             # The body is not read: tornado would send an error of its own after this one.
-            self.request.connection.set_max_body_size(int(given))  # type: ignore[union-attr]
+            self.request.connection.set_max_body_size(length)  # type: ignore[union-attr]
             self.reply(413, _error(f"the body may have {_LONGEST_BODY} bytes"))
-        elif not self._server.has_room(int(given)):
-            self.reply(503, _error("the requests that are being answered take all of --max-request-memory: try again"))
-        else:
-            self._held = int(given)
-            self._server.held_bytes += self._held
+            return
+        try:
+            self._held.grow_to(length * _OF_A_BYTE)
+        except NoRoomError as error:
+            self.reply(503, _error(str(error)))
 
     def data_received(self, chunk: bytes) -> None:
         """See tornado."""
@@ -275,19 +355,28 @@ class _Predict(_Handler):
 
     async def post(self, model: str | None) -> None:
         """See tornado."""
-        status, body = await self._server.answer(model, b"".join(self._chunks))
-        with suppress(StreamClosedError):  # The client has gone away.
-            sent = self.reply(status, body)
-            try:
-                if not sent.done():
-                    await asyncio.wait_for(sent, _SLOWEST_S)
-            except asyncio.TimeoutError:
-                self.request.connection.close()  # type: ignore[union-attr]
+        self._is_working = True
+        try:
+            body = b"".join(self._chunks)
+            self._chunks.clear()
+            status, reply = await self._server.answer(model, body, self._held)
+            del body
+            with suppress(StreamClosedError):  # The client has gone away.
+                sent = self.reply(status, reply)
+                try:
+                    if not sent.done():
+                        await asyncio.wait_for(sent, _SLOWEST_S)
+                except asyncio.TimeoutError:
+                    self.request.connection.close()  # type: ignore[union-attr]
+        finally:
+            self._is_working = False
+            self._held.release()
 
     def on_finish(self) -> None:
-        """See tornado."""
-        self._server.held_bytes -= self._held
-        self._held = 0
+        """See tornado. The memory of a request whose client has gone away is held until its work has ended."""
+        if not self._is_working:
+            self._chunks.clear()
+            self._held.release()
 
     def on_connection_close(self) -> None:
         """See tornado."""

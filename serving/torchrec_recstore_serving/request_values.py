@@ -25,6 +25,8 @@ _DTYPES = {
     )
 }  # fmt: skip
 _MOST_DIMENSIONS = 16
+_MOST_ARGUMENTS = 1024
+_NO_BAGS = "each feature must have a list of bags, which are lists of ids"
 _GREATEST = torch.finfo(torch.float32).max
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 _SEND_INTEGERS = "ids and lengths are integers: send 20000001, not 20000001.0, because floats do not hold every id"
@@ -93,6 +95,8 @@ def arguments_of_json(arguments: Mapping[str, Any], jagged: Mapping[str, tuple[s
     Raises:
         ValueError: An argument has another form. The message names the argument and the place in it.
     """
+    if len(arguments) > _MOST_ARGUMENTS:  # Each becomes a tensor, and a model has few.
+        raise ValueError(f"a request may have at most {_MOST_ARGUMENTS} arguments, got {len(arguments)}")
     vectors = {*jagged, *(lengths for lengths, _ in jagged.values())}
     return {
         name: _vector(value, name, "") if name in vectors else value_of_json(value, name)
@@ -117,9 +121,11 @@ def value_of_json(value: Any, name: str) -> Value:
         weights = None if given is None else _vector(given, name, ".weights", integers=False)
         return bags(keys, values, lengths, weights, name)
     for feature, rows in value.items():
-        for place, bag in ((f"[{feature!r}]", rows), *((f"[{feature!r}][{i}]", bag) for i, bag in _entries(rows))):
+        if not isinstance(rows, list):
+            raise _refused(name, f"[{feature!r}]", rows, _NO_BAGS)
+        for number, bag in enumerate(rows):
             if not isinstance(bag, list):
-                raise _refused(name, place, bag, "each feature must have a list of bags, which are lists of ids")
+                raise _refused(name, f"[{feature!r}][{number}]", bag, _NO_BAGS)
     if len({len(rows) for rows in value.values()}) != 1:
         raise ValueError(f"the argument {name!r}: each feature must have one bag for each example")
     flat = [each for rows in value.values() for bag in rows for each in bag]
@@ -154,10 +160,6 @@ def place_of_float(value: Any) -> str:
                 return f"[{place}]{found}"
         return ""
     return f": {value!r}" if isinstance(value, float) else ""
-
-
-def _entries(rows: Any) -> list[tuple[int, Any]]:
-    return list(enumerate(rows)) if isinstance(rows, list) else []
 
 
 def _tensor(value: Any, name: str) -> Tensor:

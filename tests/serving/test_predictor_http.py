@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import http.client
 import json
+import multiprocessing
+import os
 import socket
 import statistics
 import struct
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -297,7 +302,7 @@ def test_connections_are_bounded() -> None:
 def test_requests_are_bounded() -> None:
     predictor = Waiting()
     with served(predictor, ListenOptions("127.0.0.1:0", max_request_memory=1 << 28)) as server, ExitStack() as stack:
-        for length, status in ((b"67108865", b"413"), (b"9" * 30, b"413"), (b"none", b"411")):
+        for length, status in ((b"67108865", b"413"), (b"9" * 30, b"413"), (b"9" * 5000, b"413"), (b"none", b"411")):
             with connected(server) as client:
                 client.sendall(START + length + b"\r\n\r\n")
                 assert client.recv(1000).startswith(b"HTTP/1.1 " + status)
@@ -305,9 +310,9 @@ def test_requests_are_bounded() -> None:
                     while client.recv(1000):  # The server closes the connection, because it does not read the body.
                         pass
         wait_for(lambda: server.connections == 0)
-        for place in range(5):  # 5 bodies of 64 MiB are more than 256 MiB
+        for place in range(5):  # 5 bodies of 16 MiB, of which there are four copies at times, are more than 256 MiB
             client = stack.enter_context(connected(server))
-            client.sendall(START + b"67108864\r\n\r\n{")
+            client.sendall(START + b"16777216\r\n\r\n{")
             wait_for(lambda place=place: server.connections == min(place + 1, 4) and server.held_bytes > 0)  # type: ignore[misc]
             if place == 4:
                 assert client.recv(1000).startswith(b"HTTP/1.1 503")
@@ -331,3 +336,110 @@ def test_a_kept_connection_has_no_delay() -> None:
         assert server.connections == 1
         connection.close()
     assert statistics.median(times) < 0.03
+
+
+WORST = {
+    "lists of one": "[1]",
+    "empty lists": "[]",
+    "lists of lists": "[[[1]]]",
+    "large numbers": "12345678",
+    "floats": "1.5",
+    "objects": '{"a":1}',
+    "texts": '"ab"',
+}
+
+
+def worst_bodies(size: int) -> dict[str, bytes]:
+    """Documents of about ``size`` bytes that take the most memory when they are read."""
+    bodies = {}
+    for name, item in WORST.items():
+        items = ",".join([item] * (size // (len(item) + 1)))
+        bodies[name] = f'{{"arguments": {{"x": [{items}]}}}}'.encode()
+        bodies[f"bags: {name}"] = f'{{"arguments": {{"x": {{"user": [{items}]}}}}}}'.encode()
+    bodies["a text of four bytes a character"] = ('{"arguments": {"x": "\U0001f600' + "a" * size + '"}}').encode()
+    return bodies
+
+
+def resident_bytes(field: str = "VmRSS") -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(field)
+
+
+@pytest.mark.parametrize("name", worst_bodies(1))
+def test_the_memory_of_a_document_is_bounded_before_it_is_read(name: str) -> None:
+    """A process of its own reads it, so that what other tests have freed does not hide it."""
+
+    def read(body: bytes) -> int:
+        predictor_http._read(b'{"arguments": {"x": [[1.5, 2.5]]}}', {})
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        before = resident_bytes()
+        with suppress(ValueError):
+            predictor_http._read(b"".join([body[: len(body) // 2], body[len(body) // 2 :]]), {})
+        return resident_bytes("VmHWM") - before
+
+    body = worst_bodies(2_000_000)[name]
+    taken = in_forked_process(read, body)
+    assert taken <= predictor_http.memory_of(body)
+
+
+def in_forked_process(function: Callable[[bytes], int], argument: bytes) -> int:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            sender.send(function(argument))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert receiver.poll(), "the child has failed"
+    result: int = receiver.recv()
+    return result
+
+
+@pytest.mark.parametrize("clients", [30, pytest.param(200, marks=pytest.mark.slow)])
+def test_clients_that_send_the_worst_bodies_and_leave(clients: int) -> None:
+    bound = 1 << 28
+    code = f"""if True:
+        import sys
+        from tests.serving import test_predictor_http as tests
+        access = tests.ListenOptions("127.0.0.1:0", max_request_memory={bound})
+        with tests.served(tests.Fake(), access) as server:
+            tests.predictor_http._read(b'{{"arguments": {{"x": [[1.5, 2.5]]}}}}', {{}})
+            tests.Path("/proc/self/clear_refs").write_text("5")
+            before = tests.resident_bytes()
+            print(server.address, flush=True)
+            sys.stdin.readline()
+            print(tests.resident_bytes("VmHWM") - before, server.held_bytes, server.running, flush=True)
+    """
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    host, _, port = process.stdout.readline().strip().rpartition(":")
+    # Some are as large as the bound allows, some larger, and some so small that many are read at once.
+    bodies = [body for size in (200_000, 3_000_000, 8_000_000) for body in worst_bodies(size).values()]
+    statuses: list[bytes] = []
+
+    def send(client: int) -> None:
+        body = bodies[client * 7 % len(bodies)]
+        with suppress(OSError), socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(START + str(len(body)).encode() + b"\r\n\r\n" + body)
+            if client % 3 == 0:  # The others leave at once.
+                statuses.append(connection.recv(100).split(b" ")[1])
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(send, range(clients)))
+    wait_for_answer = http.client.HTTPConnection(f"{host}:{port}", timeout=60)
+    wait_for_answer.request("GET", "/health")
+    assert wait_for_answer.getresponse().status == 200
+    time.sleep(2)  # the work of those that have left
+    process.stdin.write("\n")
+    process.stdin.flush()
+    grown, held, running = map(int, process.stdout.readline().split())
+    assert process.wait() == 0
+    print(f"{clients} clients: {grown / bound:.2f} of the bound, answers {Counter(statuses)}")
+    assert grown <= 2 * bound
+    assert (held, running) == (0, 0)
+    assert b"413" in statuses or b"503" in statuses
+    process.stdin.close()
+    process.stdout.close()
