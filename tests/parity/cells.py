@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
+from .extras import EXTRAS
+
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 SEQUENCE_SHARDINGS = ("table_wise", "row_wise", "column_wise")  # those that TorchRec's EmbeddingCollection has
 WORLD_SIZES = (1, 2, 4)
@@ -20,6 +22,7 @@ class Cell:
         weighted: Whether the model has a weighted collection beside the unweighted collection.
         varying: Whether the batch size varies by feature (VBE).
         data_type: The name of the rows' ``torchrec.modules.embedding_configs.DataType``.
+        extra: What the batches carry beyond that which the tables need, a key of ``EXTRAS``. Empty: nothing.
     """
 
     module: str
@@ -29,6 +32,7 @@ class Cell:
     weighted: bool = False
     varying: bool = False
     data_type: str = "FP32"
+    extra: str = ""
 
     @property
     def sequential(self) -> bool:
@@ -58,6 +62,10 @@ def all_cells() -> list[Cell]:
         for sharding in SEQUENCE_SHARDINGS:
             cells.append(Cell(SEQUENCES, sharding, world_size, "none", varying=True))
             cells += [Cell(SEQUENCES, sharding, world_size, "none", data_type=t) for t in ("FP16", "BF16")]
+    for world_size, sharding, pooling, extra in product(WORLD_SIZES, SHARDINGS, ("sum", "mean"), EXTRAS):
+        cells.append(Cell(BAGS, sharding, world_size, pooling, extra=extra))
+    for world_size, sharding, extra in product(WORLD_SIZES, SEQUENCE_SHARDINGS, EXTRAS):
+        cells.append(Cell(SEQUENCES, sharding, world_size, "none", extra=extra))
     return cells
 
 

@@ -11,6 +11,7 @@ from torchrec.distributed.test_utils.test_model import ModelInput, TestMixedEmbe
 from torchrec.modules.embedding_configs import DataType
 
 from .cells import Cell
+from .extras import with_extra
 
 FLOATS = 10
 BATCH_SIZE = 6
@@ -94,7 +95,7 @@ def batches_of(cell: Cell, tables: Tables, step: int) -> tuple[ModelInput, list[
             global_constant_batch=True,
             random_seed=step,
         )
-    return ModelInput.generate(
+    all_ranks, by_rank = ModelInput.generate(
         batch_size=BATCH_SIZE,
         world_size=cell.world_size,
         num_float_features=FLOATS,
@@ -102,3 +103,8 @@ def batches_of(cell: Cell, tables: Tables, step: int) -> tuple[ModelInput, list[
         weighted_tables=tables.weighted,
         random_seed=step,
     )
+    if cell.extra:
+        ranks = range(cell.world_size)
+        all_ranks = with_extra(all_ranks, cell.extra, step, ranks, BATCH_SIZE)
+        by_rank = [with_extra(by_rank[rank], cell.extra, step, [rank], BATCH_SIZE) for rank in ranks]
+    return all_ranks, by_rank

@@ -57,15 +57,24 @@ from torchrec_recstore.torchrec_seams.models import Sharding, grouped_configs, g
 from torchrec_recstore.utils import warn_user
 
 
-def _int64_ids(features: Any) -> KeyedJaggedTensor:
-    """Returns ``features``, a ``KeyedJaggedTensor`` or ``TensorDict`` of any integer dtype, with int64 ids."""
-    # block_bucketize_sparse_features (fbgemm-gpu 1.8.0) is wrong for int32 ids that are not less than num_embeddings.
+def _needed_parts(features: Any, uses_weights: bool) -> KeyedJaggedTensor:
+    """Returns ``features`` with int64 ids, and without per-sample weights if the collection does not use them.
+
+    Args:
+        features: A ``KeyedJaggedTensor`` or ``TensorDict`` with ids of any integer dtype.
+        uses_weights: Whether the collection uses per-sample weights.
+    """
     if not isinstance(features, KeyedJaggedTensor):
         features = maybe_td_to_kjt(features)
-    if features.values().dtype is torch.int64:
+    # TorchRec sends weights that no kernel reads to other ranks, divides the means of rows that are split over ranks
+    # by their sum, and its fused kernels multiply the rows of unweighted collections by them (torchrec 1.8.0).
+    drops_weights = not uses_weights and features.weights_or_none() is not None
+    ids = features.values()
+    if ids.dtype is torch.int64 and not drops_weights:
         return features
-    ops.check_integers(features.values().dtype, features.keys())
-    return _with_ids(features, features.values().to(torch.int64))
+    # block_bucketize_sparse_features (fbgemm-gpu 1.8.0) is wrong for int32 ids that are not less than num_embeddings.
+    ops.check_integers(ids.dtype, features.keys())
+    return _with_ids(features, ids.to(torch.int64), keep_weights=not drops_weights)
 
 
 def _mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTensor:
@@ -82,12 +91,12 @@ def _mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTenso
     return _with_ids(features, torch.cat([ops.mix_ids(ids, False) if mix else ids for ids, mix in by_feature]))
 
 
-def _with_ids(features: KeyedJaggedTensor, ids: torch.Tensor) -> KeyedJaggedTensor:
+def _with_ids(features: KeyedJaggedTensor, ids: torch.Tensor, *, keep_weights: bool = True) -> KeyedJaggedTensor:
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),
         values=ids,
-        weights=features.weights_or_none(),
+        weights=features.weights_or_none() if keep_weights else None,
         lengths=features.lengths_or_none(),
         offsets=features.offsets_or_none(),
         stride=None if varies else features.stride(),
@@ -160,11 +169,13 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Any]:
         """Distributes a batch to the ranks, as TorchRec's method does, after converting the ids to int64.
 
+        Per-sample weights that the collection does not use are left out.
+
         Raises TypeError if the ids are not integers, RuntimeError if a tensor from ``state_dict`` was written to, and
         ValueError if the first batch lacks a feature: later ones must have its features, in its order.
         """
         self._copies.check()
-        features = _mixed_ids(_int64_ids(features), self._hashed_features())
+        features = _mixed_ids(_needed_parts(features, self._uses_weights()), self._hashed_features())
         if not self.awaits_first_batch:
             return super().input_dist(ctx, features)
         # TorchRec's own error names no table, and leaves a half-made distribution behind (torchrec 1.8.0).
@@ -201,6 +212,10 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         # TorchRec's method reads the weights of every table in the configs (torchrec 1.8.0).
         with self.hidden_configs(self.recstore_table_names()):
             super().reset_parameters()
+
+    def _uses_weights(self) -> bool:
+        """Returns whether the collection uses the per-sample weights of its batches."""
+        raise NotImplementedError
 
     def _hashed_features(self) -> frozenset[str]:
         if not hasattr(self, "_hashed"):

@@ -84,6 +84,9 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
                 warn_user(f"a backward of this lookup in evaluation mode loses a gradient: {lost}")
         return super().input_dist(ctx, features)
 
+    def _uses_weights(self) -> bool:
+        return is_weighted(self)
+
     def _lost_weight_gradients(self, features: KeyedJaggedTensor) -> str:
         """Describes the gradients of weights that the input distribution of a RecStore table would lose, if any."""
         # TorchRec distributes features outside of autograd (torchrec 1.8.0). Weights keep their gradient only if they
@@ -271,6 +274,10 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionS
                 "varying size: TorchRec has no gradient for it on CPU; give all features the same batch size"
             )
         return super().input_dist(ctx, features)
+
+    def _uses_weights(self) -> bool:
+        # TorchRec's virtual tables take the weights of sequences for scores, by which they evict rows (torchrec 1.8.0).
+        return any(config.use_virtual_table for config in self.table_configs)
 
 
 class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCollectionSharder):  # type: ignore[misc]

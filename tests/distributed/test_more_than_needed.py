@@ -1,0 +1,62 @@
+"""Batches that carry more than an unweighted collection needs give the results of unsharded TorchRec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torchrec import EmbeddingConfig, KeyedJaggedTensor, PoolingType
+
+from .reference import Case
+from .test_sharded_equals_unsharded import (
+    COLUMN,
+    GRID,
+    ROW,
+    TABLE,
+    TABLE_ROW,
+    recstore,
+    three_tables,
+    train_and_compare,
+)
+from .workers import run_on_ranks
+
+TABLE_COLUMN = "table_column_wise"
+
+
+@dataclass(frozen=True)
+class GivenWeights(Case):
+    """A case of an unweighted collection whose sharded model gets per-sample weights."""
+
+    def sharded_batch(self, step: int, rank: int) -> KeyedJaggedTensor:
+        plain = super().sharded_batch(step, rank)
+        generator = torch.Generator().manual_seed(step)
+        weights = torch.rand(len(plain.values()), generator=generator)
+        return KeyedJaggedTensor(plain.keys(), plain.values(), weights=weights, lengths=plain.lengths())
+
+
+def bags_with_weights(rank: int, world_size: int) -> None:
+    for pooling in (PoolingType.MEAN, PoolingType.SUM):
+        for sharding_type in (ROW, TABLE, COLUMN, TABLE_COLUMN, TABLE_ROW, GRID):
+            tables = three_tables(pooling)
+            constraints = {table.name: recstore(sharding_type) for table in tables}
+            train_and_compare(GivenWeights(tables, steps=3), constraints, rank, world_size)
+
+
+def sequences_with_weights(rank: int, world_size: int) -> None:
+    for sharding_type in (ROW, TABLE, COLUMN):
+        tables = [
+            EmbeddingConfig(name="many", num_embeddings=2**40, embedding_dim=8, feature_names=["f0", "f1"]),
+            EmbeddingConfig(name="few", num_embeddings=7, embedding_dim=8, feature_names=["f2"]),
+        ]
+        constraints = {table.name: recstore(sharding_type) for table in tables}
+        train_and_compare(GivenWeights(tables, steps=3), constraints, rank, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scenario", [bags_with_weights, sequences_with_weights])
+def test_weights_that_a_collection_does_not_use_change_nothing(
+    scenario: Callable[[int, int], None], world_size: int
+) -> None:
+    run_on_ranks(world_size, scenario)
