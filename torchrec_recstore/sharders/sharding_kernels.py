@@ -7,7 +7,8 @@ Tests: tests/distributed/test_sharded_equals_unsharded.py, tests/distributed/tes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.sharders.delta_tracker import Record, tracking
-from torchrec_recstore.sharders.fused_params import table_options
+from torchrec_recstore.sharders.fused_params import output_dtype, table_options
 from torchrec_recstore.sharders.kernel import (
     IN_NODE,
     RecStoreKernel,
@@ -46,12 +47,18 @@ class RecStoreLookup(LookupSeams):
         self._groups_of_all_ranks = grouped_configs_of_all_ranks(sharding)
         own = {"grouped_configs": grouped_configs(sharding), "pg": process_group(sharding)}
         super().__init__(**own, device=device, env=sharding_env(sharding), **more)
+        self._dtype = _dtype_of_all_ranks(self._groups_of_all_ranks)
+        self.set_dtype_without_tables(self._dtype)
         # The kernel that the whole batch is for. In a tuple, so that it does not become a submodule a second time.
         plain = (k for k in self.kernels() if not (k.config.is_weighted or k.config.has_feature_processor))
         self._only = tuple(plain) if len(kernels_of(self)) == 1 else ()
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """Looks up a batch, as TorchRec's method does."""
+        """Looks up a batch, as TorchRec's method does. The results have the same data type on every rank."""
+        rows = self._rows(sparse_features)
+        return rows if rows.dtype is self._dtype else rows.to(self._dtype)
+
+    def _rows(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         if self._only and self.optim_state_tracker_fn is None:
             # TorchRec's method would split the batch into one part, and then concatenate the one result.
             return self._only[0](sparse_features)  # type: ignore[no-any-return]
@@ -76,6 +83,8 @@ class RecStoreLookup(LookupSeams):
     def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
         """Prepares the rows of a batch before its forward. TorchRec's train pipelines call this method."""
         super().prefetch(sparse_features, forward_stream)
+        if not kernels_of(self):
+            return
         for kernel, features in self.features_by_kernel(sparse_features):
             if isinstance(kernel, RecStoreKernel) and kernel.training:
                 kernel.prefetch(features, sparse_features.values())
@@ -94,6 +103,16 @@ class RecStoreLookup(LookupSeams):
         for kernel in kernels_of(self):
             if isinstance(kernel, RecStoreKernel):
                 yield kernel
+
+
+def _dtype_of_all_ranks(groups: Iterable[GroupedEmbeddingConfig]) -> torch.dtype:
+    """Returns the data type that holds the results of all groups of a sharding.
+
+    The ranks exchange the results of a sharding in one collective, which does not check that all ranks send the same
+    data type (torchrec 1.8.0). A rank may have no table, or only tables whose results have another type.
+    """
+    dtypes = [output_dtype(group.fused_params, group.table_names()) for group in groups]
+    return reduce(torch.promote_types, dtypes)
 
 
 class RecStorePooledLookup(RecStoreLookup, PooledLookupSeams, GroupedPooledEmbeddingsLookup):  # type: ignore[misc]

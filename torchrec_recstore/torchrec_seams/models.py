@@ -278,6 +278,11 @@ class FeatureProcessedSharderSeams:
 class LookupSeams(BaseEmbeddingLookup):  # type: ignore[misc]
     """A mixin for TorchRec's lookups: a subclass makes its own kernel for some groups of tables."""
 
+    def set_dtype_without_tables(self, dtype: torch.dtype) -> None:
+        """Sets the data type of the empty output of a rank without tables. TorchRec's is float32 (torchrec 1.8.0)."""
+        device = self._dummy_embs_tensor.device
+        self._dummy_embs_tensor = torch.empty(0, dtype=dtype, device=device, requires_grad=True)
+
     def make_kernel(self, config: GroupedEmbeddingConfig) -> BaseEmbedding | None:
         """Returns the kernel of a group, or None if TorchRec makes the kernel."""
         raise NotImplementedError
