@@ -20,7 +20,8 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_recstore_serving.hashed_tables import check_index, hashed
-from torchrec_recstore_serving.served_tables import ServedTable, served_table
+from torchrec_recstore_serving.served_features import checked_features
+from torchrec_recstore_serving.served_tables import ServedTable, check_lengths, integers, served_table
 from torchrec_recstore_serving.static_modules import (
     ProcessedFeatures,
     StaticEmbeddingBagCollection,
@@ -124,11 +125,16 @@ class ServedEmbeddingBagCollection(nn.Module):
         self._means = means
         self._keys = keys
         self._dims = [table.dim for table, names in zip(tables, features, strict=True) for _ in names]
+        self._names = [name for names in features for name in names]
         self._weighted = weighted
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Returns (B, sum of dims) float32: the pooled rows table by table and feature by feature."""
-        by_name = features.to_dict()
+        """Returns (B, sum of dims) float32: the pooled rows table by table and feature by feature.
+
+        Raises:
+            ValueError: See :func:`checked_features` and :func:`check_lengths`.
+        """
+        by_name = checked_features(features, self._names, self._weighted, True).to_dict()
         outputs: list[Tensor] = []
         for number, table in enumerate(self.tables):
             names = self._features[number]
@@ -159,15 +165,21 @@ class ServedEmbeddingCollection(nn.Module):
         self.tables = nn.ModuleList(tables)
         self._features = features
         self._keys = keys
+        self._names = [name for names in features for name in names]
         self._need_indices = need_indices
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Returns for each key: values, (N, dim) float32, and the lengths of the input."""
-        by_name = features.to_dict()
+        """Returns for each key: values, (N, dim) float32, and the lengths of the input.
+
+        Raises:
+            ValueError: See :func:`checked_features` and :func:`check_lengths`.
+        """
+        by_name = checked_features(features, self._names, False, False).to_dict()
         found: dict[str, JaggedTensor] = {}
         for number, table in enumerate(self.tables):
             for place, name in enumerate(self._features[number]):
                 feature = by_name[name]
+                check_lengths(feature.values(), integers(feature.lengths(), "lengths"))
                 found[self._keys[number][place]] = JaggedTensor(
                     values=table.lookup(feature.values()),  # type: ignore[operator]
                     lengths=feature.lengths(),

@@ -58,6 +58,29 @@ def check_ids(values: Tensor) -> None:
     integers(values, "values")
 
 
+def check_lengths(values: Tensor, lengths: Tensor) -> None:
+    """Refuses lengths of bags that do not fit the ids of the bags.
+
+    FBGEMM's op of quantized rows does not check lengths: it would read memory after the end of the ids (fbgemm 1.8.0).
+
+    Args:
+        values: (N,). The ids.
+        lengths: (bags,) of an integer type. The number of ids of each bag.
+
+    Raises:
+        ValueError: A length is negative, or the lengths do not add up to N. It is not raised in a program of
+            ``torch.export``, which has no checks of values.
+    """
+    if torch.jit.is_scripting() or not torch.compiler.is_compiling():  # type: ignore[attr-defined]
+        _check_lengths(values, lengths)
+
+
+def _check_lengths(values: Tensor, lengths: Tensor) -> None:
+    is_negative = bool(torch.any(lengths < 0).item())
+    if is_negative or int(lengths.sum().item()) != values.shape[0]:
+        raise ValueError("lengths must not be negative and add up to the number of values")
+
+
 @torch.fx.wrap
 def rows_of_ids(ids: Tensor, values: Tensor) -> Tensor:
     """Returns the row numbers of ids.
@@ -189,7 +212,11 @@ class ServedTable(nn.Module):
 
         Returns:
             (bags, dim) float32.
+
+        Raises:
+            ValueError: See :func:`integers` and :func:`check_lengths`.
         """
+        check_lengths(values, integers(lengths, "lengths"))
         return pooled_in_order(self.rows, self.row_numbers(values), offsets_of(lengths), weights, mean)
 
     @torch.jit.export
@@ -347,6 +374,7 @@ class ServedQuantTable(ServedTable):
 
     def pooled(self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool) -> Tensor:
         """Pools the rows of bags of ids. See :meth:`ServedTable.pooled`; the arguments are the same."""
+        check_lengths(values, integers(lengths, "lengths"))
         return self._read(values, offsets_of(lengths), weights, 1 if mean else 0)
 
     def _read(self, values: Tensor, offsets: Tensor, weights: Tensor | None, pooling: int) -> Tensor:

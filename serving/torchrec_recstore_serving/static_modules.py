@@ -34,7 +34,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
 from torchrec_recstore.torchrec_seams.models import kernels_of, set_device, weights_are_positions
 from torchrec_recstore_serving.row_formats import FORMAT_NAMES
+from torchrec_recstore_serving.served_features import checked_features
 from torchrec_recstore_serving.served_tables import (
+    check_lengths,
     id_buffer,
     integers,
     pooled_in_order,
@@ -42,6 +44,8 @@ from torchrec_recstore_serving.served_tables import (
     rows_of_numbers,
     served_table,
 )
+
+torch.fx.wrap("checked_features")  # A module that fx traces calls it, too.
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ def rows_instead_of_ids(
     ids: list[Tensor],
     rows: list[int],
     weighted: bool,
+    pooled: bool,
 ) -> KeyedJaggedTensor:
     """Replaces the raw ids of a batch by row numbers.
 
@@ -112,13 +117,18 @@ def rows_instead_of_ids(
         ids: For each table, (R + 1,) int64, the result of :func:`id_buffer`; or (0,) for a table of TorchRec.
         rows: For each table, the number of rows.
         weighted: Whether the weights of the batch are used.
+        pooled: Whether the collection pools rows.
+
+    Raises:
+        ValueError: See :func:`checked_features`, :func:`integers` and :func:`check_lengths`.
     """
-    by_name = features.to_dict()
+    by_name = checked_features(features, names, weighted, pooled).to_dict()
     values: list[Tensor] = []
     lengths: list[Tensor] = []
     weights: list[Tensor] = []
     for number, name in enumerate(names):
         feature = by_name[name]
+        check_lengths(feature.values(), integers(feature.lengths(), "lengths"))
         table = table_of[number]
         if ids[table].shape[0] > 0:
             values.append(rows_of_ids(ids[table], feature.values()))
@@ -146,12 +156,13 @@ def in_order(pooled: KeyedTensor, keys: list[str], dims: list[int]) -> KeyedTens
 class _StaticCollection(nn.Module):
     """The base class of the two static collections."""
 
-    def __init__(self, tables: Sequence[StaticTable], collection: nn.Module, weighted: bool) -> None:
+    def __init__(self, tables: Sequence[StaticTable], collection: nn.Module, weighted: bool, pooled: bool) -> None:
         super().__init__()
         self.maps = nn.ModuleList(IdMap(table.ids, len(table.weight)) for table in tables)
         self.collection = collection
         self._configs = [table.config for table in tables]
         self._weighted = weighted
+        self._pooled = pooled
         self._keys = [key for keys in get_embedding_names_by_table(self._configs) for key in keys]
         self._names = [name for config in self._configs for name in config.feature_names]
         self._table_of = [number for number, config in enumerate(self._configs) for _ in config.feature_names]
@@ -165,6 +176,7 @@ class _StaticCollection(nn.Module):
             [each.ids for each in self.maps],  # type: ignore[misc]
             [each.rows for each in self.maps],  # type: ignore[misc]
             self._weighted,
+            self._pooled,
         )
 
     def tables(self) -> list[tuple[BaseEmbeddingConfig, Tensor | None]]:
@@ -199,7 +211,7 @@ class StaticEmbeddingBagCollection(_StaticCollection):
                 include_last_offset=True,
             ).requires_grad_(False)
         set_device(collection, torch.device("cpu"))
-        super().__init__(tables, _quantized(collection, QuantEmbeddingBagCollection, dtype), weighted)
+        super().__init__(tables, _quantized(collection, QuantEmbeddingBagCollection, dtype), weighted, True)
         self._dims = [config.embedding_dim for config in configs for _ in config.feature_names]
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -232,7 +244,7 @@ class StaticEmbeddingCollection(_StaticCollection):
                 len(table.weight), config.embedding_dim, _weight=table.weight
             ).requires_grad_(False)
         set_device(collection, torch.device("cpu"))
-        super().__init__(tables, _quantized(collection, QuantEmbeddingCollection, dtype), False)
+        super().__init__(tables, _quantized(collection, QuantEmbeddingCollection, dtype), False, False)
         self._need_indices = need_indices
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -260,16 +272,24 @@ class ProcessedFeatures(nn.Module):
         collection: The weighted collection.
     """
 
+    _names: list[str]
+
     def __init__(self, processors: nn.Module, collection: nn.Module) -> None:
         super().__init__()
+        self._names = list(processors) if isinstance(processors, nn.ModuleDict) else []
         if isinstance(processors, nn.ModuleDict):
             processors = ProcessorsByFeature(processors)
         self.processors = processors
         self.collection = collection
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Returns the pooled rows, weighted by the weights of the processors."""
-        return self.collection(self.processors(features))
+        """Returns the pooled rows, weighted by the weights of the processors.
+
+        Raises:
+            ValueError: See :func:`checked_features`.
+        """
+        # The processors may return features without the strides and inverse indices of their input.
+        return self.collection(self.processors(checked_features(features, self._names, False, True)))
 
 
 class PositionWeights(nn.Module):

@@ -119,8 +119,19 @@ class TestSharded:
         model.eval()
         wanted = {key: value.detach() for key, value in model(some).items()}
         exported = export_for_inference(model, tmp_path / "m.pt", dtype=torch.float32)
+        script = torch.jit.load(tmp_path / "m.pt")
         assert_same(exported(some), wanted)
-        assert_same(torch.jit.load(tmp_path / "m.pt")(some), wanted)
+        assert_same(script(some), wanted)
+        # The processors return a batch without strides, so that the collection cannot see them.
+        varying = KeyedJaggedTensor(
+            ["f", "g"],
+            torch.tensor([1, 2, 3, 4]),
+            lengths=torch.ones(4, dtype=torch.int64),
+            stride_per_key_per_rank=[[1], [3]],
+        )
+        for served in (exported, script):
+            with pytest.raises(Exception, match="stride_per_key_per_rank"):
+                served(varying)
 
     def test_tables_of_torchrec_come_along(self, tmp_path: Path) -> None:
         ebc = EmbeddingBagCollection(tables=copy.deepcopy(BAGS), device=torch.device("cpu"))
