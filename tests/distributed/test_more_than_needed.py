@@ -36,6 +36,45 @@ class GivenWeights(Case):
         return KeyedJaggedTensor(plain.keys(), plain.values(), weights=weights, lengths=plain.lengths())
 
 
+@dataclass(frozen=True)
+class InAnyOrder(Case):
+    """A case whose sharded model gets the features, and their inverse indices, in another order in each step."""
+
+    def sharded_batch(self, step: int, rank: int) -> KeyedJaggedTensor:
+        ordered = super().sharded_batch(step, rank)
+        generator = torch.Generator().manual_seed(step + 100 * rank)
+        order = torch.randperm(len(ordered.keys()), generator=generator)
+        shuffled = ordered.permute(order.tolist())
+        if ordered.inverse_indices_or_none() is None:
+            return shuffled
+        names, bags = ordered.inverse_indices()
+        inverse_order = torch.randperm(len(names), generator=generator)
+        return KeyedJaggedTensor(
+            keys=shuffled.keys(),
+            values=shuffled.values(),
+            lengths=shuffled.lengths(),
+            stride_per_key_per_rank=shuffled.stride_per_key_per_rank(),
+            inverse_indices=([names[place] for place in inverse_order.tolist()], bags[inverse_order]),
+        )
+
+
+def bags_in_any_order(rank: int, world_size: int) -> None:
+    for pooling in (PoolingType.MEAN, PoolingType.SUM):
+        tables = three_tables(pooling)
+        # A feature of two tables, and shardings in another order than that of the tables.
+        mixed = {"many": recstore(TABLE), "few": recstore(ROW), "also": recstore(TABLE)}
+        train_and_compare(InAnyOrder(tables), mixed, rank, world_size)
+
+
+def varying_bags_in_any_order(rank: int, world_size: int) -> None:
+    types = (ROW, TABLE, COLUMN) if world_size == 1 else (TABLE, COLUMN)
+    for pooling in (PoolingType.MEAN, PoolingType.SUM):
+        for sharding_type in types:
+            tables = three_tables(pooling)
+            constraints = {table.name: recstore(sharding_type) for table in tables}
+            train_and_compare(InAnyOrder(tables, varying=True), constraints, rank, world_size)
+
+
 def bags_with_weights(rank: int, world_size: int) -> None:
     for pooling in (PoolingType.MEAN, PoolingType.SUM):
         for sharding_type in (ROW, TABLE, COLUMN, TABLE_COLUMN, TABLE_ROW, GRID):
@@ -57,6 +96,14 @@ def sequences_with_weights(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scenario", [bags_with_weights, sequences_with_weights])
 def test_weights_that_a_collection_does_not_use_change_nothing(
+    scenario: Callable[[int, int], None], world_size: int
+) -> None:
+    run_on_ranks(world_size, scenario)
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scenario", [bags_in_any_order, varying_bags_in_any_order])
+def test_features_may_come_in_another_order_than_in_the_first_batch(
     scenario: Callable[[int, int], None], world_size: int
 ) -> None:
     run_on_ranks(world_size, scenario)

@@ -91,4 +91,13 @@ def subset() -> list[Cell]:
         Cell(SEQUENCES, "table_wise", 2, "none", varying=True),
         Cell(SEQUENCES, "table_row_wise", 2, "none"),
         Cell(BAGS, "grid_shard", 4, "mean"),
+        Cell(BAGS, "row_wise", 1, "mean", extra="weights"),
+        Cell(BAGS, "row_wise", 2, "mean", extra="weights"),
+        Cell(SEQUENCES, "row_wise", 2, "none", extra="weights"),
+        Cell(BAGS, "table_row_wise", 2, "mean", extra="further features"),
+        Cell(BAGS, "column_wise", 2, extra="int64 lengths"),
+        Cell(BAGS, "table_wise", 2, extra="int32 ids"),
+        Cell(BAGS, "table_wise", 1, extra="only offsets"),
+        Cell(BAGS, "grid_shard", 2, "mean", extra="inverse indices"),
+        Cell(BAGS, "row_wise", 1, "mean", extra="stride per key"),
     ]

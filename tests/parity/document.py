@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 from .cells import BAGS, SEQUENCES, Cell
+from .extras import EXTRAS
 from .outcomes import DIFFERS, FAILS, UNSUPPORTED, UPSTREAM, WORKS, Outcome
 from .run_cell import LEARNING_RATE, ROW_LEARNING_RATE, STEPS, TOLERANCE
 from .uses.use import Use
@@ -27,6 +28,43 @@ _COLUMNS = {
         "rows, VBE": Cell(SEQUENCES, "", 0, "none", varying=True),
     },
 }
+
+_MORE = "batches with more than the tables need"
+
+
+@dataclass(frozen=True)
+class _Section:
+    """The cells of one table of the document.
+
+    Args:
+        pooling: The pooling of all cells, if the columns are what the batches carry. Empty: the columns are the other
+            dimensions.
+    """
+
+    module: str
+    data_type: str
+    pooling: str = ""
+
+    @classmethod
+    def of(cls, cell: Cell) -> _Section:
+        """The section of a cell."""
+        return cls(cell.module, cell.data_type, cell.pooling if cell.extra else "")
+
+    @property
+    def heading(self) -> str:
+        """The heading without the number signs."""
+        heading = f"{self.module}, {self.data_type.lower()}"
+        return f"{heading}, {_POOLING_WORDS[self.pooling]}, {_MORE}" if self.pooling else heading
+
+    @property
+    def columns(self) -> dict[str, Cell]:
+        """For each label, a cell with the dimensions of the column."""
+        if self.pooling:
+            return {extra: Cell(self.module, "", 0, self.pooling, extra=extra) for extra in EXTRAS}
+        return _COLUMNS[self.module]
+
+
+_POOLING_WORDS = {"sum": "sum", "mean": "mean", "none": "rows"}
 
 
 def text(outcomes: Mapping[Cell, Outcome], uses: Mapping[Use, Outcome]) -> str:
@@ -51,6 +89,11 @@ def text(outcomes: Mapping[Cell, Outcome], uses: Mapping[Use, Outcome]) -> str:
         "have a weighted collection and an unweighted one. Torch has no weighted mean for unsharded tables. The test "
         "compares with TorchRec's weighted mean, which depends on the sharding: the weighted sum divided by the number "
         "of rows, or by the sum of the weights if a table is split by rows.",
+        "The last three tables are of batches whose unweighted features carry more than the tables need, or come in "
+        "another form: per-sample weights, further features with all features in another order in each step, lengths "
+        "and offsets in int64, ids and lengths in int32, offsets without lengths, inverse indices, and a stride for "
+        "each feature (`stride_per_key_per_rank`) with equal strides. An unsharded collection ignores weights that it "
+        "does not use, and further features.",
         "\n".join(
             [
                 f"- **{WORKS}**: {counts[WORKS]} cells.",
@@ -60,9 +103,9 @@ def text(outcomes: Mapping[Cell, Outcome], uses: Mapping[Use, Outcome]) -> str:
             ]
         ),
     ]
-    for module, data_type in dict.fromkeys((cell.module, cell.data_type) for cell in outcomes):
-        of_table = {c: o for c, o in outcomes.items() if (c.module, c.data_type) == (module, data_type)}
-        parts += [f"## {module}, {data_type.lower()}", "\n".join(_table(module, of_table, notes))]
+    for section in dict.fromkeys(map(_Section.of, outcomes)):
+        of_section = {cell: outcome for cell, outcome in outcomes.items() if _Section.of(cell) == section}
+        parts += [f"## {section.heading}", "\n".join(_table(section, of_section, notes))]
     parts += _uses(uses, notes)
     parts += ["## Notes", "\n".join(_note(index, note) for index, note in enumerate(notes, 1))]
     return "\n\n".join(parts) + "\n"
@@ -71,11 +114,12 @@ def text(outcomes: Mapping[Cell, Outcome], uses: Mapping[Use, Outcome]) -> str:
 def kinds(document: str) -> dict[Cell, str]:
     """The kind of outcome of each cell in a document."""
     found: dict[Cell, str] = {}
-    module = data_type = ""
+    section = _Section("", "")
     labels: list[str] = []
+    poolings = {word: pooling for pooling, word in _POOLING_WORDS.items()}
     for line in document.splitlines():
-        if heading := re.fullmatch(r"## (\w+), (\w+)", line):
-            module, data_type = heading[1], heading[2].upper()
+        if heading := re.fullmatch(rf"## (\w+), (\w+)(?:, (\w+), {_MORE})?", line):
+            section = _Section(heading[1], heading[2].upper(), poolings[heading[3]] if heading[3] else "")
         if not line.startswith("| "):
             continue
         sharding, ranks, *entries = (entry.strip() for entry in line.strip("|").split("|"))
@@ -84,8 +128,8 @@ def kinds(document: str) -> dict[Cell, str]:
         elif ranks.isdigit():
             for label, entry in zip(labels, entries, strict=True):
                 if entry:
-                    like = _COLUMNS[module][label]
-                    cell = replace(like, sharding=sharding, world_size=int(ranks), data_type=data_type)
+                    like = section.columns[label]
+                    cell = replace(like, sharding=sharding, world_size=int(ranks), data_type=section.data_type)
                     found[cell] = next(kind for kind in _KINDS if entry.startswith(kind))
     return found
 
@@ -125,17 +169,21 @@ def _uses(uses: Mapping[Use, Outcome], notes: list[Outcome]) -> Iterable[str]:
         yield "\n".join(["| use | outcome |", "| --- | --- |", *of_topic])
 
 
-def _table(module: str, outcomes: Mapping[Cell, Outcome], notes: list[Outcome]) -> Iterable[str]:
-    shape = [(c.pooling, c.weighted, c.varying) for c in outcomes]
+def _table(section: _Section, outcomes: Mapping[Cell, Outcome], notes: list[Outcome]) -> Iterable[str]:
+    shape = [(c.pooling, c.weighted, c.varying, c.extra) for c in outcomes]
     columns = {
-        label: like for label, like in _COLUMNS[module].items() if (like.pooling, like.weighted, like.varying) in shape
+        label: like
+        for label, like in section.columns.items()
+        if (like.pooling, like.weighted, like.varying, like.extra) in shape
     }
     yield "| sharding | ranks | " + " | ".join(columns) + " |"
     yield "| --- | --- |" + " --- |" * len(columns)
-    data_type = next(iter(outcomes)).data_type
     for sharding in dict.fromkeys(cell.sharding for cell in outcomes):
         for world_size in sorted({cell.world_size for cell in outcomes}):
-            row = [replace(c, sharding=sharding, world_size=world_size, data_type=data_type) for c in columns.values()]
+            row = [
+                replace(c, sharding=sharding, world_size=world_size, data_type=section.data_type)
+                for c in columns.values()
+            ]
             yield f"| {sharding} | {world_size} | " + " | ".join(_entry(outcomes.get(c), notes) for c in row) + " |"
 
 

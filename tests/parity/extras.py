@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.test_utils.test_model import ModelInput
 
-FURTHER = ("further_before", "further_between", "further_after")
+FURTHER = ("further_0", "further_1", "further_2")
 """The features that no table has."""
 
 Change = Callable[[KeyedJaggedTensor, int, list[torch.Generator]], KeyedJaggedTensor]
@@ -47,10 +47,8 @@ def _further_features(
     for name in FURTHER:
         lengths = torch.randint(0, 4, (bags,), generator=generators[0])
         by_name[name] = torch.randint(-(2**40), 2**40, (int(lengths.sum()),), generator=generators[0]), lengths
-    before, between, after = FURTHER
-    first, *others = features.keys()
-    # The features of the tables are in another order, too.
-    names = [before, *reversed(others), between, first, after]
+    # The features are in another order in each step, and on each rank.
+    names = [list(by_name)[place] for place in torch.randperm(len(by_name), generator=generators[0]).tolist()]
     return KeyedJaggedTensor(
         names,
         torch.cat([by_name[name][0] for name in names]),
@@ -73,9 +71,7 @@ def _offsets(features: KeyedJaggedTensor, examples: int, generators: list[torch.
     return KeyedJaggedTensor(features.keys(), features.values(), offsets=features.offsets())
 
 
-def _inverse(
-    features: KeyedJaggedTensor, examples: int, generators: list[torch.Generator]
-) -> tuple[list[str], Tensor]:
+def _inverse(features: KeyedJaggedTensor, examples: int, generators: list[torch.Generator]) -> tuple[list[str], Tensor]:
     by_rank = [
         torch.randint(0, examples, (len(features.keys()), examples), generator=generator) + place * examples
         for place, generator in enumerate(generators)
@@ -100,8 +96,7 @@ def _strides(features: KeyedJaggedTensor, examples: int, generators: list[torch.
         features.keys(),
         features.values(),
         lengths=features.lengths(),
-        stride_per_key_per_rank=[[bags] for _ in features.keys()],
-        inverse_indices=_inverse(features, examples, generators),
+        stride_per_key_per_rank=[[bags]] * len(features.keys()),
     )
 
 

@@ -6,9 +6,9 @@ Tests: tests/distributed/test_sharded_equals_unsharded.py, tests/sharders/test_h
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import nullcontext
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -53,8 +53,11 @@ from torchrec_recstore.sharders.sharding_kernels import RecStoreLookup
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import missing_features
 from torchrec_recstore.table_parameter import GivenCopies
-from torchrec_recstore.torchrec_seams.models import Sharding, grouped_configs, grouped_configs_of_all_ranks
+from torchrec_recstore.torchrec_seams.models import Sharding, grouped_configs_of_all_ranks
 from torchrec_recstore.utils import warn_user
+
+InverseIndices: TypeAlias = tuple[list[str], torch.Tensor]
+"""The names of features, and for each of them the number of the bag of each example, (features, examples) int64."""
 
 
 def _needed_parts(features: Any, uses_weights: bool) -> KeyedJaggedTensor:
@@ -74,7 +77,8 @@ def _needed_parts(features: Any, uses_weights: bool) -> KeyedJaggedTensor:
         return features
     # block_bucketize_sparse_features (fbgemm-gpu 1.8.0) is wrong for int32 ids that are not less than num_embeddings.
     ops.check_integers(ids.dtype, features.keys())
-    return _with_ids(features, ids.to(torch.int64), keep_weights=not drops_weights)
+    weights = None if drops_weights else features.weights_or_none()
+    return _rebuilt(features, ids.to(torch.int64), weights, features.inverse_indices_or_none())
 
 
 def _mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTensor:
@@ -91,16 +95,54 @@ def _mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTenso
     return _with_ids(features, torch.cat([ops.mix_ids(ids, False) if mix else ids for ids, mix in by_feature]))
 
 
-def _with_ids(features: KeyedJaggedTensor, ids: torch.Tensor, *, keep_weights: bool = True) -> KeyedJaggedTensor:
+def _with_ids(features: KeyedJaggedTensor, ids: torch.Tensor) -> KeyedJaggedTensor:
+    return _rebuilt(features, ids, features.weights_or_none(), features.inverse_indices_or_none())
+
+
+def _rebuilt(
+    features: KeyedJaggedTensor, ids: torch.Tensor, weights: torch.Tensor | None, inverse: InverseIndices | None
+) -> KeyedJaggedTensor:
+    """Returns a batch of the same bags with other ids, weights and inverse indices."""
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),
         values=ids,
-        weights=features.weights_or_none() if keep_weights else None,
+        weights=weights,
         lengths=features.lengths_or_none(),
         offsets=features.offsets_or_none(),
         stride=None if varies else features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        inverse_indices=inverse,
+    )
+
+
+def _in_order(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:
+    """Returns the features ``names`` of a batch, in this order. Features that the batch does not have are empty."""
+    by_name = features.to_dict()
+    varies = features.variable_stride_per_key()
+    strides = dict(zip(features.keys(), features.stride_per_key_per_rank(), strict=True)) if varies else {}
+    ranks = len(next(iter(strides.values()), []))
+    all_lengths = features.lengths()
+    empty_bags = torch.zeros(0 if varies else features.stride(), dtype=all_lengths.dtype, device=all_lengths.device)
+    ids = []
+    lengths = []
+    weights = []
+    for name in names:
+        feature = by_name.get(name)
+        if feature is None:
+            lengths.append(empty_bags)
+            continue
+        ids.append(feature.values())
+        lengths.append(feature.lengths())
+        if features.weights_or_none() is not None:
+            weights.append(feature.weights())
+    return KeyedJaggedTensor(
+        keys=list(names),
+        values=torch.cat(ids),
+        weights=torch.cat(weights) if weights else None,
+        lengths=torch.cat(lengths),
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=[strides.get(name, [0] * ranks) for name in names] if varies else None,
         inverse_indices=features.inverse_indices_or_none(),
     )
 
@@ -111,8 +153,11 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     _supported: ClassVar[tuple[str, ...]]  # The sharding types that are supported for RecStore tables.
     _tables_name: ClassVar[str]  # The name of the attribute that holds one module for each table.
     _lookup_type: ClassVar[type[RecStoreLookup]]
+    _uses_inverse_indices: ClassVar[bool]  # Whether the unsharded collection applies the inverse indices of a batch.
     _copies: GivenCopies
     _wall_clock: AgreedClock | None = None
+    # The features of the first batch, for which TorchRec has made the input distribution.
+    _first_keys: Sequence[str] = ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if names := self.recstore_table_names():
@@ -169,21 +214,70 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Any]:
         """Distributes a batch to the ranks, as TorchRec's method does, after converting the ids to int64.
 
-        Per-sample weights that the collection does not use are left out.
+        Per-sample weights that the collection does not use are left out. The features may come in any order, and with
+        further features.
 
         Raises TypeError if the ids are not integers, RuntimeError if a tensor from ``state_dict`` was written to, and
-        ValueError if the first batch lacks a feature: later ones must have its features, in its order.
+        ValueError if the batch lacks a feature, or its inverse indices do.
         """
         self._copies.check()
-        features = _mixed_ids(_needed_parts(features, self._uses_weights()), self._hashed_features())
-        if not self.awaits_first_batch:
-            return super().input_dist(ctx, features)
+        features = _needed_parts(features, self._uses_weights())
+        first = self.awaits_first_batch
+        has_other_features = first or features.keys() != self._first_keys
         # TorchRec's own error names no table, and leaves a half-made distribution behind (torchrec 1.8.0).
-        if lacking := missing_features(features.keys(), self.table_configs):
+        if has_other_features and (lacking := missing_features(features.keys(), self.table_configs)):
             raise ValueError(lacking)
+        if first:
+            self._first_keys = list(features.keys())
+        elif has_other_features:
+            # TorchRec finds the features of all batches at the places that they have in the first (torchrec 1.8.0).
+            features = _in_order(features, self._first_keys)
+        features = self._with_inverse_in_order(features)
+        features = _mixed_ids(features, self._hashed_features())
+        if not first:
+            return super().input_dist(ctx, features)
         # TorchRec checks the ids of the first batch against num_embeddings (torchrec 1.8.0), which limits no ids here.
         with self.hidden_configs(self.recstore_table_names()):
             return super().input_dist(ctx, features)
+
+    def _with_inverse_in_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Returns a batch whose inverse indices have the order of the shardings' features, if batch sizes vary.
+
+        TorchRec takes the order from the first batch for all batches, and the divisors of means for a batch that has as
+        many features as the shardings in the order of the batch, whatever the order of the shardings (torchrec 1.8.0).
+        """
+        inverse = self._inverse_indices(features)
+        if inverse is None or not features.variable_stride_per_key():
+            return features
+        names = [name for sharding in self.shardings_in_order for name in sharding.feature_names()]
+        if inverse[0] != names:
+            places = {name: place for place, name in enumerate(inverse[0])}
+            order = torch.tensor([places[name] for name in names], device=inverse[1].device)
+            inverse = names, inverse[1].index_select(0, order)
+        return _rebuilt(features, features.values(), features.weights_or_none(), inverse)
+
+    def _inverse_indices(self, features: KeyedJaggedTensor) -> InverseIndices | None:
+        """Returns the inverse indices of a batch, or None if it has none or the collection does not use them.
+
+        If the batch has a stride for each feature, all strides are equal, and there are no inverse indices, those that
+        change nothing are returned, as in the unsharded collection.
+
+        Raises ValueError if a feature of a table is missing in them.
+        """
+        varies = features.variable_stride_per_key()
+        if not varies and not self._uses_inverse_indices:
+            return None
+        inverse: InverseIndices | None = features.inverse_indices_or_none()
+        if inverse is None and varies:
+            strides = set(features.stride_per_key())
+            if len(strides) == 1:
+                examples = torch.arange(strides.pop(), device=features.device())
+                inverse = features.keys(), examples.repeat(len(features.keys()), 1)
+        if inverse is None:
+            return None
+        if lacking := missing_features(inverse[0], self.table_configs):
+            raise ValueError(f"the inverse indices: {lacking}")
+        return inverse
 
     def compute(self, ctx: Any, dist_input: Any) -> Any:
         """Looks up the batch, as TorchRec's method does, in a step of all ranks."""
@@ -235,7 +329,8 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         # One rank may fail to open a cold store, or to reach a server, that other ranks can open or reach.
         with refused_together(self.ranks_env) if opens_stores else nullcontext():
             for sharding_type, sharding in self.shardings_by_type():
-                kernels = {group.compute_kernel for group in grouped_configs(sharding)}
+                # Ranks without a table of the sharding have the same lookup, whose empty result has the right type.
+                kernels = {group.compute_kernel for group in grouped_configs_of_all_ranks(sharding)}
                 if EmbeddingComputeKernel.CUSTOMIZED_KERNEL in kernels:
                     self.lookups.append(self._lookup_type(sharding, sharding_type, self.stock_device))
                 else:

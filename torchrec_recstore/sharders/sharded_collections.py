@@ -6,6 +6,8 @@ Tests: tests/sharders/test_embeddingbag.py, tests/sharders/test_embedding.py.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,13 +18,20 @@ from torchrec.distributed.fp_embeddingbag import (
     FeatureProcessedEmbeddingBagCollectionSharder,
     ShardedFeatureProcessedEmbeddingBagCollection,
 )
-from torchrec.distributed.types import Awaitable, ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingType,
+)
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_recstore.sharders.collection import RecStoreCollection, RecStoreCollectionSharder
+from torchrec_recstore.sharders.collection import InverseIndices, RecStoreCollection, RecStoreCollectionSharder
 from torchrec_recstore.sharders.kernel import ROW_SPLIT
 from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL, warn_of_planner
 from torchrec_recstore.sharders.sharding_kernels import RecStorePooledLookup, RecStoreSequenceLookup
@@ -47,6 +56,21 @@ def _has_trained_weights(features: object) -> bool:
     return weights is not None and bool(weights.requires_grad)
 
 
+def _bags_of_examples(pooled: KeyedTensor, *, inverse: InverseIndices, feature_of: Mapping[str, str]) -> KeyedTensor:
+    """Returns the pooled rows of the bag of each example.
+
+    Args:
+        pooled: (bags, sum of dims). The pooled rows.
+        inverse: The number of the bag of each example.
+        feature_of: The feature of each output, by name.
+    """
+    places = {name: place for place, name in enumerate(inverse[0])}
+    parts = []
+    for name, of_output in zip(pooled.keys(), pooled.values().split(pooled.length_per_key(), dim=1), strict=True):
+        parts.append(of_output.index_select(0, inverse[1][places[feature_of[name]]]))
+    return KeyedTensor(keys=pooled.keys(), length_per_key=pooled.length_per_key(), values=torch.cat(parts, dim=1))
+
+
 class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSeams, ShardedEmbeddingBagCollection):  # type: ignore[misc]
     """A sharded ``EmbeddingBagCollection`` whose tables are in RecStore or on TorchRec's kernels, as the plan says.
 
@@ -65,6 +89,7 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
     _configs_name = "embedding_bag_configs"
     _tables_name = "embedding_bags"
     _lookup_type = RecStorePooledLookup
+    _uses_inverse_indices = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -84,6 +109,32 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
                 warn_user(f"a backward of this lookup in evaluation mode loses a gradient: {lost}")
         return super().input_dist(ctx, features)
 
+    def output_dist(self, ctx: Any, output: Any) -> LazyAwaitable[KeyedTensor]:
+        """Distributes the results, as TorchRec's method does, and applies inverse indices."""
+        return self._by_inverse_indices(ctx, super().output_dist(ctx, output))
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> LazyAwaitable[KeyedTensor]:
+        """Looks up the batch and distributes the results. See :meth:`output_dist`."""
+        return self._by_inverse_indices(ctx, super().compute_and_output_dist(ctx, input))
+
+    def _by_inverse_indices(self, ctx: Any, pooled: LazyAwaitable[KeyedTensor]) -> LazyAwaitable[KeyedTensor]:
+        # The unsharded collection applies the inverse indices of every batch, and TorchRec's sharded one only those of
+        # batches whose sizes vary by feature (torchrec 1.8.0).
+        if ctx.inverse_indices is not None and not ctx.variable_batch_per_feature:
+            inverse = ctx.inverse_indices
+            pooled.callbacks.append(partial(_bags_of_examples, inverse=inverse, feature_of=self._feature_of))
+        return pooled
+
+    @cached_property
+    def _feature_of(self) -> dict[str, str]:
+        """The feature of each output, by name."""
+        names = get_embedding_names_by_table(self.table_configs)
+        return {
+            name: feature
+            for config, of_table in zip(self.table_configs, names, strict=True)
+            for name, feature in zip(of_table, config.feature_names, strict=True)
+        }
+
     def _uses_weights(self) -> bool:
         return is_weighted(self)
 
@@ -94,6 +145,8 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
         # order of that sharding.
         plan, shardings, ranks = self.module_sharding_plan, self.shardings_in_order, self.ranks_env.world_size
         names, order = features.keys(), [name for sharding in shardings for name in sharding.feature_names()]
+        if not self.awaits_first_batch:
+            names = list(self._first_keys)  # The input distribution brings the features into this order.
         for config in self.table_configs:
             of_table = [name for name in config.feature_names if name in names]
             if plan[config.name].compute_kernel != RECSTORE_KERNEL or not of_table:
@@ -244,6 +297,7 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionS
     _configs_name = "embedding_configs"
     _tables_name = "embeddings"
     _lookup_type = RecStoreSequenceLookup
+    _uses_inverse_indices = False
 
     def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
         # The stock constructor loads the weights of all tables of a module that is not on the meta device (torchrec

@@ -278,6 +278,8 @@ class FeatureProcessedSharderSeams:
 class LookupSeams(BaseEmbeddingLookup):  # type: ignore[misc]
     """A mixin for TorchRec's lookups: a subclass makes its own kernel for some groups of tables."""
 
+    _dummy_embs_tensor: Tensor
+
     def set_dtype_without_tables(self, dtype: torch.dtype) -> None:
         """Sets the data type of the empty output of a rank without tables. TorchRec's is float32 (torchrec 1.8.0)."""
         device = self._dummy_embs_tensor.device
