@@ -9,6 +9,8 @@ import pytest
 import torch
 from torchrec import EmbeddingConfig, KeyedJaggedTensor, PoolingType
 
+from tests.sharders.models import collection, sharded
+
 from .reference import Case
 from .test_sharded_equals_unsharded import (
     COLUMN,
@@ -107,3 +109,21 @@ def test_features_may_come_in_another_order_than_in_the_first_batch(
     scenario: Callable[[int, int], None], world_size: int
 ) -> None:
     run_on_ranks(world_size, scenario)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_batch_that_lacks_a_feature_is_refused_by_name() -> None:
+    model = sharded(collection(*three_tables()))
+    names = ["f0", "f1", "f2", "f3"]
+    ids = torch.arange(4)
+    lengths = torch.ones(4, dtype=torch.int64)
+    wanted = model(KeyedJaggedTensor(names, ids, lengths=lengths)).wait()["f0"]
+    lacking = KeyedJaggedTensor(["f0", "f1", "x", "f3"], ids, lengths=lengths)
+    with pytest.raises(ValueError, match=r"the batch has no feature 'f2' of table 'few', 'f2' of table 'also'"):
+        model(lacking)
+    inverse = names[:3], torch.zeros(3, 1, dtype=torch.int64)
+    without_inverse = KeyedJaggedTensor(names, ids, lengths=lengths, inverse_indices=inverse)
+    with pytest.raises(ValueError, match=r"the inverse indices: .* no feature 'f3' of table 'also'"):
+        model(without_inverse)
+    # The refused batches have changed nothing.
+    assert torch.equal(model(KeyedJaggedTensor(names, ids, lengths=lengths)).wait()["f0"], wanted)
