@@ -1,11 +1,11 @@
 """The tensors that represent a table in a module: its empty parameter, and the copies in ``state_dict``.
 
-Tests: tests/sharders/test_state_writes.py.
+Tests: tests/sharders/test_state_writes.py, tests/sharders/test_table_parameter.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -16,9 +16,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 _DATA: Any = Tensor.data
 _FIXES = {
-    "change": "set initial rows with TableOptions(initializer=...), and write rows with load_state_dict or, if the "
-    "model is sharded, with load_dense_weights",
-    "read": "read rows in state_dict() or, if the model is sharded, with export_dense_weights",
+    "change": (
+        "set initial rows with TableOptions(initializer=...), and write rows with load_state_dict "
+        "or, if the model is sharded, with load_dense_weights; a loop over parameters, such as an "
+        "average of weights, leaves tables out with `if parameter.numel()`"
+    ),
+    "read": (
+        "read rows in state_dict() or, if the model is sharded, with export_dense_weights; a loop "
+        "over parameters, such as a norm of weights, leaves tables out with `if parameter.numel()`"
+    ),
 }
 
 
@@ -98,39 +104,61 @@ class GivenCopies:
         return GivenCopies, ()
 
 
-class _Unwritable(Tensor):
-    """A tensor without rows. In-place methods and reads raise an error. Other operations return plain tensors."""
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _needs_no_rows(func: Any) -> bool:
+    # torch.compile (2.13) cannot look up a function in a set itself.
+    return func in _WITHOUT_ROWS
 
-    # Without __torch_function__, operations are as fast as those of plain tensors.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+class _Unwritable(Tensor):
+    """A tensor without rows. Torch functions that would read or write its rows raise an error.
+
+    All torch functions reach :meth:`__torch_function__`, also those that take the tensor in a list, by keyword or as
+    ``out``. Only the functions of ``_WITHOUT_ROWS`` and ``_ALIASES`` are called.
+    """
+
     table: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls a function that needs no rows.
+
+        Raises:
+            RuntimeError: The function would read or change rows. The message names the table.
+        """
+        if _needs_no_rows(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _alias(func, args, kwargs or {})
 
     @property
     def data(self) -> Tensor:
-        """The tensor without autograd. In-place methods of it raise an error too."""
-        return _unwritable(_DATA.__get__(self), self.table)
+        """The tensor without autograd. It raises the same errors."""
+        with torch._C.DisableTorchFunctionSubclass():
+            alias: Tensor = _guarded(_DATA.__get__(self), self.table)
+            return alias
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if value.numel():
             _refuse(self, "data")
-        _DATA.__set__(self, value.as_subclass(Tensor))  # Module.to() sets data to an empty tensor
-
-    def detach(self) -> Tensor:
-        """Returns the tensor without autograd. See :attr:`data`."""
-        return _unwritable(super().detach(), self.table)
+        with torch._C.DisableTorchFunctionSubclass():
+            _DATA.__set__(self, value.as_subclass(Tensor))  # Module.to() sets data to an empty tensor
 
     def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
-        """Raises an error, unless ``src`` has no rows either, as when ``load_state_dict`` has taken its rows."""
-        if not isinstance(src, _Unwritable):
+        """Raises an error, unless ``src`` is marked by :func:`without_rows_to_load`."""
+        if not getattr(src, "_has_no_rows_to_load", False):
             _refuse(self, "copy_")
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return _unwritable(self.as_subclass(Tensor).clone(), self.table)
+        copied: Tensor = _guarded(_plain(self).clone(), self.table)
+        return copied
 
 
 class TableParameter(_Unwritable, nn.Parameter):
@@ -142,24 +170,58 @@ class TableParameter(_Unwritable, nn.Parameter):
 
     def __new__(cls, data: Tensor, requires_grad: bool = True, *, table: str) -> TableParameter:
         """Makes the parameter, as ``nn.Parameter.__new__`` does."""
-        parameter = Tensor._make_subclass(cls, data.as_subclass(Tensor), requires_grad)
+        parameter = Tensor._make_subclass(cls, _plain(data), requires_grad)
         parameter.table = table
         return parameter
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made = partial(TableParameter, table=self.table)
-        return made, (self.as_subclass(Tensor).detach(), self.requires_grad)
+        make = partial(TableParameter, table=self.table)
+        return make, (_plain(self).detach(), self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
-        copied = TableParameter(self.as_subclass(Tensor).detach().clone(), self.requires_grad, table=self.table)
+        copied = TableParameter(_plain(self).detach().clone(), self.requires_grad, table=self.table)
         memo[id(self)] = copied
         return copied
 
 
-def _unwritable(tensor: Tensor, table: str) -> Tensor:
-    found = Tensor._make_subclass(_Unwritable, tensor)
-    found.table = table
-    return found
+def are_trained(parameters: Iterable[Tensor]) -> list[bool]:
+    """Returns ``requires_grad`` of the parameters of tables, without the time of ``__torch_function__``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [parameter.requires_grad for parameter in parameters]
+
+
+def without_rows_to_load(tensor: Tensor) -> Tensor:
+    """Marks the tensor of a table in a state dict, whose rows are loaded otherwise, and returns it.
+
+    ``nn.Module.load_state_dict`` may then copy it to the parameter of the table.
+    """
+    tensor._has_no_rows_to_load = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Returns an alias of a tensor that is not guarded."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
+
+
+def _guarded(result: Any, table: str) -> Any:
+    """Makes a tensor that torch has just returned an alias of a table's parameter. Returns other results unchanged."""
+    if type(result) is Tensor:
+        # as_subclass would add a node to the graph of autograd, in which the callers of view_as look for the parameter.
+        result.__class__ = _Unwritable
+        result.table = table  # type: ignore[attr-defined]
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function of ``_ALIASES``, and raises RuntimeError for any other function."""
+    guarded = next(_guarded_within([args, kwargs]))
+    if func not in _ALIASES:
+        _refuse(guarded, _name_of(func), "change" if _writes(func, args, kwargs) else "read")
+    with torch._C.DisableTorchFunctionSubclass():
+        return _guarded(func(*args, **kwargs), guarded.table)
 
 
 def _refuse(tensor: _Unwritable, method: str, effect: str = "change") -> NoReturn:
@@ -169,19 +231,86 @@ def _refuse(tensor: _Unwritable, method: str, effect: str = "change") -> NoRetur
     )
 
 
-def _refusing(method: str, effect: str = "change") -> Callable[..., NoReturn]:
-    def refuse(self: _Unwritable, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(self, method, effect)
+def _guarded_within(value: Any) -> Iterator[_Unwritable]:
+    """Yields the guarded tensors in an argument of a torch function."""
+    if isinstance(value, _Unwritable):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _guarded_within(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _guarded_within(item)
 
-    refuse.__name__ = method
-    return refuse
+
+def _writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a torch function would change the rows of a guarded tensor."""
+    if list(_guarded_within(kwargs.get("out"))):
+        return True
+    name = _name_of(func)
+    is_operator = name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    if not (is_operator or is_in_place or name == "__setitem__" or func.__name__ == "__set__"):
+        return False
+    target = args[0] if args else next(iter(kwargs.values()))
+    return bool(list(_guarded_within(target)))
 
 
-# These methods change no values.
-_HARMLESS = {"copy_", "detach_", "requires_grad_", "share_memory_", "is_shared_", "rename_"}
-_IN_PLACE = [name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_") and name not in _HARMLESS]
-_OPERATORS = [name for name in dir(Tensor) if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")]
-for _name in (*_IN_PLACE, *_OPERATORS, "__setitem__"):
-    setattr(_Unwritable, _name, _refusing(_name))
-for _name in ("__getitem__", "__pow__", "abs", "max", "mean", "min", "norm", "numpy", "pow", "square", "sum", "tolist"):
-    setattr(_Unwritable, _name, _refusing(_name, "read"))
+def _name_of(func: Any) -> str:
+    """Returns the name of a torch function for an error message."""
+    if func.__name__ in ("__get__", "__set__"):
+        attribute = func.__self__
+        return str(getattr(attribute, "fget", attribute).__name__)
+    operator, _, _overload = func.__name__.partition(".")
+    return str(operator)
+
+
+def _functions_named(names: str) -> Iterator[Any]:
+    """Yields the functions of torch and the methods and properties of tensors with one of ``names``.
+
+    Releases of torch differ in which of them exist.
+    """
+    for name in names.split():
+        function = getattr(torch, name, None)
+        if callable(function) and not isinstance(function, type):
+            yield function
+        method = getattr(Tensor, name, None)
+        if callable(method):
+            yield method
+        elif method is not None:
+            yield method.__get__
+            yield method.__set__
+
+
+# Each of these functions tells the same of a tensor without rows as of the table, or does nothing to rows. Optimizers,
+# DistributedDataParallel, torch.save, torch.distributed.checkpoint, torch.compile, Lightning and Accelerate call them.
+_METADATA = """
+    device dtype layout shape size stride ndim dim ndimension numel nelement nbytes itemsize
+    element_size storage_offset __len__ is_contiguous dim_order names has_names get_device
+    result_type is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested
+    is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu is_complex is_floating_point
+    is_signed is_inference is_conj is_neg is_pinned is_shared is_same_size is_set_to
+    __hash__ __repr__ __format__ __dir__ name _has_compatible_shallow_copy_type
+    _version _base _is_view _cdata data_ptr storage untyped_storage storage_type _typed_storage
+    __dlpack_device__
+"""
+_OF_AUTOGRAD = """
+    requires_grad requires_grad_ is_leaf grad _grad grad_fn _grad_fn grad_dtype output_nr
+    retains_grad retain_grad volatile register_hook register_post_accumulate_grad_hook
+    _backward_hooks _post_accumulate_grad_hooks detach_ rename_ share_memory_
+"""
+_NEW_TENSORS = """
+    new new_tensor new_empty new_empty_strided new_full new_ones new_zeros
+    empty_like full_like ones_like rand_like randint_like randn_like zeros_like
+"""
+_WITHOUT_ROWS = frozenset([*_functions_named(_METADATA + _OF_AUTOGRAD + _NEW_TENSORS), torch.autograd.grad])
+
+# These functions return tensors of the same rows, which are guarded, too.
+_ALIASES = frozenset(
+    _functions_named(
+        """
+        detach clone view view_as expand_as reshape flatten contiguous pin_memory
+        to type type_as cpu cuda xpu double float half bfloat16
+        """
+    )
+)

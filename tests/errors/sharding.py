@@ -179,7 +179,8 @@ def a_written_state(one_rank: None) -> None:
     "RuntimeError",
     "table 't_user': uniform_ would change no row, because its weight is an empty parameter and its rows are "
     "in RecStore: set initial rows with TableOptions(initializer=...), and write rows with load_state_dict or, "
-    "if the model is sharded, with load_dense_weights",
+    "if the model is sharded, with load_dense_weights; a loop over parameters, such as an average of weights, "
+    "leaves tables out with `if parameter.numel()`",
 )
 def a_written_parameter(one_rank: None) -> None:
     sharded(collection(bag("t_user"))).apply(lambda module: [p.data.uniform_(-1, 1) for p in module.parameters()])
@@ -502,7 +503,8 @@ def full_state_without_rows(one_rank: None) -> None:
 @situation(
     "RuntimeError",
     "table 't_user': __getitem__ would read no row, because its weight is an empty parameter and its rows are in "
-    "RecStore: read rows in state_dict() or, if the model is sharded, with export_dense_weights",
+    "RecStore: read rows in state_dict() or, if the model is sharded, with export_dense_weights; a loop over "
+    "parameters, such as a norm of weights, leaves tables out with `if parameter.numel()`",
 )
 def row_of_a_parameter(one_rank: None) -> None:
     sharded(collection(bag("t_user"))).module.embedding_bags["t_user"].weight[3]

@@ -19,6 +19,8 @@ from torchrec_recstore.modules.owned_table import load_table_state
 from torchrec_recstore.modules.table_module import LearningRate, TableModule, optimizer_of
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import NormalInit, TableOptions, check_int
+from torchrec_recstore.row_types import value_dtype
+from torchrec_recstore.table_parameter import are_trained
 
 
 class DropIn(TableModule):
@@ -52,8 +54,12 @@ class DropIn(TableModule):
         return ", ".join([str(self.num_embeddings), str(self.embedding_dim), *shown])
 
     @property
+    def _output_dtype(self) -> torch.dtype:
+        return value_dtype(self._arguments["dtype"])
+
+    @property
     def _trains(self) -> bool:
-        return self.training and self.weight.requires_grad
+        return self.training and are_trained([self.weight])[0]
 
     def _rows(self, ids: Tensor) -> Tensor:
         """Returns the rows, (N, dim) float32, of ids (N,) int64."""
@@ -176,11 +182,11 @@ class RecStoreEmbedding(DropIn):
             RuntimeError: The module is on the meta device and ``input`` is not.
             ValueError, MemoryError, ColdStoreError: See :meth:`torchrec_recstore.store.Table.lookup`.
         """
-        if self.weight.is_meta and input.is_meta:
-            return input.new_empty((*input.shape, self.embedding_dim), dtype=self.weight.dtype)
+        if self._owned is None and input.is_meta:
+            return input.new_empty((*input.shape, self.embedding_dim), dtype=self._output_dtype)
         ids = _int64_input(input).reshape(-1)
         out = self._rows(ids) if self.padding_idx is None else self._with_padding(ids, self.padding_idx)
-        return to_device(out, CopyTarget(input.device, self.weight.dtype)).view(*input.shape, self.embedding_dim)
+        return to_device(out, CopyTarget(input.device, self._output_dtype)).view(*input.shape, self.embedding_dim)
 
     def _with_padding(self, ids: Tensor, padding: int) -> Tensor:
         places = (ids != padding).nonzero().squeeze(1)
@@ -298,14 +304,14 @@ class RecStoreEmbeddingBag(DropIn):
         """
         if per_sample_weights is not None and self.mode != "sum":
             raise NotImplementedError(f"per_sample_weights require mode='sum', as in torch, got mode={self.mode!r}")
-        if self.weight.is_meta and input.is_meta:
+        if self._owned is None and input.is_meta:
             return self._meta_output(input, offsets)
         bags = _bags_of(input, offsets, per_sample_weights, self.include_last_offset, self.padding_idx)
         if self.mode == "max" or self.scale_grad_by_freq:
             out = self._pooled_by_torch(bags)
         else:
             out = self._kernels.bags([self], [0], self.mode, bags, train=self._trains)
-        return to_device(out, CopyTarget(input.device, self.weight.dtype))
+        return to_device(out, CopyTarget(input.device, self._output_dtype))
 
     def _pooled_by_torch(self, bags: Bags) -> Tensor:
         """Returns the rows of the batch pooled by torch, for the cases that the native kernel does not support."""
@@ -322,7 +328,7 @@ class RecStoreEmbeddingBag(DropIn):
             if offsets is None:
                 raise ValueError("offsets must be given if input has the shape (N,)")
             count = offsets.shape[0] - self.include_last_offset
-        return input.new_empty((count, self.embedding_dim), dtype=self.weight.dtype)
+        return input.new_empty((count, self.embedding_dim), dtype=self._output_dtype)
 
 
 def _check_shape(num_embeddings: int, embedding_dim: int, max_norm: float | None, weight: Tensor | None) -> None:

@@ -26,6 +26,7 @@ from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions, check_int
 from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.table_configs import ROW_DTYPES, check_config, check_init_fn, initializer_of, missing_features
+from torchrec_recstore.table_parameter import are_trained
 
 _Config = TypeVar("_Config", bound=BaseEmbeddingConfig)
 
@@ -106,11 +107,11 @@ class EagerCollection(RefusesQuantization, nn.Module):
         """Yields groups of tables of one kind that one native call looks up: their numbers, and whether they train."""
         groups: dict[object, list[int]] = {}
         modules = self._modules_by_table()
-        for number, (module, kind) in enumerate(zip(modules, kinds, strict=True)):
-            trains = module.weight.requires_grad
+        trained = are_trained(module.weight for module in modules)
+        for number, (trains, kind) in enumerate(zip(trained, kinds, strict=True)):
             groups.setdefault((kind, trains) if self._enable_fusion else number, []).append(number)
         for numbers in groups.values():
-            yield numbers, self.training and modules[numbers[0]].weight.requires_grad
+            yield numbers, self.training and trained[numbers[0]]
 
     def _apply(self, *args: Any, **kwargs: Any) -> EagerCollection:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel, SequenceKernel
 from torchrec_recstore.kernels.pooled import bag_of, bag_scales
 from torchrec_recstore.modules.table_module import RemoteTableModule, TableModule
+from torchrec_recstore.table_parameter import are_trained
 
 Pooling = Literal["sum", "mean"]
 
@@ -146,7 +147,8 @@ class EagerKernels:
         if kernel is None:
             kernel = self._kernels[key] = make(tables)
             kernel.learning_rate = modules[0].rate
-        if kernel.frozen is modules[0].weight.requires_grad:  # to set an attribute of a module takes a microsecond
+        (trains,) = are_trained([modules[0].weight])
+        if kernel.frozen is trains:  # to set an attribute of a module takes a microsecond
             kernel.frozen = not kernel.frozen
         return kernel  # type: ignore[return-value]
 

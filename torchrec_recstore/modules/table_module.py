@@ -19,7 +19,7 @@ from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import ColdStoreError, Table
 from torchrec_recstore.store.table_state import STATE_KEYS
-from torchrec_recstore.table_parameter import GivenCopies, TableParameter
+from torchrec_recstore.table_parameter import GivenCopies, TableParameter, without_rows_to_load
 from torchrec_recstore.utils import warn_user
 
 _DEFAULT_LR = 0.01
@@ -208,7 +208,7 @@ class TableModule(RefusesQuantization, nn.Module):
         loaded_below = {prefix + key for key in own}
         rest = {key: value for key, value in state_dict.items() if key not in loaded_below}
         if "weight" in own:
-            rest[f"{prefix}weight"] = self.weight.detach()
+            rest[f"{prefix}weight"] = without_rows_to_load(self.weight.detach())
         super()._load_from_state_dict(rest, prefix, *others)
         if "weight" not in own:
             return

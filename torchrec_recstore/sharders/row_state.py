@@ -26,7 +26,7 @@ from torchrec_recstore.sharders.layout import LocalShard, ShardLayout, Value, Wh
 from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.parts import STAMPS, column_weighted_mean
 from torchrec_recstore.store.table import check_applied
-from torchrec_recstore.table_parameter import GivenCopies
+from torchrec_recstore.table_parameter import GivenCopies, without_rows_to_load
 
 # The methods that return copies of a table's weights and ids, and of its optimizer state, for error messages.
 WEIGHTS, _STATES = "state_dict", "fused_optimizer.state_dict"
@@ -252,7 +252,7 @@ class ModuleState:
             key = self.weight_key(prefix, name)
             if self.emits_rows and key in state_dict:
                 raise ValueError(rows_not_loaded(key))
-            state_dict[key] = placeholder_parameter(name, dim)
+            state_dict[key] = without_rows_to_load(placeholder_parameter(name, dim))
         keys = {name: self.weight_key(prefix, name) for name in self.shards}
         if self.emits_rows:
             given = [each for key in keys.values() for each in (key, f"{key}_id", f"{key}_rows") if each in state_dict]
@@ -278,7 +278,7 @@ class ModuleState:
                 self.copies.forget(name, WEIGHTS)
         for name, key in keys.items():
             if key in state_dict or not self.emits_rows:
-                state_dict[key] = placeholder_parameter(name, self.tables[name].dim)
+                state_dict[key] = without_rows_to_load(placeholder_parameter(name, self.tables[name].dim))
 
     def optimizer_with_states(self, optimizer: CombinedOptimizer) -> CombinedOptimizer:
         """Returns the module's fused optimizer, which has the tables of this rank, with the states of all tables."""
