@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.model_tracker.types import DeltaTrackerConfig, TrackingMode
-from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import DataType
 
@@ -213,6 +213,19 @@ def float_features(one_rank: None) -> None:
 def unknown_constraints(one_rank: None) -> None:
     constraints: dict[str, ParameterConstraints] = {"t_usr": RecStoreConstraints()}
     sharded(collection(bag("t_user")), constraints=constraints)
+
+
+@situation(
+    "PlannerError",
+    "TorchRec's planner has no sharding option for RecStore table 't_user' with sharding_types=['data_parallel'], "
+    "compute_kernels=None: use RecStorePlanner, which places a table with data_parallel, or with kernels of TorchRec, "
+    "outside of RecStore; or set sharding_types to some of ['table_wise', 'column_wise', 'table_column_wise', "
+    "'row_wise', 'table_row_wise', 'grid_shard'] without compute_kernels, which places it in RecStore",
+)
+def stock_tables_of_the_stock_planner(one_rank: None) -> None:
+    constraints = {"t_user": ParameterConstraints(sharding_types=["data_parallel"])}
+    topology = Topology(world_size=1, compute_device="cpu")
+    EmbeddingShardingPlanner(topology, constraints=constraints).plan(collection(bag("t_user")), [RecStoreSharder()])
 
 
 @situation(

@@ -181,6 +181,27 @@ def test_the_stock_planner_plans_recstore_tables_by_their_resident_rows() -> Non
         stock.plan(ebc, [EmbeddingBagCollectionSharder()])
 
 
+@pytest.mark.parametrize("constraint", [{"sharding_types": ["data_parallel"]}, {"compute_kernels": ["fused"]}], ids=str)
+def test_the_stock_planner_says_who_plans_stock_tables(constraint: dict[str, list[str]]) -> None:
+    def stock(name: str) -> EmbeddingShardingPlanner:
+        topology = Topology(world_size=2, compute_device="cpu")
+        constraints = {name: ParameterConstraints(**constraint)}
+        return EmbeddingShardingPlanner(topology=topology, constraints=constraints, debug=False)
+
+    says = r"no sharding option for RecStore table 'a'.*(data_parallel|fused).*use RecStorePlanner.*'table_wise'"
+    with pytest.raises(PlannerError, match=says) as error:
+        stock("a").plan(collection(a=100, b=100), [RecStoreSharder()])
+    assert error.value.error_type == PlannerErrorType.STRICT_CONSTRAINTS
+    # The constraints of other tables, and those of tables that another sharder takes, are TorchRec's matter.
+    stock("c").plan(collection(a=100, b=100), [RecStoreSharder()])
+    with pytest.warns(UserWarning, match="overrides RecStoreSharder"):
+        stock("a").plan(collection(a=100, b=100), [RecStoreSharder(), EmbeddingBagCollectionSharder()])
+    ours = planner(2, {"a": ParameterConstraints(**constraint)})
+    plan = planned(ours.plan(collection(a=100, b=100), [RecStoreSharder()]))
+    assert {plan["a"].compute_kernel, plan["b"].compute_kernel} <= {"dense", "fused", "customized_kernel"}
+    assert plan["a"].compute_kernel != "customized_kernel"
+
+
 def test_other_sharders_are_left_alone() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:

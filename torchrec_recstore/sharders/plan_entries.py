@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner.types import Enumerator, ParameterConstraints
+from torchrec.distributed.planner.types import Enumerator, ParameterConstraints, PlannerError, PlannerErrorType
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleSharder,
@@ -328,6 +328,9 @@ def warn_of_planner(sharder: ModuleSharder[nn.Module], kind: type[nn.Module], of
 
     TorchRec reads nothing else of a sharder that a later sharder overrides, so the caller leads to the planner. Only
     RecStore's enumerator makes sharders that ``offers_stock``.
+
+    Raises:
+        PlannerError: The constraint of a table allows nothing that the sharder offers.
     """
     caller = caller_that_enumerates(2)
     if caller is None:
@@ -338,16 +341,44 @@ def warn_of_planner(sharder: ModuleSharder[nn.Module], kind: type[nn.Module], of
     behind = sharders[[other is sharder for other in sharders].index(True) + 1 :]
     # Other RecStore sharders are left out: reading their module_type would call this function again.
     stock = [other for other in behind if not hasattr(other, "with_stock_kernels") and other.module_type is kind]
-    if not stock:
-        return
     constraints = constraints_of(enumerator)
     names = [name for each in module.modules() if type(each) is kind for name in sharder.shardable_parameters(each)]
+    if not stock:
+        if not offers_stock:
+            _check_options_left(sharder, enumerator, {name: constraints.get(name) for name in names})
+        return
     tables = [name for name in names if asks_for_recstore(constraints.get(name))]
     if tables:
         ours, theirs = type(sharder).__name__, type(stock[-1]).__name__
         warn_user(
             f"table(s) {', '.join(map(repr, tables))} are not in RecStore: {theirs}, which comes later in the list of "
             f"sharders, overrides {ours}: put {ours} after it, or leave {theirs} out"
+        )
+
+
+def _check_options_left(
+    sharder: ModuleSharder[nn.Module],
+    enumerator: Enumerator,
+    constraints: Mapping[str, ParameterConstraints | None],
+) -> None:
+    """Raises PlannerError if TorchRec's planner would find no sharding option for a table."""
+    device = compute_device(enumerator)
+    supported = sharder.sharding_types(device)
+    for name, constraint in constraints.items():
+        if constraint is None or constraint.device_group not in (None, "", device):
+            continue
+        types = constraint.sharding_types or supported
+        kernels = constraint.compute_kernels or [RECSTORE_KERNEL]
+        if RECSTORE_KERNEL in kernels and not set(types).isdisjoint(supported):
+            continue
+        raise PlannerError(
+            f"TorchRec's planner has no sharding option for RecStore table {name!r} with "
+            f"sharding_types={constraint.sharding_types}, "
+            f"compute_kernels={constraint.compute_kernels}: use RecStorePlanner, which places a "
+            "table with data_parallel, or with kernels of TorchRec, outside of RecStore; or set "
+            f"sharding_types to some of {supported} without compute_kernels, which places it in "
+            "RecStore",
+            error_type=PlannerErrorType.STRICT_CONSTRAINTS,
         )
 
 
