@@ -62,6 +62,25 @@ def test_stock_optimizer_states_start_at_zero(work: Path) -> None:
     assert after["auc"] > 0.85
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fine_tuning_takes_a_table_that_stock_has_replicated(ranks: int, work: Path) -> None:
+    # The planner of TorchEasyRec replicates the table of level, which has four rows. The plan is in the checkpoint.
+    start = write_config(work / "near" / f"replicated_{ranks}.config", "deepfm")
+    text = start.read_text().replace('feature_names: "price"', 'feature_names: "price" feature_names: "level"')
+    start.write_text(text)
+    before = train(work / "stock", start)
+    (saved,) = start.with_suffix("").glob("*/plan")
+    assert '"level_emb": {"sharding_type": "data_parallel"' in saved.read_text()
+    config = start.with_name(f"from_replicated_{ranks}.config")
+    frozen = text.replace("lr: 0.1", "lr: 0.0").replace("lr: 0.003", "lr: 0.0")
+    config.write_text(frozen.replace(str(start.with_suffix("")), str(config.with_suffix(""))))
+    flags = ("--fine_tune_checkpoint", start.with_suffix(""), "--ignore_restore_optimizer")
+    after = train(work / "recstore", config, *flags, ranks=ranks)
+    assert after == pytest.approx({**before, "global_step": after["global_step"]}, rel=1e-5)
+    (planned,) = config.with_suffix("").glob("*/plan")
+    assert '"data_parallel"' not in planned.read_text()
+
+
 @pytest.mark.parametrize("model", ["din", "deepfm"])
 def test_a_job_continues(model: str, work: Path) -> None:
     whole = train(work / "recstore", write_config(work / "far" / f"{model}_whole.config", model, 4000, epochs=2))

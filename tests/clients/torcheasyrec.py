@@ -101,6 +101,7 @@ def write_clicks(folder: Path, factor: int = 1) -> None:
             "item_id": item * factor,
             "cate": item % 20 * factor,
             "price": (item / len(items)).astype("float32"),
+            "level": item // 50,
             "clicks__item_id": ["|".join(map(str, each * factor)) for each in history],
             "clicks__cate": ["|".join(map(str, each % 20 * factor)) for each in history],
             "clk": clicked.astype("int64"),
@@ -121,6 +122,7 @@ def _features(num_buckets: int) -> str:
     )
     return f"""{ids}
 feature_configs {{ raw_feature {{ feature_name: "price" }} }}
+feature_configs {{ raw_feature {{ feature_name: "level" boundaries: [50, 100, 150] embedding_dim: 8 }} }}
 feature_configs {{
   sequence_feature {{ sequence_name: "clicks" sequence_length: 6 sequence_delim: "|" {sequences} }}
 }}
