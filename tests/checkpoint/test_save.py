@@ -216,8 +216,9 @@ def test_an_async_save_that_fails_says_so_when_waited_for(tmp_path: Path, monkey
     model = trained()
     monkeypatch.setattr(Destination, "stage", fails)
     saving = async_save(model, tmp_path / "saved")
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as waited:
         saving.wait()
+    assert not hasattr(waited.value, "__notes__")
     saving = async_save(model, tmp_path / "saved")
     monkeypatch.undo()
     while not saving.done():

@@ -154,9 +154,14 @@ class AsyncSave:
             _open.discard(self)
         except BaseException as error:  # wait(), the next save or the end of the process reports the error.
             traceback.clear_frames(error.__traceback__)  # The frames hold copies of tensors.
-            note = f"This is the error of async_save to {self._path}, whose wait() had not been called."
-            error.__notes__ = [note]  # Python 3.10 lacks add_note.
             self._error = error
+
+    def unreported_error(self) -> BaseException | None:
+        """Returns the error of a save that has ended without :meth:`wait`, with a note that names the save."""
+        if self._error is not None:
+            note = f"This is the error of async_save to {self._path}, whose wait() had not been called."
+            self._error.__notes__ = [note]  # Python 3.10 lacks add_note.
+        return self._error
 
 
 class _Save:
@@ -187,9 +192,9 @@ class _Save:
         with ExitStack() as undo:
             with refused_together(env):
                 for save in list(_open):
-                    if save._error is not None:  # It is raised once.
+                    if (error := save.unreported_error()) is not None:  # It is raised once.
                         _open.discard(save)
-                        raise save._error
+                        raise error
                 self._tables = recstore_tables(model)
                 for table in self._tables:
                     table.state.copies.check()
@@ -347,8 +352,8 @@ def _finish() -> None:
         why = ""
         try:
             save._thread.join()
-            if save._error is not None:
-                why = "".join(traceback.format_exception(save._error))
+            if (error := save.unreported_error()) is not None:
+                why = "".join(traceback.format_exception(error))
         except KeyboardInterrupt:
             why = "It was being written when the process was interrupted.\n"
         if why:
