@@ -269,7 +269,7 @@ class Side:
         begin = clock()
         for _ in range(steps):
             self._pipeline.progress(self._batches)
-        self._pipeline._finish_prefetch()
+        self._pipeline.finish_prefetch()
         return clock() - begin
 
     def start_counting(self) -> None:

@@ -115,6 +115,6 @@ def test_a_bound_needs_no_room_for_the_batches_that_wait() -> None:
     coming = iter(batches(0))
     for ids in needed:
         pipeline.progress(coming)
-        pipeline._finish_prefetch()
+        pipeline.finish_prefetch()
         assert table.contains(torch.tensor(sorted(ids))).all()
     assert table.stats().inserts > table.stats().evicted > 0

@@ -12,7 +12,6 @@ from torch import nn
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -23,6 +22,7 @@ from torchrec_recstore import (
     SGD,
     RecStoreEmbeddingCollectionSharder,
     RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
+    RecStorePrefetchPipeline,
     RecStoreSharder,
     TableOptions,
     async_save,
@@ -186,7 +186,7 @@ def test_a_pipeline_is_detached_first(one_rank: None) -> None:
     _, other = pair()
     plan = ShardingPlan({"sparse": other.plan.plan[""]})
     unused = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    pipeline = TrainPipelineSparseDist(model, unused, torch.device("cpu"))
+    pipeline = RecStorePrefetchPipeline(model, unused, torch.device("cpu"))
     batches = iter([IDS, batch(f=[[1], [2]]), batch(f=[[3], [3]]), batch(f=[[1], [1]])])
     pipeline.progress(batches)
     with pytest.raises(ValueError, match=r"a train pipeline has begun batches .*: call pipeline.detach\(\) first"):
@@ -206,7 +206,7 @@ def test_a_pipeline_of_feature_processed_bags_is_detached_first(one_rank: None) 
     model, other = feature_processed(_Model), pair()[1].plan.plan[""]
     plan = ShardingPlan({"sparse": other})
     unused = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    pipeline = TrainPipelineSparseDist(model, unused, torch.device("cpu"))
+    pipeline = RecStorePrefetchPipeline(model, unused, torch.device("cpu"))
     batches = iter([batch(f=[[1, 2], [3]]) for _ in range(4)])
     pipeline.progress(batches)
     with pytest.raises(ValueError, match=r"a train pipeline has begun batches .*: call pipeline.detach\(\) first"):

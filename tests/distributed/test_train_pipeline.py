@@ -142,7 +142,7 @@ def test_the_next_batch_has_its_rows_before_its_turn() -> None:
     pipeline = RecStorePrefetchPipeline(model, optimizer, torch.device("cpu"))
     batches = [CASE.batch(step, 0) for step in range(2)]
     pipeline.progress(iter(batches))
-    pipeline._finish_prefetch()
+    pipeline.finish_prefetch()
     table = next(table for table in model.module.ebc.recstore_tables() if table.name == "a")
     wanted = torch.cat([batches[1][feature].values() for feature in ("f0", "f1")])
     assert len(wanted)

@@ -6,6 +6,7 @@ Tests: tests/distributed/test_sharded_equals_unsharded.py, tests/sharders/test_h
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator, Sequence, Set
 from contextlib import nullcontext
 from typing import Any, ClassVar, TypeAlias, TypeVar
@@ -58,6 +59,9 @@ from torchrec_recstore.utils import warn_user
 
 InverseIndices: TypeAlias = tuple[list[str], torch.Tensor]
 """The names of features, and for each of them the number of the bag of each example, (features, examples) int64."""
+
+# The number of batches in flight from which on those that a pipeline has dropped are looked for.
+_BEGUN_BATCHES = 16
 
 
 def _needed_parts(features: Any, uses_weights: bool) -> KeyedJaggedTensor:
@@ -155,6 +159,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     _lookup_type: ClassVar[type[RecStoreLookup]]
     _uses_inverse_indices: ClassVar[bool]  # Whether the unsharded collection applies the inverse indices of a batch.
     _copies: GivenCopies
+    _begun: dict[int, weakref.ref[Any]]
     _wall_clock: AgreedClock | None = None
     # The features of the first batch, for which TorchRec has made the input distribution.
     _first_keys: Sequence[str] = ()
@@ -235,10 +240,31 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         features = self._with_inverse_in_order(features)
         features = _mixed_ids(features, self._hashed_features())
         if not first:
-            return super().input_dist(ctx, features)
+            return self._begin_batch(ctx, super().input_dist(ctx, features))
         # TorchRec checks the ids of the first batch against num_embeddings (torchrec 1.8.0), which limits no ids here.
         with self.hidden_configs(self.recstore_table_names()):
-            return super().input_dist(ctx, features)
+            return self._begin_batch(ctx, super().input_dist(ctx, features))
+
+    def _begin_batch(self, ctx: Any, distributed: Awaitable[Any]) -> Awaitable[Any]:
+        """Records that a batch, whose context is ``ctx``, has been distributed with the present plan."""
+        if torch.compiler.is_compiling():
+            return distributed
+        if len(self._begun) >= _BEGUN_BATCHES:
+            self._begun = {key: context for key, context in self._begun.items() if context() is not None}
+        self._begun[id(ctx)] = weakref.ref(ctx)
+        return distributed
+
+    def _end_batch(self, ctx: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._begun.pop(id(ctx), None)
+
+    def forget_begun_batches(self) -> None:
+        """Forgets the batches that have been distributed and not been looked up. The caller distributes them again."""
+        self._begun.clear()
+
+    def has_begun_batches(self) -> bool:
+        """Returns whether a train pipeline has distributed batches with the present plan, and not looked them up."""
+        return any(context() is not None for context in self._begun.values())
 
     def _with_inverse_in_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Returns a batch whose inverse indices have the order of the shardings' features, if batch sizes vary.
@@ -281,11 +307,13 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
 
     def compute(self, ctx: Any, dist_input: Any) -> Any:
         """Looks up the batch, as TorchRec's method does, in a step of all ranks."""
+        self._end_batch(ctx)
         self._begin_step()
         return super().compute(ctx, dist_input)
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Looks up the batch and distributes the results, as TorchRec's method does, in a step of all ranks."""
+        self._end_batch(ctx)
         self._begin_step()
         return super().compute_and_output_dist(ctx, input)
 
@@ -319,6 +347,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     def make_lookups(self) -> None:
         """Makes RecStore's lookup for each sharding with RecStore tables, and TorchRec's lookup for other shardings."""
         self._copies = GivenCopies()
+        self._begun = {}
         # Every rank checks the options, also without a shard. The number of shards is known only here.
         opens_stores = False
         for sharding_type, sharding in self.shardings_by_type():

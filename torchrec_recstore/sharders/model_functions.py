@@ -248,4 +248,6 @@ def _changes(model: nn.Module, plan: ShardingPlan) -> list[Change]:
     found = [change for change in changes if change is not None]
     for module, change in _feature_processed(model, found):
         refuse_pipelined(module, change.plan)
+    for change in found:
+        change.collection.refuse_begun()
     return found

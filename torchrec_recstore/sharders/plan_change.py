@@ -53,6 +53,22 @@ class ReshardableCollection(CollectionSeams):
         """Yields the shards of the RecStore tables on this rank."""
         raise NotImplementedError
 
+    def has_begun_batches(self) -> bool:
+        """Returns whether a train pipeline has distributed batches with the present plan, and not looked them up."""
+        raise NotImplementedError
+
+    def refuse_begun(self) -> None:
+        """Raises ``ValueError`` if a train pipeline would look up batches that it distributed with the present plan."""
+        # TorchRec's pipelines look up what they have distributed before detach(), with whatever plan the collection has
+        # then (torchrec 1.7.0 to 1.9.2).
+        if self.has_begun_batches():
+            raise ValueError(
+                f"reshard: a train pipeline of TorchRec has distributed batches for the tables "
+                f"{sorted(self.names_of_tables)} with the old plan, and keeps them when it is detached: train these "
+                "batches first, by pipeline.progress(iter(())) until it raises StopIteration, and detach it again; or "
+                "use RecStorePrefetchPipeline, which distributes them again"
+            )
+
     def change(self, plan: Mapping[str, ParameterSharding], path: str | None = None) -> Change | None:
         """Returns the change to another plan, or None for the present one. Raises ValueError if it cannot be made."""
         self.recstore_state.copies.check_usable()
@@ -95,6 +111,8 @@ class ReshardableCollection(CollectionSeams):
         if self.recstore_table_names():
             with refused_together(self.ranks_env):
                 change = self.change({**self.module_sharding_plan, **changed_sharding_params})
+                if change is not None:
+                    self.refuse_begun()
             reshard_collections([] if change is None else [change])
         elif hasattr(super(), "update_shards"):
             super().update_shards(changed_sharding_params, env, device)

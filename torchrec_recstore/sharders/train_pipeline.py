@@ -1,6 +1,6 @@
 """A train pipeline that prepares the rows of the next batch during the current one, also on the CPU.
 
-Tests: tests/distributed/test_train_pipeline.py.
+Tests: tests/distributed/test_train_pipeline.py, tests/distributed/test_pipeline_events.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchrec_recstore.torchrec_seams.models import PrefetchPipelineSeams
+from torchrec_recstore.torchrec_seams.pipelines import PrefetchPipelineSeams
 
 
 class RecStorePrefetchPipeline(PrefetchPipelineSeams):
@@ -26,6 +26,10 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
     On an accelerator, the ids of the next batch are on the host, and its rows are prepared, before the backward pass of
     the current batch begins. On CUDA, TorchRec's pipeline does this on its stream for prefetches. The arguments of the
     constructor are those of ``PrefetchTrainPipelineSparseDist``.
+
+    Up to two batches are in flight between two steps. They are trained in their order, also after :meth:`detach`, with
+    another iterator, and after an error. A direct call of the model detaches the pipeline, and the next
+    :meth:`progress` attaches it again.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -36,15 +40,21 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Trains the model on one batch of the iterator, and returns the output of the model.
 
+        If the call raises an error, the batch was not trained, unless the error is one of the optimizer's step. The
+        next call takes the same batch again; ``dequeue_batch()`` leaves it out, and :meth:`reset` drops all batches in
+        flight.
+
         Raises:
             StopIteration: There is no batch left.
+            RuntimeError: Batches of another iterator are in flight, and were loaded while the model was in another mode
+                (training or evaluation). Nothing has changed.
             MemoryError: There is not enough memory for the rows of a prefetched batch.
             ColdStoreError: The rows of a prefetched batch cannot be read from a cold store.
         """
-        self._finish_prefetch()
         return super().progress(dataloader_iter)
 
-    def _finish_prefetch(self) -> None:
+    def finish_prefetch(self) -> None:
+        """Waits until the rows of the batches in flight are prepared, or raises the error of the preparation."""
         # The next forward finds all rows, and result() raises the errors of the thread.
         while self._prefetching:
             self._prefetching.pop(0).result()
@@ -53,5 +63,12 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
         """Prepares the rows of the next batch: on the CPU in a thread, on an accelerator before backward begins."""
         if device.type == "cpu":
             self._prefetching.append(self._thread.submit(module.prefetch, features))
-        else:
-            module.prefetch(features)  # The device is busy with the forward; the host would only wait for it.
+            return
+        # The device is busy with the forward; the host would only wait for it.
+        prefetched: Future[None] = Future()
+        try:
+            module.prefetch(features)
+            prefetched.set_result(None)
+        except Exception as error:  # It is an error of the next step, and this step goes on.
+            prefetched.set_exception(error)
+        self._prefetching.append(prefetched)

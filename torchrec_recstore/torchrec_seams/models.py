@@ -1,4 +1,4 @@
-"""The private parts of TorchRec's shardings, sharded modules, lookups, kernels, optimizers and train pipelines.
+"""The private parts of TorchRec's shardings, sharded modules, lookups, kernels and optimizers.
 
 A seam that gives no other reason exists because TorchRec has no public accessor.
 
@@ -22,8 +22,6 @@ from torchrec.distributed.embedding_sharding import EmbeddingSharding
 from torchrec.distributed.embedding_types import BaseEmbeddingLookup, GroupedEmbeddingConfig, ShardedEmbeddingModule
 from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
 from torchrec.distributed.model_tracker.types import TrackingMode
-from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
-from torchrec.distributed.train_pipeline.train_pipelines import PrefetchTrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
 from torchrec.optim.keyed import CombinedOptimizer
@@ -330,24 +328,3 @@ def marked_optimizer(parameter: Tensor | None) -> tuple[type[torch.optim.Optimiz
 def mark_as_optimized(parameter: Tensor, optimizer: object) -> None:
     """Marks a parameter as updated in backward, as ``in_backward_optimizer_filter`` reads it."""
     parameter._in_backward_optimizers = [optimizer]  # type: ignore[attr-defined]
-
-
-class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[misc]
-    """A prefetching pipeline that also prefetches where there are no CUDA streams."""
-
-    def prefetch_without_stream(self, module: Any, features: Any, device: torch.device) -> None:
-        """Prepares the rows of a sharded module's next training batch if there is no stream."""
-        raise NotImplementedError
-
-    def _prefetch(self, context: PrefetchTrainPipelineContext) -> None:
-        # The only place between the input distribution and the forward of a batch.
-        if self._prefetch_stream is not None:
-            super()._prefetch(context)
-            return
-        for module in self._pipelined_modules:
-            name = module.forward.name
-            features = context.input_dist_tensors_requests.pop(name).wait()
-            context.module_input_post_prefetch[name] = features
-            context.module_contexts_post_prefetch[name] = context.module_contexts.pop(name)
-            if self._model.training:
-                self.prefetch_without_stream(module, features, self._device)
