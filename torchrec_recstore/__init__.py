@@ -35,7 +35,8 @@ _NAMES = {
         SparseAdamW SparseRowWiseAdagrad SparseSGD""",
     "planner": "RecStoreConstraints RecStorePlanner",
     "sharders": """RecStoreEmbeddingCollectionSharder RecStoreFeatureProcessedEmbeddingBagCollectionSharder
-        RecStorePrefetchPipeline RecStoreSharder flush_tables reset_rows reshard set_time table_stats""",
+        RecStorePrefetchPipeline RecStoreSharder flush_tables get_recstore_sharders reset_rows reshard set_time
+        table_stats""",
     "store": "ColdStoreError Table TableStats",
     "threads": "tune_threads",
     "utils": "RecStoreWarning",

@@ -19,6 +19,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCol
 from torchrec.distributed.model_tracker.types import DeltaTrackerConfig, TrackingMode
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 
 from tests.errors.situations import situation
@@ -35,6 +36,7 @@ from torchrec_recstore import (
     SparseSGD,
     TableOptions,
     export_dense_weights,
+    get_recstore_sharders,
     load_dense_weights,
     reshard,
     save_checkpoint,
@@ -215,6 +217,65 @@ def unknown_constraints(one_rank: None) -> None:
     sharded(collection(bag("t_user")), constraints=constraints)
 
 
+def _two_kinds() -> nn.ModuleDict:
+    item = sequence("t_item", dim=8, rows=2**50)
+    return nn.ModuleDict({"bags": collection(bag("t_user")), "clicks": sequences(item)})
+
+
+@situation(
+    "PlannerError",
+    "no sharder takes module 'clicks' (EmbeddingCollection) with table(s) 't_item', so that each rank would allocate "
+    "'t_item' as a dense parameter of 33,554,432.0 GiB: pass get_recstore_sharders(...), which has a "
+    "RecStoreEmbeddingCollectionSharder, as the sharders of the planner and of DistributedModelParallel",
+)
+def collection_without_sharder(one_rank: None) -> None:
+    RecStorePlanner(Topology(world_size=1, compute_device="cpu")).plan(_two_kinds(), [RecStoreSharder()])
+
+
+@situation(
+    "PlannerError",
+    "Unable to find a plan for this model because of insufficient storage. ... Per rank reservation for dense storage: "
+    "Storage(hbm = 0.0 GB, ddr = 201326592.0 GB), ...",
+)
+def collection_without_sharder_and_planner(one_rank: None) -> None:
+    """TorchRec's planner reserves more memory for dense parameters than a rank has.
+
+    Cause: `DistributedModelParallel` has no sharder for a collection, such as an `EmbeddingCollection` with
+    `sharders=[RecStoreSharder()]`. TorchRec takes its tables for dense parameters of every rank, and no call of this
+    package sees the collection. Fix: pass `sharders=get_recstore_sharders(...)`. `RecStorePlanner` names the
+    collection.
+    """
+    DistributedModelParallel(_two_kinds(), sharders=[RecStoreSharder()])
+
+
+@situation(
+    "RuntimeError", "... DefaultCPUAllocator: can't allocate memory: you tried to allocate 36028797018963968 ..."
+)
+def collection_without_sharder_in_a_plan(one_rank: None) -> None:
+    """`DistributedModelParallel` cannot allocate the bytes of `num_embeddings` rows.
+
+    Cause: neither the plan nor the sharders have a collection of the model, such as an `EmbeddingCollection` with
+    `sharders=[RecStoreSharder()]`, so that TorchRec allocates its tables as dense parameters. A table that fits into
+    memory is trained as a dense parameter, without an error. Fix: pass `get_recstore_sharders(...)` to the planner and
+    to `DistributedModelParallel`.
+    """
+    model = _two_kinds()
+    plan = RecStorePlanner(Topology(world_size=1, compute_device="cpu")).plan(model["bags"], [RecStoreSharder()])
+    DistributedModelParallel(model, sharders=[RecStoreSharder()], plan=ShardingPlan({"bags": plan.plan[""]}))
+
+
+@situation("KeyError", "<class 'torchrec.modules.embedding_modules.EmbeddingCollection'>")
+def sharder_of_a_plan_is_missing(one_rank: None) -> None:
+    """The class of a collection, as a `KeyError` of `DistributedModelParallel`.
+
+    Cause: the plan has a collection of this class, because the planner got other sharders than
+    `DistributedModelParallel`. Fix: pass the same sharders to both, such as those of `get_recstore_sharders(...)`.
+    """
+    model = _two_kinds()
+    plan = RecStorePlanner(Topology(world_size=1, compute_device="cpu")).plan(model, get_recstore_sharders())
+    DistributedModelParallel(model, sharders=[RecStoreSharder()], plan=plan)
+
+
 @situation(
     "PlannerError",
     "TorchRec's planner has no sharding option for RecStore table 't_user' with sharding_types=['data_parallel'], "
@@ -257,6 +318,21 @@ def resharding(one_rank: None) -> None:
         sharded(tables, constraints={"t_user": RecStoreConstraints(sharding_types=[kind]), "t_city": stock})
         for kind in ("table_wise", "row_wise")
     )
+    reshard(model, other.plan)
+
+
+@situation(
+    "ValueError",
+    "reshard: a train pipeline of TorchRec has distributed batches for the tables ['t_user'] with the old plan, and "
+    "keeps them when it is detached: train these batches first, by pipeline.progress(iter(())) until it raises "
+    "StopIteration, and detach it again; or use RecStorePrefetchPipeline, which distributes them again",
+)
+def resharding_in_a_pipeline(one_rank: None) -> None:
+    model, other = (sharded(collection(bag("t_user")), sharding_type=kind) for kind in ("table_wise", "row_wise"))
+    module = model.module
+    context = module.create_context()
+    begun = module.input_dist(context, batch(f=[[1, 2]]))
+    assert begun is not None
     reshard(model, other.plan)
 
 

@@ -33,6 +33,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.planner.constraints import RecStoreConstraints, options_of, planned_rows, with_statistics
+from torchrec_recstore.planner.left_out import rank_bytes, refuse_left_out
 from torchrec_recstore.planner.refining import SHARDING_TYPE_MS, check_sharding_type_ms, refined
 from torchrec_recstore.planner.shard_estimators import (
     MeasuredPerfConfig,
@@ -105,6 +106,7 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
                 RecStoreStorageEstimator(topology=topology, constraints=constraints, statistics=self.statistics),
             ]
         super().__init__(topology, batch_size, constraints, estimator, use_exact_enumerate_order)
+        self._rank_bytes = rank_bytes(topology)
         self._offers: dict[int, _Sharder] = {}
         self.found: list[ShardingOption] = []
         """The options that the last call of :meth:`enumerate` has returned."""
@@ -114,10 +116,13 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
 
         Raises:
             PlannerError: A constraint names a table that the model does not have, or the constraints leave no option
-                for a table.
+                for a table. Or no sharder takes a collection that RecStore can hold, and a table of the collection has
+                constraints or is larger than the memory of a rank.
         """
         constraints: Mapping[str, ParameterConstraints] = constraints_of(self)
         self.found = []
+        if any(isinstance(sharder, _Sharder) for sharder in sharders):
+            refuse_left_out(module, sharders, {*constraints, *self.statistics}, self._rank_bytes)
         try:
             with _without_warnings_of_data_parallel():
                 enumerated = super().enumerate(module, [self._offer(sharder) for sharder in sharders])

@@ -3,6 +3,7 @@
 Importing this package registers RecStore's kernel with TorchRec's stock planner.
 """
 
+from torchrec_recstore.sharders.all_kinds import get_recstore_sharders
 from torchrec_recstore.sharders.collection import RecStoreCollection, RecStoreCollectionSharder
 from torchrec_recstore.sharders.model_functions import flush_tables, reset_rows, reshard, set_time, table_stats
 from torchrec_recstore.sharders.perf_config import register_kernel
@@ -30,6 +31,7 @@ __all__ = [
     "RecStoreShardedEmbeddingCollection",
     "RecStoreSharder",
     "flush_tables",
+    "get_recstore_sharders",
     "reset_rows",
     "reshard",
     "set_time",

@@ -1,0 +1,120 @@
+"""Collections that RecStore can hold and that none of the given sharders takes.
+
+Tests: tests/planner/test_left_out.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Topology
+from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+from torchrec_recstore.torchrec_seams.models import configs_of
+from torchrec_recstore.utils import warn_user
+
+_SHARDERS: dict[type[nn.Module], str] = {
+    EmbeddingBagCollection: "RecStoreSharder",
+    EmbeddingCollection: "RecStoreEmbeddingCollectionSharder",
+    FeatureProcessedEmbeddingBagCollection: "RecStoreFeatureProcessedEmbeddingBagCollectionSharder",
+}
+"""The sharder of each kind of collection that RecStore can hold."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A collection that no sharder takes.
+
+    Args:
+        path: The path of the collection in the model.
+        kind: The class of the collection.
+        configs: The configs of its tables.
+    """
+
+    path: str
+    kind: type[nn.Module]
+    configs: Sequence[BaseEmbeddingConfig]
+
+    @property
+    def description(self) -> str:
+        """The path and the kind of the collection, for messages."""
+        name = f"module {self.path!r}" if self.path else "the model"
+        return f"{name} ({self.kind.__name__})"
+
+
+def rank_bytes(topology: Topology) -> int:
+    """Returns the memory in bytes of the rank with the most memory, of the kind that dense parameters take."""
+    sizes: list[int] = []
+    for device in topology.devices:
+        on_host = topology.compute_device == "cpu"
+        sizes.append(device.storage.ddr if on_host else device.storage.hbm)
+    return max(sizes)
+
+
+def refuse_left_out(
+    module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]], named: Collection[str], most_bytes: int
+) -> None:
+    """Checks the collections that no sharder takes, whose tables TorchRec leaves as dense parameters on every rank.
+
+    Warns of each of these collections whose tables fit into the memory of a rank and have no constraints.
+
+    Args:
+        module: The model.
+        sharders: The sharders of the model.
+        named: The names of the tables that have constraints or statistics.
+        most_bytes: The memory in bytes that a rank has for dense parameters.
+
+    Raises:
+        PlannerError: A table of such a collection has constraints or statistics, or is larger than ``most_bytes``.
+    """
+    kinds = {sharder.module_type for sharder in sharders}
+    for collection in _left_out(module, kinds):
+        names = [config.name for config in collection.configs]
+        tables = f"table(s) {', '.join(map(repr, names))}"
+        fix = (
+            f"pass get_recstore_sharders(...), which has a {_SHARDERS[collection.kind]}, as the sharders of the "
+            "planner and of DistributedModelParallel"
+        )
+        said = f"no sharder takes {collection.description} with {tables}"
+        for config in collection.configs:
+            if config.name in named:
+                raise PlannerError(
+                    f"{said}, so that the constraints or statistics of {config.name!r} have no effect: {fix}",
+                    error_type=PlannerErrorType.INPUT_VALIDATION,
+                )
+            needed = _dense_bytes(config)
+            if needed > most_bytes:
+                raise PlannerError(
+                    f"{said}, so that each rank would allocate {config.name!r} as a dense parameter of "
+                    f"{needed / 2**30:,.1f} GiB: {fix}",
+                    error_type=PlannerErrorType.INPUT_VALIDATION,
+                )
+        warn_user(f"{said}, so that each rank has them as dense parameters outside of RecStore: {fix}")
+
+
+def _left_out(module: nn.Module, kinds: Collection[type[nn.Module]]) -> Iterator[LeftOut]:
+    """Yields the collections without a sharder, as TorchRec's enumerator and ``DistributedModelParallel`` see them."""
+    pending: list[tuple[str, nn.Module, type[nn.Module] | None]] = [("", module, None)]
+    while pending:
+        path, child, inside_of = pending.pop(0)
+        kind = type(child)
+        if kind in kinds:
+            continue
+        if kind in (EmbeddingBagCollection, EmbeddingCollection):
+            outer_path = path.rpartition(".")[0]
+            yield LeftOut(outer_path if inside_of else path, inside_of or kind, configs_of(child))
+            continue
+        processed = kind if kind is FeatureProcessedEmbeddingBagCollection else None
+        for name, grandchild in child.named_children():
+            pending.append((f"{path}.{name}" if path else name, grandchild, processed))
+
+
+def _dense_bytes(config: BaseEmbeddingConfig) -> int:
+    element_bytes: int = data_type_to_dtype(config.data_type).itemsize
+    elements: int = config.num_embeddings * config.embedding_dim
+    return elements * element_bytes
