@@ -27,27 +27,33 @@ __version__ = "0.2.0"
 
 # The public names by the module that defines them.
 _NAMES = {
-    "checkpoint": """AsyncSave CheckpointError CheckpointInfo TopRows async_save compact_checkpoint export_dense_weights
-        load_checkpoint load_dense_weights load_distributed_checkpoint load_distributed_state load_into_stock
-        load_stock_state_dict neighbours read_info save_checkpoint stock_optimizer_state_dict stock_state_dict
-        top_rows""",
-    "modules": """RecStoreEmbedding RecStoreEmbeddingBag RecStoreEmbeddingBagCollection RecStoreEmbeddingCollection
-        SparseAdamW SparseRowWiseAdagrad SparseSGD""",
-    "planner": "RecStoreConstraints RecStorePlanner",
-    "sharders": """RecStoreEmbeddingCollectionSharder RecStoreFeatureProcessedEmbeddingBagCollectionSharder
-        RecStorePrefetchPipeline RecStoreSharder flush_tables get_recstore_sharders reset_rows reshard set_time
-        table_stats""",
+    "checkpoint": "CheckpointError CheckpointInfo TopRows compact_checkpoint neighbours read_info top_rows",
+    "modules": "RecStoreEmbedding RecStoreEmbeddingBag SparseAdamW SparseRowWiseAdagrad SparseSGD",
     "store": "ColdStoreError Table TableStats",
     "threads": "tune_threads",
     "utils": "RecStoreWarning",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_NAMES_WITH_TORCHREC = {
+    "checkpoint": """AsyncSave async_save export_dense_weights load_checkpoint load_dense_weights
+        load_distributed_checkpoint load_distributed_state load_into_stock load_stock_state_dict save_checkpoint
+        stock_optimizer_state_dict stock_state_dict""",
+    "modules": "RecStoreEmbeddingBagCollection RecStoreEmbeddingCollection",
+    "planner": "RecStoreConstraints RecStorePlanner",
+    "sharders": """RecStoreEmbeddingCollectionSharder RecStoreFeatureProcessedEmbeddingBagCollectionSharder
+        RecStorePrefetchPipeline RecStoreSharder flush_tables get_recstore_sharders reset_rows reshard set_time
+        table_stats""",
+}
+_WITH_TORCHREC = {name: module for module, names in _NAMES_WITH_TORCHREC.items() for name in names.split()}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()} | _WITH_TORCHREC
 # Those of other distributions by the plugin that has them.
 _PLUGINS = {"service": "NoInitialRow RecStoreClient ServerRestartedError ServerSetError ServiceError get_include"}
 _OF_PLUGINS = {name: plugin for plugin, names in _PLUGINS.items() for name in names.split()}
 
-__all__ = [*_MODULES, *_OF_PLUGINS]
-__all__ += optim.__all__
-__all__ += options.__all__
-
-__getattr__, __dir__ = lazy_names(__name__, _MODULES, _OF_PLUGINS)
+# This includes __all__, which has the names of what is installed.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    _MODULES,
+    _OF_PLUGINS,
+    public=[*_MODULES, *_OF_PLUGINS, *optim.__all__, *options.__all__],
+    with_torchrec=_WITH_TORCHREC,
+)

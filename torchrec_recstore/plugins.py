@@ -40,6 +40,11 @@ def _entry_points(**wanted: str) -> Any:
     return entry_points(**wanted)
 
 
+def is_installed(name: str) -> bool:
+    """Returns whether the distribution that adds a name is installed, without importing it."""
+    return any(True for _ in _entry_points(group=_PLUGIN_GROUP, name=name))
+
+
 @cache
 def plugin(name: str) -> Any:
     """Returns what another distribution adds under a name.

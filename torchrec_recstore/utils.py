@@ -1,47 +1,101 @@
 """Lazy imports, warnings, errors and forked processes, for all packages of torchrec_recstore, without torch.
 
-Tests: tests/test_warnings.py.
+Tests: tests/test_warnings.py, tests/test_star_imports.py.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.util
 import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from types import FrameType, MappingProxyType
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import FrameType, MappingProxyType, ModuleType
 
-from torchrec_recstore.plugins import plugin
+from torchrec_recstore.plugins import is_installed, plugin
 
 _OURS = ("torchrec_recstore", "torchrec_recstore_service", "torchrec_recstore_serving")
 _NOT_THE_USERS = (*_OURS, "torchrec", "torch", "importlib")
+_TORCHREC = ("torchrec", "fbgemm_gpu")
 _of_this_process: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def lazy_names(
-    package: str, modules: Mapping[str, str], plugins: Mapping[str, str] = MappingProxyType({})
+    package: str,
+    modules: Mapping[str, str],
+    plugins: Mapping[str, str] = MappingProxyType({}),
+    *,
+    public: Sequence[str],
+    with_torchrec: Collection[str] = (),
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Returns ``__getattr__`` and ``__dir__`` for a package that imports its public names when they are first used.
 
-    ``modules`` has the module in the package that defines each public name, and ``plugins`` the plugin that defines
-    each name of another distribution.
+    ``__getattr__`` also returns ``__all__``. Neither ``__all__`` nor ``__dir__`` has a name of what is not installed,
+    so that ``from package import *``, ``help`` and completion work. The name itself raises an error that says what to
+    install.
+
+    Args:
+        package: The name of the package.
+        modules: The module in the package that defines each name.
+        plugins: The plugin that defines each name of another distribution. Default: none.
+        public: The names of ``__all__`` if everything is installed.
+        with_torchrec: The names in ``modules`` that need TorchRec. Default: none.
     """
     namespace = vars(sys.modules[package])
 
+    def absent() -> set[str]:
+        names = set() if _has_torchrec() else set(with_torchrec)
+        for name, owner in plugins.items():
+            if not is_installed(owner):
+                names.add(name)
+        return names
+
     def get(name: str) -> object:
+        if name == "__all__":
+            left_out = absent()
+            return [public_name for public_name in public if public_name not in left_out]
         if name in plugins:
             value = getattr(plugin(plugins[name]), name)
         elif name in modules:
-            value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+            value = getattr(_imported(f"{package}.{modules[name]}", name), name)
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         namespace[name] = value
         return value
 
-    return get, lambda: sorted({*namespace, *modules, *plugins})
+    def names() -> list[str]:
+        return sorted({*namespace, *modules, *plugins, "__all__"} - absent())
+
+    return get, names
+
+
+def _has_torchrec() -> bool:
+    return all(_can_be_found(name) for name in _TORCHREC)
+
+
+def _can_be_found(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _imported(module: str, name: str) -> ModuleType:
+    """Imports the module of a public name, or raises an error that says how to install TorchRec."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _TORCHREC or _can_be_found(missing):
+            raise
+        raise ModuleNotFoundError(
+            f"{name} needs {missing}, which is not installed: pip install 'torchrec-recstore[torchrec]'; "
+            "docs/install.md has the commands for a machine without a GPU",
+            name=error.name,
+        ) from error
 
 
 class StorageError(RuntimeError):

@@ -42,4 +42,5 @@ __getattr__, __dir__ = lazy_names(
         "ServiceError": "wire.protocol",
         "get_kv_client": "client",
     },
+    public=__all__,
 )

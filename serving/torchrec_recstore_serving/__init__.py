@@ -61,4 +61,6 @@ __all__ = [
     "verify",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+_WITHOUT_TORCHREC = {"FollowerState", "load_library", "verify"}
+__getattr__, __dir__ = lazy_names(__name__, _MODULES, public=__all__, with_torchrec=_MODULES.keys() - _WITHOUT_TORCHREC)
+del __all__  # __getattr__ returns it, with the names of what is installed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import tempfile
 import threading
 import time
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from weakref import WeakSet
 
 import torch
 from safetensors import SafetensorError
@@ -251,6 +253,7 @@ class Follower:
                 Default: 0.5.
         """
         if self._thread is None:
+            _started.add(self)
             self._thread = threading.Thread(target=self._run, args=(every_s,), name="follower", daemon=True)
             self._thread.start()
 
@@ -480,3 +483,18 @@ def follow(
         follower.close()
         raise
     return follower
+
+
+_started: WeakSet[Follower] = WeakSet()
+
+
+def _finish() -> None:
+    """Stops the threads of all followers."""
+    for running in list(_started):
+        running.close()
+
+
+# A daemon thread that runs torch while the interpreter ends would abort the process. See checkpoint/save.py for why
+# atexit would be too late. _register_atexit is private; checked on Python 3.11, 3.12 and 3.13.
+threading._register_atexit(_finish)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_started.clear)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -320,6 +322,7 @@ class _Writer:
     def begin(self, reading: _Reading, moment: float) -> None:
         """Begins to write a publication. The writer must not be busy."""
         self.needs_whole = False
+        _writers.add(self)
         self._thread = threading.Thread(target=self._run_once, args=(reading, moment), name="publisher", daemon=True)
         self._thread.start()
 
@@ -411,3 +414,18 @@ class _Writer:
         if full:
             self._next_full = time.monotonic() + self._full_every_s
         return True
+
+
+_writers: WeakSet[_Writer] = WeakSet()
+
+
+def _finish() -> None:
+    """Waits until all publications are written."""
+    for running in list(_writers):
+        running.wait()
+
+
+# A daemon thread that runs torch while the interpreter ends would abort the process. See checkpoint/save.py for why
+# atexit would be too late. _register_atexit is private; checked on Python 3.11, 3.12 and 3.13.
+threading._register_atexit(_finish)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_writers.clear)

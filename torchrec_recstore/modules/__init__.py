@@ -26,4 +26,10 @@ __all__ = [
 ]
 
 _WITH_TORCHREC = ("RecStoreEmbeddingBagCollection", "RecStoreEmbeddingCollection")
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(_WITH_TORCHREC, "embedding_modules"))
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    dict.fromkeys(_WITH_TORCHREC, "embedding_modules"),
+    public=__all__,
+    with_torchrec=_WITH_TORCHREC,
+)
+del __all__  # __getattr__ returns it, with the names of what is installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,13 +148,13 @@ class _Native:
     def __init__(self, handle: int, close: Callable[[int], None], row_bytes: int) -> None:
         self.handle = handle
         self.row_bytes = row_bytes
-        self._close = close
+        self._free = weakref.finalize(self, close, handle)
+        # While the interpreter ends, ops cannot be called. The kernel closes the file, which has all rows.
+        self._free.atexit = False
 
     def close(self) -> None:
         """Closes the handle, also a second time."""
-        self._close(self.handle)
-
-    __del__ = close
+        self._free()
 
 
 _close, _scan_close = (ops.untraced(op) for op in (_ops.ssd_close.default, _ops.ssd_scan_close.default))

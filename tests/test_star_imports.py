@@ -1,0 +1,139 @@
+"""Star imports, ``dir`` and ``help`` work without the other distributions and without TorchRec."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from .packages import PYTHON_PATH
+
+SERVICE = {"NoInitialRow", "RecStoreClient", "ServerRestartedError", "ServerSetError", "ServiceError", "get_include"}
+WITH_TORCHREC = {"RecStoreSharder", "RecStorePlanner", "save_checkpoint", "RecStoreEmbeddingCollection"}
+CORE = {"Table", "TableOptions", "SGD", "RecStoreEmbedding", "read_info", "tune_threads", "RecStoreWarning"}
+
+# Hides packages from the import system, and distributions from the entry points, as if they were not installed.
+HIDE = """
+import importlib.metadata, sys
+hidden = {hidden!r}
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hide())
+entry_points = importlib.metadata.entry_points
+def visible(**wanted):
+    return [point for point in entry_points(**wanted) if point.value.partition(":")[0].partition(".")[0] not in hidden]
+importlib.metadata.entry_points = visible
+import pydoc, warnings
+warnings.filterwarnings("ignore", category=FutureWarning)
+"""
+
+OTHERS = ("torchrec_recstore_service", "torchrec_recstore_serving")
+TORCHREC = ("torchrec", "fbgemm_gpu")
+
+FACADES = ("torchrec_recstore", "torchrec_recstore.modules", "torchrec_recstore.checkpoint")
+
+
+def run(hidden: tuple[str, ...], code: str) -> str:
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
+    command = [sys.executable, "-W", "ignore::UserWarning", "-c", HIDE.format(hidden=hidden) + code]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def starred(hidden: tuple[str, ...], package: str) -> set[str]:
+    """Returns the names that a star import binds, and checks those that ``dir`` and ``help`` show."""
+    code = f"""
+names = {{}}
+exec("from {package} import *", names)
+import {package} as module
+assert len(set(module.__all__)) == len(module.__all__), module.__all__
+assert set(module.__all__) <= names.keys() & set(dir(module)), set(module.__all__) - set(dir(module))
+for name in dir(module):
+    getattr(module, name)
+pydoc.plain(pydoc.render_doc(module))
+print(*sorted(names))
+"""
+    return set(run(hidden, code).split())
+
+
+def test_the_core_alone() -> None:
+    names = starred(OTHERS, "torchrec_recstore")
+    assert names >= WITH_TORCHREC | CORE
+    assert not names & SERVICE
+
+
+def test_the_core_without_torchrec() -> None:
+    names = starred(OTHERS + TORCHREC, "torchrec_recstore")
+    assert names >= CORE
+    assert not names & (SERVICE | WITH_TORCHREC)
+
+
+def test_everything() -> None:
+    assert starred((), "torchrec_recstore") >= CORE | SERVICE | WITH_TORCHREC
+    assert starred((), "torchrec_recstore.inference") >= {"verify", "export_for_inference"}
+
+
+@pytest.mark.parametrize("package", [*FACADES[1:], "torchrec_recstore_service"])
+def test_facades_without_torchrec(package: str) -> None:
+    everything = set(run((), f"import {package} as module; print(*module.__all__)").split())
+    names = starred(TORCHREC, package)
+    assert names & everything
+    without = sorted(everything - names)
+    code = f"""
+import {package} as module
+for name in {without!r}:
+    try:
+        getattr(module, name)
+    except ImportError as error:
+        print(error)
+"""
+    said = run(TORCHREC, code).splitlines()
+    for name, line in zip(without, said, strict=True):
+        assert line.startswith(f"{name} needs torchrec, which is not installed: pip install")
+
+
+def test_inference_without_torchrec() -> None:
+    names = starred(TORCHREC, "torchrec_recstore.inference")
+    assert names >= {"FollowerState", "load_library", "verify"}
+    assert "export_for_inference" not in names
+
+
+def test_inference_without_serving() -> None:
+    code = """
+import torchrec_recstore.inference as inference
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    names = {}
+    exec("from torchrec_recstore.inference import *", names)
+assert "pip install torchrec-recstore-serving" in str(caught[-1].message), caught
+assert not [name for name in names if not name.startswith("__")]
+for name in dir(inference):
+    getattr(inference, name)
+pydoc.plain(pydoc.render_doc(inference))
+try:
+    inference.verify
+except ImportError as error:
+    print(error)
+"""
+    assert "which is not installed: pip install torchrec-recstore-serving" in run(OTHERS, code)
+
+
+def test_a_name_of_what_is_not_installed_says_what_to_install() -> None:
+    code = """
+import torchrec_recstore
+for name in ("RecStoreClient", "RecStoreSharder", "save_checkpoint"):
+    try:
+        getattr(torchrec_recstore, name)
+    except ImportError as error:
+        print(error)
+"""
+    said = run(OTHERS + TORCHREC, code).splitlines()
+    assert said[0].endswith("pip install torchrec-recstore-service")
+    install = "needs torchrec, which is not installed: pip install 'torchrec-recstore[torchrec]'"
+    for name, line in zip(("RecStoreSharder", "save_checkpoint"), said[1:], strict=True):
+        assert line.startswith(f"{name} {install}")
