@@ -116,9 +116,9 @@ def raised_classes() -> Iterator[tuple[str, str]]:
 
 
 def is_known(name: str) -> bool:
-    """Whether a situation has the class, or one of the system's errors has it as its own: ``IsADirectoryError``."""
+    """Whether a situation has the class, or it is a narrower one of a situation: ``IsADirectoryError``."""
     system = getattr(builtins, name, None)
-    return name in CLASSES or (inspect.isclass(system) and issubclass(system, OSError))
+    return name in CLASSES or (inspect.isclass(system) and issubclass(system, (OSError, ImportError)))
 
 
 def test_every_raise_is_of_a_class_of_a_situation() -> None:

@@ -48,6 +48,7 @@ _OF_A_QUOTE = 40
 _OF_A_RESULT = 100  # a number of an answer: in the tensor, as an object of Python, and as text in two copies
 _DEPTH = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 _ROUTES = "there are GET /state, GET /health and POST /predict, for a model with a name also below /models/NAME"
+_NO_ROOM = "the requests that are being answered take all of --max-request-memory: try again"
 _encode = json.JSONEncoder(allow_nan=False).encode
 _Result = TypeVar("_Result")
 
@@ -55,13 +56,6 @@ _Result = TypeVar("_Result")
 def failure(error: Exception) -> str:
     """Returns the message of a failed call of the model."""
     return f"the model has failed: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}"
-
-
-class NoRoomError(Exception):
-    """The requests that are being answered take all of ``--max-request-memory``."""
-
-    def __init__(self) -> None:
-        super().__init__("the requests that are being answered take all of --max-request-memory: try again")
 
 
 class HeldMemory:
@@ -77,17 +71,14 @@ class HeldMemory:
         self._server = server
         self._bytes = 0
 
-    def grow_to(self, size: int) -> None:
-        """Holds at least ``size`` bytes.
-
-        Raises:
-            NoRoomError: The other requests leave no room. What is held has not changed.
-        """
+    def grow_to(self, size: int) -> bool:
+        """Holds at least ``size`` bytes, and returns whether the other requests leave room for them."""
         more = max(0, size - self._bytes)
         if self._server.held_bytes + more > self.limit:
-            raise NoRoomError
+            return False
         self._server.held_bytes += more
         self._bytes += more
+        return True
 
     def release(self) -> None:
         """Gives the memory back."""
@@ -207,12 +198,14 @@ class HttpServer:
                     f"the document takes up to {needed} bytes of memory while it is read, and --max-request-memory is "
                     f"{held.limit}: send fewer or shorter lists in one request, or use gRPC"
                 )
-            held.grow_to(needed)
+            if not held.grow_to(needed):
+                return 503, _error(_NO_ROOM)
             given, arguments = await _converted(len(body), lambda: _read(body, predictor.jagged))
             future = predictor.submit(arguments, caller_s=_SHORT_S if len(body) <= _AT_ONCE else 0.0)
             answer = future.result() if future.done() else await asyncio.wrap_future(future)
             results = sum(output.numel() for output in answer.outputs.values())
-            held.grow_to(results * _OF_A_RESULT)
+            if not held.grow_to(results * _OF_A_RESULT):
+                return 503, _error(_NO_ROOM)
             size = results * 8
             return await _converted(size, lambda: _written(answer))
         except ValueError as error:
@@ -220,8 +213,6 @@ class HttpServer:
             if places and str(error).startswith(FLOAT_IDS):
                 return 400, _error(f"{error} ({', '.join(places)}): send integers, because floats do not hold every id")
             return 400, _error(str(error))
-        except NoRoomError as error:
-            return 503, _error(str(error))
         except ConnectionError as error:
             return 503, _error(str(error))
         except Exception as error:
@@ -344,10 +335,8 @@ class _Predict(_Handler):
             self.request.connection.set_max_body_size(length)  # type: ignore[union-attr]
             self.reply(413, _error(f"the body may have {_LONGEST_BODY} bytes"))
             return
-        try:
-            self._held.grow_to(length * _OF_A_BYTE)
-        except NoRoomError as error:
-            self.reply(503, _error(str(error)))
+        if not self._held.grow_to(length * _OF_A_BYTE):
+            self.reply(503, _error(_NO_ROOM))
 
     def data_received(self, chunk: bytes) -> None:
         """See tornado."""

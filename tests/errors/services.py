@@ -399,7 +399,8 @@ def large_write(error_server: RecStoreServer) -> None:
 
 @situation(
     "ValueError",
-    "server 127.0.0.1:...: the name of a checkpoint may have at most 200 bytes, got 201 characters",
+    "server 127.0.0.1:...: the name of a checkpoint on a server may have at most 200 bytes, got 201: 'sss...' and 101 "
+    "more characters",
 )
 def long_name(error_server: RecStoreServer) -> None:
     RecStoreClient([error_server.address]).save(201 * "s")
