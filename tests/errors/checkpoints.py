@@ -192,12 +192,12 @@ def a_table_less(one_rank: None, tmp_path: Path) -> None:
     load_checkpoint(sharded(collection(bag("t_user"))), tmp_path / "1000")
 
 
-@situation("ValueError", "table 't_user' has dim 4 in the checkpoint .../1000, 8 in the model")
+@situation(
+    "ValueError",
+    "table 't_user' has dim 4 in the checkpoint .../1000, 8 in the model: a function in rows={...}, with "
+    "optimizer=False, can make rows of the other dim",
+)
 def another_dim(one_rank: None, tmp_path: Path) -> None:
-    """Another dim than in the checkpoint.
-
-    Cause: `embedding_dim` has changed since the save. Fix: load the checkpoint into a model with the old dim.
-    """
     save_checkpoint(sharded(collection(bag("t_user", dim=4))), tmp_path / "1000")
     load_checkpoint(sharded(collection(bag("t_user", dim=8))), tmp_path / "1000")
 
@@ -206,14 +206,9 @@ def another_dim(one_rank: None, tmp_path: Path) -> None:
     "ValueError",
     "table 'user' was saved with the optimizer RowWiseAdagrad(lr=0.1, eps=1e-08, weight_decay=0.0, "
     "weight_decay_mode='l2'), whose state does not fit the model's Adam(lr=0.1, betas=(0.9, 0.999), eps=1e-08, "
-    "weight_decay=0.0)",
+    "weight_decay=0.0): optimizer=False loads the rows without it",
 )
 def another_optimizer(one_rank: None, tmp_path: Path) -> None:
-    """Another optimizer than in the checkpoint.
-
-    Cause: the checkpoint contains the optimizer state of the rows, and the state of one optimizer cannot be used by
-    another. Fix: train with the optimizer of the checkpoint.
-    """
     save_checkpoint(models.recstore(), tmp_path / "1000")
     load_checkpoint(models.recstore(optimizer=EmbOptimType.ADAM), tmp_path / "1000")
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -343,8 +344,8 @@ def test_updates_while_a_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.
     tables.push("t", torch.arange(5), torch.full((5, DIM), 6.0))
     seen = []
 
-    def loads(*arguments: object) -> None:
-        load_rows(*arguments)
+    def loads(*arguments: Any, **named: Any) -> None:
+        load_rows(*arguments, **named)
         with ThreadPoolExecutor() as threads:  # a call in another thread must not wait for the load
             threads.submit(tables.update, "t", torch.arange(5), torch.ones(5, DIM)).result(60)
             seen.append(threads.submit(rows_of, tables, "t").result(60).unique().tolist())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from torchrec.distributed import DistributedModelParallel
 
 from torchrec_recstore.checkpoint.reader import held_rows, overlap
 from torchrec_recstore.checkpoint.stock import fill
+from torchrec_recstore.checkpoint.warm_start import RowFunction, RowsWithoutState, WarmStart, named
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import owned_positions
-from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out
+from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out, tables_named
 from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.parts import STAMPS, zero_states
 from torchrec_recstore.store.table import check_replaceable, exchange_all
@@ -35,6 +36,10 @@ def load_distributed_checkpoint(
     checkpoint_id: str | Path,
     *,
     strict: bool = True,
+    optimizer: bool = True,
+    tables: Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    rows: Mapping[str, RowFunction] | None = None,
     model_key: str | None = None,
     optimizer_key: str | None = None,
 ) -> None:
@@ -56,6 +61,12 @@ def load_distributed_checkpoint(
         strict: Whether the checkpoint must have all tables and other tensors of the model, and the optimizer state of
             every table whose optimizer has a state. If False, missing tables and tensors keep their values, and a
             missing optimizer state starts at zero. Default: True.
+        optimizer: Whether the states of the fused optimizer and the numbers of updates are loaded. If False, the states
+            of RecStore tables start at zero, and those of TorchRec's own tables stay as they are. Default: True.
+        tables: See :func:`torchrec_recstore.load_checkpoint`.
+        rename: See :func:`torchrec_recstore.load_checkpoint`. A table of another collection is named by the path of
+            the collection in the saved model, a dot and the table's name.
+        rows: See :func:`torchrec_recstore.load_checkpoint`.
         model_key: The key of the model's state in the saved dict, with a dot between nested keys, or ``""`` if the
             state was saved alone. Default: None, the key that has most of the model's entries. If several keys have
             equally many: ``model``, then ``""``.
@@ -64,55 +75,141 @@ def load_distributed_checkpoint(
 
     Raises:
         FileNotFoundError: There is no checkpoint at ``checkpoint_id``.
+        TypeError: ``optimizer``, ``tables``, ``rename`` or ``rows`` is of another type, or a function returns no
+            tensor.
         ValueError: The checkpoint lacks a RecStore table of the model or its optimizer state, or has no entry of the
             model; a table has another dim; an optimizer state is incomplete or does not fit the rows; several keys have
-            the state; or a file is missing or too short. No table has changed.
+            the state; a file is missing or too short; or for ``tables``, ``rename`` and ``rows`` see
+            :func:`torchrec_recstore.load_checkpoint`. No table has changed.
     """
+    warm = WarmStart.checked(optimizer, tables, rename, rows)
     if not (Path(checkpoint_id) / ".metadata").exists():
         raise FileNotFoundError(f"there is no checkpoint of torch.distributed.checkpoint at {checkpoint_id}")
     tensors = _SavedTensors(checkpoint_id)
-    tables = recstore_tables(model)
-    mine = {table.weight_key for table in tables}
+    every_table = recstore_tables(model)
+    mine = {table.weight_key for table in every_table}
     env = whole_environment()
     with rows_left_out(model):
         weights = {key: value for key, value in model.state_dict().items() if key not in mine}
-        optimizer = model.fused_optimizer.state_dict()["state"]
-    stock_states = {key: states for key, states in optimizer.items() if key not in mine and states}
+        own_states = model.fused_optimizer.state_dict()["state"]
+    stock_states: dict[str, Any] = {}
+    if warm.optimizer:
+        stock_states = {key: states for key, states in own_states.items() if key not in mine and states}
     of_stock = {f"{key}.{name}" for key, states in stock_states.items() for name in states}
     of_stock = {key for keys in all_gathered(of_stock, env) for key in keys}  # A rank only has the keys of its shards.
-    of_tables = {f"{table.weight_key}.rows.id" for table in tables}
     loaded: list[tuple[Table, Table]] = []
     with refused_together(env):
-        prefix = _prefix(tensors.saved, {*mine, *weights}, "model_key", model_key)
+        sources = _TableKeys(model, warm)
+        prefix = _prefix(tensors.saved, {*sources.likely_keys, *weights}, "model_key", model_key)
         if prefix is None:
             fix = "load_distributed_state loads the state of an optimizer alone"
             raise ValueError(f"the checkpoint {checkpoint_id} has no table and no tensor of the model: {fix}")
+        keys = sources.found({key.removeprefix(prefix) for key in tensors.saved if key.startswith(prefix)})
+        of_tables = {f"{key}.rows.id" for key in [*keys.values(), *sources.likely_keys]}
         states_prefix = _prefix(tensors.saved, of_tables | of_stock, "optimizer_key", optimizer_key)
-        present = [table for table in tables if strict or prefix + table.weight_key in tensors.saved]
+        if warm.tables is None and not strict:
+            # A table that a function makes must be in the checkpoint.
+            keys = {t: key for t, key in keys.items() if prefix + key in tensors.saved or t in sources.functions}
         tensors.check_files()
-        rows = [_SavedTable(tensors, table, prefix, states_prefix) for table in present]
-        for saved in rows:
+        saved_tables = []
+        for table, key in keys.items():
+            conversion = None
+            if not warm.optimizer:
+                saved_dim = (*tensors.shape(prefix + key), 0, 0)[1]
+                function = sources.functions.get(table)
+                conversion = RowsWithoutState(table.name, table.state.optimizer, saved_dim, table.dim, function)
+            saved_tables.append(_SavedTable(tensors, table, prefix + key, f"{states_prefix}{key}.rows.", conversion))
+        for saved in saved_tables:
             saved.check()
-        if strict:
+        if strict and warm.optimizer:
             found = [key for key in tensors.saved if states_prefix is not None and key.startswith(states_prefix)]
-            _check_states(tables, of_stock, {key.removeprefix(states_prefix or "") for key in found})
-        for saved in rows:
+            names = {key.removeprefix(states_prefix or "") for key in found}
+            _check_states(keys, of_stock if warm.tables is None else (), names)
+        for saved in saved_tables:
             loaded += saved.loaded()
         check_replaceable(old for old, _ in loaded)
-    # DCP loads all entries except the RecStore tables, into the model's own tensors.
-    state: dict[str, Any] = {prefix + key: value for key, value in weights.items()}
-    if states_prefix is not None:
-        state |= {states_prefix + key: states for key, states in stock_states.items()}
-    if state:
-        load(state, checkpoint_id=checkpoint_id, planner=DefaultLoadPlanner(allow_partial_load=not strict))
-    with rows_left_out(model):
-        model.load_state_dict({key: state[prefix + key] for key in weights})
+    if warm.tables is None:
+        # DCP loads all entries except the RecStore tables, into the model's own tensors.
+        state: dict[str, Any] = {prefix + key: value for key, value in weights.items()}
         if states_prefix is not None:
-            new = {key: state[states_prefix + key] for key in stock_states}
-            model.fused_optimizer.load_state_dict({"state": {**optimizer, **new}})
+            state |= {states_prefix + key: states for key, states in stock_states.items()}
+        if state:
+            load(state, checkpoint_id=checkpoint_id, planner=DefaultLoadPlanner(allow_partial_load=not strict))
+        with rows_left_out(model):
+            model.load_state_dict({key: state[prefix + key] for key in weights})
+            if states_prefix is not None and warm.optimizer:
+                new = {key: state[states_prefix + key] for key in stock_states}
+                model.fused_optimizer.load_state_dict({"state": {**own_states, **new}})
     exchange_all(loaded)
-    for table in present:
+    for table in keys:
         table.state.forget_copies()
+
+
+class _TableKeys:
+    """The keys of the weights of RecStore tables in a checkpoint, without the prefix of the model's state."""
+
+    def __init__(self, model: DistributedModelParallel, warm: WarmStart) -> None:
+        self._chosen = recstore_tables(model)
+        if warm.tables is not None:
+            self._chosen = list(tables_named(model, warm.tables).values())
+        sources = {target: source for source, target in warm.rename.items()}
+        renamed = tables_named(model, warm.rename.values())
+        self._sources = {table: sources[target] for target, table in renamed.items()}
+        self.functions = {table: warm.rows[name] for name, table in tables_named(model, warm.rows).items()}
+        for argument, tables in (("rename", self._sources), ("rows", self.functions)):
+            for table in tables:
+                if table not in self._chosen:
+                    raise warm.not_chosen(argument, table.name)
+        self.likely_keys = {self._likely_key(table) for table in self._chosen}
+        """The keys if tables were renamed within their collections."""
+
+    def found(self, saved: Set[str]) -> dict[ModelTable, str]:
+        """Returns the key of each table that is loaded.
+
+        Raises ValueError if a table that is renamed is not in ``saved``, or its name belongs to several tables.
+        """
+        keys = {table: self._renamed_key(table, source, saved) for table, source in self._sources.items()}
+        taken = set(keys.values())
+        for table in self._chosen:
+            if table in keys:
+                continue
+            if table.weight_key in taken:
+                raise ValueError(
+                    f"the table of the checkpoint with the name {table.name!r} is renamed, so that the model's table "
+                    "of this name has no rows: rename another table to it, or leave it out with tables=[...]"
+                )
+            keys[table] = table.weight_key
+        return keys
+
+    def _likely_key(self, table: ModelTable) -> str:
+        source = self._sources.get(table)
+        return table.weight_key if source is None else table.key_of(source)
+
+    def _renamed_key(self, table: ModelTable, source: str, saved: Set[str]) -> str:
+        if table.key_of(source) in saved:
+            return table.key_of(source)
+        known: dict[str, list[str]] = {}
+        for key in sorted(saved):
+            for container in (".embedding_bags.", ".embeddings."):
+                path, _, rest = f".{key}".rpartition(container)
+                name = rest.removesuffix(".weight")
+                if rest.endswith(".weight") and "." not in name:
+                    path = path.removeprefix(".").removesuffix("._embedding_bag_collection")
+                    full_name = f"{path}.{name}" if path else name
+                    for known_name in {name, full_name}:
+                        known.setdefault(known_name, []).append(key)
+        matching = known.get(source, [])
+        if not matching:
+            raise ValueError(
+                f"rename: the checkpoint has no table {source!r}; it has {named(known)}. The keys of rename are names "
+                "in the checkpoint, and the values are names in the model"
+            )
+        if len(matching) > 1:
+            raise ValueError(
+                f"rename: the checkpoint has several tables {source!r}: name one of {', '.join(matching)} by the path "
+                "of its collection, a dot and its name"
+            )
+        return matching[0]
 
 
 def load_distributed_state(state_dict: dict[str, Any], *, checkpoint_id: str | Path, **arguments: Any) -> None:
@@ -228,15 +325,28 @@ class _Into(DefaultLoadPlanner):
 class _SavedTable:
     """The data in a checkpoint for a RecStore table of the model, which is loaded into new tables."""
 
-    def __init__(self, tensors: _SavedTensors, table: ModelTable, prefix: str, states_prefix: str | None) -> None:
+    def __init__(
+        self,
+        tensors: _SavedTensors,
+        table: ModelTable,
+        weight_key: str,
+        states_begin: str,
+        without_state: RowsWithoutState | None,
+    ) -> None:
         self._tensors = tensors
         self._state = table.state
-        weight_key = prefix + table.weight_key
+        self._without_state = without_state
+        self._dim = table.dim if without_state is None or without_state.function is None else without_state.saved_dim
+        self._state_names = {} if without_state is not None else state_names(table.state.optimizer)
         self._weights = {"weight": weight_key}
         if f"{weight_key}_id" in tensors.saved:
             self._weights["weight_id"] = f"{weight_key}_id"
-        begin = f"{states_prefix}{table.weight_key}.rows."
-        self._states = {key.removeprefix(begin): key for key in tensors.saved if key.startswith(begin)}
+        self._states = {}
+        for key in tensors.saved:
+            name = key.removeprefix(states_begin)
+            # Without the states of the optimizer, the clocks and stamps remain.
+            if key.startswith(states_begin) and (without_state is None or name in ("id", *STAMPS, *STATE_KEYS)):
+                self._states[name] = key
 
     def check(self) -> None:
         """Refuses a table if the checkpoint lacks a part of it, or if the dim or the shape of a state differs."""
@@ -244,15 +354,22 @@ class _SavedTable:
         shape = self._tensors.shape(weight_key)
         if weight_key not in self._tensors.saved:
             raise ValueError(f"the checkpoint has no RecStore {what} ({weight_key})")
-        if len(shape) != 2 or shape[1] != self._state.dim:
-            raise ValueError(f"{what} is of shape {shape} in the checkpoint, its dim in the model is {self._state.dim}")
+        if len(shape) != 2 or shape[1] != self._dim:
+            raise ValueError(
+                f"{what} is of shape {shape} in the checkpoint, its dim in the model is {self._state.dim}: a function "
+                "in rows={...}, with optimizer=False, can make rows of the other dim"
+            )
         rows = shape[:1]
         expected: dict[str, tuple[int, ...]] = {"weight_id": rows}
         if self._states:
-            self._state.check_keys(self._states)
-            columns = self._tensors.shape(self._states["columns"])
+            columns: tuple[int, ...] = ()
+            if self._without_state is None:
+                self._state.check_keys(self._states)
+                columns = self._tensors.shape(self._states["columns"])
+            else:
+                self._state.check_bookkeeping(self._states)
             expected.update(dict.fromkeys(("id", *STAMPS), rows))
-            for key, kind in state_names(self._state.optimizer).items():
+            for key, kind in self._state_names.items():
                 expected[key] = shape if kind == "element" else rows + columns
         for key, stored in {**self._weights, **self._states}.items():
             self._tensors.check_whole(stored)
@@ -264,14 +381,22 @@ class _SavedTable:
         """Reads the table, and returns each of this rank's shards with a new table that holds the shard's new rows."""
         pairs = [(shard, shard.table.empty_copy()) for shard in self._state.shards]
         state = TableState.from_tensors(self._tensors.read({k: v for k, v in self._states.items() if k in STATE_KEYS}))
+        if self._without_state is not None:
+            state = self._without_state.state(state)
         for shard, fresh in pairs:
             fresh.set_state(state.owned(shard.owned))
         written = [0] * len(pairs)
         for parts in self._parts() if pairs else ():
             for number, (shard, fresh) in enumerate(pairs):
                 mine = owned_positions(shard, parts[0].ids)
-                covering = [part for part in parts if overlap(part.columns, fresh.columns)]
-                fresh.write(Part.joined([part.take(mine) for part in covering], fresh.columns))
+                columns = fresh.columns
+                if self._without_state is not None:
+                    columns = self._without_state.source_columns(columns)
+                covering = [part for part in parts if overlap(part.columns, columns)]
+                rows = Part.joined([part.take(mine) for part in covering], columns)
+                if self._without_state is not None:
+                    rows = self._without_state.part(rows, fresh.columns)
+                fresh.write(rows)
                 written[number] += len(mine)
         if any(held_rows(fresh) not in (None, count) for count, (_, fresh) in zip(written, pairs, strict=True)):
             raise ValueError(f"table {self._state.name!r}: the checkpoint has an id several times")
@@ -279,12 +404,12 @@ class _SavedTable:
 
     def _parts(self) -> Iterator[list[Part]]:
         """Yields the rows piece by piece: for each column shard that was saved, a part with the same ids."""
-        names = ("id", *STAMPS, *state_names(self._state.optimizer))
+        names = ("id", *STAMPS, *self._state_names)
         states = {key: stored for key, stored in self._states.items() if key in names}
         starts = [0]
-        if states:
+        if states and self._without_state is None:
             starts = self._tensors.read({"columns": self._states["columns"]})["columns"].tolist()
-        columns = [range(first, last) for first, last in pairwise([*starts, self._state.dim])]
+        columns = [range(first, last) for first, last in pairwise([*starts, self._dim])]
         for piece in self._tensors.row_ranges(self._weights.get("weight_id", self._weights["weight"])):
             rows, its_states = self._tensors.read(self._weights, piece), self._tensors.read(states, piece)
             ids = rows.get("weight_id", torch.arange(piece.start, piece.stop))
@@ -292,14 +417,14 @@ class _SavedTable:
                 what = f"table {self._state.name!r}"
                 raise ValueError(f"{what}: the optimizer state in the checkpoint is of other ids than the weights")
             if not states:  # one column shard, whose state starts at zero
-                its_states = zero_states(self._state.optimizer, len(ids), self._state.dim)
+                its_states = zero_states(self._state.optimizer, len(ids), self._dim)
             yield [self._part(ids, number, each, rows["weight"], its_states) for number, each in enumerate(columns)]
 
     def _part(self, ids: Tensor, number: int, columns: range, weight: Tensor, states: Mapping[str, Tensor]) -> Part:
         """Returns the columns of the column shard of this number."""
         cut = slice(columns.start, columns.stop)
         rows = {"weight": weight[:, cut].to(torch.float32), **{name: states[name] for name in STAMPS}}
-        for name, kind in state_names(self._state.optimizer).items():
+        for name, kind in self._state_names.items():
             rows[name] = states[name][:, cut] if kind == "element" else states[name].view(len(ids), -1)[:, number]
         return Part(ids, columns, rows)
 
@@ -332,11 +457,11 @@ def _named(prefixes: Iterable[str]) -> str:
     return ", ".join(sorted(repr(p.removesuffix(".").removesuffix(".state")) for p in prefixes)) or "no key"
 
 
-def _check_states(tables: Sequence[ModelTable], of_stock: Iterable[str], found: set[str]) -> None:
+def _check_states(keys: Mapping[ModelTable, str], of_stock: Iterable[str], found: set[str]) -> None:
     """Refuses a checkpoint that lacks the state of a table whose optimizer has one."""
     fix = "save model.fused_optimizer.state_dict() with the model, or let it start at zero with strict=False"
-    for table in tables:
-        if state_names(table.state.optimizer) and f"{table.weight_key}.rows.id" not in found:
+    for table, weight_key in keys.items():
+        if state_names(table.state.optimizer) and f"{weight_key}.rows.id" not in found:
             raise ValueError(f"the checkpoint has no optimizer state of RecStore table {table.name!r}: {fix}")
     for key in sorted(set(of_stock) - found):
         raise ValueError(f"the checkpoint has no optimizer state {key}: {fix}")

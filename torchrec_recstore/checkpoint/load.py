@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -13,16 +13,33 @@ from torchrec_recstore.checkpoint.files import check_file, read_tensors
 from torchrec_recstore.checkpoint.fold import check_rows
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, read_chain
 from torchrec_recstore.checkpoint.reader import check_fits, held_rows, load_rows, rows_to_read, saved_state
+from torchrec_recstore.checkpoint.warm_start import RowFunction, RowsWithoutState, WarmStart, named
 from torchrec_recstore.checkpoint.writer import Progress, reporting
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
-from torchrec_recstore.sharders.model_tables import ModelTable, check_dense, dense_tensors, load_dense, recstore_tables
+from torchrec_recstore.sharders.layout import LocalShard
+from torchrec_recstore.sharders.model_tables import (
+    ModelTable,
+    check_dense,
+    dense_tensors,
+    load_dense,
+    recstore_tables,
+    tables_named,
+)
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.table import check_replaceable, exchange_all
 
 
 def load_checkpoint(
-    model: nn.Module, path: str | Path, *, strict: bool = True, progress: Progress | None = None
+    model: nn.Module,
+    path: str | Path,
+    *,
+    strict: bool = True,
+    optimizer: bool = True,
+    tables: Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    rows: Mapping[str, RowFunction] | None = None,
+    progress: Progress | None = None,
 ) -> CheckpointInfo:
     """Loads a checkpoint that ``save_checkpoint`` wrote, at any world size and with any sharding plan. Collective.
 
@@ -31,6 +48,10 @@ def load_checkpoint(
     that its eviction policy would keep. The whole checkpoint is read and checked before the model changes. Until then
     the old rows and the new rows are both in memory. The result is the metadata, with ``training_state``.
 
+    With ``optimizer``, ``tables``, ``rename`` or ``rows``, the load is a warm start: it takes over a part of the
+    checkpoint. See docs/checkpoint.md. A delta of the checkpoint can then only be saved if all tables were loaded with
+    their optimizer states and under their own names.
+
     Args:
         model: ``DistributedModelParallel``, or any module that contains sharded modules.
         path: The checkpoint's directory. The base of a delta must be at the same path relative to the delta as when
@@ -38,6 +59,19 @@ def load_checkpoint(
         strict: Whether the checkpoint and the model must have the same RecStore tables and the same other tensors. If
             False, tables and tensors that only one of them has are ignored, and a table with a shared cold store keeps
             its rows and loads only its clocks and the counts of its admission. Default: True.
+        optimizer: Whether the optimizer states of the rows and the numbers of updates are loaded. If False, the states
+            of all rows and the number of updates start at zero, as in a new table, and the optimizer of the checkpoint
+            may be another one. Default: True.
+        tables: The names of the model's tables that are loaded. All other tables and all other tensors of the model
+            stay as they are, and ``strict`` does not compare them. Default: None, which means all tables and the
+            other tensors.
+        rename: Tables with another name in the checkpoint: ``{"name in the checkpoint": "name in the model"}``. A
+            table of the checkpoint that is renamed is not loaded under its own name. Default: None.
+        rows: Functions that make the rows of a table, which may have another dim in the checkpoint, by the name of the
+            table in the model. Each is called with weights, (n, dim of the checkpoint) float32, n at most 65,536, and
+            returns weights, (n, dim of the model) float32, that are finite. It is called without gradients, on every
+            rank with a shard of the table, with the rows of this rank; it must return the same row for the same
+            weights. It needs ``optimizer=False``. Default: None.
         progress: A callback that is called after each part of 32 MB with the number of rows that are read and the
             number of all rows in the parts that this rank reads. Both include rows of other ranks' shards.
 
@@ -45,73 +79,149 @@ def load_checkpoint(
         FileNotFoundError: There is no checkpoint at ``path``, or the base of a delta is missing.
         CheckpointError: A file is missing or damaged, the files do not agree with the metadata, or the format is that
             of another version.
+        TypeError: ``optimizer``, ``tables``, ``rename`` or ``rows`` is of another type, or a function returns no
+            tensor.
         ValueError: The model does not fit: a table is missing or unknown, or has another dim or another optimizer
-            state; a dense tensor has another shape; or a save of the model is still being written.
+            state; a dense tensor has another shape; or a save of the model is still being written. A name in
+            ``tables``, ``rename`` or ``rows`` is unknown, or two tables would be loaded into one. A function returns
+            weights of another shape or dtype, or weights that are not finite.
         MemoryError: There is no memory for the rows.
         ColdStoreError: A cold store fails. All of these errors are raised on every rank, and the model is unchanged.
     """
     env = whole_environment()
-    loaded: list[tuple[Table, Table]] = []
+    loaded: list[_LoadedShard] = []
     with refused_together(env):
+        warm = WarmStart.checked(optimizer, tables, rename, rows)
         chain = read_chain(path)
         info = chain[-1]
-        tables = _as_saved(recstore_tables(model), info)
-        for each in chain:
-            _check_tables(each, tables, strict=strict and each is info)
-        own = dense_tensors(model, tables)
-        dense = read_tensors(info.path / DENSE, info.files[DENSE]) if DENSE in info.files else {}
-        check_dense(dense, own, strict=strict)
-        for base in chain[:-1]:  # The dense tensors of a base are not used, but every file of a chain is checked.
-            if env.rank == 0 and DENSE in base.files:
-                check_file(base.path / DENSE, base.files[DENSE])
-        present, left_alone = _present(tables, info, strict=strict)
-        shards = [(table.name, shard) for table in present for shard in table.shards]
-        on_rows = reporting(progress, sum(rows_to_read(chain, name) for name, _ in shards))
-        for name, shard in shards:
+        sources = _sources(model, warm, info, strict=strict)
+        _check_tables(chain, sources, warm)
+        dense = {}
+        own = {}
+        if warm.tables is None:
+            own = dense_tensors(model, recstore_tables(model))
+            if DENSE in info.files:
+                dense = read_tensors(info.path / DENSE, info.files[DENSE])
+            check_dense(dense, own, strict=strict)
+            for base in chain[:-1]:  # The dense tensors of a base are not used, but every file of a chain is checked.
+                if env.rank == 0 and DENSE in base.files:
+                    check_file(base.path / DENSE, base.files[DENSE])
+        left_alone = [source for source in sources if is_shared(source.table.state.options.cold_store)]
+        _check_shared(left_alone, strict=strict)
+        present = [source for source in sources if source not in left_alone]
+        shards = [(source, shard) for source in present for shard in source.table.shards]
+        on_rows = reporting(progress, sum(rows_to_read(chain, source.name) for source, _ in shards))
+        for source, shard in shards:
             fresh = shard.table.empty_copy()
-            load_rows(fresh, name, chain, None if shard.routing is None else shard.owned, on_rows)
-            loaded.append((shard.table, fresh))
-        check_replaceable(old for old, _ in loaded)
-    _check_rows(chain, [(name, fresh) for (name, _), (_, fresh) in zip(shards, loaded, strict=True)], env)
-    exchange_all(loaded)
+            loaded.append(_LoadedShard(source.name, shard, fresh))
+            owned = None if shard.routing is None else shard.owned
+            load_rows(fresh, source.name, chain, owned, on_rows, source.without_state(info, warm))
+        check_replaceable(each.shard.table for each in loaded)
+    _check_rows(chain, loaded, env)
+    exchange_all((each.shard.table, each.fresh) for each in loaded)
     load_dense(dense, own)
-    for table in left_alone:
-        for shard in table.shards:
-            shard.table.set_state(saved_state(info, table.name).owned(shard.owned))
-    for table in present:
-        table.state.forget_copies()
-        marks = table.module.recstore_state.marks.setdefault(info.checksum, {})
-        marks[table.config_name] = [shard.table.mark() for shard in table.shards]
+    for source in left_alone:
+        for shard in source.table.shards:
+            state = saved_state(info, source.name).owned(shard.owned)
+            if not warm.optimizer:  # The rows keep their states.
+                state = replace(state, optimizer_steps=shard.table.optimizer_steps)
+            shard.table.set_state(state)
+    for source in present:
+        source.table.state.forget_copies()
+        _mark(source, info, warm)
     return info
 
 
-def _as_saved(tables: Sequence[ModelTable], info: CheckpointInfo) -> list[ModelTable]:
-    """Returns the tables with their names in the checkpoint: the full name if the model had several of that name."""
-    saved = info.tables
-    return [
-        replace(table, name=table.full_name) if table.name not in saved and table.full_name in saved else table
-        for table in tables
-    ]
+@dataclass(frozen=True)
+class _Source:
+    """A table of the model, and the name of the table in the checkpoint that is loaded into it."""
+
+    table: ModelTable
+    name: str
+    given_name: str | None  # The name by which the argument ``rows`` names the table, if it does.
+
+    def without_state(self, info: CheckpointInfo, warm: WarmStart) -> RowsWithoutState | None:
+        """Returns how the rows are read if their optimizer states are not loaded."""
+        if warm.optimizer:
+            return None
+        function = None if self.given_name is None else warm.rows[self.given_name]
+        saved_dim = info.tables[self.name].dim
+        return RowsWithoutState(self.table.name, self.table.state.optimizer, saved_dim, self.table.dim, function)
 
 
-def _present(
-    tables: Sequence[ModelTable], info: CheckpointInfo, *, strict: bool
-) -> tuple[list[ModelTable], list[ModelTable]]:
-    """Returns the tables whose rows are loaded, and the tables with a shared cold store, which keep their rows."""
-    present = [table for table in tables if table.name in info.tables]
-    shared = [table for table in present if is_shared(table.state.options.cold_store)]
-    if shared and strict:
-        raise ValueError(
-            f"table {shared[0].name!r}: its rows lie in {shared[0].state.options.cold_store!r}, which is shared, and "
-            "cannot be replaced at once: strict=False leaves them as they are"
-        )
-    return [table for table in present if table not in shared], shared
+@dataclass(frozen=True)
+class _LoadedShard:
+    """A shard of the model, and a table with the rows of the checkpoint that replace its rows."""
+
+    name: str  # of the table in the checkpoint
+    shard: LocalShard
+    fresh: Table
 
 
-def _check_rows(chain: Sequence[CheckpointInfo], loaded: Sequence[tuple[str, Table]], env: ShardingEnv) -> None:
+def _sources(model: nn.Module, warm: WarmStart, info: CheckpointInfo, *, strict: bool) -> list[_Source]:
+    """Returns the tables that are loaded. Raises ValueError for names that are unknown or missing."""
+    every_table = recstore_tables(model)
+    targets = tables_named(model, warm.rename.values())
+    functions = {table: name for name, table in tables_named(model, warm.rows).items()}
+    chosen = every_table
+    if warm.tables is not None:
+        chosen = list(tables_named(model, warm.tables).values())
+    for argument, of_argument in (("rename", targets.values()), ("rows", functions)):
+        for table in of_argument:
+            if table not in chosen:
+                raise warm.not_chosen(argument, table.name)
+    saved_names = warm.saved_names([(table.name, table.full_name) for table in chosen], info.tables)
+    sources = []
+    for table, saved_name in zip(chosen, saved_names, strict=True):
+        if saved_name is not None:
+            sources.append(_Source(table, saved_name, functions.get(table)))
+            continue
+        if warm.tables is not None or table in functions:
+            raise ValueError(
+                f"the checkpoint {info.path} has no table {table.name!r}; it has {named(info.tables)}: "
+                "rename={'name in the checkpoint': 'name in the model'} loads a table of another name"
+            )
+        if strict:
+            raise ValueError(
+                f"the checkpoint {info.path} has no table {table.name!r}: strict=False leaves the model's as it is"
+            )
+    loaded_names = {source.name for source in sources}
+    for unknown in sorted(info.tables.keys() - loaded_names):
+        if strict and warm.tables is None:
+            raise ValueError(
+                f"the model has no RecStore table {unknown!r}, which the checkpoint {info.path} has: strict=False "
+                "ignores the checkpoint's table"
+            )
+    return sources
+
+
+def _check_tables(chain: Sequence[CheckpointInfo], sources: Sequence[_Source], warm: WarmStart) -> None:
+    """Refuses tables with another dim or other optimizer states in one of the checkpoints."""
+    newest = chain[-1]
+    for info in chain:
+        for source in sources:
+            if source.name not in info.tables:
+                continue
+            table = source.table
+            dim = table.dim if source.given_name is None else newest.tables[source.name].dim
+            optimizer = table.state.optimizer if warm.optimizer else None
+            check_fits(source.name, info.tables[source.name], info.path, dim, optimizer, "the model")
+
+
+def _check_shared(shared: Sequence[_Source], *, strict: bool) -> None:
+    """Refuses to replace rows in a shared cold store, which other jobs use."""
+    for source in shared:
+        if strict or source.given_name is not None:
+            raise ValueError(
+                f"table {source.table.name!r}: its rows lie in {source.table.state.options.cold_store!r}, which is "
+                "shared, and cannot be replaced at once: strict=False leaves them as they are"
+            )
+
+
+def _check_rows(chain: Sequence[CheckpointInfo], loaded: Sequence[_LoadedShard], env: ShardingEnv) -> None:
     """Refuses the loaded rows if their number on all ranks differs from the metadata. Collective."""
     # All column shards hold the same ids: one of them is counted.
-    held = [(name, held_rows(fresh)) for name, fresh in loaded if fresh.columns.start == 0]
+    held = [(each.name, held_rows(each.fresh)) for each in loaded if each.fresh.columns.start == 0]
     everywhere = [each for of_rank in all_gathered(held, env) for each in of_rank]
     with refused_together(env):
         for name in sorted({name for name, _ in everywhere}) if env.rank == 0 else ():
@@ -119,18 +229,9 @@ def _check_rows(chain: Sequence[CheckpointInfo], loaded: Sequence[tuple[str, Tab
             check_rows(chain, name, None if None in counts else sum(count or 0 for count in counts))
 
 
-def _check_tables(info: CheckpointInfo, tables: Sequence[ModelTable], *, strict: bool) -> None:
-    names = {table.name for table in tables}
-    for missing in sorted(names - info.tables.keys() if strict else ()):
-        raise ValueError(
-            f"the checkpoint {info.path} has no table {missing!r}: strict=False leaves the model's as it is"
-        )
-    for unknown in sorted(info.tables.keys() - names if strict else ()):
-        raise ValueError(
-            f"the model has no RecStore table {unknown!r}, which the checkpoint {info.path} has: strict=False ignores "
-            "the checkpoint's table"
-        )
-    for table in tables:
-        if table.name in info.tables:
-            saved = info.tables[table.name]
-            check_fits(table.name, saved, info.path, table.dim, table.state.optimizer, "the model")
+def _mark(source: _Source, info: CheckpointInfo, warm: WarmStart) -> None:
+    """Marks the moment of the load for deltas of the checkpoint, if the table holds what the checkpoint has."""
+    if not warm.optimizer or source.name not in (source.table.name, source.table.full_name):
+        return
+    marks = source.table.module.recstore_state.marks.setdefault(info.checksum, {})
+    marks[source.table.config_name] = [shard.table.mark() for shard in source.table.shards]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchrec_recstore.checkpoint.files import CheckpointError, check_file, read_tensors
 from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo
+from torchrec_recstore.checkpoint.warm_start import RowsWithoutState
 from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.row_types import stored_columns
 from torchrec_recstore.store import Part, Table, TableState
@@ -54,9 +55,14 @@ class Block:
             self._opened.append((part, file))
         return every[0]
 
-    def part(self, columns: range, rows: slice = slice(None)) -> Part:
-        """Returns some of the rows after :meth:`open`, mapped from the files where nothing must be cut or joined."""
-        names = ["weight", *state_names(self._table.optimizer), *STAMPS]
+    def part(self, columns: range, rows: slice = slice(None), *, states: bool = True) -> Part:
+        """Returns some of the rows after :meth:`open`, mapped from the files where nothing must be cut or joined.
+
+        Without ``states``, the part does not have the states of the optimizer.
+        """
+        names = ["weight", *STAMPS]
+        if states:
+            names += state_names(self._table.optimizer)
         parts = []
         for part, file in self._opened:
             if overlap(range(*part.columns), columns):
@@ -137,14 +143,20 @@ def _check_shapes(path: Path, part: PartInfo, table: TableInfo, file: Any) -> No
         raise CheckpointError(f"{path} has tensors of the shapes {found} instead of {wanted}")
 
 
-def check_fits(name: str, saved: TableInfo, path: Path, dim: int, optimizer: Optimizer, owner: str) -> None:
-    """Raises ValueError if a saved table has another dim or other optimizer states than the table of ``owner``."""
+def check_fits(name: str, saved: TableInfo, path: Path, dim: int, optimizer: Optimizer | None, owner: str) -> None:
+    """Raises ValueError if a saved table has another dim or other optimizer states than the table of ``owner``.
+
+    ``optimizer`` is None if the states are not loaded.
+    """
     if saved.dim != dim:
-        raise ValueError(f"table {name!r} has dim {saved.dim} in the checkpoint {path}, {dim} in {owner}")
-    if state_names(saved.optimizer) != state_names(optimizer):
+        raise ValueError(
+            f"table {name!r} has dim {saved.dim} in the checkpoint {path}, {dim} in {owner}: a function in "
+            "rows={...}, with optimizer=False, can make rows of the other dim"
+        )
+    if optimizer is not None and state_names(saved.optimizer) != state_names(optimizer):
         raise ValueError(
             f"table {name!r} was saved with the optimizer {saved.optimizer}, "
-            f"whose state does not fit {owner}'s {optimizer}"
+            f"whose state does not fit {owner}'s {optimizer}: optimizer=False loads the rows without it"
         )
 
 
@@ -160,26 +172,30 @@ def load_rows(
     chain: Sequence[CheckpointInfo],
     owned: Owned | None = None,
     on_rows: Callable[[int], object] = lambda count: None,
+    without_state: RowsWithoutState | None = None,
 ) -> None:
     """Reads the rows and columns of an empty shard from a full checkpoint and its deltas, part by part.
 
     Rows of another data type are converted: exactly to float32, otherwise rounded to nearest. ``on_rows`` gets the
-    number of rows of each part, those of other shards included.
+    number of rows of each part, those of other shards included. ``without_state`` is given if the states of the
+    optimizer are not loaded.
     """
     # The state comes first: eviction computes the age of the rows from it.
-    table.set_state(saved_state(chain[-1], name).owned(owned))
+    state = saved_state(chain[-1], name).owned(owned)
+    table.set_state(state if without_state is None else without_state.state(state))
+    columns = table.columns if without_state is None else without_state.source_columns(table.columns)
     for info in chain:
         if name not in info.tables:
             continue  # The table was added after this checkpoint was saved.
         _remove_rows(table, info.tables[name], info)
-        for count, part in _one_ahead(_parts_of(info, name, table.columns, owned)):
+        for count, part in _one_ahead(_parts_of(info, name, columns, owned, states=without_state is None)):
             if part is not None:
-                table.write(part)
+                table.write(part if without_state is None else without_state.part(part, table.columns))
             on_rows(count)
 
 
 def _parts_of(
-    info: CheckpointInfo, name: str, columns: range, owned: Owned | None
+    info: CheckpointInfo, name: str, columns: range, owned: Owned | None, *, states: bool
 ) -> Iterator[tuple[int, Part | None]]:
     """Yields for each block its number of rows, and the rows of the block that belong to the shard."""
     for block in (block for of_rank in blocks_by_rank(info, name) for block in of_rank):
@@ -188,7 +204,7 @@ def _parts_of(
             yield block.rows, None
             continue
         block.open(columns, verify=True)
-        yield block.rows, block.part(columns).owned(owned)
+        yield block.rows, block.part(columns, states=states).owned(owned)
 
 
 def _one_ahead(items: Iterator[_T]) -> Iterator[_T]:

@@ -40,7 +40,11 @@ class ModelTable:
     @property
     def weight_key(self) -> str:
         """The key of the table's weights in the model's ``state_dict``."""
-        return self.module.recstore_state.weight_key(self.prefix, self.config_name)
+        return self.key_of(self.config_name)
+
+    def key_of(self, name: str) -> str:
+        """The key of the weights of a table of this name in the same collection."""
+        return self.module.recstore_state.weight_key(self.prefix, name)
 
     @property
     def dim(self) -> int:

@@ -103,7 +103,13 @@ class RowState:
 
     def check_keys(self, state: Mapping[str, object]) -> None:
         """Raises ``ValueError`` if an optimizer state lacks a key. The message names the table and the keys."""
-        keys = ("id", "columns", "rows", "steps", "optimizer_steps", *STAMPS, *self._states)
+        self._check_present(("id", "columns", "rows", "steps", "optimizer_steps", *STAMPS, *self._states), state)
+
+    def check_bookkeeping(self, state: Mapping[str, object]) -> None:
+        """Raises ``ValueError`` like :meth:`check_keys` if a key of the clocks and the stamps is missing."""
+        self._check_present(("id", "steps", "optimizer_steps", *STAMPS), state)
+
+    def _check_present(self, keys: Sequence[str], state: Mapping[str, object]) -> None:
         missing = [key for key in keys if key not in state]
         if missing:
             raise ValueError(f"RecStore table {self.name!r}: the optimizer state has no {', '.join(missing)}")

@@ -18,12 +18,18 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.info import CheckpointInfo, read_chain
+from torchrec_recstore.checkpoint.warm_start import WarmStart
 from torchrec_recstore.checkpoint.writer import SavedShard
 from torchrec_recstore.row_types import value_dtype, values
 from torchrec_recstore.store import Table, TableStats
 from torchrec_recstore.store.parts import Owned
 from torchrec_recstore.store.table import exchange_all
-from torchrec_recstore_service.client.hosted_checkpoints import check_loadable, loaded_tables, saved_specs, write_tables
+from torchrec_recstore_service.client.hosted_checkpoints import (
+    check_loadable,
+    loaded_tables,
+    sources,
+    write_tables,
+)
 from torchrec_recstore_service.client.hosted_table import (
     Hosted,
     check_initial_rows,
@@ -329,10 +335,11 @@ class HostedTables:
                     if hosted.dropped:
                         hosted.table.close()
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, warm: WarmStart = WarmStart()) -> None:  # noqa: B008  (frozen)
         """Replaces all tables except temporary tables by the tables of a checkpoint.
 
-        Tables that exist only in the checkpoint are created.
+        Tables that exist only in the checkpoint are created. ``warm`` says what the load takes over: tables that it
+        does not choose stay as they are.
 
         The old tables can be used until the whole checkpoint has been read. Writes to them during that time are lost.
         Old and new rows are in memory at the same time. No table can be created or dropped during the load.
@@ -343,7 +350,7 @@ class HostedTables:
             ValueError: A table is not in the checkpoint, or has another specification there.
         """
         with self._files, self._lock:
-            self._replace(self._read_checkpoint(path, exact=False))
+            self._replace(self._read_checkpoint(path, exact=False, warm=warm))
 
     def read(self, path: str | Path | None, exact: bool) -> Loaded:
         """Reads a checkpoint for :meth:`replace`. The tables can be used meanwhile.
@@ -394,19 +401,23 @@ class HostedTables:
         finally:
             part.close()
 
-    def _read_checkpoint(self, path: str | Path, exact: bool) -> Loaded:
+    def _read_checkpoint(
+        self,
+        path: str | Path,
+        exact: bool,
+        warm: WarmStart = WarmStart(),  # noqa: B008  (frozen)
+    ) -> Loaded:
         chain = read_chain(path)
-        specs = saved_specs(chain[-1])
         tables = self._named()
         present = {name: spec for name, spec in self.specs().items() if spec.temporary or not exact}
-        check_loadable(chain[-1], specs, present)
-        fresh = loaded_tables(
-            chain,
-            {
-                name: tables[name].table.empty_copy if name in present else partial(_made, name, spec, self._limits)
-                for name, spec in specs.items()
-            },
-        )
+        chosen = sources(chain[-1], warm, present)
+        check_loadable(chain[-1], chosen, present, warm)
+        specs = {name: source.spec for name, source in chosen.items()}
+        empty = {
+            name: tables[name].table.empty_copy if name in present else partial(_made, name, spec, self._limits)
+            for name, spec in specs.items()
+        }
+        fresh = loaded_tables(chain, empty, loaded=chosen, warm=warm)
         return Loaded(specs, fresh, exact, self._lasting())
 
     def _lasting(self) -> dict[str, Hosted]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torchrec_recstore.checkpoint.destination import Destination
@@ -10,6 +11,7 @@ from torchrec_recstore.checkpoint.files import CheckpointError
 from torchrec_recstore.checkpoint.fold import check_rows
 from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
 from torchrec_recstore.checkpoint.reader import check_fits, held_rows, load_rows
+from torchrec_recstore.checkpoint.warm_start import RowFunction, RowsWithoutState, WarmStart, named
 from torchrec_recstore.checkpoint.writer import PartWriter, SavedShard, finish, write_shard
 from torchrec_recstore.encoding import encode
 from torchrec_recstore.row_types import ROW_DTYPES
@@ -80,32 +82,90 @@ def saved_specs(info: CheckpointInfo) -> dict[str, TableSpec]:
     return specs
 
 
-def check_loadable(info: CheckpointInfo, saved: Mapping[str, TableSpec], present: Mapping[str, TableSpec]) -> None:
+@dataclass(frozen=True)
+class LoadedSource:
+    """A table of a checkpoint that is loaded into a process, by its name there."""
+
+    saved_name: str
+    spec: TableSpec
+    """The specification of the table in the checkpoint."""
+    function: RowFunction | None
+
+
+def sources(info: CheckpointInfo, warm: WarmStart, present: Iterable[str]) -> dict[str, LoadedSource]:
+    """Returns the tables of a checkpoint that are loaded, by their names in the process.
+
+    Args:
+        info: The metadata of the checkpoint.
+        warm: What the load takes over.
+        present: The names of the tables in the process.
+
+    Raises:
+        CheckpointError: The specifications are damaged, or do not match the rows of the checkpoint.
+        ValueError: A name in ``tables``, ``rename`` or ``rows`` is unknown.
+    """
+    saved = saved_specs(info)
+    known = sorted({*present, *warm.rename.values(), *saved})
+    saved_names = warm.saved_names([(name,) for name in known], saved)
+    chosen = {name: saved_name for name, saved_name in zip(known, saved_names, strict=True) if saved_name is not None}
+    for argument, given in (("tables", warm.tables or ()), ("rows", warm.rows)):
+        for name in given:
+            if name not in chosen:
+                raise ValueError(
+                    f"{argument}: the checkpoint {info.path} has no table {name!r}; it has {named(chosen)}: "
+                    "rename={'name in the checkpoint': 'name here'} loads a table of another name"
+                )
+    if warm.tables is not None:
+        for argument, names in (("rename", [*warm.rename.values()]), ("rows", [*warm.rows])):
+            for name in names:
+                if name not in warm.tables:
+                    raise warm.not_chosen(argument, name)
+        chosen = {name: chosen[name] for name in warm.tables}
+    return {
+        name: LoadedSource(saved_name, saved[saved_name], warm.rows.get(name)) for name, saved_name in chosen.items()
+    }
+
+
+def check_loadable(
+    info: CheckpointInfo,
+    loaded: Mapping[str, LoadedSource],
+    present: Mapping[str, TableSpec],
+    warm: WarmStart = WarmStart(),  # noqa: B008  (frozen)
+) -> None:
     """Checks that the tables of a process can be replaced by those of a checkpoint.
 
     Args:
         info: The metadata of the checkpoint.
-        saved: The specifications of the tables in the checkpoint, by table name.
+        loaded: The result of :func:`sources`.
         present: The specifications of the tables in the process, by table name.
+        warm: What the load takes over. Tables that it does not choose are not checked.
 
     Raises:
         ValueError: A table of the process that is not temporary is not in the checkpoint, or has another specification
             there; or a temporary table is in the checkpoint.
     """
+    for name, source in loaded.items():
+        if name not in present and source.function is not None:
+            raise ValueError(f"rows: there is no table {name!r} in this process: make it with its dim before the load")
     for name, spec in sorted(present.items()):
+        if warm.tables is not None and name not in warm.tables:
+            continue
         if spec.temporary:
-            if name in saved:
+            if name in loaded:
                 raise ValueError(
                     f"table {name!r} is a temporary table in this process, but the checkpoint {info.path} contains it"
                 )
             continue
-        if name not in saved:
+        if name not in loaded:
             raise ValueError(f"the checkpoint {info.path} has no table {name!r}, but this process has it")
-        check_fits(name, info.tables[name], info.path, spec.dim, spec.optimizer, "this process")
-        if saved[name].initial_rows != spec.initial_rows:
+        source = loaded[name]
+        dim = spec.dim if source.function is None else source.spec.dim
+        optimizer = spec.optimizer if warm.optimizer else None
+        check_fits(name, info.tables[source.saved_name], info.path, dim, optimizer, "this process")
+        if source.spec.initial_rows != spec.initial_rows:
             raise ValueError(f"table {name!r} was made with another init_func in the checkpoint {info.path}")
-        if saved[name].shard != spec.shard:
-            (part, parts), (own, own_parts) = saved[name].shard, spec.shard
+        if source.spec.shard != spec.shard:
+            (part, parts), (own, own_parts) = source.spec.shard, spec.shard
             raise ValueError(
                 f"the checkpoint {info.path} has part {part + 1} of {parts} of table {name!r}, "
                 f"but this process has part {own + 1} of {own_parts}"
@@ -113,7 +173,11 @@ def check_loadable(info: CheckpointInfo, saved: Mapping[str, TableSpec], present
 
 
 def loaded_tables(
-    chain: Sequence[CheckpointInfo], empty: Mapping[str, Callable[[], Table]], owned: Owned | None = None
+    chain: Sequence[CheckpointInfo],
+    empty: Mapping[str, Callable[[], Table]],
+    owned: Owned | None = None,
+    loaded: Mapping[str, LoadedSource] | None = None,
+    warm: WarmStart = WarmStart(),  # noqa: B008  (frozen)
 ) -> dict[str, Table]:
     """Creates tables with the rows of a checkpoint and returns them by name.
 
@@ -121,6 +185,9 @@ def loaded_tables(
         chain: The checkpoint and its bases. See :func:`torchrec_recstore.checkpoint.info.read_chain`.
         empty: For each table name, a function that creates the empty table.
         owned: A function that selects the ids that belong to the tables. Default: None, all ids do.
+        loaded: The result of :func:`sources`. Default: None, the tables have the names that they have in the
+            checkpoint.
+        warm: What the load takes over. Default: everything.
 
     Raises:
         CheckpointError, MemoryError, ColdStoreError: See :func:`torchrec_recstore.checkpoint.reader.load_rows`.
@@ -128,10 +195,16 @@ def loaded_tables(
     tables: dict[str, Table] = {}
     try:
         for name, make in empty.items():
-            tables[name] = make()
-            load_rows(tables[name], name, chain, owned)
+            table = tables[name] = make()
+            saved_name = name if loaded is None else loaded[name].saved_name
+            without_state = None
+            if not warm.optimizer:
+                function = None if loaded is None else loaded[name].function
+                saved_dim = chain[-1].tables[saved_name].dim
+                without_state = RowsWithoutState(name, table.optimizer, saved_dim, table.dim, function)
+            load_rows(table, saved_name, chain, owned, without_state=without_state)
             if owned is None:
-                check_rows(chain, name, held_rows(tables[name]))
+                check_rows(chain, saved_name, held_rows(table))
     except BaseException:
         for table in tables.values():
             table.close()

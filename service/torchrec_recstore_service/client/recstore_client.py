@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from torchrec_recstore.checkpoint.warm_start import RowFunction, WarmStart
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import Servers, TableOptions
 from torchrec_recstore.row_types import value_dtype
@@ -563,23 +564,50 @@ class RecStoreClient(metaclass=_OneOfProcess):
         self._raise_first(self._updates.wait_for_all())
         tables.save(path, overwrite)
 
-    def load(self, path: str | Path) -> None:
+    def load(
+        self,
+        path: str | Path,
+        *,
+        optimizer: bool = True,
+        tables: Iterable[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        rows: Mapping[str, RowFunction] | None = None,
+    ) -> None:
         """Replaces all tables by the tables of a checkpoint of :meth:`save` or ``save_checkpoint``.
 
-        The learning rates and bounds of the tables are not changed.
+        The learning rates and bounds of the tables are not changed. The last four arguments make a warm start, in a
+        client without servers only. See docs/service.md for the way to servers.
 
         Args:
             path: The path of the checkpoint. See :meth:`save`.
+            optimizer: Whether the optimizer states are loaded. See :func:`torchrec_recstore.load_checkpoint`.
+                Default: True.
+            tables: The names of the tables that are loaded. All other tables stay as they are. Default: None, which
+                means all tables.
+            rename: The names of tables here by their names in the checkpoint. Default: None.
+            rows: Functions that make the rows of tables that exist, by the names of the tables here. See
+                :func:`torchrec_recstore.load_checkpoint`. Default: None.
 
         Raises:
             FileNotFoundError: The checkpoint does not exist.
+            TypeError: An argument is of another type.
             ValueError: A file is missing or damaged (``CheckpointError``), or a table is not in the checkpoint or has
-                another specification there. Nothing has changed. With several servers, some servers may have loaded
-                when one of them fails.
+                another specification there; a name is unknown; or there is a warm start and the tables are on servers.
+                Nothing has changed. With several servers, some servers may have loaded when one of them fails.
         """
-        tables = self._open()
+        warm = WarmStart.checked(optimizer, tables, rename, rows)
+        opened = self._open()
         self._raise_first(self._updates.wait_for_all())
-        tables.load(path)
+        if isinstance(opened, HostedTables):
+            opened.load(path, warm)
+        elif warm == WarmStart():
+            opened.load(path)
+        else:
+            raise ValueError(
+                "load: optimizer, tables, rename and rows need a client without servers, because an epoch of servers "
+                "begins with a whole save: load with RecStoreClient(), and write its rows to the servers with "
+                "push(table, ids, rows)"
+            )
         self._specs.clear()
 
     def close(self) -> None:

@@ -6,3 +6,9 @@ one_each = KeyedJaggedTensor(["u"], values=torch.tensor(list(rows)), lengths=tor
 held = model.eval()(one_each).wait().values()
 assert torch.equal(held, torch.stack(list(rows.values())))
 assert held.any()
+warm = {name: shards[0].table for name, shards in new_model.module.recstore_state.shards.items()}
+ids = torch.tensor([-1, 7, 2**62])
+saved = warm["user"].lookup(ids)
+assert saved.any()
+assert torch.equal(warm["member"].lookup(ids), saved)
+assert torch.equal(warm["small"].lookup(ids), saved[:, :4])

@@ -20,6 +20,14 @@ model = DistributedModelParallel(collection, plan=plan, sharders=[sharder], devi
 batch = KeyedJaggedTensor(["u"], values=torch.tensor([7, -1, 2**62]), lengths=torch.tensor([2, 1]))
 model(batch).wait().values().sum().backward()
 
+tables = [
+    EmbeddingBagConfig(name=name, embedding_dim=dim, num_embeddings=100, feature_names=[name])
+    for name, dim in (("user", 8), ("member", 8), ("small", 4))
+]
+new_model = DistributedModelParallel(
+    EmbeddingBagCollection(tables, device=torch.device("meta")), sharders=[sharder], device=torch.device("cpu")
+)
+
 dense_optimizer = torch.optim.Adam(nn.Linear(8, 1).parameters())
 schedule = torch.optim.lr_scheduler.ConstantLR(dense_optimizer)
 batches_done = 1000
