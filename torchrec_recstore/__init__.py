@@ -34,7 +34,7 @@ _NAMES = {
     "utils": "RecStoreWarning",
 }
 _NAMES_WITH_TORCHREC = {
-    "checkpoint": """AsyncSave async_save export_dense_weights load_checkpoint load_dense_weights
+    "checkpoint": """AsyncSave apply_delta async_save export_dense_weights load_checkpoint load_dense_weights
         load_distributed_checkpoint load_distributed_state load_into_stock load_stock_state_dict save_checkpoint
         stock_optimizer_state_dict stock_state_dict""",
     "modules": "RecStoreEmbeddingBagCollection RecStoreEmbeddingCollection",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
+    from torchrec_recstore.checkpoint.apply import apply_delta as apply_delta
     from torchrec_recstore.checkpoint.distributed import load_distributed_checkpoint as load_distributed_checkpoint
     from torchrec_recstore.checkpoint.distributed import load_distributed_state as load_distributed_state
     from torchrec_recstore.checkpoint.files import CheckpointError as CheckpointError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torchrec_recstore.checkpoint.stock import stock_state_dict as stock_state_dict
 
 _NAMES = {
+    "apply": "apply_delta",
     "distributed": "load_distributed_checkpoint load_distributed_state",
     "files": "CheckpointError",
     "fold": "compact_checkpoint",

@@ -12,19 +12,18 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec_recstore.checkpoint.files import check_file, read_tensors
 from torchrec_recstore.checkpoint.fold import check_rows
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, read_chain
-from torchrec_recstore.checkpoint.reader import check_fits, held_rows, load_rows, rows_to_read, saved_state
-from torchrec_recstore.checkpoint.warm_start import RowFunction, RowsWithoutState, WarmStart, named
+from torchrec_recstore.checkpoint.reader import held_rows, load_rows, rows_to_read, saved_state
+from torchrec_recstore.checkpoint.sources import Source, check_sources, find_sources
+from torchrec_recstore.checkpoint.warm_start import RowFunction, WarmStart
 from torchrec_recstore.checkpoint.writer import Progress, reporting
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.model_tables import (
-    ModelTable,
     check_dense,
     dense_tensors,
     load_dense,
     recstore_tables,
-    tables_named,
 )
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.table import check_replaceable, exchange_all
@@ -94,8 +93,8 @@ def load_checkpoint(
         warm = WarmStart.checked(optimizer, tables, rename, rows)
         chain = read_chain(path)
         info = chain[-1]
-        sources = _sources(model, warm, info, strict=strict)
-        _check_tables(chain, sources, warm)
+        sources = find_sources(model, warm, info, strict=strict)
+        check_sources(chain, sources, warm)
         dense = {}
         own = {}
         if warm.tables is None:
@@ -128,25 +127,8 @@ def load_checkpoint(
             shard.table.set_state(state)
     for source in present:
         source.table.state.forget_copies()
-        _mark(source, info, warm)
+        _mark(source, chain, warm)
     return info
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A table of the model, and the name of the table in the checkpoint that is loaded into it."""
-
-    table: ModelTable
-    name: str
-    given_name: str | None  # The name by which the argument ``rows`` names the table, if it does.
-
-    def without_state(self, info: CheckpointInfo, warm: WarmStart) -> RowsWithoutState | None:
-        """Returns how the rows are read if their optimizer states are not loaded."""
-        if warm.optimizer:
-            return None
-        function = None if self.given_name is None else warm.rows[self.given_name]
-        saved_dim = info.tables[self.name].dim
-        return RowsWithoutState(self.table.name, self.table.state.optimizer, saved_dim, self.table.dim, function)
 
 
 @dataclass(frozen=True)
@@ -158,57 +140,7 @@ class _LoadedShard:
     fresh: Table
 
 
-def _sources(model: nn.Module, warm: WarmStart, info: CheckpointInfo, *, strict: bool) -> list[_Source]:
-    """Returns the tables that are loaded. Raises ValueError for names that are unknown or missing."""
-    every_table = recstore_tables(model)
-    targets = tables_named(model, warm.rename.values())
-    functions = {table: name for name, table in tables_named(model, warm.rows).items()}
-    chosen = every_table
-    if warm.tables is not None:
-        chosen = list(tables_named(model, warm.tables).values())
-    for argument, of_argument in (("rename", targets.values()), ("rows", functions)):
-        for table in of_argument:
-            if table not in chosen:
-                raise warm.not_chosen(argument, table.name)
-    saved_names = warm.saved_names([(table.name, table.full_name) for table in chosen], info.tables)
-    sources = []
-    for table, saved_name in zip(chosen, saved_names, strict=True):
-        if saved_name is not None:
-            sources.append(_Source(table, saved_name, functions.get(table)))
-            continue
-        if warm.tables is not None or table in functions:
-            raise ValueError(
-                f"the checkpoint {info.path} has no table {table.name!r}; it has {named(info.tables)}: "
-                "rename={'name in the checkpoint': 'name in the model'} loads a table of another name"
-            )
-        if strict:
-            raise ValueError(
-                f"the checkpoint {info.path} has no table {table.name!r}: strict=False leaves the model's as it is"
-            )
-    loaded_names = {source.name for source in sources}
-    for unknown in sorted(info.tables.keys() - loaded_names):
-        if strict and warm.tables is None:
-            raise ValueError(
-                f"the model has no RecStore table {unknown!r}, which the checkpoint {info.path} has: strict=False "
-                "ignores the checkpoint's table"
-            )
-    return sources
-
-
-def _check_tables(chain: Sequence[CheckpointInfo], sources: Sequence[_Source], warm: WarmStart) -> None:
-    """Refuses tables with another dim or other optimizer states in one of the checkpoints."""
-    newest = chain[-1]
-    for info in chain:
-        for source in sources:
-            if source.name not in info.tables:
-                continue
-            table = source.table
-            dim = table.dim if source.given_name is None else newest.tables[source.name].dim
-            optimizer = table.state.optimizer if warm.optimizer else None
-            check_fits(source.name, info.tables[source.name], info.path, dim, optimizer, "the model")
-
-
-def _check_shared(shared: Sequence[_Source], *, strict: bool) -> None:
+def _check_shared(shared: Sequence[Source], *, strict: bool) -> None:
     """Refuses to replace rows in a shared cold store, which other jobs use."""
     for source in shared:
         if strict or source.given_name is not None:
@@ -229,9 +161,13 @@ def _check_rows(chain: Sequence[CheckpointInfo], loaded: Sequence[_LoadedShard],
             check_rows(chain, name, None if None in counts else sum(count or 0 for count in counts))
 
 
-def _mark(source: _Source, info: CheckpointInfo, warm: WarmStart) -> None:
+def _mark(source: Source, chain: Sequence[CheckpointInfo], warm: WarmStart) -> None:
     """Marks the moment of the load for deltas of the checkpoint, if the table holds what the checkpoint has."""
+    info = chain[-1]
+    state = source.table.module.recstore_state
+    state.forget_rows_of(source.table.config_name)
     if not warm.optimizer or source.name not in (source.table.name, source.table.full_name):
         return
-    marks = source.table.module.recstore_state.marks.setdefault(info.checksum, {})
+    state.note_rows_of(source.table.config_name, [checkpoint.checksum for checkpoint in chain])
+    marks = state.marks.setdefault(info.checksum, {})
     marks[source.table.config_name] = [shard.table.mark() for shard in source.table.shards]

@@ -143,20 +143,31 @@ def _check_shapes(path: Path, part: PartInfo, table: TableInfo, file: Any) -> No
         raise CheckpointError(f"{path} has tensors of the shapes {found} instead of {wanted}")
 
 
-def check_fits(name: str, saved: TableInfo, path: Path, dim: int, optimizer: Optimizer | None, owner: str) -> None:
+def check_fits(
+    name: str,
+    saved: TableInfo,
+    path: Path,
+    dim: int,
+    optimizer: Optimizer | None,
+    owner: str,
+    *,
+    hints: bool = True,
+) -> None:
     """Raises ValueError if a saved table has another dim or other optimizer states than the table of ``owner``.
 
-    ``optimizer`` is None if the states are not loaded.
+    ``optimizer`` is None if the states are not loaded. ``hints`` tells whether the messages name the arguments of a
+    load that would help.
     """
     if saved.dim != dim:
         raise ValueError(
-            f"table {name!r} has dim {saved.dim} in the checkpoint {path}, {dim} in {owner}: a function in "
-            "rows={...}, with optimizer=False, can make rows of the other dim"
+            f"table {name!r} has dim {saved.dim} in the checkpoint {path}, {dim} in {owner}"
+            + (": a function in rows={...}, with optimizer=False, can make rows of the other dim" if hints else "")
         )
     if optimizer is not None and state_names(saved.optimizer) != state_names(optimizer):
         raise ValueError(
             f"table {name!r} was saved with the optimizer {saved.optimizer}, "
-            f"whose state does not fit {owner}'s {optimizer}: optimizer=False loads the rows without it"
+            f"whose state does not fit {owner}'s {optimizer}"
+            + (": optimizer=False loads the rows without it" if hints else "")
         )
 
 

@@ -260,7 +260,9 @@ class _Save:
         with self.snapshots:
             info = self._write()
         for table in self._tables:
-            marks = table.module.recstore_state.marks.setdefault(info.checksum, {})
+            state = table.module.recstore_state
+            state.note_rows_of(table.config_name, [info.checksum])
+            marks = state.marks.setdefault(info.checksum, {})
             marks[table.config_name] = [shard.snapshot.mark for shard in self._shards[table.name]]
         return info
 

@@ -5,7 +5,7 @@ Tests: tests/checkpoint/test_state_dict.py, tests/sharders/test_state_writes.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -226,12 +226,26 @@ class ModuleState:
     remote: dict[str, int]  # The dims of the tables on servers, by name. state_dict does not contain them.
     # The marks of each table's shards, by table name, for each saved or loaded checkpoint, by its checksum.
     marks: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    # The checksums of the checkpoints whose rows each table has had since its rows were replaced, by table name.
+    _had: dict[str, set[str]] = field(default_factory=dict)
     _groups: dict[Optimizer, dict[str, Any]] = field(default_factory=dict)
     _handles: list[FusedOptimizer] = field(default_factory=list)
 
     def weight_key(self, prefix: str, name: str) -> str:
         """Returns the key of a table's weights in ``state_dict``."""
         return f"{prefix}{self.container}.{name}.weight"
+
+    def note_rows_of(self, name: str, checksums: Iterable[str]) -> None:
+        """Notes that a table has been saved to these checkpoints, or has got the rows of them."""
+        self._had.setdefault(name, set()).update(checksums)
+
+    def has_had_rows_of(self, name: str, checksum: str) -> bool:
+        """Returns whether a table has had the rows of a checkpoint, which it may have changed since."""
+        return checksum in self._had.get(name, ())
+
+    def forget_rows_of(self, name: str) -> None:
+        """Notes that all rows of a table were replaced."""
+        self._had.pop(name, None)
 
     @property
     def shards(self) -> dict[str, Sequence[LocalShard]]:
@@ -281,6 +295,7 @@ class ModuleState:
                 }
             for name, source in sources.items():
                 replace_rows(self.tables[name].shards, source)
+                self.forget_rows_of(name)
                 self.copies.forget(name, WEIGHTS)
         for name, key in keys.items():
             if key in state_dict or not self.emits_rows:

@@ -76,7 +76,7 @@ def saved_specs(info: CheckpointInfo) -> dict[str, TableSpec]:
     try:
         specs = {name: TableSpec.from_json(text) for name, text in written.items()}
         for name, spec in specs.items():
-            check_fits(name, info.tables[name], info.path, spec.dim, spec.optimizer, "its specification")
+            check_fits(name, info.tables[name], info.path, spec.dim, spec.optimizer, "its specification", hints=False)
     except ValueError as error:
         raise CheckpointError(f"{info.path}: the specifications of its tables are invalid: {error}") from error
     return specs

@@ -1,0 +1,85 @@
+"""The tables of a model that a checkpoint is loaded into, and their names in the checkpoint.
+
+Tests: tests/checkpoint/test_warm_start.py, tests/checkpoint/test_apply_delta.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchrec_recstore.checkpoint.info import CheckpointInfo
+from torchrec_recstore.checkpoint.reader import check_fits
+from torchrec_recstore.checkpoint.warm_start import RowsWithoutState, WarmStart, named
+from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, tables_named
+
+
+@dataclass(frozen=True)
+class Source:
+    """A table of the model, and the name of the table in the checkpoint that is loaded into it."""
+
+    table: ModelTable
+    name: str
+    given_name: str | None  # The name by which the argument ``rows`` names the table, if it does.
+
+    def without_state(self, info: CheckpointInfo, warm: WarmStart) -> RowsWithoutState | None:
+        """Returns how the rows are read if their optimizer states are not loaded."""
+        if warm.optimizer:
+            return None
+        function = None if self.given_name is None else warm.rows[self.given_name]
+        saved_dim = info.tables[self.name].dim
+        return RowsWithoutState(self.table.name, self.table.state.optimizer, saved_dim, self.table.dim, function)
+
+
+def find_sources(model: nn.Module, warm: WarmStart, info: CheckpointInfo, *, strict: bool) -> list[Source]:
+    """Returns the tables that are loaded. Raises ValueError for names that are unknown or missing."""
+    every_table = recstore_tables(model)
+    targets = tables_named(model, warm.rename.values())
+    functions = {table: name for name, table in tables_named(model, warm.rows).items()}
+    chosen = every_table
+    if warm.tables is not None:
+        chosen = list(tables_named(model, warm.tables).values())
+    for argument, of_argument in (("rename", targets.values()), ("rows", functions)):
+        for table in of_argument:
+            if table not in chosen:
+                raise warm.not_chosen(argument, table.name)
+    saved_names = warm.saved_names([(table.name, table.full_name) for table in chosen], info.tables)
+    sources = []
+    for table, saved_name in zip(chosen, saved_names, strict=True):
+        if saved_name is not None:
+            sources.append(Source(table, saved_name, functions.get(table)))
+            continue
+        if warm.tables is not None or table in functions:
+            raise ValueError(
+                f"the checkpoint {info.path} has no table {table.name!r}; it has {named(info.tables)}: "
+                "rename={'name in the checkpoint': 'name in the model'} loads a table of another name"
+            )
+        if strict:
+            raise ValueError(
+                f"the checkpoint {info.path} has no table {table.name!r}: strict=False leaves the model's as it is"
+            )
+    loaded_names = {source.name for source in sources}
+    for unknown in sorted(info.tables.keys() - loaded_names):
+        if strict and warm.tables is None:
+            raise ValueError(
+                f"the model has no RecStore table {unknown!r}, which the checkpoint {info.path} has: strict=False "
+                "ignores the checkpoint's table"
+            )
+    return sources
+
+
+def check_sources(
+    chain: Sequence[CheckpointInfo], sources: Sequence[Source], warm: WarmStart, *, hints: bool = True
+) -> None:
+    """Refuses tables with another dim or other optimizer states in one of the checkpoints. See ``check_fits``."""
+    newest = chain[-1]
+    for info in chain:
+        for source in sources:
+            if source.name not in info.tables:
+                continue
+            table = source.table
+            dim = table.dim if source.given_name is None else newest.tables[source.name].dim
+            optimizer = table.state.optimizer if warm.optimizer else None
+            check_fits(source.name, info.tables[source.name], info.path, dim, optimizer, "the model", hints=hints)
