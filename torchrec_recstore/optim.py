@@ -337,6 +337,11 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {k: v for k, v in globals().items() if 
 """All optimizers by name, in the order of this module."""
 
 
+def without_state(optimizer: Optimizer) -> SGD:
+    """Returns the optimizer of a frozen table, whose rows have no state, with the learning rate of ``optimizer``."""
+    return SGD(lr=optimizer.lr)
+
+
 def state_names(optimizer: Optimizer) -> dict[str, StateKind]:
     """Returns the names and kinds of the states that ``optimizer`` stores with each row.
 

@@ -447,6 +447,9 @@ class TableOptions:
             and counts it in ``TableStats.nonfinite``; a shard by columns decides by its columns. ``"raise"`` raises
             ValueError before a row of the table (on servers: of the server) changes, and skips rows whose sum
             overflows. Default: ``"pass"``.
+        frozen: Whether the rows are only read. A lookup then never makes or updates a row, also in training, changes
+            neither clocks nor stamps, and reads an id without a row as ``missing`` says. Rows are loaded, inserted and
+            removed as in any table. A frozen table keeps no optimizer state. Default: False.
         servers: The :class:`Servers` that own the rows of the table, for tables of a ``RecStoreSharder``. The servers
             apply the other options, and select the cold store themselves. Default: None, which means that the rows are
             on the ranks.
@@ -467,11 +470,14 @@ class TableOptions:
     missing: Literal["zeros", "init"] = "zeros"
     nonfinite: Literal["pass", "skip", "raise"] = field(default="pass", metadata={"since": "0.2.0"})
     servers: Servers | None = None
+    frozen: bool = field(default=False, metadata={"since": "0.2.0"})
 
     __repr__ = set_fields
 
     def __post_init__(self) -> None:
         _check_int(self, -(2**63), "seed")
+        if not isinstance(self.frozen, bool):
+            raise TypeError(f"TableOptions.frozen must be a bool, got {type(self.frozen).__name__}")
         _check_int(self, 1, *_given(self, "expected_rows", "max_rows"))
         kinds: dict[str, tuple[type, ...]] = {"initializer": (UniformInit, NormalInit, ConstantInit)}
         kinds |= {"eviction": (LRU, LFU), "expiry": (Expiry,), "admission": (MinFrequency,), "servers": (Servers,)}

@@ -549,3 +549,32 @@ def test_what_a_step_reads(index: str, tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.warns(RecStoreWarning, match="because the publisher began anew"):
         follower.poll()
     assert follower.state.fulls_loaded == 2
+
+
+def test_frozen_tables_are_published(tmp_path: Path) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            frozen = TableOptions(frozen=True)
+            self.still = RecStoreEmbeddingBag(100, 8, name="still", mode="sum", options=frozen)
+            self.moving = RecStoreEmbeddingBag(100, 8, name="moving", mode="sum")
+
+        def forward(self, ids: Tensor) -> Tensor:
+            out: Tensor = self.still(ids) + self.moving(ids)
+            return out
+
+    model = Both()
+    ids = torch.arange(20).view(5, 4)
+    model.still.table.insert(ids.flatten(), torch.ones(20, 8))
+    place = tmp_path / "to"
+    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher, Follower(place) as follower:
+        for step in range(3):
+            model.train()(ids).sum().backward()
+            publish(publisher)
+            assert follower.poll()
+            served = follower.model
+            assert torch.allclose(served(ids), model.eval()(ids), atol=0.05)  # The rows of the export have 8 bits.
+            export_for_inference(model, tmp_path / f"{step}.pt", index="hash")
+            exported = torch.jit.load(tmp_path / f"{step}.pt")
+            assert torch.equal(served(ids), exported(ids))
+    assert model.still.table.steps == 0

@@ -180,7 +180,10 @@ def _change(source: Source, shard: LocalShard, info: CheckpointInfo, bases: Sequ
     saved = saved_state(info, source.name)
     own = table.state()
     parts = []
-    for part in _parts(source.name, shard, info):
+    without_state = source.without_state(info, WarmStart())
+    for part in _parts(source.name, shard, info, states=without_state is None):
+        if without_state is not None:
+            part = without_state.part(part, table.columns)
         stamps = moved_last_steps(part.rows["last_step"], saved, own)
         parts.append(replace(part, rows={**part.rows, "last_step": stamps}))
     change = _Change(source.name, shard, _removed_ids(source.name, shard, info, bases), parts)
@@ -189,14 +192,14 @@ def _change(source: Source, shard: LocalShard, info: CheckpointInfo, bases: Sequ
     return change
 
 
-def _parts(name: str, shard: LocalShard, info: CheckpointInfo) -> Iterator[Part]:
+def _parts(name: str, shard: LocalShard, info: CheckpointInfo, *, states: bool) -> Iterator[Part]:
     columns = shard.table.columns
     owned = None if shard.routing is None else shard.owned
     for of_rank in blocks_by_rank(info, name):
         for block in of_rank:
             if owned is None or owned(block.ids(columns)).any():
                 block.open(columns, verify=True)
-                yield block.part(columns).owned(owned)
+                yield block.part(columns, states=states).owned(owned)
 
 
 def _removed_ids(name: str, shard: LocalShard, info: CheckpointInfo, bases: Sequence[CheckpointInfo]) -> Tensor:

@@ -114,7 +114,7 @@ def load_distributed_checkpoint(
         saved_tables = []
         for table, key in keys.items():
             conversion = None
-            if not warm.optimizer:
+            if not warm.optimizer or table.state.options.frozen:
                 saved_dim = (*tensors.shape(prefix + key), 0, 0)[1]
                 function = sources.functions.get(table)
                 conversion = RowsWithoutState(table.name, table.state.optimizer, saved_dim, table.dim, function)

@@ -16,6 +16,7 @@ from torchrec_recstore.checkpoint.reader import held_rows, load_rows, rows_to_re
 from torchrec_recstore.checkpoint.sources import Source, check_sources, find_sources
 from torchrec_recstore.checkpoint.warm_start import RowFunction, WarmStart
 from torchrec_recstore.checkpoint.writer import Progress, reporting
+from torchrec_recstore.optim import state_names
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import LocalShard
@@ -169,5 +170,8 @@ def _mark(source: Source, chain: Sequence[CheckpointInfo], warm: WarmStart) -> N
     if not warm.optimizer or source.name not in (source.table.name, source.table.full_name):
         return
     state.note_rows_of(source.table.config_name, [checkpoint.checksum for checkpoint in chain])
+    states = state_names(info.tables[source.name].optimizer)
+    if states != state_names(source.table.state.optimizer):  # A frozen table does not load states.
+        return
     marks = state.marks.setdefault(info.checksum, {})
     marks[source.table.config_name] = [shard.table.mark() for shard in source.table.shards]

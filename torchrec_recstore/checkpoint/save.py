@@ -206,7 +206,8 @@ class _Save:
                 self._training_state = encode(training_state, self._tensors)
                 self._dense = dense_tensors(model, self._tables)
                 for table in self._tables:
-                    options = replace(table.state.options, cold_store=None)
+                    # Where rows are kept, and whether this model trains them, are no properties of the rows.
+                    options = replace(table.state.options, cold_store=None, frozen=False)
                     self._shards[table.name] = []
                     for number, shard in enumerate(table.shards):
                         snapshot = shard.table.snapshot(None if marks is None else marks[table.name][number])

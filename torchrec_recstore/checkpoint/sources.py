@@ -26,7 +26,7 @@ class Source:
 
     def without_state(self, info: CheckpointInfo, warm: WarmStart) -> RowsWithoutState | None:
         """Returns how the rows are read if their optimizer states are not loaded."""
-        if warm.optimizer:
+        if warm.optimizer and not self.table.state.options.frozen:
             return None
         function = None if self.given_name is None else warm.rows[self.given_name]
         saved_dim = info.tables[self.name].dim
@@ -47,6 +47,7 @@ def find_sources(model: nn.Module, warm: WarmStart, info: CheckpointInfo, *, str
                 raise warm.not_chosen(argument, table.name)
     saved_names = warm.saved_names([(table.name, table.full_name) for table in chosen], info.tables)
     sources = []
+    missing = []
     for table, saved_name in zip(chosen, saved_names, strict=True):
         if saved_name is not None:
             sources.append(Source(table, saved_name, functions.get(table)))
@@ -56,10 +57,11 @@ def find_sources(model: nn.Module, warm: WarmStart, info: CheckpointInfo, *, str
                 f"the checkpoint {info.path} has no table {table.name!r}; it has {named(info.tables)}: "
                 "rename={'name in the checkpoint': 'name in the model'} loads a table of another name"
             )
-        if strict:
-            raise ValueError(
-                f"the checkpoint {info.path} has no table {table.name!r}: strict=False leaves the model's as it is"
-            )
+        missing.append(table.name)
+    if strict and missing:
+        raise ValueError(
+            f"the checkpoint {info.path} has no table {min(missing)!r}: strict=False leaves the model's as it is"
+        )
     loaded_names = {source.name for source in sources}
     for unknown in sorted(info.tables.keys() - loaded_names):
         if strict and warm.tables is None:
@@ -81,5 +83,6 @@ def check_sources(
                 continue
             table = source.table
             dim = table.dim if source.given_name is None else newest.tables[source.name].dim
-            optimizer = table.state.optimizer if warm.optimizer else None
+            takes_states = warm.optimizer and not table.state.options.frozen
+            optimizer = table.state.optimizer if takes_states else None
             check_fits(source.name, info.tables[source.name], info.path, dim, optimizer, "the model", hints=hints)

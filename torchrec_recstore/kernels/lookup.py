@@ -47,6 +47,9 @@ class LookupKernel(nn.Module):
     frozen = False
     """Whether the rows are not to be trained, so that a backward in evaluation mode is not a mistake."""
 
+    read_only = False
+    """Whether the tables are frozen (``TableOptions.frozen``): every lookup is one for evaluation, also in training."""
+
     updates_late = True
     """Whether backward on an accelerator returns before the rows have been updated."""
 
@@ -55,6 +58,7 @@ class LookupKernel(nn.Module):
         self.passes = passes
         self._anchor = torch.empty(0, requires_grad=True)
         self._who = f"tables {', '.join(table.name for table in tables)}"  # names the tables in errors
+        self.read_only = _all_frozen([table for table in tables if isinstance(table, Table)])
         self._warned = False
         self._handle = next(_handles)
         _kernels[self._handle] = self
@@ -114,7 +118,7 @@ class LookupKernel(nn.Module):
 
         Returns :meth:`weight_gradients`, or None without ``weight_grads``.
         """
-        if warns and not self._warned:
+        if warns and not self._warned and not self.read_only:
             self._warned = True
             warn_user(
                 f"{self._who}: backward of a lookup in evaluation mode updates no row, although TorchRec's own tables "
@@ -139,7 +143,8 @@ class LookupKernel(nn.Module):
         to: CopyTarget | None,
     ) -> Tensor:
         grads = torch.is_grad_enabled()
-        wanted, train = train, train and grads
+        wanted = train and not self.read_only
+        train = wanted and grads
         anchor = self._anchor if grads and not self.frozen else None
         if traced():
             if train:
@@ -156,6 +161,17 @@ class LookupKernel(nn.Module):
                 return _Read.apply(anchor, self, to, ids, offsets, counts, weights)  # type: ignore[no-any-return, no-untyped-call]
             out = self.read(ids, offsets, counts, weights)
             return out if to is None else up(out, to)
+
+
+def _all_frozen(tables: Sequence[Table]) -> bool:
+    """Returns whether the tables are frozen. Raises ValueError, which names two tables, if only some of them are."""
+    frozen = [table.name for table in tables if table.options.frozen]
+    trained = [table.name for table in tables if not table.options.frozen]
+    if frozen and trained:
+        raise ValueError(
+            f"table {frozen[0]!r} is frozen, and table {trained[0]!r} is not: use a kernel for each of them"
+        )
+    return bool(frozen)
 
 
 class _Lookup(torch.autograd.Function):

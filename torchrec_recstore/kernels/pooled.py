@@ -104,7 +104,7 @@ class PooledKernel(LookupKernel):
         """Prepares a batch for its training forward: creates missing rows, resolves ids to slots and reads cold rows.
 
         It may run in a separate thread while other calls run. It creates no rows in tables with ``max_rows`` or
-        ``admission``.
+        ``admission``, and does nothing if the tables are frozen.
 
         The kernel keeps a copy of the ids and their slots, 12 bytes for each id. The next training forward of the same
         ids takes the slots, and does not look them up again. The slots do not pin the rows: the forward looks up the
@@ -120,6 +120,8 @@ class PooledKernel(LookupKernel):
         """
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
+        if self.read_only:
+            return
         with ops.native_errors(self._who):
             ops.group_prefetch(self.group, ids, counts)
             self.cold_rows.prefetch(ids, counts)

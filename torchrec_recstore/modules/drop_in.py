@@ -143,7 +143,7 @@ class RecStoreEmbedding(DropIn):
         rows = (embedding_dim, _weight, dtype, optimizer_of(optimizer, lr), options, name, state_dtype)
         kept = (max_norm, norm_type, scale_grad_by_freq, sparse)
         super().__init__(_table_arguments(*rows), num_embeddings, padding_idx, _weight, fused, device, kept)
-        self.weight.requires_grad_(not _freeze)
+        self.weight.requires_grad_(not (_freeze or self.is_frozen))
 
     @classmethod
     def from_pretrained(

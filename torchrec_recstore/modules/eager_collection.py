@@ -77,8 +77,10 @@ class EagerCollection(RefusesQuantization, nn.Module):
                 modules[config.name] = TableModule(arguments, rate, fused=fused, device=device)
             else:
                 dtype, shape = arguments["dtype"], (config.num_embeddings, config.embedding_dim)
-                remote = client.table(config.name, shape, dtype, optimizer, arguments["options"], staleness)
-                modules[config.name] = RemoteTableModule(remote, rate)
+                # Other models may train the table that this one only reads.
+                of_servers = replace(arguments["options"], frozen=False)
+                remote = client.table(config.name, shape, dtype, optimizer, of_servers, staleness)
+                modules[config.name] = RemoteTableModule(remote, rate, frozen=arguments["options"].frozen)
         return nn.ModuleDict(modules)
 
     def _modules_by_table(self) -> list[EagerTable]:

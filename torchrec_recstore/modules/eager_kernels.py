@@ -225,6 +225,12 @@ def _names(tables: Sequence[EagerTable]) -> str:
 
 
 def _check_training(tables: Sequence[EagerTable]) -> None:
+    for module in tables:
+        if module.is_frozen:
+            raise ValueError(
+                f"table {module.table.name!r} is frozen by its options, and its weight requires a gradient: make the "
+                "module without TableOptions(frozen=True) to train it, or call weight.requires_grad_(False)"
+            )
     if not tables[0].fused and get_proxy_mode() is not None:
         raise NotImplementedError(
             f"table(s) {_names(tables)}: modules with fused=False collect gradients in Python, which a traced graph "

@@ -142,7 +142,7 @@ class TableModule(RefusesQuantization, nn.Module):
     def use_optimizer(self, optimizer: Optimizer) -> None:
         """Replaces the table's optimizer. If more than the learning rate differs, a new table gets the rows."""
         present: Optimizer = self._arguments["optimizer"]
-        if replace(optimizer, lr=present.lr) == present:
+        if self.is_frozen or replace(optimizer, lr=present.lr) == present:
             return
         self.check_optimizer(optimizer)
         arguments = {**self._arguments, "optimizer": optimizer}
@@ -169,7 +169,13 @@ class TableModule(RefusesQuantization, nn.Module):
         """Returns the dim and the optimizer, which the module's repr shows."""
         return f"{self._arguments['dim']}, optimizer={self._arguments['optimizer']!r}"
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the options of the table freeze its rows, so that they cannot be trained."""
+        return bool(self._arguments["options"].frozen)
+
     def _parameter(self, device: torch.device | str, requires_grad: bool = True) -> TableParameter:
+        requires_grad = requires_grad and not self.is_frozen
         nothing = torch.empty(0, self._arguments["dim"], dtype=value_dtype(self._arguments["dtype"]), device=device)
         return TableParameter(nothing, requires_grad, table=self._arguments["name"])
 
@@ -207,6 +213,8 @@ class TableModule(RefusesQuantization, nn.Module):
         # torch loads the empty parameter itself.
         loaded_below = {prefix + key for key in own}
         rest = {key: value for key, value in state_dict.items() if key not in loaded_below}
+        if self.is_frozen:  # The states of an optimizer, which a frozen table does not keep, are no unexpected keys.
+            rest = {key: value for key, value in rest.items() if not key.startswith(prefix)}
         if "weight" in own:
             rest[f"{prefix}weight"] = without_rows_to_load(self.weight.detach())
         super()._load_from_state_dict(rest, prefix, *others)
@@ -238,13 +246,16 @@ class RemoteTableModule(RefusesQuantization, nn.Module):
     fused = True
     """Backward updates the rows."""
 
-    def __init__(self, table: RemoteTable, learning_rate: LearningRate) -> None:
+    def __init__(self, table: RemoteTable, learning_rate: LearningRate, *, frozen: bool = False) -> None:
         super().__init__()
         self.table = table
+        self.is_frozen = frozen
+        """Whether the options of the table freeze its rows, so that this model does not train them."""
         self.client: RowService = table.client
         self.rate = learning_rate
         """The object from which kernels read the learning rate."""
-        self.weight = TableParameter(torch.empty(0, table.dim, dtype=table.value_dtype), table=table.name)
+        nothing = torch.empty(0, table.dim, dtype=table.value_dtype)
+        self.weight = TableParameter(nothing, not frozen, table=table.name)
 
     @property
     def learning_rate(self) -> float:

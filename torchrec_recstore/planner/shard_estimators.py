@@ -25,7 +25,7 @@ from torchrec.distributed.utils import convert_to_fbgemm_types
 from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, DataType, dtype_to_data_type
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from torchrec_recstore.optim import state_bytes
+from torchrec_recstore.optim import state_bytes, without_state
 from torchrec_recstore.planner.constraints import options_of, planned_rows
 from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.planner.traffic import PlacedTable, RankTraffic, milliseconds, rank_traffic
@@ -85,6 +85,8 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
             optimizer = optimizer_from_fused_params(params, [option.name])
             itemsize = state_dtype(params, [option.name]).itemsize
             options = options_of(constraints_of(self), option.name)
+            if options.frozen or not option.tensor.requires_grad:
+                optimizer = without_state(optimizer)
             remote = options.servers is not None
             rows_of_all = option.tensor.shape[0]
             rows = 0 if remote else planned_rows(options, rows_of_all, self._statistics.get(option.name))

@@ -41,6 +41,7 @@ from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.plan_change import ReshardableCollection
 from torchrec_recstore.sharders.plan_entries import (
     RECSTORE_KERNEL,
+    RecStoreParameterSharding,
     ResidentParameter,
     check_plan,
     deal_out,
@@ -176,6 +177,11 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         """Returns the names of the RecStore tables whose rows are on servers, the same on every rank."""
         plan = self.module_sharding_plan
         return [name for name in self.recstore_table_names() if remote_options(plan[name]) is not None]
+
+    def is_frozen(self, name: str) -> bool:
+        """Returns whether the rows of a RecStore table are only read."""
+        sharding = self.module_sharding_plan[name]
+        return isinstance(sharding, RecStoreParameterSharding) and sharding.options.frozen
 
     def wait_for_updates(self) -> None:
         """Waits for the updates of the tables on servers that this rank has sent, or raises the error of one."""
@@ -371,7 +377,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         for name, dim in self.recstore_dims().items():
             table = getattr(self, self._tables_name)[name]
             if not hasattr(table, "weight"):
-                table.register_parameter("weight", placeholder_parameter(name, dim))
+                table.register_parameter("weight", placeholder_parameter(name, dim, frozen=self.is_frozen(name)))
             # torch.distributed.checkpoint.state_dict looks for each key of state_dict in the module (torch 2.13).
             table.weight_id = table.weight_rows = None
 

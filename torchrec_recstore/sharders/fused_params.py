@@ -17,7 +17,7 @@ from torchrec.distributed.embedding_types import OptimType
 
 from torchrec_recstore import optim
 from torchrec_recstore.optim import Optimizer, state_names
-from torchrec_recstore.options import TableOptions
+from torchrec_recstore.options import Servers, TableOptions
 
 # RecStore's own keys in fused_params: of a table's CarriedOptions, and of the arguments of RecStoreSharder.
 OPTIONS_KEY = "recstore_options"
@@ -88,7 +88,7 @@ _ELSEWHERE = "that fused_params or apply_optimizer_in_backward ask for"
 
 @dataclass(frozen=True, eq=False)
 class CarriedOptions:
-    """A table's options in its ``fused_params``. All objects with the same ``servers`` are equal.
+    """A table's options in its ``fused_params``. All objects with the same ``servers`` and ``frozen`` are equal.
 
     TorchRec's ``group_tables`` (torchrec 1.8.0) places tables in one kernel, which saves a pass over the batch, if
     their ``fused_params`` are equal. Never read the options of a group, which are those of only one of its tables.
@@ -98,10 +98,15 @@ class CarriedOptions:
     row_name: str | None = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CarriedOptions) and self.options.servers == other.options.servers
+        return isinstance(other, CarriedOptions) and self._of_group == other._of_group
 
     def __hash__(self) -> int:
-        return hash((CarriedOptions, self.options.servers))
+        return hash((CarriedOptions, *self._of_group))
+
+    @property
+    def _of_group(self) -> tuple[Servers | None, bool]:
+        """The options that all tables of a kernel have in common."""
+        return self.options.servers, self.options.frozen
 
 
 def carried_options(fused_params: Mapping[str, Any] | None) -> CarriedOptions:
@@ -196,6 +201,8 @@ def _where(table_names: Sequence[str]) -> str:
 def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> Optimizer:
     """Returns the fused optimizer that ``fused_params`` select. Default: SGD with lr 0.01, as in FBGEMM.
 
+    The optimizer of frozen tables on the ranks is always SGD, which has no state.
+
     Raises ValueError, which names the setting and the tables (all of the sharder, if ``table_names`` is empty), if it
     is not supported. The formulas are FBGEMM's: the weight decay of Adam is decoupled, also that of torch.optim.Adam.
     """
@@ -212,7 +219,9 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_na
     read = _read(params, kind() if own is None else own, where)
     if own is not None and read != own:
         raise ValueError(f"{where}: optimizer={own!r} {_DISAGREES} {read!r} {_ELSEWHERE}")
-    return read
+    options = table_options(params)
+    # The optimizer of a table on servers belongs to those who train it.
+    return optim.without_state(read) if options.frozen and options.servers is None else read
 
 
 def _read(params: Mapping[str, Any], default: Optimizer, where: str) -> Optimizer:

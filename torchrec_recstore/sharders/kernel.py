@@ -111,7 +111,9 @@ def _remote_table(config: ShardedEmbeddingTable, optimizer: Optimizer) -> Remote
     name = carried_options(config.fused_params).row_name or config.name
     shape = (config.num_embeddings, config.embedding_dim)
     client = plugin("client")(servers)
-    table: RemoteTable = client.table(name, shape, dtype, optimizer, replace(options, servers=None), servers.staleness)
+    # Other models may train the table that this one only reads.
+    of_servers = replace(options, servers=None, frozen=False)
+    table: RemoteTable = client.table(name, shape, dtype, optimizer, of_servers, servers.staleness)
     return table
 
 
@@ -165,21 +167,30 @@ def _rank_major(pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence
 
 
 class _ShardedParameter(TableParameter):
-    """A parameter that cannot be frozen, which would change nothing: its kernel looks up and updates several tables."""
+    """A parameter whose ``requires_grad`` cannot change, which would have no effect on the rows: the plan freezes them.
+
+    ``frozen`` is that of the table's options.
+    """
+
+    frozen = False
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        if not requires_grad:
+        if requires_grad is self.frozen:
+            now, then = ("frozen", "trained") if self.frozen else ("trained", "frozen")
             raise RuntimeError(
-                f"RecStore table {self.table!r} cannot be frozen: call eval() of the module, or set learning rate 0"
+                f"RecStore table {self.table!r} is {now}, and a sharded table cannot become {then}: set TableOptions("
+                f"frozen={not self.frozen}) in its constraint, or requires_grad_({requires_grad}) of its weight before "
+                "it is sharded, and load a checkpoint into the new model"
             )
         return self
 
-    requires_grad = property(lambda self: True, requires_grad_)  # type: ignore[arg-type]
+    requires_grad = property(lambda self: not self.frozen, requires_grad_)  # type: ignore[arg-type]
 
 
-def placeholder_parameter(name: str, dim: int) -> nn.Parameter:
+def placeholder_parameter(name: str, dim: int, *, frozen: bool = False) -> nn.Parameter:
     """Returns the empty parameter, (0, dim), that represents a table in TorchRec's modules and optimizers."""
     parameter = _ShardedParameter(torch.empty(0, dim), table=name)
+    parameter.frozen = frozen
     # Dense optimizers that are built with in_backward_optimizer_filter then leave it out (torchrec 1.8.0).
     mark_as_optimized(parameter, EmptyFusedOptimizer())
     return parameter
@@ -302,6 +313,8 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         self._config = config
         optimizer = self._optimizer = optimizer_from_fused_params(config.fused_params, config.table_names())
         self._output_dtype = output_dtype(config.fused_params, config.table_names())
+        self.frozen = table_options(config.fused_params).frozen
+        """Whether the tables of the group, which have this option in common, are only read."""
         self.shards: list[LocalShard] = []
         """The group's shards on this rank, several of a table that is split by columns. Empty for remote tables."""
         self.remote_tables: list[RemoteTable] = []
@@ -312,7 +325,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
             else:
                 self.shards.append(_make_shard(table, optimizer, split, shard))
         dims = {table.name: table.embedding_dim for table in config.embedding_tables}
-        self._placeholders = {name: placeholder_parameter(name, dim) for name, dim in dims.items()}
+        self._placeholders = {name: placeholder_parameter(name, dim, frozen=self.frozen) for name, dim in dims.items()}
         group = {"params": list(self._placeholders.values()), "lr": optimizer.lr}
         self._optim = BackwardOptimizer(dict(self.named_parameters()), {}, [group])
         for name, parameter in self._placeholders.items():
@@ -344,7 +357,9 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
 
     def prefetch(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> None:
         """Prepares the rows of a batch before its training forward. Any thread may call this method."""
-        self._kernel.prefetch(self._host_ids.prefetch(features, batch), self._counts(features))
+        ids = self._host_ids.prefetch(features, batch)
+        if not self.frozen:
+            self._kernel.prefetch(ids, self._counts(features))
 
     def _kernel_arguments(self) -> dict[str, Any]:
         steps = accumulation_steps(self._config.fused_params)
@@ -409,6 +424,7 @@ class RecStorePooledKernel(RecStoreKernel):
         else:
             self._kernel = PooledKernel(self.tables, feature_tables, pooling, **self._kernel_arguments())
         self._kernel.learning_rate = self._optim.learning_rate
+        self._kernel.read_only = self.frozen
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Returns the pooled rows of the ids of ``config.feature_names()``, (B, sum of columns over features).
@@ -438,6 +454,7 @@ class RecStoreSequenceKernel(RecStoreKernel):
         else:
             self._kernel = SequenceKernel(self.tables, **self._kernel_arguments())
         self._kernel.learning_rate = self._optim.learning_rate
+        self._kernel.read_only = self.frozen
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Returns the columns of each of the ids of ``config.feature_names()``, in that order, in one dimension."""

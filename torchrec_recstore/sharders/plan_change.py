@@ -20,7 +20,7 @@ from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.delta_tracker import Record
 from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.sharders.layout import LocalShard
-from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL
+from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL, RecStoreParameterSharding, with_frozen
 from torchrec_recstore.sharders.row_state import ModuleState, RowState
 from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.parts import PART_BYTES, rows_in
@@ -72,6 +72,9 @@ class ReshardableCollection(CollectionSeams):
     def change(self, plan: Mapping[str, ParameterSharding], path: str | None = None) -> Change | None:
         """Returns the change to another plan, or None for the present one. Raises ValueError if it cannot be made."""
         self.recstore_state.copies.check_usable()
+        if self.source is not None:
+            module, sharder = self.source
+            plan = with_frozen(plan, sharder.shardable_parameters(module))
         old = self.module_sharding_plan
         known = set(self.names_of_tables)
         if plan.keys() != known:
@@ -87,6 +90,14 @@ class ReshardableCollection(CollectionSeams):
                         "cannot move in place: place it in a collection of its own, whose plan does not change, or "
                         "load a checkpoint into a model with the new plan"
                     )
+        for name in self.names_of_tables:
+            was, becomes = (_is_frozen(entry) for entry in (old[name], plan[name]))
+            if was is not becomes:
+                now, then = ("frozen", "trained") if was else ("trained", "frozen")
+                raise ValueError(
+                    f"reshard: table {name!r} is {now}, and would be {then}, with other optimizer states: save a "
+                    "checkpoint, and load it into a model with the new plan"
+                )
         if self.source is None:
             raise ValueError(f"reshard: the collection of {sorted(known)} was not sharded by a RecStore sharder")
         refuse_pipelined(self, known)
@@ -189,6 +200,10 @@ def reshard_collections(changes: Sequence[Change]) -> None:
         raise
     for collection, fresh in rebuilt:
         collection.become_resharded(fresh)
+
+
+def _is_frozen(sharding: ParameterSharding) -> bool:
+    return isinstance(sharding, RecStoreParameterSharding) and sharding.options.frozen
 
 
 def _same(old: ParameterSharding, new: ParameterSharding) -> bool:

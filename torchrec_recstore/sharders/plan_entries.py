@@ -197,6 +197,7 @@ def deal_out(
             "other layers, or TorchRec's own kernels"
         )
     _warn_of_stock_tables(sharder, plan)
+    plan = with_frozen(plan, parameters)
     fused_params = sharder.fused_params
     _check_marks(fused_params or {}, plan, parameters)
     moved = {OPTIMIZER_KEY, ACCUMULATION_KEY, *STATE_KEYS}
@@ -228,6 +229,24 @@ def deal_out(
                     "apply_optimizer_in_backward"
                 )
     return stock, dealt
+
+
+def with_frozen(
+    plan: Mapping[str, ParameterSharding], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, ParameterSharding]:
+    """Returns a plan in which the RecStore tables are frozen whose parameter requires no gradient.
+
+    TorchRec's own kernels train such tables all the same (torchrec 1.8.0).
+    """
+    found = dict(plan)
+    for name, sharding in plan.items():
+        parameter = parameters.get(name)
+        if sharding.compute_kernel != RECSTORE_KERNEL or parameter is None or parameter.requires_grad:
+            continue
+        if not isinstance(sharding, RecStoreParameterSharding):
+            sharding = RecStoreParameterSharding.of(sharding, TableOptions())
+        found[name] = replace(sharding, options=replace(sharding.options, frozen=True))
+    return found
 
 
 def _check_marks(

@@ -308,7 +308,10 @@ class ModuleState:
         tables = {self.weight_key("", name): table for name, table in self.tables.items()}
         for key, table in tables.items():
             found = [handle.params[key] for _, handle in optimizer.optimizers if key in handle.params]
-            parameters[key] = found[0] if found else placeholder_parameter(table.name, table.dim)
+            if found:
+                parameters[key] = found[0]
+            else:
+                parameters[key] = placeholder_parameter(table.name, table.dim, frozen=table.options.frozen)
             states[parameters[key]] = {"rows": table}
             group = self._groups.setdefault(table.optimizer, {"params": [], "lr": table.optimizer.lr})
             group["params"].append(parameters[key])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, is_square, state_names
+from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, is_square, state_names, without_state
 from torchrec_recstore.options import TableOptions, default_initializer, is_shared
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store.arguments import (
@@ -48,7 +48,8 @@ class Table(AbstractContextManager["Table"]):
         dtype: The data type of the weights: ``torch.float32``, ``float16``, ``bfloat16`` or ``int8`` (8 bits a weight,
             and a scale and a bias a row; lookups are then float32). All arithmetic is float32. Stored weights are
             rounded to nearest.
-        optimizer: The optimizer with which :meth:`update` and the backward of a kernel update rows.
+        optimizer: The optimizer with which :meth:`update` and the backward of a kernel update rows. A table with
+            ``options.frozen`` has none, and ``table.optimizer`` is then an :class:`SGD`, whose rows have no state.
         options: How rows are created, read, evicted and stored.
         name: The name of the table, on which the weights of new rows depend.
         columns: The columns of the shard, ``range(a, b)``. The result of a lookup then has the shape (N, b - a).
@@ -96,6 +97,8 @@ class Table(AbstractContextManager["Table"]):
     ) -> None:
         check_table(dim, dtype, optimizer, options, name, columns, stochastic_rounding, state_dtype)
         columns = range(dim) if columns is None else columns
+        if options.frozen:
+            optimizer = without_state(optimizer)
         self.dim = dim
         self.dtype = dtype
         self.optimizer = optimizer
@@ -131,9 +134,9 @@ class Table(AbstractContextManager["Table"]):
 
         Args:
             ids: (N,) int64. The ids whose rows are read. Any strides and duplicates are allowed.
-            train: Whether the call is a training step, which creates a row for each id without one. Otherwise nothing
-                changes, and for an id without a row the call returns zeros or the id's initial row
-                (``options.missing``).
+            train: Whether the call is a training step, which creates a row for each id without one. Otherwise, and
+                in a frozen table, nothing changes, and for an id without a row the call returns zeros or the id's
+                initial row (``options.missing``).
             out: (N, columns), contiguous, of the dtype of the result. The tensor that receives the weights, only with
                 ``train=False``. Default: None, for a new tensor.
 
@@ -152,6 +155,7 @@ class Table(AbstractContextManager["Table"]):
             check_rows(out, "out", (ids.shape[0], len(self.columns)), (self._value_dtype,))
             if train:
                 raise ValueError("out needs train=False")
+        train = train and not self.options.frozen
         with ops.native_errors(self._who), self.tier.resident(ids, "lookup" if train else None):
             if out is not None and out.dtype is torch.float32:
                 ops.table_read(self.handle, ids, out)
@@ -178,7 +182,12 @@ class Table(AbstractContextManager["Table"]):
 
         Raises:
             TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`lookup`. ``grads`` is checked like ``ids``.
+                It is a ValueError, too, if the table is frozen.
         """
+        if self.options.frozen:
+            raise ValueError(
+                f"{self._who} is frozen by its options, and is not updated: insert(ids, weights) writes rows"
+            )
         check_ids(ids)
         self._check_rows(grads, "grads", ids)
         with ops.native_errors(self._who), self.tier.resident(ids, "update"):

@@ -208,6 +208,11 @@ class RecStoreClient(metaclass=_OneOfProcess):
         ids = checked_offset(name, base_offset, rows, is_gdata)
         if not isinstance(options, TableOptions):
             raise TypeError(f"table {name!r}: options must be TableOptions, got {type(options).__name__}")
+        if options.frozen:
+            raise ValueError(
+                f"table {name!r}: TableOptions.frozen is an option of the model that reads the table, and not of the "
+                "table of a client: leave it out"
+            )
         if options.expected_rows is None:
             options = replace(options, expected_rows=rows)
         part_policy, init_func = checked_init_func(name, part_policy, init_func, row_func, options)

@@ -278,9 +278,9 @@ def frozen_model(new: Models) -> Any:
     return predictions(model)
 
 
-@use
+@use(differs="a RecStore table whose parameter requires no gradient when it is sharded is frozen, and not trained")
 def frozen_before_sharding(new: Models) -> Any:
-    """`requires_grad_(False)` of the tables before sharding: they are trained all the same"""
+    """`requires_grad_(False)` of the tables before sharding"""
     model = new(prepare=lambda whole: whole.sparse.requires_grad_(False))
     before = predictions(model)
     train(model)
