@@ -21,6 +21,7 @@ from torchrec_recstore.checkpoint.warm_start import WarmStart
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import LocalShard
+from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables
 from torchrec_recstore.store import Part, TableState
 from torchrec_recstore.store.arguments import among
 
@@ -71,7 +72,7 @@ def apply_delta(model: nn.Module, path: str | Path, *, strict: bool = True) -> C
         if info.delta_of is None:
             raise ValueError(f"apply_delta: {info.path} is a whole checkpoint: load it with load_checkpoint")
         warm = WarmStart()
-        sources = find_sources(model, warm, info, strict=strict)
+        sources = find_sources(recstore_tables(model), warm, info, strict=strict)
         check_sources([info], sources, warm, hints=False)
         for source in sources:
             _check_table(source, info, strict=strict)
@@ -94,6 +95,7 @@ def apply_delta(model: nn.Module, path: str | Path, *, strict: bool = True) -> C
                 change.undo(error)
         raise
     for source in sources:
+        assert isinstance(source.table, ModelTable)
         source.table.module.recstore_state.note_rows_of(source.table.config_name, [info.checksum])
     return info
 
@@ -159,7 +161,8 @@ class _Change:
 
 def _check_table(source: Source, info: CheckpointInfo, *, strict: bool) -> None:
     table = source.table
-    store = table.state.options.cold_store
+    assert isinstance(table, ModelTable)
+    store = table.options.cold_store
     if is_shared(store):
         raise ValueError(
             f"apply_delta: the rows of table {table.name!r} lie in {store!r}, which is shared: apply the delta to a "

@@ -21,8 +21,11 @@ from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.model_tables import (
+    EagerModelTable,
+    ModelTable,
     check_dense,
     dense_tensors,
+    eager_tables,
     load_dense,
     recstore_tables,
 )
@@ -53,7 +56,8 @@ def load_checkpoint(
     their optimizer states and under their own names.
 
     Args:
-        model: ``DistributedModelParallel``, or any module that contains sharded modules.
+        model: ``DistributedModelParallel``, or any module that contains sharded modules or the modules without sharding
+            of :mod:`torchrec_recstore.modules`. Each rank loads all rows of the latter.
         path: The checkpoint's directory. The base of a delta must be at the same path relative to the delta as when
             it was saved.
         strict: Whether the checkpoint and the model must have the same RecStore tables and the same other tensors. If
@@ -94,26 +98,28 @@ def load_checkpoint(
         warm = WarmStart.checked(optimizer, tables, rename, rows)
         chain = read_chain(path)
         info = chain[-1]
-        sources = find_sources(model, warm, info, strict=strict)
+        sharded = recstore_tables(model)
+        eager = eager_tables(model, sharded)
+        sources = find_sources([*sharded, *eager], warm, info, strict=strict)
         check_sources(chain, sources, warm)
         dense = {}
         own = {}
         if warm.tables is None:
-            own = dense_tensors(model, recstore_tables(model))
+            own = dense_tensors(model, sharded, eager)
             if DENSE in info.files:
                 dense = read_tensors(info.path / DENSE, info.files[DENSE])
             check_dense(dense, own, strict=strict)
             for base in chain[:-1]:  # The dense tensors of a base are not used, but every file of a chain is checked.
                 if env.rank == 0 and DENSE in base.files:
                     check_file(base.path / DENSE, base.files[DENSE])
-        left_alone = [source for source in sources if is_shared(source.table.state.options.cold_store)]
+        left_alone = [source for source in sources if is_shared(source.table.options.cold_store)]
         _check_shared(left_alone, strict=strict)
         present = [source for source in sources if source not in left_alone]
         shards = [(source, shard) for source in present for shard in source.table.shards]
         on_rows = reporting(progress, sum(rows_to_read(chain, source.name) for source, _ in shards))
         for source, shard in shards:
             fresh = shard.table.empty_copy()
-            loaded.append(_LoadedShard(source.name, shard, fresh))
+            loaded.append(_LoadedShard(source.name, shard, fresh, isinstance(source.table, EagerModelTable)))
             owned = None if shard.routing is None else shard.owned
             load_rows(fresh, source.name, chain, owned, on_rows, source.without_state(info, warm))
         check_replaceable(each.shard.table for each in loaded)
@@ -127,8 +133,11 @@ def load_checkpoint(
                 state = replace(state, optimizer_steps=shard.table.optimizer_steps)
             shard.table.set_state(state)
     for source in present:
-        source.table.state.forget_copies()
-        _mark(source, chain, warm)
+        if isinstance(source.table, EagerModelTable):
+            source.table.module.forget_copies()
+        else:
+            source.table.state.forget_copies()
+            _mark(source.table, source.name, chain, warm)
     return info
 
 
@@ -139,6 +148,7 @@ class _LoadedShard:
     name: str  # of the table in the checkpoint
     shard: LocalShard
     fresh: Table
+    is_whole: bool  # Whether each rank has all rows.
 
 
 def _check_shared(shared: Sequence[Source], *, strict: bool) -> None:
@@ -146,7 +156,7 @@ def _check_shared(shared: Sequence[Source], *, strict: bool) -> None:
     for source in shared:
         if strict or source.given_name is not None:
             raise ValueError(
-                f"table {source.table.name!r}: its rows lie in {source.table.state.options.cold_store!r}, which is "
+                f"table {source.table.name!r}: its rows lie in {source.table.options.cold_store!r}, which is "
                 "shared, and cannot be replaced at once: strict=False leaves them as they are"
             )
 
@@ -154,24 +164,29 @@ def _check_shared(shared: Sequence[Source], *, strict: bool) -> None:
 def _check_rows(chain: Sequence[CheckpointInfo], loaded: Sequence[_LoadedShard], env: ShardingEnv) -> None:
     """Refuses the loaded rows if their number on all ranks differs from the metadata. Collective."""
     # All column shards hold the same ids: one of them is counted.
-    held = [(each.name, held_rows(each.fresh)) for each in loaded if each.fresh.columns.start == 0]
+    held = [
+        (each.name, held_rows(each.fresh)) for each in loaded if each.fresh.columns.start == 0 and not each.is_whole
+    ]
     everywhere = [each for of_rank in all_gathered(held, env) for each in of_rank]
     with refused_together(env):
         for name in sorted({name for name, _ in everywhere}) if env.rank == 0 else ():
             counts = [count for other, count in everywhere if other == name]
             check_rows(chain, name, None if None in counts else sum(count or 0 for count in counts))
+        for each in loaded:
+            if each.is_whole:
+                check_rows(chain, each.name, held_rows(each.fresh))
 
 
-def _mark(source: Source, chain: Sequence[CheckpointInfo], warm: WarmStart) -> None:
+def _mark(table: ModelTable, name: str, chain: Sequence[CheckpointInfo], warm: WarmStart) -> None:
     """Marks the moment of the load for deltas of the checkpoint, if the table holds what the checkpoint has."""
     info = chain[-1]
-    state = source.table.module.recstore_state
-    state.forget_rows_of(source.table.config_name)
-    if not warm.optimizer or source.name not in (source.table.name, source.table.full_name):
+    state = table.module.recstore_state
+    state.forget_rows_of(table.config_name)
+    if not warm.optimizer or name not in (table.name, table.full_name):
         return
-    state.note_rows_of(source.table.config_name, [checkpoint.checksum for checkpoint in chain])
-    states = state_names(info.tables[source.name].optimizer)
-    if states != state_names(source.table.state.optimizer):  # A frozen table does not load states.
+    state.note_rows_of(table.config_name, [checkpoint.checksum for checkpoint in chain])
+    states = state_names(info.tables[name].optimizer)
+    if states != state_names(table.optimizer):  # A frozen table does not load states.
         return
     marks = state.marks.setdefault(info.checksum, {})
-    marks[source.table.config_name] = [shard.table.mark() for shard in source.table.shards]
+    marks[table.config_name] = [shard.table.mark() for shard in table.shards]

@@ -8,39 +8,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from torchrec_recstore.checkpoint.info import CheckpointInfo
 from torchrec_recstore.checkpoint.reader import check_fits
 from torchrec_recstore.checkpoint.warm_start import RowsWithoutState, WarmStart, named
-from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, tables_named
+from torchrec_recstore.sharders.model_tables import EagerModelTable, ModelTable, named_among
 
 
 @dataclass(frozen=True)
 class Source:
     """A table of the model, and the name of the table in the checkpoint that is loaded into it."""
 
-    table: ModelTable
+    table: ModelTable | EagerModelTable
     name: str
     given_name: str | None  # The name by which the argument ``rows`` names the table, if it does.
 
     def without_state(self, info: CheckpointInfo, warm: WarmStart) -> RowsWithoutState | None:
         """Returns how the rows are read if their optimizer states are not loaded."""
-        if warm.optimizer and not self.table.state.options.frozen:
+        if warm.optimizer and not self.table.options.frozen:
             return None
         function = None if self.given_name is None else warm.rows[self.given_name]
         saved_dim = info.tables[self.name].dim
-        return RowsWithoutState(self.table.name, self.table.state.optimizer, saved_dim, self.table.dim, function)
+        return RowsWithoutState(self.table.name, self.table.optimizer, saved_dim, self.table.dim, function)
 
 
-def find_sources(model: nn.Module, warm: WarmStart, info: CheckpointInfo, *, strict: bool) -> list[Source]:
-    """Returns the tables that are loaded. Raises ValueError for names that are unknown or missing."""
-    every_table = recstore_tables(model)
-    targets = tables_named(model, warm.rename.values())
-    functions = {table: name for name, table in tables_named(model, warm.rows).items()}
+def find_sources(
+    every_table: Sequence[ModelTable | EagerModelTable], warm: WarmStart, info: CheckpointInfo, *, strict: bool
+) -> list[Source]:
+    """Returns the tables of a model that are loaded. Raises ValueError for names that are unknown or missing."""
+    targets = named_among(every_table, warm.rename.values())
+    functions = {table: name for name, table in named_among(every_table, warm.rows).items()}
     chosen = every_table
     if warm.tables is not None:
-        chosen = list(tables_named(model, warm.tables).values())
+        chosen = list(named_among(every_table, warm.tables).values())
     for argument, of_argument in (("rename", targets.values()), ("rows", functions)):
         for table in of_argument:
             if table not in chosen:
@@ -57,7 +56,8 @@ def find_sources(model: nn.Module, warm: WarmStart, info: CheckpointInfo, *, str
                 f"the checkpoint {info.path} has no table {table.name!r}; it has {named(info.tables)}: "
                 "rename={'name in the checkpoint': 'name in the model'} loads a table of another name"
             )
-        missing.append(table.name)
+        # A module without sharding may have made up the name of its table.
+        missing.append(table.full_name if isinstance(table, EagerModelTable) else table.name)
     if strict and missing:
         raise ValueError(
             f"the checkpoint {info.path} has no table {min(missing)!r}: strict=False leaves the model's as it is"
@@ -83,6 +83,6 @@ def check_sources(
                 continue
             table = source.table
             dim = table.dim if source.given_name is None else newest.tables[source.name].dim
-            takes_states = warm.optimizer and not table.state.options.frozen
-            optimizer = table.state.optimizer if takes_states else None
+            takes_states = warm.optimizer and not table.options.frozen
+            optimizer = table.optimizer if takes_states else None
             check_fits(source.name, info.tables[source.name], info.path, dim, optimizer, "the model", hints=hints)

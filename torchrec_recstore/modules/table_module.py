@@ -77,6 +77,8 @@ class TableModule(RefusesQuantization, nn.Module):
         self.rate = learning_rate
         """The object from which kernels read the learning rate."""
         self.fused = fused
+        self.emits_rows = True
+        """Whether ``state_dict`` returns the rows."""
         self._collected: list[tuple[Tensor, Tensor]] = []
         self._grad_version = 0
         self._copies = GivenCopies()
@@ -110,6 +112,10 @@ class TableModule(RefusesQuantization, nn.Module):
         """Removes all rows. Each id gets a new initial row when it is next trained."""
         if self._owned is not None:
             load_table_state(self._owned.table, None)
+
+    def forget_copies(self) -> None:
+        """Ends the check for writes to the tensors that ``state_dict`` returned, after all rows were replaced."""
+        self._copies.forget(self._arguments["name"], "state_dict")
 
     def collect(self, ids: Tensor, grads: Tensor) -> None:
         """Stores gradients, (N, dim) float32, of ids, (N,) int64, for the next step of a sparse optimizer."""
@@ -199,7 +205,7 @@ class TableModule(RefusesQuantization, nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._owned is not None:
+        if self._owned is not None and self.emits_rows:
             for key, value in table_state(self._owned.table).items():
                 destination[prefix + key] = self._copies.give(self._arguments["name"], "state_dict", value)
 
@@ -232,7 +238,7 @@ class TableModule(RefusesQuantization, nn.Module):
             missing_keys.extend(prefix + key for key in keys if key not in own and key not in STATE_KEYS[2:])
         try:
             load_table_state(self._owned.table, own)
-            self._copies.forget(self._arguments["name"], "state_dict")
+            self.forget_copies()
         except (ValueError, MemoryError, ColdStoreError) as error:
             error_msgs.append(f"While loading the rows of {prefix}weight: {error}.")
 

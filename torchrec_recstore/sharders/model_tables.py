@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 
 from torchrec_recstore.modules.table_module import RemoteTableModule, TableModule
+from torchrec_recstore.optim import Optimizer
+from torchrec_recstore.options import TableOptions
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.row_state import RowState
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_parameter import TableParameter
+
+_Table = TypeVar("_Table", "ModelTable", "EagerModelTable", "ModelTable | EagerModelTable")
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,82 @@ class ModelTable:
         return self.module.recstore_state.tables[self.config_name]
 
     @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of the rows."""
+        return self.state.optimizer
+
+    @property
+    def options(self) -> TableOptions:
+        """The options of the whole table."""
+        return self.state.options
+
+    @property
     def shards(self) -> list[LocalShard]:
         """This rank's shards of the table."""
         return list(self.state.shards)
+
+
+@dataclass(frozen=True)
+class EagerModelTable:
+    """A table of a module of a model that is not sharded. Each rank has rows of its own."""
+
+    name: str  # Unique in the model: the table's name, or full_name if several tables have the same name.
+    full_name: str  # The path of the collection in the model, a dot, and the table's name; or the path of the module.
+    module: TableModule
+    prefix: str  # The prefix of the module's keys in the model's state_dict.
+
+    @property
+    def config_name(self) -> str:
+        """The table's name."""
+        return self.module.table.name
+
+    @property
+    def dim(self) -> int:
+        """The number of columns."""
+        return self.module.table.dim
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of the rows."""
+        return self.module.table.optimizer
+
+    @property
+    def options(self) -> TableOptions:
+        """The options of the table."""
+        return self.module.table.options
+
+    @property
+    def shards(self) -> list[LocalShard]:
+        """The whole table."""
+        return [LocalShard(self.module.table, None)]
+
+
+def eager_tables(model: nn.Module, tables: Sequence[ModelTable]) -> list[EagerModelTable]:
+    """Returns the tables of the modules that are not sharded, each once. ``tables`` are the other tables."""
+    found: dict[TableModule, str] = {}
+    _find_eager(model, "", found)
+    times = Counter(table.config_name for table in tables)
+    times.update(module.table.name for module in found)
+    eager = []
+    for module, prefix in found.items():
+        name = module.table.name
+        path = f".{prefix}"
+        for container in (".embedding_bags.", ".embeddings."):
+            path = path.replace(container, ".")
+        full_name = path.strip(".") or name
+        eager.append(EagerModelTable(name if times[name] == 1 else full_name, full_name, module, prefix))
+    return eager
+
+
+def _find_eager(module: nn.Module, prefix: str, found: dict[TableModule, str]) -> None:
+    """Adds the modules with a table by the prefix of their keys, which is that of their first place in the model."""
+    if isinstance(module, DistributedModelParallel | DistributedDataParallel):
+        _find_eager(module.module, prefix, found)
+    elif isinstance(module, TableModule):
+        found.setdefault(module, prefix)
+    elif not isinstance(module, RecStoreCollection):
+        for name, child in module.named_children():
+            _find_eager(child, f"{prefix}{name}.", found)
 
 
 def collections_of(model: nn.Module) -> list[RecStoreCollection]:
@@ -118,8 +196,12 @@ def tables_named(model: nn.Module, names: Iterable[str]) -> dict[str, ModelTable
 
     Raises ValueError if a name belongs to no table or to several, or if two names belong to the same table.
     """
-    tables = recstore_tables(model)
-    found: dict[str, ModelTable] = {}
+    return named_among(recstore_tables(model), names)
+
+
+def named_among(tables: Sequence[_Table], names: Iterable[str]) -> dict[str, _Table]:
+    """Returns the tables with these names or full names, as :func:`tables_named` does."""
+    found: dict[str, _Table] = {}
     for name in names:
         fitting = [table for table in tables if name in (table.name, table.full_name)]
         same = [repr(table.full_name) for table in tables if table.config_name == name]
@@ -146,9 +228,13 @@ def _path_prefix(prefix: str) -> str:
 
 
 @contextmanager
-def rows_left_out(model: nn.Module) -> Iterator[None]:
-    """A context in which the model's and fused optimizer's states have no RecStore rows, and loading changes none."""
-    states = [table.state for table in recstore_tables(model)]
+def rows_left_out(model: nn.Module, eager: Sequence[EagerModelTable] = ()) -> Iterator[None]:
+    """A context in which the model's and fused optimizer's states have no RecStore rows, and loading changes none.
+
+    The states of modules that are not sharded have no rows if their tables are in ``eager``.
+    """
+    states: list[RowState | TableModule] = [table.state for table in recstore_tables(model)]
+    states += [table.module for table in eager]
     before = [state.emits_rows for state in states]
     for state in states:
         state.emits_rows = False
@@ -174,22 +260,32 @@ def _sharded_modules(module: nn.Module, prefix: str) -> dict[str, RecStoreCollec
     return found
 
 
-def dense_tensors(model: nn.Module, tables: Sequence[ModelTable]) -> dict[str, Tensor]:
+def dense_tensors(
+    model: nn.Module, tables: Sequence[ModelTable], eager: Sequence[EagerModelTable] = ()
+) -> dict[str, Tensor]:
     """Returns the tensors of ``model.state_dict()`` that are not of RecStore tables, without copying them.
 
-    Raises ValueError for tables on TorchRec's own sharded kernels or in eager modules, and for other values.
+    Raises ValueError for tables on TorchRec's own sharded kernels, for tables of modules that are not sharded and not
+    in ``eager``, and for other values.
     """
+    known = {id(table.module.weight) for table in eager}
     placeholders = {table.weight_key for table in tables}
     of_collections = {id(each) for collection in collections_of(model) for each in collection.parameters()}
     for key, parameter in model.named_parameters():
-        if isinstance(parameter, TableParameter) and id(parameter) not in of_collections:
+        if isinstance(parameter, TableParameter) and id(parameter) not in of_collections | known:
             refuse_remote_tables(model)
             raise ValueError(
                 f"{key} is the table of a module that is not sharded: a checkpoint holds the tables of sharded "
                 "modules; save and load the state_dict of this module"
             )
-    with rows_left_out(model):
+    with rows_left_out(model, eager):
         state = {key: value for key, value in model.state_dict().items() if key not in placeholders}
+    for table in eager:  # A module can be in several places of the model.
+        keys = [
+            key for key, parameter in model.named_parameters(remove_duplicate=False) if parameter is table.module.weight
+        ]
+        for key in (f"{table.prefix}weight", *keys):
+            state.pop(key, None)
     for key, value in state.items():
         # Tables on TorchRec's own kernels are ShardedTensor or DTensor (torchrec 1.8.0).
         if type(value) not in (Tensor, nn.Parameter):
