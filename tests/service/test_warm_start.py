@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.recstore_server import RecStoreServer
-from torchrec_recstore import save_checkpoint
+from torchrec_recstore import RecStoreEmbeddingBag, load_checkpoint, save_checkpoint
 from torchrec_recstore.optim import SGD, Adagrad, Adam
 from torchrec_recstore_service import RecStoreClient
 
@@ -108,6 +109,28 @@ def test_a_checkpoint_of_a_model(one_rank: None, tmp_path: Path) -> None:
         client.load(tmp_path / "saved", optimizer=False, rename={"user": "item", "item": "user"})
         ((_, _, ids, of_user), _) = models.shards(model)
         assert torch.equal(client.pull("item", ids), of_user["weight"])
+
+
+def test_the_way_to_servers(one_rank: None, tmp_path: Path, server: RecStoreServer) -> None:
+    model = models.recstore()
+    models.train(model)
+    save_checkpoint(model, tmp_path / "saved")
+    module = RecStoreEmbeddingBag(100, 4, optimizer=SGD(lr=1.0), name="half")
+    load_checkpoint(
+        module,
+        tmp_path / "saved",
+        tables=["half"],
+        rename={"user": "half"},
+        optimizer=False,
+        rows={"half": lambda weights: weights[:, :4]},
+    )
+    name = f"half{random.getrandbits(40)}"
+    with RecStoreClient([server.address]) as client:
+        client.init_data(name, (100, 4), torch.float32, optimizer=SGD(lr=1.0))
+        for ids in module.table.ids().split(10):
+            client.push(name, ids, module.table.lookup(ids))
+        ((_, _, ids, of_user), _) = models.shards(model)
+        assert torch.equal(client.pull(name, ids), of_user["weight"][:, :4])
 
 
 def test_servers_refuse_it(saved: Path, server: RecStoreServer) -> None:

@@ -104,7 +104,7 @@ def load_distributed_checkpoint(
         if prefix is None:
             fix = "load_distributed_state loads the state of an optimizer alone"
             raise ValueError(f"the checkpoint {checkpoint_id} has no table and no tensor of the model: {fix}")
-        keys = sources.found({key.removeprefix(prefix) for key in tensors.saved if key.startswith(prefix)})
+        keys = sources.in_checkpoint({key.removeprefix(prefix) for key in tensors.saved if key.startswith(prefix)})
         of_tables = {f"{key}.rows.id" for key in [*keys.values(), *sources.likely_keys]}
         states_prefix = _prefix(tensors.saved, of_tables | of_stock, "optimizer_key", optimizer_key)
         if warm.tables is None and not strict:
@@ -164,7 +164,7 @@ class _TableKeys:
         self.likely_keys = {self._likely_key(table) for table in self._chosen}
         """The keys if tables were renamed within their collections."""
 
-    def found(self, saved: Set[str]) -> dict[ModelTable, str]:
+    def in_checkpoint(self, saved: Set[str]) -> dict[ModelTable, str]:
         """Returns the key of each table that is loaded.
 
         Raises ValueError if a table that is renamed is not in ``saved``, or its name belongs to several tables.

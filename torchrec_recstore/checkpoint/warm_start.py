@@ -95,12 +95,12 @@ class WarmStart:
                 )
         by_target = {target: source for source, target in self.rename.items()}
         free = known - self.rename.keys()
-        found: list[str | None] = []
+        sources: list[str | None] = []
         for of_table in names:
             renamed = [by_target[name] for name in of_table if name in by_target]
             same = [name for name in of_table if name in free]
-            found.append(next(iter([*renamed, *same]), None))
-        return found
+            sources.append(next(iter([*renamed, *same]), None))
+        return sources
 
 
 @dataclass(frozen=True)

@@ -114,12 +114,12 @@ class EagerModelTable:
 
 def eager_tables(model: nn.Module, tables: Sequence[ModelTable]) -> list[EagerModelTable]:
     """Returns the tables of the modules that are not sharded, each once. ``tables`` are the other tables."""
-    found: dict[TableModule, str] = {}
-    _find_eager(model, "", found)
+    prefixes: dict[TableModule, str] = {}
+    _find_eager(model, "", prefixes)
     times = Counter(table.config_name for table in tables)
-    times.update(module.table.name for module in found)
+    times.update(module.table.name for module in prefixes)
     eager = []
-    for module, prefix in found.items():
+    for module, prefix in prefixes.items():
         name = module.table.name
         path = f".{prefix}"
         for container in (".embedding_bags.", ".embeddings."):
@@ -129,15 +129,15 @@ def eager_tables(model: nn.Module, tables: Sequence[ModelTable]) -> list[EagerMo
     return eager
 
 
-def _find_eager(module: nn.Module, prefix: str, found: dict[TableModule, str]) -> None:
+def _find_eager(module: nn.Module, prefix: str, prefixes: dict[TableModule, str]) -> None:
     """Adds the modules with a table by the prefix of their keys, which is that of their first place in the model."""
     if isinstance(module, DistributedModelParallel | DistributedDataParallel):
-        _find_eager(module.module, prefix, found)
+        _find_eager(module.module, prefix, prefixes)
     elif isinstance(module, TableModule):
-        found.setdefault(module, prefix)
+        prefixes.setdefault(module, prefix)
     elif not isinstance(module, RecStoreCollection):
         for name, child in module.named_children():
-            _find_eager(child, f"{prefix}{name}.", found)
+            _find_eager(child, f"{prefix}{name}.", prefixes)
 
 
 def collections_of(model: nn.Module) -> list[RecStoreCollection]:

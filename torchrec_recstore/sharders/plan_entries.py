@@ -238,15 +238,15 @@ def with_frozen(
 
     TorchRec's own kernels train such tables all the same (torchrec 1.8.0).
     """
-    found = dict(plan)
+    entries = dict(plan)
     for name, sharding in plan.items():
         parameter = parameters.get(name)
         if sharding.compute_kernel != RECSTORE_KERNEL or parameter is None or parameter.requires_grad:
             continue
         if not isinstance(sharding, RecStoreParameterSharding):
             sharding = RecStoreParameterSharding.of(sharding, TableOptions())
-        found[name] = replace(sharding, options=replace(sharding.options, frozen=True))
-    return found
+        entries[name] = replace(sharding, options=replace(sharding.options, frozen=True))
+    return entries
 
 
 def _check_marks(

@@ -610,8 +610,8 @@ class RecStoreClient(metaclass=_OneOfProcess):
         else:
             raise ValueError(
                 "load: optimizer, tables, rename and rows need a client without servers, because an epoch of servers "
-                "begins with a whole save: load with RecStoreClient(), and write its rows to the servers with "
-                "push(table, ids, rows)"
+                "begins with a whole save: load the checkpoint with load_checkpoint into a module without sharding, "
+                "and write the rows of its table to the servers with push(table, ids, rows)"
             )
         self._specs.clear()
 
