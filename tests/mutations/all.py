@@ -13,4 +13,6 @@ MUTATIONS = [
     *python.BOUNDS,
     *python.CHECKPOINTS,
     *python.SERVICE,
+    *python.PARTS_OF_CHECKPOINTS,
+    *python.FROZEN,
 ]

@@ -150,3 +150,44 @@ SERVICE = [
         "Rows of several servers are returned for the wrong ids.",
     ),
 ]
+
+PARTS_OF_CHECKPOINTS = [
+    Mutation(
+        f"{PACKAGE}/checkpoint/warm_start.py",
+        "return replace(saved, optimizer_steps=0)",
+        "return saved",
+        ["tests/checkpoint/test_warm_start.py"],
+        "A load without optimizer states takes over the number of updates.",
+    ),
+    Mutation(
+        f"{PACKAGE}/checkpoint/apply.py",
+        "table.write(self.before)",
+        "pass",
+        ["tests/checkpoint/test_apply_delta.py"],
+        "A delta that could not be applied on all ranks is not taken back.",
+    ),
+    Mutation(
+        f"{PACKAGE}/checkpoint/apply.py",
+        "return before[~among(before, torch.cat(listed).sort().values)]",
+        "return torch.cat(listed)[:0]",
+        ["tests/checkpoint/test_apply_delta.py"],
+        "Ids that left stay in the model, if the delta lists those that stay.",
+    ),
+]
+
+FROZEN = [
+    Mutation(
+        f"{PACKAGE}/sharders/fused_params.py",
+        "return self.options.servers, self.options.frozen",
+        "return self.options.servers, False",
+        ["tests/distributed/test_frozen_tables.py"],
+        "Frozen and trained tables are placed in one kernel.",
+    ),
+    Mutation(
+        f"{PACKAGE}/kernels/lookup.py",
+        "wanted = train and not self.read_only",
+        "wanted = train",
+        ["tests/distributed/test_frozen_tables.py", "tests/store/test_frozen.py"],
+        "A training lookup makes and updates rows of frozen tables.",
+    ),
+]
