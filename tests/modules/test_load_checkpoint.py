@@ -130,6 +130,10 @@ def test_a_module_beside_others(saved: Any, tmp_path: Path) -> None:
     (shards,) = [saved.module.sparse.recstore_state.shards["user"]]
     weights = torch.cat([shard.table.lookup(ids) for shard in shards], dim=1)
     assert torch.equal(model["bag"](ids[:, None]), weights)
+    model["meta"] = RecStoreEmbeddingBag(100, models.DIM, mode="sum", device="meta")
+    load_checkpoint(model, tmp_path / "saved", optimizer=False, tables=["bag"], rename={"user": "bag"})
+    with pytest.raises(RuntimeError, match="on the meta device and has no rows"):
+        load_checkpoint(model, tmp_path / "saved", optimizer=False, tables=["meta"], rename={"user": "meta"})
     state = model["bag"].state_dict()
     state["weight"].zero_()
     with pytest.raises(RuntimeError, match="state_dict"):

@@ -89,7 +89,7 @@ class EagerModelTable:
     @property
     def config_name(self) -> str:
         """The table's name."""
-        return self.module.table.name
+        return self.module.weight.table
 
     @property
     def dim(self) -> int:
@@ -117,10 +117,10 @@ def eager_tables(model: nn.Module, tables: Sequence[ModelTable]) -> list[EagerMo
     prefixes: dict[TableModule, str] = {}
     _find_eager(model, "", prefixes)
     times = Counter(table.config_name for table in tables)
-    times.update(module.table.name for module in prefixes)
+    times.update(module.weight.table for module in prefixes)
     eager = []
     for module, prefix in prefixes.items():
-        name = module.table.name
+        name = module.weight.table  # A module on the meta device has no rows, but a name.
         path = f".{prefix}"
         for container in (".embedding_bags.", ".embeddings."):
             path = path.replace(container, ".")
