@@ -154,16 +154,21 @@ def private_copy(
     return copy
 
 
+def load_libraries() -> None:
+    """Loads the libraries that served models may need. A thread that loads models is started after this call."""
+    with suppress(ImportError):  # Models with a sorted index load without the library.
+        load_library()
+    with suppress(ImportError):  # Models with float32 rows load without FBGEMM.
+        import fbgemm_gpu  # noqa: F401  (registers the ops of quantised rows)
+
+
 def load_export(path: str | Path) -> torch.jit.ScriptModule:
     """Loads a served model from a file that :func:`verify` has passed.
 
     Raises:
         ValueError: The model was not exported by this package.
     """
-    with suppress(ImportError):  # Models with a sorted index load without the library.
-        load_library()
-    with suppress(ImportError):  # Models with float32 rows load without FBGEMM.
-        import fbgemm_gpu  # noqa: F401  (registers the ops of quantised rows)
+    load_libraries()
     try:
         served = torch.jit.load(path)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -219,7 +224,7 @@ def write_delta(
     tables = {table.name: table for _, table in served_tables(served)}
     if sorted(tables) != sorted(base.recstore_tables()):
         raise ValueError(f"the model has the tables {sorted(tables)}, base has {sorted(base.recstore_tables())}")
-    _check_attributes(served, base)
+    check_attributes(served, base)
     there = served_on_servers(served)
     for name in sorted(there.keys() ^ served_on_servers(base).keys()):
         raise ValueError(
@@ -255,7 +260,7 @@ def write_delta(
     return DeltaInfo(path, path.stat().st_size, *versions, found, names)
 
 
-def _check_attributes(served: nn.Module, base: torch.jit.ScriptModule) -> None:
+def check_attributes(served: nn.Module, base: torch.jit.ScriptModule) -> None:
     """Refuses attributes that differ from those of ``base``.
 
     A delta cannot change numbers, strings and lists, and the outputs may depend on them.

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from torchrec_recstore.utils import warn_user
 from torchrec_recstore_serving.bad_reads import BadReads, last_line
-from torchrec_recstore_serving.delta import checked_delta, private_copy
+from torchrec_recstore_serving.delta import checked_delta, load_libraries, private_copy
 from torchrec_recstore_serving.destinations import publications_at
 from torchrec_recstore_serving.follower_state import FollowerState
 from torchrec_recstore_serving.full_export import load_full
 from torchrec_recstore_serving.publications import FULL, Kind, Latest, Publication
 from torchrec_recstore_serving.retrieval import Retrieval, as_sequence
 from torchrec_recstore_serving.signing import key_at
-from torchrec_recstore_serving.verification import check_file
+from torchrec_recstore_serving.verification import check_file, compile_checksums
 
 # The errors of a file that is gone, not whole, damaged or of another model, and of a machine without memory.
 _BAD = (OSError, MemoryError, ValueError, RuntimeError, SafetensorError, torch.jit.Error)
@@ -79,6 +79,9 @@ class Follower:
     ) -> None:
         if pinned is not None and pinned < 1:
             raise ValueError(f"pinned must be the number of a publication, from 1, got {pinned}")
+        # The thread registers no operators and compiles nothing, because both change the state of the process.
+        load_libraries()
+        compile_checksums()
         self._pinned = pinned
         self._indexes = as_sequence(retrieval)
         self._key = key_at(key)

@@ -8,7 +8,7 @@ Tests: tests/serving/test_publish.py.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,11 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore_serving.delta import load_export, write_tensors
-from torchrec_recstore_serving.hashed_tables import HashedTable
+from torchrec_recstore_serving.program import dense_tensor, script_tables, script_version
 from torchrec_recstore_serving.row_formats import TYPE_NUMBERS
 from torchrec_recstore_serving.script import save_script
-from torchrec_recstore_serving.served_model import tensor_at
-from torchrec_recstore_serving.served_tables import ServedQuantTable, ServedTable
-from torchrec_recstore_serving.server_tables import ServerTable, served_on_servers
+from torchrec_recstore_serving.server_tables import served_on_servers
 from torchrec_recstore_serving.signing import Key
-from torchrec_recstore_serving.verification import checksum_of, hexadecimal, scripted_function
-
-_KINDS = {kind.__name__: kind for kind in (HashedTable, ServedTable, ServedQuantTable, ServerTable)}
 
 
 def write_full(
@@ -35,7 +30,7 @@ def write_full(
     program: Path,
     full: Path,
     key: Key | None,
-    mapped: Sequence[HashedTable],
+    mapped: Sequence[Any],
 ) -> None:
     """Writes a full export, each file completely or not at all.
 
@@ -53,7 +48,7 @@ def write_full(
     kept = {table.name for table in mapped} | set(served_on_servers(script))
     empty = copy.deepcopy(script)
     tensors: dict[str, Tensor] = {}
-    for table, without in zip(_tables(script), _tables(empty), strict=True):
+    for (_, table), (_, without) in zip(script_tables(script), script_tables(empty), strict=True):
         if table.name in kept:
             if hasattr(table, "native"):  # The rows are written apart from this object.
                 without.native = table.native
@@ -63,10 +58,10 @@ def write_full(
             tensors |= {f"{table.name}/ids": ids, f"{table.name}/rows": rows, f"{table.name}/removed": ids[:0]}
         _empty(without)
     for name in dense:
-        tensors[f"dense/{name}"] = _tensor(script, name).clone(memory_format=torch.contiguous_format)
-        _tensor(empty, name).zero_()
-    version = _version(empty, dense)
-    for without in _tables(empty):
+        tensors[f"dense/{name}"] = dense_tensor(script, name).clone(memory_format=torch.contiguous_format)
+        dense_tensor(empty, name).zero_()
+    version = script_version(empty, dense)
+    for _, without in script_tables(empty):
         without.version = version
     save_script(empty, program, key, mapped)
     write_tensors(tensors, version, script.recstore_version(), full, key)
@@ -81,25 +76,6 @@ def load_full(program: Path, full: Path) -> torch.jit.ScriptModule:
     model = load_export(program)
     model.apply_delta(safetensors.torch.load_file(full))
     return model
-
-
-def _tables(script: torch.jit.ScriptModule) -> Iterator[Any]:
-    """Yields each table of a served model, at each of its paths."""
-    return (module for _, module in script.named_modules(remove_duplicate=False) if hasattr(module, "row_format"))
-
-
-def _tensor(script: torch.jit.ScriptModule, name: str) -> Tensor:
-    tensor = tensor_at(script, name)
-    assert tensor is not None
-    return tensor
-
-
-def _version(script: torch.jit.ScriptModule, dense: Sequence[str]) -> str:
-    """Returns the version of a model with these rows and dense tensors, as ``verify`` computes it."""
-    tensors = {f"dense/{name}": _tensor(script, name) for name in dense}
-    for table in _tables(script):
-        _KINDS[table.original_name].give_tensors(table, tensors)
-    return str(scripted_function(hexadecimal)(scripted_function(checksum_of)(tensors)))
 
 
 def _stored(table: Any) -> tuple[Tensor, Tensor]:

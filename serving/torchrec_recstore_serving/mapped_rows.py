@@ -14,11 +14,10 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from torchrec_recstore_serving.hashed_tables import HashedTable
 
 _ALIGNMENT = 64  # bytes: the lines of the index are cache lines
 _BLOCK_BYTES = 8 << 20
@@ -28,8 +27,11 @@ _PADDING = 0x4246  # the number of the extra field with which torch aligns recor
 
 
 @contextmanager
-def rows_apart(tables: Sequence[HashedTable]) -> Iterator[dict[str, list[Tensor]]]:
+def rows_apart(tables: Sequence[Any]) -> Iterator[dict[str, list[Tensor]]]:
     """Makes ``torch.jit.save`` write the tables without their rows, until the end of the context.
+
+    Args:
+        tables: Modules or compiled modules of :class:`torchrec_recstore_serving.hashed_tables.HashedTable`.
 
     Yields:
         The tensors of each record that :func:`append_records` then adds to the file, by the name of the record.

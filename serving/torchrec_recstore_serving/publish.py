@@ -23,15 +23,16 @@ from torchrec_recstore.sharders.gather import all_gathered, picklable, refused_t
 from torchrec_recstore.store import Table
 from torchrec_recstore.utils import warn_user
 from torchrec_recstore_serving.changes import ChangedRows, remember
-from torchrec_recstore_serving.delta import DeltaInfo, checked_delta, is_hashed, write_delta
+from torchrec_recstore_serving.delta import DeltaInfo, check_attributes, checked_delta, is_hashed, write_delta
 from torchrec_recstore_serving.destinations import publications_at
 from torchrec_recstore_serving.export import read_changes, read_model
 from torchrec_recstore_serving.full_export import write_full
-from torchrec_recstore_serving.hashed_tables import HashedTable, check_index, mapped_tables
+from torchrec_recstore_serving.hashed_tables import check_index
+from torchrec_recstore_serving.program import Program
 from torchrec_recstore_serving.publications import FULL, Latest, Publication
-from torchrec_recstore_serving.script import scripted
-from torchrec_recstore_serving.served_model import dense_tensors, scriptable, tensor_at
+from torchrec_recstore_serving.served_model import scriptable
 from torchrec_recstore_serving.signing import Key, key_at
+from torchrec_recstore_serving.verification import compile_checksums
 
 _PAUSE_S = 0.01
 _EXCHANGES = 32  # the largest number of exchanges between ranks within every_s
@@ -204,29 +205,51 @@ class DeltaPublisher:
         return bool(all_gathered(again, self._env)[0])
 
     def _publish(self) -> None:
+        """Reads the model, compiles it if that is necessary, and begins to write a publication."""
         self._next = time.monotonic() + self._every_s
         moment = time.time()
-        reading = self._changes()
+        marks: dict[Table, int] = {}
+        reading = self._changed(marks)
         if reading is None:
-            self._marks = {}
-            selection = (self._min_frequency, self._top_rows)
-            exported = read_model(self._model, self._dtype, *selection, self._env, self._marks, None, self._rows)
-            reading = _Reading(exported)
+            marks = {}
+            reading = self._whole(marks)
         if self._writer is not None:
             self._writer.begin(reading, moment)
+        self._marks = marks
 
-    def _changes(self) -> _Reading | None:
-        """Reads what has changed since the last publication. Returns None if that is not known."""
+    def _whole(self, marks: dict[Table, int]) -> _Reading:
+        """Reads the whole model, and compiles it if its structure is new. Adds the mark of each shard to ``marks``."""
+        selection = (self._min_frequency, self._top_rows)
+        exported = read_model(self._model, self._dtype, *selection, self._env, marks, None, self._rows)
+        with refused_together(self._env):
+            reading = _Reading(scriptable(exported))
+            if self._writer is not None:
+                # The writing thread cannot compile: that would change the state of the whole process.
+                self._writer.compile(reading.served)
+        return reading
+
+    def _changed(self, marks: dict[Table, int]) -> _Reading | None:
+        """Reads what has changed since the last publication.
+
+        Args:
+            marks: The change mark of each shard that is read is added to it.
+
+        Returns:
+            The changes. None, on every rank, if they are not known, or if the structure of the model has changed.
+        """
         version = all_gathered(None if self._writer is None else self._writer.chained_version(), self._env)[0]
         if version is None or self._min_frequency or self._top_rows is not None:
             return None
         remember(self._marks, version)
-        marks: dict[Table, int] = {}
         exported, changes = read_changes(self._model, self._dtype, version, self._env, marks, self._rows)
         if changes is None:
             return None
-        self._marks = marks
-        return _Reading(exported, changes)
+        is_base = False
+        with refused_together(self._env):
+            reading = _Reading(scriptable(exported), changes)
+            if self._writer is not None:
+                is_base = self._writer.compile(reading.served)
+        return reading if all_gathered(is_base, self._env)[0] else None
 
     def _release(self) -> None:
         self._open = False
@@ -258,17 +281,20 @@ class _Reading:
     """A model as it was at one moment.
 
     Args:
-        exported: The static model.
-        changes: The rows that have changed since the last publication, if ``exported`` has no rows; see
-            :func:`torchrec_recstore_serving.export.read_changes`. None: ``exported`` has all rows.
+        served: The model in the form that is compiled, with tables that search sorted ids.
+        changes: The rows that have changed since the last publication, if ``served`` has no rows; see
+            :func:`torchrec_recstore_serving.export.read_changes`. None: ``served`` has all rows.
     """
 
-    exported: nn.Module
+    served: nn.Module
     changes: Sequence[ChangedRows] | None = None
 
 
 class _Writer:
     """The thread that writes publications, one at a time.
+
+    The thread compiles nothing, makes no modules and changes no state of the process: :meth:`compile` is called in the
+    thread that trains. docs/inside.md has the rules for threads.
 
     Args:
         destination: See :class:`DeltaPublisher`.
@@ -279,7 +305,7 @@ class _Writer:
     """
 
     def __init__(self, destination: str | Path, full_every_s: float, index: str, rows: str, key: Key | None) -> None:
-        self._index = index
+        self._program = Program(index)
         self._rows = rows
         self._key = key
         self._place = publications_at(destination, key)
@@ -288,11 +314,8 @@ class _Writer:
         self._latest: Latest | None = None
         self._number = 0
         self._base: torch.jit.ScriptModule | None = None
-        """The model as it was published last. None: the next publication is a full export without a delta."""
-        self._dense: list[str] = []
-        """The names of the model's tensors outside its tables."""
-        self._mapped: list[HashedTable] = []
-        """The tables of the model whose rows followers map."""
+        """The model as it was published last, which is that of the program. None: the next publication is a full
+        export without a delta."""
         self.needs_whole = False
         """Whether nothing was written, because the whole model has to be read."""
         self._next_full = -math.inf  # by time.monotonic()
@@ -300,6 +323,7 @@ class _Writer:
         self.error: BaseException | None = None
         """The error of the last publication, until it has been raised."""
         try:
+            compile_checksums()
             self._latest = self._place.claim(self._run)
             danger = None if key is not None else self._place.writers().danger
             if danger is not None:
@@ -318,6 +342,30 @@ class _Writer:
     def chained_version(self) -> str | None:
         """Returns the version of the last publication. None: a delta of the changed rows only cannot be made of it."""
         return self._base.recstore_version() if self._base is not None and is_hashed(self._base) else None
+
+    def compile(self, served: nn.Module) -> bool:
+        """Compiles a model if its structure is not that of the compiled one. The writer must not be busy.
+
+        Returns:
+            Whether a delta of the model that was published last can lead to this model.
+
+        Raises:
+            ValueError: The model cannot be compiled. The model that was published last is as it was.
+        """
+        if self._program.fits(served):
+            return self._base is not None
+        reason = "the modules of the model have changed"
+        if self._base is not None:
+            try:
+                check_attributes(served, self._base)
+            except ValueError as error:
+                reason = str(error)
+        if not self._program.compile(served):
+            return self._base is not None
+        if self._base is not None:
+            warn_user(f"a full export is published without a delta: {reason}")
+            self._base = None
+        return False
 
     def begin(self, reading: _Reading, moment: float) -> None:
         """Begins to write a publication. The writer must not be busy."""
@@ -365,10 +413,7 @@ class _Writer:
             self._base, self.needs_whole = None, True
             return
         if info is None:
-            served = scriptable(reading.exported, index=self._index)
-            self._base, self._mapped = scripted(served), mapped_tables(served, self._rows)
-            names = dense_tensors(served, every_path=True)
-            self._dense = [name for name in names if tensor_at(self._base, name) is not None]
+            self._base = self._program.load(reading.served)
         assert self._base is not None
         full = info is None or time.monotonic() >= self._next_full
         if info is not None and info.base == info.version and not full:
@@ -393,7 +438,7 @@ class _Writer:
         assert self._base is not None
         path = self._place.path_of(self._number + 1, "delta")
         try:
-            return write_delta(scriptable(reading.exported), self._base, path, reading.changes, self._key)
+            return write_delta(reading.served, self._base, path, reading.changes, self._key)
         except ValueError as error:
             warn_user(f"a full export is published without a delta: {error}")
             return None
@@ -404,7 +449,8 @@ class _Writer:
         number = self._number + 1
         if full:
             program, tensors = (self._place.path_of(number, kind) for kind in FULL)
-            write_full(self._base, self._dense, program, tensors, self._key, self._mapped)
+            mapped = self._program.mapped_tables(self._rows)
+            write_full(self._base, self._program.dense, program, tensors, self._key, mapped)
         base = None if info is None else info.base
         publication = Publication(number, self._base.recstore_version(), base, moment, full, self._run)
         latest = self._place.append(publication, self._latest)

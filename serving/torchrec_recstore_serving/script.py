@@ -9,12 +9,13 @@ import inspect
 import keyword
 import os
 import re
-from collections.abc import Sequence
-from functools import reduce
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torchrec.fx
 from torch import nn
 
 from torchrec_recstore.checkpoint.files import whole_file
@@ -28,6 +29,7 @@ from torchrec_recstore_serving.verification import (  # noqa: F401  (the methods
     check_file_bytes,
     checksum_of,
     checksum_of_strings,
+    compiling,
     hexadecimal,
     sign_export,
 )
@@ -60,16 +62,15 @@ _PLAIN = re.compile(r"(int|float|bool|str|List|Dict|Tuple|Optional|NoneType|[\[\
 _CODE_BYTES = 1 << 22  # An upper bound of a file's size without its tensors.
 
 
-def save_script(
-    script: torch.jit.ScriptModule, path: Path, key: Key | None = None, mapped: Sequence[HashedTable] = ()
-) -> None:
+def save_script(script: torch.jit.ScriptModule, path: Path, key: Key | None = None, mapped: Sequence[Any] = ()) -> None:
     """Writes a scripted module completely or not at all, and signs it if there is a key.
 
     Args:
         script: The module.
         path: The file.
         key: The key. Default: None, no signature.
-        mapped: The tables of the module whose rows a process maps from the file. Default: (), a process reads all rows.
+        mapped: The tables of the module whose rows a process maps from the file, as modules or compiled modules with a
+            native object. Default: (), a process reads all rows.
 
     Raises:
         OSError: The file cannot be written. The file at ``path`` is as it was.
@@ -98,6 +99,8 @@ def _bytes(script: torch.jit.ScriptModule) -> int:
 def scripted(served: nn.Module) -> torch.jit.ScriptModule:
     """Compiles a served model with TorchScript, and adds the methods for its tables and deltas.
 
+    The call must be made in a thread of the user: see :func:`compiled`.
+
     Args:
         served: The result of :func:`torchrec_recstore.inference.scriptable`, or a module of served tables.
 
@@ -106,6 +109,34 @@ def scripted(served: nn.Module) -> torch.jit.ScriptModule:
             model has a method with the name of an added method, or a module or tensor has a name that TorchScript
             reserves.
     """
+    script = compiled(served)
+    set_version(script, version_of(served, script), script.recstore_attributes())
+    return script
+
+
+def set_version(script: torch.jit.ScriptModule, version: str, attributes: str) -> None:
+    """Sets the version and the checksum of the attributes of a compiled model in each of its tables."""
+    for _, module in script.named_modules(remove_duplicate=False):
+        if hasattr(module, "row_format"):
+            module.version = version
+            module.attributes = attributes
+
+
+def compiled(served: nn.Module) -> torch.jit.ScriptModule:
+    """Compiles a served model as :func:`scripted` does, without its version and the checksum of its attributes.
+
+    TorchScript keeps the classes of compiled modules for the whole process, and TorchRec's tracer replaces methods of
+    ``nn.Module`` while it works. No thread of this package calls this function, therefore. Calls in several threads
+    wait for each other, and :class:`_Tracer` leaves the modules of other threads alone.
+
+    Raises:
+        ValueError: See :func:`scripted`.
+    """
+    with compiling:
+        return _compiled(served)
+
+
+def _compiled(served: nn.Module) -> torch.jit.ScriptModule:
     for method in _METHODS:
         if hasattr(served, method):
             raise ValueError(
@@ -139,10 +170,6 @@ def scripted(served: nn.Module) -> torch.jit.ScriptModule:
         )
         if hasattr(script, "recstore_hold"):
             _hold_in_methods(script)
-    version, attributes = version_of(served, script), script.recstore_attributes()
-    for path in tables:
-        table: Any = reduce(getattr, path.split(".") if path else [], script)
-        table.version, table.attributes = version, attributes
     return script
 
 
@@ -181,9 +208,7 @@ def _scripted(served: nn.Module) -> tuple[torch.jit.ScriptModule, nn.Module]:
     except Exception as error:
         directly = error
     try:
-        import torchrec.fx  # TorchRec need not be installed for a module that TorchScript compiles directly.
-
-        tracer = torchrec.fx.Tracer(leaf_modules=_LEAVES)
+        tracer = _Tracer()
         traced = torch.fx.GraphModule(served, tracer.trace(served))
         used = {id(table) for _, table in served_tables(traced)}
         for path, table in served_tables(served):
@@ -195,6 +220,32 @@ def _scripted(served: nn.Module) -> tuple[torch.jit.ScriptModule, nn.Module]:
             f"{_unannotated(served, str(directly))}TorchScript cannot compile {type(served).__name__}: {directly}\n"
             f"It cannot compile the result of torchrec.fx.Tracer either: {error}"
         ) from directly
+
+
+class _Tracer(torchrec.fx.Tracer):  # type: ignore[misc]
+    """TorchRec's tracer, which records the calls of one thread only.
+
+    A tracer replaces ``nn.Module.__call__`` and ``nn.Module.__getattr__`` for all threads of the process (torch 2.13).
+    Calls of other threads, such as a server of predictions, are therefore passed on as they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(leaf_modules=_LEAVES)
+        self._thread = threading.get_ident()
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Records the call of a module. See ``torch.fx.Tracer``."""
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Records the use of an attribute of a module. See ``torch.fx.Tracer``."""
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
 
 def _unannotated(served: nn.Module, said: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import os
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -57,10 +58,25 @@ def delta_metadata(key: Key | None) -> dict[str, str]:
     return {"recstore delta": f"{FORMAT:04d} {_NO_DIGITS.decode()}", **signature}
 
 
-@cache
+compiling = threading.RLock()
+"""Held while TorchScript compiles: the classes and functions that it knows belong to the whole process."""
+
+
 def scripted_function(function: Callable[..., Any]) -> Any:
-    """Compiles a function with TorchScript."""
+    """Compiles a function with TorchScript, in the first call."""
+    with compiling:
+        return _scripted_function(function)
+
+
+@cache
+def _scripted_function(function: Callable[..., Any]) -> Any:
     return torch.jit.script(function)
+
+
+def compile_checksums() -> None:
+    """Compiles the functions of checksums, so that a thread that is started later compiles nothing."""
+    for function in (checksum_after, checksum_of, hexadecimal):
+        scripted_function(function)
 
 
 def checksum_after(state: Tensor, data: Tensor) -> Tensor:
