@@ -21,6 +21,7 @@ from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import ConstantInit, TableOptions
 from torchrec_recstore_service import get_kv_client
 from torchrec_recstore_service.client.hosted import HostedTables
+from torchrec_recstore_service.client.initial_rows import InitFunc
 from torchrec_recstore_service.wire.row_requests import InitialRows
 
 DIM = 4
@@ -40,6 +41,13 @@ def client(request: pytest.FixtureRequest) -> Iterator[RecStoreClient]:
 def new_table(client: RecStoreClient, **arguments: object) -> str:
     name = f"seed{next(_names)}"
     client.init_data(name, (100, DIM), optimizer=SGD(lr=1.0), options=ZEROS, **arguments)  # type: ignore[arg-type]
+    return name
+
+
+def new_random_table(client: RecStoreClient, row_func: InitFunc) -> str:
+    """Makes a table whose initial rows are made by a function."""
+    name = f"seed{next(_names)}"
+    client.init_data(name, (100, DIM), optimizer=SGD(lr=1.0), row_func=row_func)
     return name
 
 
@@ -447,6 +455,7 @@ import torch
 from torchrec_recstore_service import RecStoreClient
 from torchrec_recstore_service import get_kv_client
 from torchrec_recstore_service.client.hosted import HostedTables
+from torchrec_recstore_service.client.initial_rows import InitFunc
 client = RecStoreClient()
 client.init_data("t", (10, 4))
 made = []
@@ -465,3 +474,40 @@ def test_a_process_that_ends_reports_an_update_that_fails() -> None:
     run = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0
     assert "RecStoreWarning: an update that was not waited for has failed: no room" in run.stderr
+
+
+def test_functions_of_initial_rows_are_called_in_the_thread_of_the_caller(client: RecStoreClient) -> None:
+    """They seed torch's default generator, from which training draws in the thread of the caller."""
+    callers: list[str] = []
+
+    def row_func(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        callers.append(threading.current_thread().name)
+        return torch.rand(shape, dtype=dtype)
+
+    plain, random = new_table(client), new_random_table(client, row_func)
+    ids, grads = torch.tensor([1, 2]), torch.ones(2, DIM)
+    before = torch.get_rng_state()
+    for number in range(3):
+        handles = [client.update_async(plain, ids, grads) for _ in range(3)]
+        client.update(random, ids + 10 * number, grads)
+        client.update_async(random, ids + 10 * number + 5, grads)
+        client.wait_for_prefetch(client.prefetch(random, ids + 100))
+        for handle in handles:
+            client.wait(handle)
+    assert set(callers) == {threading.current_thread().name}
+    assert torch.equal(torch.get_rng_state(), before)
+    assert client.pull(plain, ids).tolist() == [[-9.0] * DIM] * 2
+
+
+def test_an_update_with_a_function_leaves_the_errors_of_earlier_ones(client: RecStoreClient) -> None:
+    """It waits for the updates before it, and their errors are raised by their own ``wait``."""
+    missing, random = new_table(client), new_random_table(client, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+    ids, grads = torch.tensor([1, 2]), torch.ones(2, DIM)
+    release = threading.Event()
+    client._updates.start(lambda: release.wait(60) and None)
+    handle = client._updates.start(lambda: client._open().update(f"no {missing}", ids, grads))
+    threading.Timer(0.05, release.set).start()
+    client.update(random, ids, grads)
+    assert client.pull(random, ids).tolist() == [[-1.0] * DIM] * 2
+    with pytest.raises((KeyError, ValueError, RuntimeError)):
+        client.wait(handle)

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 from torchrec_recstore.utils import warn_user
@@ -110,6 +110,12 @@ class Updates:
             raise ValueError(f"there is no update {handle!r}")
         if future is not None:
             future.result()
+
+    def wait_for_earlier(self) -> None:
+        """Waits for all updates that have been started. Their errors are those of their own :meth:`wait`."""
+        with self._lock:
+            pending = list(self.pending.values())
+        wait(pending)
 
     def wait_for_all(self) -> list[Exception]:
         """Waits for all updates that nobody has waited for, and returns their errors."""

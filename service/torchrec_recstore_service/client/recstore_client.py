@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -288,11 +287,13 @@ class RecStoreClient(metaclass=_OneOfProcess):
         tables, spec = self._open(), self.spec(name)
         ids = checked_ids(name, ids)
         grads = checked_rows(name, "grads", grads, ids, spec)
-        update = tables.update if not spec.initial_rows else partial(self._update, tables, spec)
-        if self._updates.pending:  # updates are carried out in the order of the calls
-            self.wait(self._updates.start(lambda: update(name, ids, grads)))
+        if spec.initial_rows:
+            self._updates.wait_for_earlier()
+            self._update(tables, spec, name, ids, grads)
+        elif self._updates.pending:  # updates are carried out in the order of the calls
+            self.wait(self._updates.start(lambda: tables.update(name, ids, grads)))
         else:
-            update(name, ids, grads)
+            tables.update(name, ids, grads)
 
     def update_async(self, name: str, ids: Tensor, grads: Tensor) -> int:
         """Starts an :meth:`update` in another thread. Updates are carried out in the order in which they were started.
@@ -715,7 +716,10 @@ class RecStoreClient(metaclass=_OneOfProcess):
         return whole
 
     def _update(self, tables: HostedTables | ServerSet, spec: TableSpec, name: str, ids: Tensor, grads: Tensor) -> None:
-        """Updates rows of a table with a function of initial rows, and sends those of the ids without a row."""
+        """Updates rows of a table with a function of initial rows, and sends those of the ids without a row.
+
+        It must be called in the thread of the user, because making initial rows seeds torch's default generator.
+        """
         for attempt in range(_ATTEMPTS):
             # After a refused attempt, initial rows are sent for all ids that have one: the next attempt lacks none.
             missing = ~tables.exists(name, ids)
