@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from .packages import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = (ROOT / "docs" / "inside.md").read_text()
+THREADS = ("Thread", "Timer", "ThreadPoolExecutor", "run_in_executor", "to_thread")
 NAMED = sorted(set(re.findall(r"[\w/]+/\w+\.(?:py|h|cpp|inl|proto)\b", DOCUMENT)))
 
 
@@ -25,6 +27,20 @@ def test_named_files_exist(name: str) -> None:
 def test_the_core_is_described() -> None:
     assert len(NAMED) > 50
     assert {"csrc/index.h", "csrc/rows.h", "csrc/pass.h", "csrc/snapshot.h", "csrc/ops/table.cpp"} <= set(NAMED)
+
+
+def test_each_file_that_starts_threads_is_in_the_table_of_threads() -> None:
+    """So that somebody looks at what a new thread calls."""
+    section = DOCUMENT[DOCUMENT.index("## Threads") : DOCUMENT.index("## Cold tier")]
+    starting: set[str] = set()
+    for package in PACKAGES.values():
+        for path in package.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in THREADS:
+                    starting.add(f"{path.parent.name}/{path.name}")
+    assert len(starting) > 15
+    missing = sorted(file for file in starting if file not in section)
+    assert missing == [], f"docs/inside.md does not say what the threads of {missing} call"
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ class DeltaPublisher:
     The first :meth:`step` publishes a full export of the model. Later steps publish the changes since the publication
     before, if ``every_s`` has passed since then. The model is read in :meth:`step`, and a thread writes what was read.
     Later steps read only the rows that have changed, if ``index`` is ``"hash"``, no rows are selected by frequency, and
-    no table is sharded by column. Otherwise they read the whole model.
+    no table is sharded by column. Otherwise they read the whole model. The first step also compiles the model, and a
+    later step does if the structure of the model has changed; docs/publishing.md says how long that takes.
     A publication that is due while this thread still writes, or while ``async_save`` writes a checkpoint, waits for a
     later step.
 
@@ -126,8 +127,9 @@ class DeltaPublisher:
         """Publishes the model if a publication is due. Call it after each training step. Collective.
 
         Raises:
-            Exception: The errors of :func:`torchrec_recstore.inference.export_for_inference`, and the error with which
-                the last publication has failed. The next publication then is a full export.
+            Exception: The errors of :func:`torchrec_recstore.inference.export_for_inference`, which are those of this
+                step, and the error with which the last publication has failed. The next publication after the latter
+                is a full export.
             ValueError: The publisher is closed.
         """
         if not self._open:
