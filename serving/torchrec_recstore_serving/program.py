@@ -21,7 +21,7 @@ from torchrec_recstore_serving.script import compiled, set_version
 from torchrec_recstore_serving.served_model import copied_with, dense_tensors, served_tables, tensor_at
 from torchrec_recstore_serving.served_tables import ServedQuantTable, ServedTable
 from torchrec_recstore_serving.server_tables import ServerTable
-from torchrec_recstore_serving.structure import structure_of
+from torchrec_recstore_serving.structure import constant_of, structure_of
 from torchrec_recstore_serving.verification import checksum_of, hexadecimal, scripted_function
 
 _MANGLED = re.compile(r"___torch_mangle_\d+\.")
@@ -156,13 +156,16 @@ def script_version(script: torch.jit.ScriptModule, dense: Sequence[str]) -> str:
 
 def _code_of(script: torch.jit.ScriptModule, dense: Sequence[str]) -> object:
     """Returns everything of a compiled model that :meth:`Program.load` does not replace, in a form to be compared."""
-    methods: list[tuple[str, str]] = []
-    tables: list[tuple[str, str, str]] = []
+    methods: list[object] = []
+    tables: list[object] = []
     for path, module in script.named_modules(remove_duplicate=False):
         if hasattr(module, "row_format"):
             tables.append((path, module.original_name, str(module.name)))
-        elif module._c._has_method("forward"):
-            methods.append((path, _MANGLED.sub("", module.code)))
+            continue
+        for name in module._c._method_names():
+            code, constants = module._c._get_method(name).code_with_constants
+            values = [constant_of(value) for value in constants.values()]
+            methods.append((path, name, _MANGLED.sub("", code), values))
     tensors: list[object] = []
     first_names: dict[int, str] = {}
     for name in dense:

@@ -224,8 +224,9 @@ class DeltaPublisher:
         selection = (self._min_frequency, self._top_rows)
         exported = read_model(self._model, self._dtype, *selection, self._env, marks, None, self._rows)
         with refused_together(self._env):
-            reading = _Reading(scriptable(exported))
+            reading = _Reading(exported)
             if self._writer is not None:
+                reading = _Reading(scriptable(exported))
                 # The writing thread cannot compile: that would change the state of the whole process.
                 self._writer.compile(reading.served)
         return reading
@@ -248,8 +249,9 @@ class DeltaPublisher:
             return None
         is_base = False
         with refused_together(self._env):
-            reading = _Reading(scriptable(exported), changes)
+            reading = _Reading(exported, changes)
             if self._writer is not None:
+                reading = _Reading(scriptable(exported), changes)
                 is_base = self._writer.compile(reading.served)
         return reading if all_gathered(is_base, self._env)[0] else None
 

@@ -92,7 +92,7 @@ class _Description:
         if isinstance(value, Tensor | nn.Module) and id(value) in self._first_paths:
             return self._first_paths[id(value)]
         if isinstance(value, Tensor):
-            return _constant(value)
+            return constant_of(value)
         if id(value) in self._open:
             return (type(value), "a cycle")
         self._open.append(id(value))
@@ -128,8 +128,10 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def _constant(tensor: Tensor) -> object:
-    """Describes a tensor that a container holds. TorchRec's tracer writes its value into the code."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+def constant_of(value: object) -> object:
+    """Describes a value that is written into compiled code: a tensor by its contents, another value by its ``repr``."""
+    if not isinstance(value, Tensor):
+        return (type(value), repr(value))
+    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     digest = hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
-    return (tuple(tensor.shape), tensor.dtype, digest)
+    return (tuple(value.shape), value.dtype, digest)

@@ -9,6 +9,7 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -323,6 +324,25 @@ class WithClosure(Pooled):
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
         """(B, DENSE) and the bags -> (B, 1)."""
         out: Tensor = self.over(self.halved(self.joined(dense, features)))
+        return out
+
+
+class WithConstant(Pooled):
+    """A model with a constant, which TorchScript writes into the code of a method."""
+
+    scale: Final[float]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 0.5
+
+    def scaled(self, values: Tensor) -> Tensor:
+        """Returns the values times the constant."""
+        return values * self.scale
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        """(B, DENSE) and the bags -> (B, 1)."""
+        out: Tensor = self.over(self.scaled(self.joined(dense, features)))
         return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,15 @@ from .process_state import process_state
 
 LEAST_STEPS = 20
 MOST_S = 120
+
+
+@pytest.fixture(autouse=True)
+def _frequent_switches() -> Iterator[None]:
+    """Lets threads take turns a hundred times as often, so that a mistake shows."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(interval / 100)
+    yield
+    sys.setswitchinterval(interval)
 
 
 @dataclass

@@ -25,7 +25,9 @@ from torchrec_recstore_serving.delta import is_hashed
 from torchrec_recstore_serving.served_model import scriptable
 from torchrec_recstore_serving.structure import structure_of
 
-from .background_models import SCRIPTED, TRACED, Gated, Pooled, Refused, WithSettings, batch
+from .background_models import SCRIPTED, TRACED, Gated, Pooled, Refused, WithConstant, WithSettings, batch
+
+SLOW = pytest.mark.slow
 
 # What changes the state of the whole process. A thread of ours calls none of these functions.
 OF_THE_PROCESS: list[tuple[Any, str]] = [
@@ -96,8 +98,14 @@ def calls(monkeypatch: pytest.MonkeyPatch, functions: list[tuple[Any, str]]) -> 
         yield called
 
 
-@pytest.mark.parametrize("rows", ["memory", "mapped"])
-@pytest.mark.parametrize("name", ["single", "dlrm_dcn"])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("dlrm_dcn", "memory"),
+        pytest.param("single", "memory", marks=SLOW),
+        pytest.param("single", "mapped", marks=SLOW),
+    ],
+)
 def test_no_thread_changes_the_process(name: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Publisher and follower, with a change of the structure and a publication that fails."""
     model = {**SCRIPTED, **TRACED}[name]()
@@ -128,8 +136,15 @@ def test_no_thread_changes_the_process(name: str, rows: str, tmp_path: Path, mon
         assert_follows(late, model, tmp_path)
 
 
-@pytest.mark.parametrize("index", ["hash", "sorted"])
-@pytest.mark.parametrize("kind", [Pooled, WithSettings])
+@pytest.mark.parametrize(
+    ("kind", "index"),
+    [
+        (Pooled, "hash"),
+        (WithSettings, "sorted"),
+        pytest.param(Pooled, "sorted", marks=SLOW),
+        pytest.param(WithSettings, "hash", marks=SLOW),
+    ],
+)
 def test_a_structure_is_compiled_once(
     kind: type[nn.Module], index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +192,7 @@ def test_a_structure_is_compiled_once(
         assert_follows(follower, model, tmp_path)
 
 
-@pytest.mark.parametrize("index", ["hash", "sorted"])
+@pytest.mark.parametrize("index", ["hash", pytest.param("sorted", marks=SLOW)])
 def test_an_object_that_the_model_reads_is_part_of_its_structure(index: str, tmp_path: Path) -> None:
     """The tracer has written its value into the program. The next publication is compiled again."""
     model = WithSettings()
@@ -193,7 +208,7 @@ def test_an_object_that_the_model_reads_is_part_of_its_structure(index: str, tmp
             assert_follows(follower, model, tmp_path)
 
 
-@pytest.mark.parametrize("index", ["hash", "sorted"])
+@pytest.mark.parametrize("index", ["hash", pytest.param("sorted", marks=SLOW)])
 def test_attributes_that_the_program_does_not_have(index: str, tmp_path: Path) -> None:
     """A model that counts its steps is compiled again, to the same program: deltas go on."""
     model = WithSettings()
@@ -215,7 +230,22 @@ def test_attributes_that_the_program_does_not_have(index: str, tmp_path: Path) -
             publish(publisher)
 
 
-@pytest.mark.parametrize("index", ["hash", "sorted"])
+def test_a_constant_that_a_helper_has_is_part_of_the_program(tmp_path: Path) -> None:
+    """TorchScript writes a constant into the method that reads it, which is not ``forward``."""
+    model = WithConstant()
+    train(model)
+    place = tmp_path / "published"
+    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher:
+        publish(publisher)
+        model.scale = 4.0  # type: ignore[misc]
+        with pytest.warns(RecStoreWarning, match="a full export is published without a delta"):
+            publish(publisher)
+        with Follower(place) as follower:
+            assert follower.poll()
+            assert_follows(follower, model, tmp_path)
+
+
+@pytest.mark.parametrize("index", ["hash", pytest.param("sorted", marks=SLOW)])
 def test_an_error_of_the_compiler_is_raised_by_its_step(index: str, tmp_path: Path) -> None:
     """The step that reads the model raises the error, nothing is lost, and the publisher goes on."""
     model = Refused()
@@ -274,7 +304,7 @@ def test_other_threads_call_modules_during_a_trace(tmp_path: Path) -> None:
         assert follower.model(dense, features).shape == (len(dense), 1)
 
 
-@pytest.mark.parametrize("name", ["dlrm", "dlrm_dcn"])
+@pytest.mark.parametrize("name", ["dlrm_dcn", pytest.param("dlrm", marks=SLOW)])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_two_publishers(name: str, threads: int, tmp_path: Path) -> None:
     """Two publishers in one process, in one thread or each in a thread of the user."""
