@@ -35,15 +35,21 @@ from .background_models import FEATURES, SCRIPTED, TRACED, OnServers, Sharded, b
 from .process_state import process_state
 
 LEAST_STEPS = 20
-MOST_S = 120
+MOST_S = 600
 
 
 @pytest.fixture(autouse=True)
 def _frequent_switches() -> Iterator[None]:
-    """Lets threads take turns a hundred times as often, so that a mistake shows."""
+    """Lets threads take turns a hundred times as often, so that a mistake shows.
+
+    Training gets one thread of torch, so that the threads of low priority have a core for themselves.
+    """
     interval = sys.getswitchinterval()
+    threads = torch.get_num_threads()
     sys.setswitchinterval(interval / 100)
+    torch.set_num_threads(1)
     yield
+    torch.set_num_threads(threads)
     sys.setswitchinterval(interval)
 
 
