@@ -270,6 +270,8 @@ def check_attributes(served: nn.Module, base: torch.jit.ScriptModule) -> None:
         for name, value in vars(module).items():
             if name in ("training", "version", "attributes") or not isinstance(value, int | float | str | list):
                 continue
+            if isinstance(value, list) and any(isinstance(part, Tensor) for part in value):
+                continue  # such as the weights of a recurrent layer, which are dense tensors
             before = getattr(modules.get(path), name, None)
             if isinstance(before, int | float | str | list) and repr(before) != repr(value):
                 where = f"{path}.{name}" if path else name

@@ -230,6 +230,23 @@ def test_attributes_that_the_program_does_not_have(index: str, tmp_path: Path) -
             publish(publisher)
 
 
+def test_a_delta_of_a_recurrent_layer(tmp_path: Path) -> None:
+    """Its list of weights is no attribute that a delta cannot change: the weights are dense tensors."""
+    model = SCRIPTED["single"]()
+    train(model)
+    place = tmp_path / "published"
+    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher, Follower(place) as follower:
+        for step in range(3):
+            publish(publisher)
+            assert follower.poll()
+            assert_follows(follower, model, tmp_path)
+            train(model, step)
+            with torch.no_grad():
+                for weight in model.recurrent.parameters():
+                    weight += 0.1
+        assert (follower.state.fulls_loaded, follower.state.deltas_applied) == (1, 2)
+
+
 def test_a_constant_that_a_helper_has_is_part_of_the_program(tmp_path: Path) -> None:
     """TorchScript writes a constant into the method that reads it, which is not ``forward``."""
     model = WithConstant()
