@@ -46,5 +46,7 @@ _NAMES = {
 }
 
 _modules = {name: module for module, names in _NAMES.items() for name in names.split()}
-_with_torchrec = [name for name, module in _modules.items() if module in ("apply", "distributed", "load", "save", "stock")]
+_with_torchrec = [
+    name for name, module in _modules.items() if module in ("apply", "distributed", "load", "save", "stock")
+]
 __getattr__, __dir__ = lazy_names(__name__, _modules, public=[*_modules], with_torchrec=_with_torchrec)
