@@ -29,9 +29,7 @@ from torchrec_recstore.store.table_state import StatsByTable
 def test_dataclasses_show_the_fields_that_are_set() -> None:
     assert repr(TableOptions()) == "TableOptions()"
     options = TableOptions(max_rows=9, eviction=LFU(), expiry=Expiry(steps=3), seed=1)
-    assert (
-        repr(options) == "TableOptions(seed=1, max_rows=9, eviction=LFU(half_life_steps=None), expiry=Expiry(steps=3))"
-    )
+    assert repr(options) == "TableOptions(seed=1, max_rows=9, eviction=LFU(), expiry=Expiry(steps=3))"
     assert eval(repr(options)) == options
     secret = repr(TableOptions(max_rows=1, cold_store=RedisStore("redis://:password@host")))
     assert "password" not in secret

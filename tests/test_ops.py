@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from typing import Any
 
@@ -13,7 +14,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.optim import SGD
-from torchrec_recstore.options import LRU, ConstantInit, Expiry, MinFrequency, TableOptions
+from torchrec_recstore.options import LRU, ConstantInit, Expiry, MinFrequency, Scored, TableOptions
 from torchrec_recstore.sharders.agreed_clock import AgreedClock
 from torchrec_recstore.store import Table
 from torchrec_recstore_service.wire import row_ops
@@ -37,6 +38,19 @@ def _table() -> int:
 def _bounded() -> int:
     options = TableOptions(max_rows=3, eviction=LRU(), expiry=Expiry(1), admission=MinFrequency(2, 1024))
     _keep.append(Table(4, options=options))
+    return int(_keep[-1].handle)
+
+
+def _scored() -> int:
+    _keep.append(Table(4, options=TableOptions(max_rows=9, eviction=Scored())))
+    ops.table_lookup(_keep[-1].handle, IDS, True)
+    return int(_keep[-1].handle)
+
+
+def _recording() -> int:
+    _keep.append(Table(4, options=TableOptions(left_ids=5)))
+    ops.table_lookup(_keep[-1].handle, IDS, True)
+    ops.table_remove(_keep[-1].handle, IDS[:2])
     return int(_keep[-1].handle)
 
 
@@ -118,6 +132,16 @@ CASES: dict[str, Any] = {
     "table_is_being_saved": lambda: (_table(),),
     "table_sightings": lambda: (_table(),),
     "table_set_sightings": lambda: (_bounded(), IDS, *torch.ones(2, len(IDS), dtype=torch.uint8)),
+    "table_set_scores": lambda: (_scored(), IDS, torch.ones(3)),
+    "table_score_images": lambda: (
+        (handle := _scored()),
+        IDS[:2],
+        torch.ones(2),
+        torch.zeros(2, ops.table_image_bytes(handle), dtype=torch.uint8),
+    ),
+    "table_record_left": lambda: (_table(), 5),
+    "table_take_left": lambda: (_recording(),),
+    "table_add_left": lambda: (_recording(), IDS, True),
     "table_image_bytes": lambda: (_table(),),
     "table_absent": lambda: (_table(), IDS),
     "table_may_be_cold": lambda: (_table(), IDS),
@@ -400,6 +424,16 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.table_set_times(_timed(), [2, 5, 0, 0, 0, 0, 0]), "times of the table's steps"),
         (lambda: native.table_set_times(_timed(), [1, 5, 0, 0, 0, 0, 0, 3, 4, 2, 5]), "times of the table's steps"),
         (lambda: native.table_set_sightings(_bounded(), IDS, *torch.ones(2, 1, dtype=torch.uint8)), "shape of ids"),
+        (lambda: native.table_set_scores(_scored(), IDS, torch.ones(2)), r"shape of ids, \(3,\)"),
+        (lambda: native.table_set_scores(_scored(), IDS, torch.ones(3).double()), "scores must be of dtype float32"),
+        (lambda: native.table_set_scores(_scored(), IDS, torch.tensor([1, 2, math.nan])), "scores must be finite"),
+        (lambda: native.table_set_scores(_bounded(), IDS, torch.ones(3)), "does not evict by scores"),
+        (lambda: native.table_score_images(_scored(), IDS, torch.ones(3), torch.zeros(3, 5).byte()), "images must"),
+        (lambda: native.table_score_images(_scored(), IDS, torch.ones(2), torch.zeros(3, 5).byte()), "shape of ids"),
+        (lambda: native.table_record_left(_table(), 0), r"left_ids must be within 1 and 2\*\*30, got 0"),
+        (lambda: native.table_record_left(_table(), 2**31), r"left_ids must be within 1 and 2\*\*30"),
+        (lambda: native.table_take_left(_table()), "does not record which ids leave"),
+        (lambda: native.table_add_left(_table(), IDS, True), "does not record which ids leave"),
         (lambda: native.group_read(_group(), IDS, OFFSETS, None, [], []), "one entry for each table"),
         (lambda: native.group_create([table], [0], [0, 0], False), "routings"),
         (lambda: native.rows_forward([_group()], IDS, [2], True), "counts"),

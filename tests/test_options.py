@@ -16,6 +16,8 @@ from torchrec_recstore.options import (
     MinFrequency,
     RedisStore,
     RocksDBStore,
+    Scored,
+    Servers,
     ServerStore,
     TableOptions,
     UniformInit,
@@ -29,6 +31,7 @@ EVERYTHING = TableOptions(
     expiry=Expiry(5),
     admission=MinFrequency(3, counter_bytes=2**12),
     cold_store=RocksDBStore("/cold"),
+    left_ids=7,
 )
 
 
@@ -84,6 +87,34 @@ EVERYTHING = TableOptions(
             lambda: TableOptions(max_rows=1, expiry=Expiry(5), cold_store=ServerStore("h:1", shared="a")),
             ValueError,
             r"TableOptions\.expiry cannot be used with a shared cold store",
+        ),
+        (lambda: TableOptions(left_ids=0), ValueError, r"TableOptions\.left_ids must be at least 1, got 0"),
+        (lambda: TableOptions(left_ids=2**31), ValueError, r"TableOptions\.left_ids must be at most 1073741824"),
+        (lambda: TableOptions(left_ids=1.5), TypeError, r"TableOptions\.left_ids must be an int, got float"),
+        (
+            lambda: TableOptions(max_rows=1, left_ids=5, cold_store=ServerStore("h:1", shared="a")),
+            ValueError,
+            r"TableOptions\.left_ids cannot be used with a shared cold store: other jobs remove its rows, too",
+        ),
+        (
+            lambda: TableOptions(max_rows=1, eviction=Scored(), cold_store=ServerStore("h:1", shared="a")),
+            ValueError,
+            r"TableOptions\.eviction=Scored\(\) cannot be used with a shared cold store: other jobs give",
+        ),
+        (
+            lambda: TableOptions(left_ids=5, servers=Servers(["h:1"])),
+            ValueError,
+            r"TableOptions\.left_ids cannot be used on servers, which keep no record",
+        ),
+        (
+            lambda: TableOptions(max_rows=1, eviction=Scored(), servers=Servers(["h:1"])),
+            ValueError,
+            r"TableOptions\.eviction=Scored\(\) cannot be used on servers, which have no call that sets scores",
+        ),
+        (
+            lambda: TableOptions(max_rows=1, eviction=LFU(count="occurrences"), servers=Servers(["h:1"])),
+            ValueError,
+            r'TableOptions\.eviction=LFU\(count="occurrences"\) cannot be used on servers, because clients send',
         ),
     ],
 )

@@ -29,7 +29,7 @@ __version__ = "0.2.0"
 _NAMES = {
     "checkpoint": "CheckpointError CheckpointInfo TopRows compact_checkpoint neighbours read_info top_rows",
     "modules": "RecStoreEmbedding RecStoreEmbeddingBag SparseAdamW SparseRowWiseAdagrad SparseSGD",
-    "store": "ColdStoreError Table TableStats",
+    "store": "ColdStoreError LeftIds Table TableStats",
     "threads": "tune_threads",
     "utils": "RecStoreWarning",
 }
@@ -40,8 +40,8 @@ _NAMES_WITH_TORCHREC = {
     "modules": "RecStoreEmbeddingBagCollection RecStoreEmbeddingCollection",
     "planner": "RecStoreConstraints RecStorePlanner",
     "sharders": """RecStoreEmbeddingCollectionSharder RecStoreFeatureProcessedEmbeddingBagCollectionSharder
-        RecStorePrefetchPipeline RecStoreSharder flush_tables get_recstore_sharders reset_rows reshard set_time
-        table_stats""",
+        RecStorePrefetchPipeline RecStoreSharder flush_tables get_recstore_sharders left_ids reset_rows reshard
+        set_scores set_time table_stats""",
 }
 _WITH_TORCHREC = {name: module for module, names in _NAMES_WITH_TORCHREC.items() for name in names.split()}
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()} | _WITH_TORCHREC

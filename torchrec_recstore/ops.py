@@ -9,6 +9,7 @@ Raises:
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +22,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchrec_recstore import fake_ops
 from torchrec_recstore.optim import Optimizer, RowOptimizer
-from torchrec_recstore.options import LFU, NONFINITE, ConstantInit, Initializer, NormalInit, TableOptions, UniformInit
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    NONFINITE,
+    ConstantInit,
+    Initializer,
+    NormalInit,
+    Scored,
+    TableOptions,
+    UniformInit,
+)
 from torchrec_recstore.row_types import ROW_TYPES, STATE_TYPES
 
 try:
@@ -102,13 +113,28 @@ def _initializer_numbers(initializer: Initializer) -> tuple[float, ...]:
     return kind, *([0.0 if value is None else value for value in astuple(initializer)] + [0.0] * 2)[:3]
 
 
+def encoded_score(score: float) -> int:
+    """Returns a score as ``encoded_score`` in csrc/row_uses.h encodes it: a number that ascends with the score."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", score + 0.0))
+    return int(~bits & 0xFFFFFFFF if bits & 0x80000000 else bits | 0x80000000)
+
+
+def _eviction_numbers(eviction: LRU | LFU | Scored | None) -> tuple[int, int]:
+    """Returns the policy (Eviction in csrc/config.h), and its half-life or the rank of a row without a score."""
+    if isinstance(eviction, Scored):
+        return 4, encoded_score(eviction.default)
+    if isinstance(eviction, LFU):
+        policy = 3 if eviction.count == "occurrences" else 2
+        return policy, eviction.half_life_steps or 0
+    return 0 if eviction is None else 1, 0
+
+
 def _bounds(options: TableOptions) -> list[int]:
     """Returns the numbers of Bounds in csrc/config.h, in their order; 0 for a bound that the table lacks."""
-    eviction, admission = options.eviction, options.admission
+    admission = options.admission
     return [
         options.max_rows or 0,
-        0 if eviction is None else 2 if isinstance(eviction, LFU) else 1,
-        (isinstance(eviction, LFU) and eviction.half_life_steps) or 0,
+        *_eviction_numbers(options.eviction),
         (options.expiry and options.expiry.steps) or 0,
         0 if options.expiry is None else options.expiry.microseconds,
         0 if options.expiry is None else options.expiry.max_jump_microseconds,
@@ -165,6 +191,19 @@ table_remove: Callable[[int, Tensor], Tensor] = _ops.table_remove.default
 """(table, ids (N,) int64) -> () int64: the number of rows that were removed."""
 table_contains: Callable[[int, Tensor], Tensor] = _ops.table_contains.default
 """(table, ids (N,) int64) -> (N,) bool: whether each id has a row in memory."""
+table_set_scores: Callable[[int, Tensor, Tensor], Tensor] = _ops.table_set_scores.default
+"""(table, ids (N,) int64, scores (N,) float32, finite) -> () int64: the number of rows whose score was set. Ids without
+a row in memory are ignored; of duplicates, the last one counts."""
+table_score_images: Callable[[int, Tensor, Tensor, Tensor], Tensor] = _ops.table_score_images.default
+"""(table, distinct ids (N,) int64, scores (N,) float32, finite, images (N, image bytes) uint8 of cold rows) -> a copy
+of the images with these scores, which the caller writes to the cold store."""
+table_record_left: Callable[[int, int], None] = _ops.table_record_left.default
+"""(table, number of ids). Begins to record which rows leave the table for good, up to this number of distinct ids."""
+table_take_left: Callable[[int], tuple[Tensor, bool]] = _ops.table_take_left.default
+"""(table) -> the recorded ids without a row in memory, (N,) int64, ascending, and whether these are all. The record
+begins anew."""
+table_add_left: Callable[[int, Tensor, bool], None] = _ops.table_add_left.default
+"""(table, ids (N,) int64, complete). Adds ids to the record. Without ``complete``, other ids have left, too."""
 table_ids: Callable[[int], Tensor] = _ops.table_ids.default
 """(table) -> (rows,) int64: the ids that have a row in memory, in ascending order."""
 table_stats: Callable[[int], list[int]] = _ops.table_stats.default

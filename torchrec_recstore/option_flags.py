@@ -16,6 +16,7 @@ def options_of_flags(
     max_rows: int | None,
     eviction: Literal["lru", "lfu"] | None,
     half_life_steps: int | None,
+    lfu_count: Literal["steps", "occurrences"] | None = None,
     expire_steps: int | None,
     expire_seconds: float | None = None,
     min_frequency: int | None,
@@ -41,12 +42,13 @@ def options_of_flags(
         raise ValueError(f"--expire-seconds must be positive and finite, got {expire_seconds}")
     if expire_steps is not None and expire_seconds is not None:
         raise ValueError("--expire-steps and --expire-seconds cannot be used together")
-    if half_life_steps is not None and eviction != "lfu":
-        raise ValueError("--half-life-steps needs --eviction lfu")
+    for flag, needs_lfu in (("--half-life-steps", half_life_steps), ("--lfu-count", lfu_count)):
+        if needs_lfu is not None and eviction != "lfu":
+            raise ValueError(f"{flag} needs --eviction lfu")
     expires = expire_steps is not None or expire_seconds is not None
     policy: LRU | LFU | None = None
     if max_rows is not None:
-        policy = LFU(half_life_steps) if eviction == "lfu" else LRU()
+        policy = LFU(half_life_steps, lfu_count or "steps") if eviction == "lfu" else LRU()
     return TableOptions(
         seed=seed,
         max_rows=max_rows,

@@ -20,6 +20,7 @@ __all__ = [
     "RedisStore",
     "RocksDBStore",
     "SSDStore",
+    "Scored",
     "ServerStore",
     "Servers",
     "TableOptions",
@@ -29,6 +30,12 @@ __all__ = [
 MAX_INIT_ROWS = 2**20
 """The largest ``n`` in the default initializer ``uniform(+-sqrt(1/n))``. Without a limit, ``num_embeddings=2**40``
 would initialize rows to almost zero."""
+MAX_SCORE = (2 - 2**-23) * 2.0**127
+"""The largest finite score: the largest finite float32 number."""
+MAX_LEFT_IDS = 2**30
+"""The largest number of ids that :class:`TableOptions` allows as ``left_ids``."""
+LEFT_ID_BYTES = 24
+"""The bytes of each id in a full record of ``left_ids`` (csrc/departures.h)."""
 NONFINITE = ("pass", "skip", "raise")
 """What :class:`TableOptions` allows as ``nonfinite``, in the order of csrc/config.h."""
 
@@ -146,22 +153,60 @@ class LRU:
 
 @dataclass(frozen=True)
 class LFU:
-    """Evicts the least frequently used rows: the rows that the fewest training steps have looked up.
+    """Evicts the least frequently used rows.
 
     Among rows of the same frequency, the least recently used row is evicted first.
 
     Args:
         half_life_steps: The number of steps after which all frequencies are halved and rounded down, again and again.
             Default: None, which means that frequencies are never halved.
+        count: What the frequency of a row counts. ``"steps"`` counts the training steps that look the row up.
+            ``"occurrences"`` counts the occurrences of its id in the batches of these steps, over all features of the
+            table. A frequency stops at 2**32 - 1. Default: ``"steps"``.
 
     Raises:
-        TypeError, ValueError: ``half_life_steps`` is not an int, or is less than 1.
+        TypeError, ValueError: ``half_life_steps`` is not an int, or is less than 1. Or ``count`` is another value.
     """
 
     half_life_steps: int | None = None
+    count: Literal["steps", "occurrences"] = field(default="steps", metadata={"since": "0.3.0"})
+
+    __repr__ = set_fields
 
     def __post_init__(self) -> None:
         _check_int(self, 1, *_given(self, "half_life_steps"))
+        if self.count not in ("steps", "occurrences"):
+            raise ValueError(f"LFU.count must be 'steps' or 'occurrences', got {self.count!r}")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Evicts the rows with the lowest scores, which :meth:`Table.set_scores` or ``set_scores`` of a model sets.
+
+    Among rows of the same score, the least recently used row is evicted first. A new row has no score. A row keeps its
+    score in checkpoints, deltas, cold stores, and when it moves to another shard.
+
+    Args:
+        default: The score that a row without a score counts as: a finite number, or infinity. Default: infinity, so
+            that a new row is not evicted before it has a score, unless no row with a score can be evicted. Rows that
+            never get a score are then evicted last, and among themselves in the order of their last use. Give every
+            row a score, or a finite default.
+
+    Raises:
+        TypeError, ValueError: ``default`` is not a number, is NaN or is minus infinity.
+    """
+
+    default: float = math.inf
+
+    __repr__ = set_fields
+
+    def __post_init__(self) -> None:
+        if isinstance(self.default, bool) or not isinstance(self.default, int | float):
+            raise TypeError(f"Scored.default must be a number, got {type(self.default).__name__}")
+        if not self.default >= -MAX_SCORE:
+            raise ValueError(f"Scored.default must be a float32 number or infinity, got {self.default}")
+        if MAX_SCORE < self.default < math.inf:
+            raise ValueError(f"Scored.default must be a float32 number or infinity, got {self.default}")
 
 
 @dataclass(frozen=True)
@@ -426,9 +471,9 @@ class TableOptions:
         max_rows: The largest number of rows in memory, over all ranks. If the table is sharded by rows, each shard may
             hold an equal part. A table with neither ``eviction`` nor ``cold_store`` raises an error when it needs more
             rows. Default: None, which means no limit.
-        eviction: The policy that selects the rows to evict when the table is full: :class:`LRU` or :class:`LFU`. It
-            needs ``max_rows``. Default: None, which means :class:`LRU` if there is a ``cold_store``, otherwise no
-            eviction.
+        eviction: The policy that selects the rows to evict when the table is full: :class:`LRU`, :class:`LFU` or
+            :class:`Scored`. It needs ``max_rows``. Default: None, which means :class:`LRU` if there is a
+            ``cold_store``, otherwise no eviction.
         expiry: The rule by which unused rows are removed. Default: None, which means that rows do not expire.
         admission: The rule by which an id without a row gets one. Default: None, which means that the first training
             step that looks an id up creates its row.
@@ -453,6 +498,8 @@ class TableOptions:
         servers: The :class:`Servers` that own the rows of the table, for tables of a ``RecStoreSharder``. The servers
             apply the other options, and select the cold store themselves. Default: None, which means that the rows are
             on the ranks.
+        left_ids: The number of ids that each shard can record of rows that leave the table, for ``left_ids``. The
+            record takes up to 24 bytes for each of these ids. Default: None, which means that nothing is recorded.
 
     Raises:
         TypeError, ValueError: A field is invalid. The message names the field.
@@ -462,7 +509,7 @@ class TableOptions:
     seed: int = 0
     expected_rows: int | None = None
     max_rows: int | None = None
-    eviction: LRU | LFU | None = None
+    eviction: LRU | LFU | Scored | None = None
     expiry: Expiry | None = None
     admission: MinFrequency | None = None
     cold_store: Hashable | None = None
@@ -471,6 +518,7 @@ class TableOptions:
     nonfinite: Literal["pass", "skip", "raise"] = field(default="pass", metadata={"since": "0.2.0"})
     servers: Servers | None = None
     frozen: bool = field(default=False, metadata={"since": "0.2.0"})
+    left_ids: int | None = field(default=None, metadata={"since": "0.3.0"})
 
     __repr__ = set_fields
 
@@ -480,7 +528,8 @@ class TableOptions:
             raise TypeError(f"TableOptions.frozen must be a bool, got {type(self.frozen).__name__}")
         _check_int(self, 1, *_given(self, "expected_rows", "max_rows"))
         kinds: dict[str, tuple[type, ...]] = {"initializer": (UniformInit, NormalInit, ConstantInit)}
-        kinds |= {"eviction": (LRU, LFU), "expiry": (Expiry,), "admission": (MinFrequency,), "servers": (Servers,)}
+        kinds |= {"expiry": (Expiry,), "admission": (MinFrequency,), "servers": (Servers,)}
+        kinds["eviction"] = (LRU, LFU, Scored)
         for name in _given(self, *kinds):
             if not isinstance(value := getattr(self, name), kinds[name]):
                 names = " or ".join(kind.__name__ for kind in kinds[name])
@@ -493,6 +542,9 @@ class TableOptions:
                 "TableOptions.expiry cannot be used with a shared cold store: other jobs count other steps. "
                 "Leave expiry out"
             )
+        if self.left_ids is not None:
+            check_int("TableOptions.left_ids", self.left_ids, 1, MAX_LEFT_IDS)
+        check_shared_rows(self)
         if not isinstance(self.cold_store, Hashable):
             raise TypeError(f"TableOptions.cold_store must be hashable, got {type(self.cold_store).__name__}")
         choices = {"routing": ("block", "hash"), "missing": ("zeros", "init"), "nonfinite": NONFINITE}
@@ -505,6 +557,38 @@ class TableOptions:
                 "TableOptions.cold_store cannot be used with servers: each server chooses it, with recstore serve "
                 "--cold-store"
             )
+        if self.servers is not None and (reason := not_on_servers(self)) is not None:
+            raise ValueError(f"TableOptions.{reason}")
+
+
+def check_shared_rows(options: TableOptions) -> None:
+    """Raises ValueError if an option cannot be used with a cold store that other jobs use."""
+    if not is_shared(options.cold_store):
+        return
+    if isinstance(options.eviction, Scored):
+        raise ValueError(
+            "TableOptions.eviction=Scored() cannot be used with a shared cold store: other jobs give its rows other "
+            "scores. Use LRU or LFU"
+        )
+    if options.left_ids is not None:
+        raise ValueError(
+            "TableOptions.left_ids cannot be used with a shared cold store: other jobs remove its rows, too. Leave "
+            "left_ids out"
+        )
+
+
+def not_on_servers(options: TableOptions) -> str | None:
+    """Returns why ``options`` cannot be those of a table on servers, beginning with the option; None if they can."""
+    if isinstance(options.eviction, Scored):
+        return "eviction=Scored() cannot be used on servers, which have no call that sets scores: use LRU or LFU"
+    if isinstance(options.eviction, LFU) and options.eviction.count == "occurrences":
+        return (
+            'eviction=LFU(count="occurrences") cannot be used on servers, because clients send each id of a batch '
+            'once: use count="steps"'
+        )
+    if options.left_ids is not None:
+        return "left_ids cannot be used on servers, which keep no record of the rows that leave: leave it out"
+    return None
 
 
 def shard_options(options: TableOptions, split: tuple[int, int] | None, table_name: str) -> TableOptions:

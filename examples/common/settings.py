@@ -167,6 +167,9 @@ class TableSettings(RunSettings):
         "(lfu).",
     )
     half_life_steps: int | None = flag(None, BOUNDS, "Half-life of the frequencies of lfu, in steps.", min=1)
+    lfu_count: Literal["steps", "occurrences"] | None = flag(
+        None, BOUNDS, "What lfu counts: the steps with an id (the default), or the occurrences of the id in them."
+    )
     expire_steps: int | None = flag(None, BOUNDS, "Delete rows that were not looked up for this many steps.", min=1)
     min_frequency: int | None = flag(None, BOUNDS, "Number of steps with an id before it gets a row.", min=1, max=255)
     cold_store: str | None = flag(
@@ -198,6 +201,7 @@ class TableSettings(RunSettings):
         "max_rows",
         "eviction",
         "half_life_steps",
+        "lfu_count",
         "expire_steps",
         "min_frequency",
         "cold_store",

@@ -45,6 +45,7 @@ from torchrec_recstore_serving.row_formats import FORMATS, check_dim, check_dtyp
 from torchrec_recstore_serving.script import save_script, scripted
 from torchrec_recstore_serving.selection import (
     check_counted,
+    check_counts,
     check_selection,
     missing_row,
     selected,
@@ -116,8 +117,9 @@ def export_for_inference(
         dtype: The data type of the exported rows: ``torch.int8``, ``torch.quint4x2`` (TorchRec's int4),
             ``torch.float16`` or ``torch.float32``. Default: ``torch.int8``.
         min_frequency: The minimum frequency of an exported row of a RecStore table. The frequency is the number of
-            training steps that have looked up the row since its id was admitted, as LFU eviction counts it: it is
-            halved if the eviction policy has a half-life. Rows that were inserted and never trained have frequency 0.
+            training steps that have looked up the row since its id was admitted, or of the occurrences of the id, as
+            LFU eviction counts it: it is halved if the eviction policy has a half-life. Rows that were inserted and
+            never trained have frequency 0. Tables with ``Scored()`` do not count, and are refused.
             Default: 0, all rows.
         top_rows: The maximum number of exported rows of each RecStore table. The rows of the highest frequency are
             exported, and among equal frequencies the smallest ids. Default: None, no limit.
@@ -498,6 +500,7 @@ class _Conversion:
     def _missing_row(
         self, name: str, initializer: Initializer, options: TableOptions, dim: int, dtype: torch.dtype
     ) -> Tensor:
+        check_counts(name, options, self._min_frequency, self._top_rows)
         missing, exact = missing_row(initializer, options, dim, dtype)
         if not exact:
             self.initial_rows.append(name)

@@ -24,6 +24,7 @@ from torchrec_recstore_serving.script import save_script, scripted
 from torchrec_recstore_serving.selection import (
     aged,
     check_counted,
+    check_counts,
     check_selection,
     missing_row,
     selected,
@@ -206,6 +207,7 @@ def _served(
         )
     for name in names:
         check_dim(name, known[name].dim, row_format)
+        check_counts(name, known[name].options, min_frequency, top_rows)
         check_counted(name, known[name].rows, known[name].steps, min_frequency, top_rows)
     check_files(chain)
     served, left_out, initial = [], {}, []

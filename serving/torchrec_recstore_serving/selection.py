@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
 
-from torchrec_recstore.options import LFU, ConstantInit, Initializer, TableOptions, UniformInit
+from torchrec_recstore.options import LFU, ConstantInit, Initializer, Scored, TableOptions, UniformInit
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.store import Table
@@ -76,6 +76,19 @@ def check_counted(name: str, rows: int, steps: int, min_frequency: int, top_rows
         raise ValueError(
             f"table {name!r} has rows that no training step has looked up, so that their frequencies are not known: "
             "leave out min_frequency and top_rows"
+        )
+
+
+def check_counts(name: str, options: TableOptions, min_frequency: int, top_rows: int | None) -> None:
+    """Refuses a selection by frequency of a table that has scores in the place of frequencies.
+
+    Raises:
+        ValueError: ``options.eviction`` is ``Scored()``. The message has the table's ``name``.
+    """
+    if isinstance(options.eviction, Scored) and (min_frequency or top_rows is not None):
+        raise ValueError(
+            f"table {name!r} evicts by scores (eviction={options.eviction!r}), so that the frequencies of its rows are "
+            "not counted: leave out min_frequency and top_rows"
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrec_recstore import LFU, Adagrad, Table, TableOptions, neighbours, save_checkpoint, top_rows
+from torchrec_recstore import LFU, Adagrad, Scored, Table, TableOptions, neighbours, save_checkpoint, top_rows
 from torchrec_recstore.checkpoint import row_search
 
 from . import models
@@ -47,6 +47,15 @@ def test_top_rows_of_a_table(by: row_search.By, dtype: torch.dtype, monkeypatch:
     assert found.quantiles["norm"][1.0] == pytest.approx(max(columns["norm"]))
     assert found.quantiles["frequency"][0.5] == sorted(columns["frequency"])[len(ids) // 2]
     assert table.stats() == before  # a look changes nothing
+
+
+def test_scores_are_no_frequencies() -> None:
+    table = Table(6, options=TableOptions(max_rows=9, eviction=Scored()))
+    table.lookup(torch.arange(5), train=True)
+    table.set_scores(torch.arange(5), torch.arange(5).float())
+    found = top_rows(table, count=3)
+    assert found.columns["frequency"].tolist() == [0, 0, 0]
+    assert found.ids.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("metric", ["cosine", "dot", "l2"])

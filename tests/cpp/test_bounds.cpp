@@ -2,21 +2,29 @@
 // changes nothing, and rows return from a cold store bit for bit.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
 #include <random>
 #include <set>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cold_rows.h"
+#include "departures.h"
 #include "error.h"
 #include "eviction.h"
 #include "find.h"
+#include "mix.h"
 #include "pass.h"
+#include "row_uses.h"
+#include "scores.h"
 #include "snapshot.h"
 #include "testing.h"
 
@@ -197,6 +205,237 @@ void the_search_for_the_least_rows_is_spread_over_the_steps() {
     }
     CHECK(whole >= kRows / 4096);
     CHECK(most <= whole / 3);
+  }
+}
+
+void encoded_scores_ascend() {
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  const std::vector<float> ascending{-kLargest, -1.5f, -1.0f, -1e-40f, 0.0f, 1e-40f, 1e-30f, 1.0f, 1.5f, kLargest};
+  for (size_t i = 1; i < ascending.size(); ++i) CHECK(encoded_score(ascending[i - 1]) < encoded_score(ascending[i]));
+  CHECK(encoded_score(-0.0f) == encoded_score(0.0f));
+  CHECK(encoded_score(-kLargest) == kLeastScore && encoded_score(kLargest) == kLargestScore);
+  CHECK(encoded_score(std::numeric_limits<float>::infinity()) > kLargestScore);
+  CHECK(score_rank({0, 0}, 7) == 7 && score_rank({0, kLeastScore - 1}, 7) == 7 && score_rank({0, kLeastScore}, 7) == kLeastScore);
+}
+
+// A table of which the test knows the scores and last steps, and so which rows are the least.
+struct ScoredTable {
+  explicit ScoredTable(int64_t max_rows, float unscored) : default_score(unscored) {
+    Bounds bounds;
+    bounds.max_rows = max_rows;
+    bounds.eviction = Eviction::kLeastScored;
+    bounds.unscored = encoded_score(unscored);
+    table = make_table(bounds, OptimizerKind::kSgd);
+  }
+
+  void insert(const std::vector<int64_t>& ids) {
+    std::vector<Slot> slots(ids.size());
+    find_or_insert(*table, ids.data(), static_cast<int64_t>(ids.size()), slots.data(), executor, Arrival::kUpdate);
+    for (const int64_t id : ids) {
+      if (rows.count(id) == 0) rows[id] = {default_score, static_cast<uint32_t>(table->clock())};
+    }
+  }
+  void score(const std::vector<int64_t>& ids, const std::vector<float>& scores) {
+    std::set<int64_t> scored;
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const auto row = rows.find(ids[i]);
+      if (row == rows.end()) continue;
+      row->second.first = scores[i];
+      scored.insert(ids[i]);
+    }
+    CHECK(set_scores(*table, ids.data(), static_cast<int64_t>(ids.size()), scores.data(), executor) == static_cast<int64_t>(scored.size()));
+  }
+  std::set<int64_t> least(size_t count) const {
+    std::vector<std::tuple<float, uint32_t, uint64_t>> ranks;
+    for (const auto& [id, row] : rows) ranks.emplace_back(row.first, row.second, mix(static_cast<uint64_t>(id)));
+    std::sort(ranks.begin(), ranks.end());
+    std::set<int64_t> ids;
+    for (size_t i = 0; i < std::min(count, ranks.size()); ++i) ids.insert(static_cast<int64_t>(unmix(std::get<2>(ranks[i]))));
+    return ids;
+  }
+  void remove(const std::set<int64_t>& ids) {
+    const std::vector<int64_t> gone(ids.begin(), ids.end());
+    CHECK(table->remove(gone.data(), static_cast<int64_t>(gone.size())) == static_cast<int64_t>(gone.size()));
+    for (const int64_t id : gone) rows.erase(id);
+  }
+
+  float default_score;
+  std::shared_ptr<Table> table;
+  std::map<int64_t, std::pair<float, uint32_t>> rows;  // score and last step
+  Threads executor{2};
+};
+
+std::set<int64_t> ids_of(const std::vector<Leaver>& leavers) {
+  std::set<int64_t> ids;
+  for (const Leaver& leaver : leavers) ids.insert(leaver.id);
+  return ids;
+}
+
+void the_lowest_scores_leave() {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const float unscored : {kInfinity, 0.5f, -1.0f}) {
+    std::mt19937_64 random(11);
+    ScoredTable scored(6000, unscored);
+    const std::lock_guard<TableMutex> lock(scored.table->mutex());
+    scored.table->begin_step();
+    int64_t next = 0;
+    const auto new_ids = [&](int64_t n) {
+      std::vector<int64_t> ids(static_cast<size_t>(n));
+      for (int64_t& id : ids) id = random() % 4 == 0 && next > 0 ? static_cast<int64_t>(random() % next) : next++;
+      return ids;
+    };
+    scored.insert(new_ids(5000));
+    for (int step = 0; step < 150; ++step) {
+      scored.table->begin_step();
+      for (uint64_t call = random() % 3; call > 0; --call) {
+        std::vector<int64_t> ids(random() % (step % 50 == 49 ? 5000 : 300));
+        std::vector<float> scores(ids.size());
+        for (size_t i = 0; i < ids.size(); ++i) {
+          ids[i] = static_cast<int64_t>(random() % next);
+          // Few different scores, so that the last step and the hash of the id decide, too.
+          scores[i] = static_cast<float>(random() % 40) / 16.0f - 1.0f;
+          if (random() % 8 == 0) scores[i] = -static_cast<float>(step);  // lower and lower
+        }
+        scored.score(ids, scores);
+      }
+      if (step % 20 == 7) {
+        std::set<int64_t> gone;
+        for (int i = 0; i < 50; ++i) gone.insert(std::next(scored.rows.begin(), random() % scored.rows.size())->first);
+        scored.remove(gone);
+      }
+      const size_t count = random() % (step % 30 == 29 ? 1500 : 100);
+      const SlotSet kept(scored.table->rows().slots());
+      const std::set<int64_t> leaving = ids_of(scored.table->evictions().next(*scored.table, kept, static_cast<int64_t>(count), scored.executor));
+      CHECK(leaving == scored.least(count));
+      CHECK(leaving == ids_of(least_rows(*scored.table, kept, static_cast<int64_t>(count), scored.executor)));
+      if (random() % 4 != 0) {  // else they are offered again
+        scored.remove(leaving);
+        scored.table->evictions().evicted();
+      }
+      scored.insert(new_ids(static_cast<int64_t>(std::min<size_t>(count, 6000 - scored.rows.size()))));
+    }
+  }
+  Bounds bounds;
+  const auto plain = make_table(bounds);
+  const int64_t id = 3;
+  const float score = 1, not_finite = std::nanf("");
+  Threads executor(1);
+  CHECK_THROWS(set_scores(*plain, &id, 1, &score, executor), InvalidArgument);
+  ScoredTable scored(9, 0);
+  CHECK_THROWS(set_scores(*scored.table, &id, 1, &not_finite, executor), InvalidArgument);
+}
+
+void the_search_for_the_lowest_scores_is_spread_over_the_steps() {
+  constexpr int64_t kRows = 400'000, kNew = 500, kSteps = 120;
+  std::mt19937_64 random(3);
+  ScoredTable scored(kRows, std::numeric_limits<float>::infinity());
+  Table& table = *scored.table;
+  Counting counting;
+  const std::lock_guard<TableMutex> lock(table.mutex());
+  table.begin_step();
+  int64_t all = 0, whole = 0, most = 0;
+  const auto insert = [&](int64_t n) {
+    std::vector<int64_t> ids(static_cast<size_t>(n));
+    for (int64_t& id : ids) id = all++;
+    std::vector<Slot> slots(ids.size());
+    find_or_insert(table, ids.data(), n, slots.data(), scored.executor, Arrival::kUpdate);
+  };
+  const auto score = [&](int64_t n) {
+    std::vector<int64_t> ids(static_cast<size_t>(n));
+    std::vector<float> scores(ids.size());
+    for (size_t i = 0; i < ids.size(); ++i) {
+      ids[i] = all - 1 - static_cast<int64_t>(random() % kRows);
+      scores[i] = static_cast<float>(random() % 1'000'000);
+    }
+    set_scores(table, ids.data(), n, scores.data(), scored.executor);
+  };
+  insert(kRows);
+  score(2 * kRows);
+  for (int64_t step = 0; step < kSteps; ++step) {
+    table.begin_step();
+    score(2000);
+    const SlotSet kept(table.rows().slots());
+    counting.tasks = 0;
+    const std::vector<Leaver> leavers = table.evictions().next(table, kept, kNew, counting);
+    if (step == 0) {
+      whole = counting.tasks;
+    } else {
+      most = std::max(most, counting.tasks);
+    }
+    const std::set<int64_t> leaving = ids_of(leavers);
+    if (step % 10 == 0) CHECK(leaving == ids_of(least_rows(table, kept, kNew, scored.executor)));
+    const std::vector<int64_t> gone(leaving.begin(), leaving.end());
+    CHECK(table.remove(gone.data(), kNew) == kNew);
+    table.evictions().evicted();
+    insert(kNew);
+  }
+  CHECK(whole >= kRows / 4096);
+  CHECK(most <= whole / 3);
+}
+
+// Passes of a batch with many occurrences of few ids, whatever ends them, count all of them.
+void occurrences_are_counted() {
+  std::mt19937_64 random(7);
+  Bounds bounds;
+  bounds.max_rows = kMaxRows;
+  bounds.eviction = Eviction::kLeastOccurring;
+  bounds.half_life = 3;
+  for (const int threads : {1, 3}) {
+    Threads executor(threads);
+    const auto table = make_table(bounds);
+    const auto group = one_table_group(table);
+    std::map<int64_t, std::pair<uint32_t, uint32_t>> expected;  // frequency and last step
+    for (uint32_t step = 1; step <= 12; ++step) {
+      const auto ids = draw(random, step % 4 == 0 ? 40'000 : 300, 30);
+      {
+        Step looked_up(group, ids, executor);
+        if (step % 3 != 0) looked_up.backward(executor);
+      }
+      std::map<int64_t, uint32_t> times;
+      for (const int64_t id : ids) ++times[id];
+      for (const auto& [id, count] : times) {
+        auto& [frequency, last_step] = expected[id];
+        frequency = (frequency >> (step / 3 - last_step / 3)) + count;
+        last_step = step;
+      }
+    }
+    for (const auto& [id, row] : expected) {
+      const RowMeta& meta = table->rows().meta(slot_of(*table, id));
+      CHECK(meta.frequency == row.first && meta.last_step == row.second);
+    }
+    // The frequency stops at its largest value.
+    const int64_t id = expected.begin()->first;
+    table->rows().meta(slot_of(*table, id)).frequency = UINT32_MAX - 1;
+    table->rows().meta(slot_of(*table, id)).last_step = 12;
+    { Step looked_up(group, {id, id, id}, executor); }
+    CHECK(table->rows().meta(slot_of(*table, id)).frequency == UINT32_MAX);
+  }
+}
+
+void departures_are_distinct_and_bounded() {
+  std::mt19937_64 random(9);
+  for (const int64_t most : {1, 7, 100, 5000}) {
+    Departures departures(most);
+    std::set<int64_t> expected;
+    for (int round = 0; round < 400; ++round) {
+      const auto ids = draw(random, random() % 60, static_cast<uint64_t>(2 * most));
+      departures.reserve(static_cast<int64_t>(ids.size()));
+      for (const int64_t id : ids) departures.add(id);
+      expected.insert(ids.begin(), ids.end());
+      const bool fits = static_cast<int64_t>(expected.size()) <= most;
+      CHECK(departures.overflowed() == !fits);
+      CHECK(fits || departures.ids().empty());
+      if (fits) CHECK(std::set<int64_t>(departures.ids().begin(), departures.ids().end()) == expected);
+      CHECK(departures.ids().size() == (fits ? expected.size() : 0));
+      CHECK(departures.bytes() <= 24 * most + 64);
+      if (random() % 40 == 0) {
+        departures.clear();
+        expected.clear();
+        CHECK(!departures.overflowed() && departures.bytes() == 0);
+      }
+    }
+    departures.overflow();
+    CHECK(departures.overflowed() && departures.ids().empty());
   }
 }
 
@@ -400,7 +639,7 @@ void a_renewed_filter_has_the_ids_that_were_kept_or_added() {
 
 int main() {
   uint64_t seed = 0;
-  for (const Eviction eviction : {Eviction::kLeastRecent, Eviction::kLeastFrequent}) {
+  for (const Eviction eviction : {Eviction::kLeastRecent, Eviction::kLeastFrequent, Eviction::kLeastOccurring}) {
     for (const int64_t half_life : {0, 5}) {
       for (const int64_t expiry : {0, 9}) {
         for (const int64_t min_frequency : {0, 2}) {
@@ -417,6 +656,11 @@ int main() {
     }
   }
   the_search_for_the_least_rows_is_spread_over_the_steps();
+  encoded_scores_ascend();
+  the_lowest_scores_leave();
+  the_search_for_the_lowest_scores_is_spread_over_the_steps();
+  occurrences_are_counted();
+  departures_are_distinct_and_bounded();
   cold_rows_come_back_as_they_left();
   sightings_are_exact();
   sightings_of_many_ids_are_exact();

@@ -63,6 +63,7 @@ def test_a_bounded_run_keeps_its_bound_and_says_what_left(rows_file: Path, tmp_p
         "max_rows": 300,
         "eviction": "lfu",
         "half_life_steps": 10,
+        "lfu_count": None,
         "expire_steps": 12,
         "min_frequency": None,
         "cold_store": None,
@@ -112,6 +113,8 @@ def test_flags_become_options() -> None:
     assert settings_of(seed=7).options().max_rows is None
     assert settings_of(max_rows=9).options().eviction == LRU()
     assert settings_of(max_rows=9, eviction="lfu", half_life_steps=5).options().eviction == LFU(5)
+    by_occurrence = settings_of(max_rows=9, eviction="lfu", lfu_count="occurrences").options()
+    assert by_occurrence.eviction == LFU(count="occurrences")
     assert settings_of(max_rows=9, cold_store="some/where").options().cold_store == SSDStore("some/where")
     assert settings_of(max_rows=9, cold_store="rocksdb://a/b").options().cold_store == RocksDBStore("a/b")
     url = "redis://user:secret@127.0.0.1:6379/1"
@@ -126,6 +129,7 @@ def test_flags_become_options() -> None:
         ({}, {"eviction": "lru"}, "--eviction needs --max-rows"),
         ({}, {"cold_store": "cold"}, "--cold-store needs --max-rows"),
         ({}, {"max_rows": 9, "half_life_steps": 5}, "--half-life-steps needs --eviction lfu"),
+        ({}, {"max_rows": 9, "lfu_count": "steps"}, "--lfu-count needs --eviction lfu"),
         ({}, {"max_rows": 9, "cold_store": "http://127.0.0.1"}, "RedisStore.url must begin with redis://"),
         ({"backend": "fused"}, {"expire_steps": 9}, "--expire-steps is for --backend recstore"),
     ],

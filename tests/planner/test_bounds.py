@@ -50,6 +50,13 @@ def test_every_shard_has_a_counter_of_sightings(sharding_type: str) -> None:
     assert bytes_of_shards(counting, sharding_type) == [size + MIB for size in plain]
 
 
+@pytest.mark.parametrize("sharding_type", TYPES)
+def test_every_shard_has_a_record_of_ids_that_left(sharding_type: str) -> None:
+    plain = bytes_of_shards(TableOptions(expected_rows=1000), sharding_type)
+    recording = TableOptions(expected_rows=1000, left_ids=MIB)
+    assert bytes_of_shards(recording, sharding_type) == [size + 24 * MIB for size in plain]
+
+
 def test_a_bound_makes_a_table_fit_and_a_counter_may_not_fit() -> None:
     def plan(options: TableOptions) -> None:
         planner = RecStorePlanner(

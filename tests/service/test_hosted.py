@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.optim import SGD, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
-from torchrec_recstore.options import LFU, LRU, ConstantInit, Expiry, MinFrequency, RocksDBStore, TableOptions
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    ConstantInit,
+    Expiry,
+    MinFrequency,
+    RocksDBStore,
+    Scored,
+    TableOptions,
+)
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import Table
 from torchrec_recstore_service.client.hosted import HostedTables
@@ -391,3 +400,22 @@ def test_temporary_tables_that_nobody_uses_are_dropped() -> None:
     tables.stats("idle")  # reads no row
     assert tables.drop_idle(3600) == ["idle"]
     assert set(tables.specs()) == {"used", "kept"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (TableOptions(max_rows=9, eviction=Scored()), r"options\.eviction=Scored\(\) cannot be used on servers"),
+        (
+            TableOptions(max_rows=9, eviction=LFU(count="occurrences")),
+            r'options\.eviction=LFU\(count="occurrences"\) cannot be used on servers, because clients send each id',
+        ),
+        (TableOptions(left_ids=9), r"options\.left_ids cannot be used on servers, which keep no record"),
+    ],
+)
+def test_options_that_servers_do_not_have(options: TableOptions, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec(options)
+    if options.eviction is not None:
+        with pytest.raises(ValueError, match=message.removeprefix(r"options\.")):
+            Limits(max_rows=9, eviction=options.eviction)

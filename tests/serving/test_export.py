@@ -25,6 +25,7 @@ from torchrec_recstore.options import (
     MinFrequency,
     NormalInit,
     RocksDBStore,
+    Scored,
     TableOptions,
     UniformInit,
 )
@@ -261,6 +262,21 @@ def test_frequencies_are_halved_as_eviction_has_it() -> None:
         table(torch.tensor([9])).sum().backward()
     kept = export_for_inference(table.eval(), dtype=torch.float32, min_frequency=1)(ids).abs().sum(1) > 0
     assert kept.tolist() == [False, False, False], "by now"
+
+
+def test_occurrences_select_rows_and_scores_do_not(tmp_path: Path) -> None:
+    ids = torch.tensor([1, 1, 1, 2])
+    counting = TableOptions(max_rows=50, eviction=LFU(count="occurrences"))
+    table = RecStoreEmbedding(50, 4, options=counting, name="t")
+    table(ids).sum().backward()
+    exported = export_for_inference(table.eval(), dtype=torch.float32, min_frequency=2)
+    assert (exported(torch.tensor([1, 2])).abs().sum(1) > 0).tolist() == [True, False]
+    scored = RecStoreEmbedding(50, 4, options=TableOptions(max_rows=50, eviction=Scored()), name="scored")
+    scored(ids).sum().backward()
+    for selection in ({"min_frequency": 1}, {"top_rows": 1}):
+        with pytest.raises(ValueError, match=r"table 'scored' evicts by scores \(eviction=Scored\(\)\), so that"):
+            export_for_inference(scored.eval(), **selection)
+    assert export_for_inference(scored.eval())(ids).shape == (4, 4)
 
 
 def test_frequencies_begin_with_the_row() -> None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchrec_recstore.options import LFU, LRU, TableOptions
+from torchrec_recstore.options import LFU, LRU, Scored, TableOptions
 from torchrec_recstore.store import Table
 
 Ids = npt.NDArray[np.int64]
@@ -27,7 +27,7 @@ def fmix64(ids: Ids) -> npt.NDArray[np.uint64]:
 
 
 class Residents:
-    """The ids that have a row, with their last steps and frequencies.
+    """The ids that have a row, with their last steps, frequencies and scores.
 
     Args:
         universe: All ids that will be looked up.
@@ -35,15 +35,18 @@ class Residents:
         eviction: The policy.
     """
 
-    def __init__(self, universe: Ids, max_rows: int, eviction: LRU | LFU) -> None:
+    def __init__(self, universe: Ids, max_rows: int, eviction: LRU | LFU | Scored) -> None:
         self._universe = np.unique(universe)
         self._ties = fmix64(self._universe)
         self._max_rows = max_rows
         self._half_life = eviction.half_life_steps if isinstance(eviction, LFU) else None
         self._by_frequency = isinstance(eviction, LFU)
+        self._by_occurrence = isinstance(eviction, LFU) and eviction.count == "occurrences"
+        self._default_score = eviction.default if isinstance(eviction, Scored) else None
         self.resident = np.zeros(len(self._universe), bool)
         self.last_step = np.zeros(len(self._universe), np.int64)
         self.frequency = np.zeros(len(self._universe), np.int64)
+        self.score = np.zeros(len(self._universe), np.float32)
         self.steps = 0
         self.evicted = 0
 
@@ -53,13 +56,22 @@ class Residents:
         hits = int(self.resident[places].sum())
         self._arrive(places, pinned)
         self.steps += 1
-        self.frequency[places] = self._aged(places) + 1
+        times = np.unique(ids, return_counts=True)[1] if self._by_occurrence else 1
+        if self._default_score is None:
+            self.frequency[places] = self._aged(places) + times
         self.last_step[places] = self.steps
         return hits
 
     def write(self, ids: Ids, pinned: Ids | None = None) -> None:
         """Makes rows outside of a step."""
         self._arrive(self._places(ids), pinned)
+
+    def set_scores(self, ids: Ids, scores: npt.NDArray[np.float32]) -> int:
+        """Sets the scores of resident ids, in order. Returns the number of distinct ones."""
+        is_resident = np.isin(ids, self.ids())
+        for id_, score in zip(ids[is_resident], scores[is_resident], strict=True):
+            self.score[np.searchsorted(self._universe, id_)] = score
+        return len(np.unique(ids[is_resident]))
 
     def remove(self, ids: Ids) -> None:
         """Removes rows."""
@@ -102,12 +114,16 @@ class Residents:
             keys = [self._ties[candidates], self.last_step[candidates]]
             if self._by_frequency:
                 keys.append(self._aged(candidates))
+            if self._default_score is not None:
+                keys.append(self.score[candidates])
             leaving = candidates[np.lexsort(keys)][:over]
             self.resident[leaving] = False
             self.evicted += len(leaving)
         self.resident[new] = True
         self.last_step[new] = self.steps
         self.frequency[new] = 0
+        if self._default_score is not None:
+            self.score[new] = self._default_score
 
 
 def zipf_steps(exponent: float, population: int, steps: int, batch: int, seed: int = 0) -> list[Tensor]:
@@ -166,7 +182,9 @@ class Model:
         for id_ in distinct:
             if id_ not in self.weights:
                 self.seen[id_] = self.seen.get(id_, 0) + 1
-        self.hits += self.policy.lookup(np.array(admitted, dtype=np.int64))
+        here = set(admitted)
+        occurrences = [id_ for id_ in ids if id_ in here]
+        self.hits += self.policy.lookup(np.array(occurrences, dtype=np.int64))
         self._arrived(admitted)
         return [self.weights[id_] if id_ in self.weights else self.initial_row(id_) for id_ in ids]
 

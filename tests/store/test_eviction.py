@@ -13,17 +13,20 @@ from torch import Tensor
 
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.optim import Adam, Optimizer, RowWiseAdagrad, state_names
-from torchrec_recstore.options import LFU, LRU, Expiry, TableOptions
+from torchrec_recstore.options import LFU, LRU, Expiry, Scored, TableOptions
 from torchrec_recstore.store import Table
 
 from .policies import Residents, fmix64, universe_of, zipf_steps
 
-POLICIES = [LRU(), LFU(), LFU(half_life_steps=7), LFU(half_life_steps=1)]
+OCCURRENCES = [LFU(count="occurrences"), LFU(half_life_steps=7, count="occurrences")]
+POLICIES = [LRU(), LFU(), LFU(half_life_steps=7), LFU(half_life_steps=1), *OCCURRENCES]
+HALVED = [LFU(half_life_steps=40), LFU(half_life_steps=40, count="occurrences")]
+SCORED = [Scored(), Scored(default=0.5)]
 ROOT = Path(__file__).parents[2]
 SAMPLE = ROOT.parent / "shared" / "criteo" / "criteo_kaggle_sample.tsv.gz"
 
 
-def bounded(max_rows: int, eviction: LRU | LFU, columns: range = range(2)) -> Table:
+def bounded(max_rows: int, eviction: LRU | LFU | Scored, columns: range = range(2)) -> Table:
     return Table(4, options=TableOptions(max_rows=max_rows, eviction=eviction), columns=columns)
 
 
@@ -52,9 +55,9 @@ def test_the_least_rows_leave_ties_and_all(eviction: LRU | LFU, max_rows: int) -
     assert stats.misses == stats.inserts == stats.evicted + stats.rows
 
 
-@pytest.mark.parametrize("eviction", [LRU(), LFU(), LFU(half_life_steps=40)], ids=repr)
+@pytest.mark.parametrize("eviction", [LRU(), LFU(), *HALVED, OCCURRENCES[0], *SCORED], ids=repr)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_the_least_rows_leave_whatever_happens_between(eviction: LRU | LFU, seed: int) -> None:
+def test_the_least_rows_leave_whatever_happens_between(eviction: LRU | LFU | Scored, seed: int) -> None:
     """The table looks for the next rows ahead. Meanwhile rows are used, written, removed, and wait for backwards."""
     random = np.random.default_rng(seed)
     max_rows, universe = 4_000, fmix64(np.arange(20_000)).astype(np.int64)
@@ -75,6 +78,9 @@ def test_the_least_rows_leave_whatever_happens_between(eviction: LRU | LFU, seed
         elif what < 4:
             table.insert(ids, torch.ones(len(ids), 2))
             oracle.write(ids.numpy(), pinned)
+        elif what < 20 and isinstance(eviction, Scored):
+            scores = torch.from_numpy(random.integers(-8, 9, len(ids)).astype(np.float32) / 8)
+            assert table.set_scores(ids, scores) == oracle.set_scores(ids.numpy(), scores.numpy())
         elif what == 4:  # older, and seldom used
             some = ids[torch.from_numpy(np.isin(ids.numpy(), oracle.ids()))].unique()
             rows = table.read_rows(some)
@@ -87,7 +93,7 @@ def test_the_least_rows_leave_whatever_happens_between(eviction: LRU | LFU, seed
             oracle.lookup(ids.numpy(), pinned)
             waiting.append((ids, out))
         # A halving between the lookup and the backward, which counts the step, is not in the oracle.
-        while len(waiting) > (0 if eviction == LFU(half_life_steps=40) else random.integers(0, 4)):
+        while len(waiting) > (0 if eviction in HALVED else random.integers(0, 4)):
             _, out = waiting.pop(int(random.integers(0, len(waiting))))
             out.backward(torch.zeros_like(out))
         if step % 10 == 0:

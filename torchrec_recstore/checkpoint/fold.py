@@ -82,7 +82,7 @@ class FoldedTable:
         """Reads the rows up to an id that :meth:`bound` allows: a part for each range of columns, [] at the end."""
         if not self._runs:
             return []
-        taken = [(run.level, *run.take(bound)) for run in self._runs]
+        taken = [self._taken(run, bound) for run in self._runs]
         self._runs = [run for run in self._runs if run.left]
         ids, order = torch.cat([ids for _, ids, _ in taken]).sort(stable=True)
         levels = torch.cat([torch.full_like(ids, level) for level, ids, _ in taken])[order]
@@ -101,6 +101,13 @@ class FoldedTable:
             Part.concatenated([part.stored_as(self._dtype) for part in of_columns]).take(order)
             for of_columns in zip(*(parts for _, _, parts in taken), strict=True)
         ]
+
+    def _taken(self, run: _Run, bound: int) -> tuple[int, Tensor, list[Part]]:
+        """Returns the level of a run, and its ids and parts up to an id, with frequencies as in the last checkpoint."""
+        ids, parts = run.take(bound)
+        saved = self._chain[run.level].tables[self._name].options
+        options = self._chain[-1].tables[self._name].options
+        return run.level, ids, [part.with_frequencies_of(saved, options) for part in parts]
 
     def __iter__(self) -> Iterator[list[Part]]:
         while (bound := self.bound()) is not None:

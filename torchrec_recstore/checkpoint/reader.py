@@ -201,6 +201,7 @@ def load_rows(
         _remove_rows(table, info.tables[name], info)
         for count, part in _one_ahead(_parts_of(info, name, columns, owned, states=without_state is None)):
             if part is not None:
+                part = part.with_frequencies_of(info.tables[name].options, table.options)
                 table.write(part if without_state is None else without_state.part(part, table.columns))
             on_rows(count)
 

@@ -18,6 +18,7 @@ from torch.nn.functional import cosine_similarity
 
 from torchrec_recstore.checkpoint.fold import FoldedTable, check_files, together
 from torchrec_recstore.checkpoint.info import CheckpointInfo, read_chain
+from torchrec_recstore.options import Scored
 from torchrec_recstore.store import Part, Parts, Table
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.parts import STAMPS
@@ -69,8 +70,9 @@ def top_rows(
     Args:
         source: A table, or the directory of a checkpoint. The files of a checkpoint are verified.
         table: The name of a table of the checkpoint, needed if there are several.
-        by: The value: ``"frequency"``, the number of steps that looked the row up; ``"last_step"``, the last such step;
-            ``"norm"``, the L2 norm of the weights; ``"drift"``, the L2 norm of the change since ``since``.
+        by: The value: ``"frequency"``, the number of steps that looked the row up (see :class:`LFU`, which may count
+            occurrences; 0 with :class:`Scored`, which does not count); ``"last_step"``, the last such step; ``"norm"``,
+            the L2 norm of the weights; ``"drift"``, the L2 norm of the change since ``since``.
         count: The number of rows to return.
         since: The directory of an earlier checkpoint with the same table.
         advance: A callback that is called with the number of rows read since the last call.
@@ -90,6 +92,8 @@ def top_rows(
     measured: dict[str, list[Tensor]] = {"frequency": [], "norm": [], **({"drift": []} if earlier else {})}
     for block, drift in zip(opened.blocks(), repeat(None)) if earlier is None else earlier.blocks():
         columns = {**{name: block.rows[name] for name in STAMPS}, "norm": block.weights.norm(dim=1)}
+        if isinstance(opened.options.eviction, Scored):
+            columns["frequency"] = torch.zeros_like(columns["frequency"])
         if drift is not None:
             columns["drift"] = drift
         for name, parts in measured.items():
@@ -201,6 +205,7 @@ class _OfTable:
     def __init__(self, table: Table) -> None:
         self._table = table
         self.rows, self.steps, self.name = len(table), table.steps, repr(table)
+        self.options = table.options
 
     def blocks(self) -> Parts:
         for ids in torch.split(self._table.ids(), _BLOCK_ROWS):
@@ -222,6 +227,7 @@ class _OfCheckpoint:
         self.chain, self.table = chain, table
         info = chain[-1].tables[table]
         self.rows, self.steps, self.dim = info.rows, info.steps, info.dim
+        self.options = info.options
         self.name = f"table {table!r} of {chain[-1].path}"
 
     def blocks(self) -> Parts:

@@ -8,6 +8,7 @@
 
 #include "buffer_pool.h"
 #include "row_kernels.h"
+#include "row_uses.h"
 
 namespace recstore {
 namespace {
@@ -358,6 +359,20 @@ void note_changes(Table& table, const ResolvedBatch& resolved, const Link* links
   }
 }
 
+// Calls note_use() for every row that a chunk looks up.
+void note_uses(const Table& table, const ResolvedBatch& resolved, const Link* links, const Chunk& chunk, uint32_t step) {
+  const Bounds& bounds = table.config().bounds;
+  const int64_t end = resolved.batch.offset(chunk.bag_end);
+  for (int64_t p = resolved.batch.offset(chunk.bag_begin); p < end; ++p) {
+    if ((links[p] & kNotFirst) != 0) continue;
+    uint32_t times = 1;
+    if (bounds.eviction == Eviction::kLeastOccurring) {
+      for (Link next = links[p]; (next & ~kNotFirst) != 0; next = links[(next & ~kNotFirst) - 1]) ++times;
+    }
+    note_use(table.rows().meta(resolved.slots[p]), step, times, bounds);
+  }
+}
+
 // How the next update of the table rounds its weights and states.
 StochasticRounding rounding_of(const Table& table, const Routing& routing) {
   const TableConfig& config = table.config();
@@ -422,7 +437,7 @@ struct Update::Work {
     args.optimizer = table.config().optimizer.kind;
     args.user = table.config().optimizer.user;
     args.scalars = scalars[t];
-    args.step = steps[t];
+    args.step = table.config().bounds.counts_apart() ? 0 : steps[t];
     args.half_life = static_cast<uint32_t>(table.config().bounds.half_life);
     args.nonfinite = table.config().nonfinite == Nonfinite::kPass ? nullptr : &nonfinite[t];
     args.later = positions.empty() ? nullptr : &later;
@@ -494,6 +509,8 @@ Distinct Update::run() noexcept {
     Table& table = *tables[chunk.table];
     if (table.watched()) note_changes(table, resolved, work.grouping.links(), chunk);
     row_kernels().update(work.args_of(chunk.table, chunk.bag_begin, chunk.bag_end, worker));
+    const uint32_t step = work.steps[chunk.table];
+    if (step != 0 && table.config().bounds.counts_apart()) note_uses(table, resolved, work.grouping.links(), chunk, step);
   });
   if (work.later.count + work.longest.count > 0) work.update_later();
   for (size_t t = 0; t < tables.size(); ++t) {
@@ -507,6 +524,7 @@ Distinct record_step(const ResolvedBatch& resolved, const Steps& steps, Executor
   return grouping.run([&](const Chunk& chunk, int) {
     Table& table = *resolved.group.tables[chunk.table];
     if (table.watched()) note_changes(table, resolved, grouping.links(), chunk);
+    if (table.config().bounds.counts_apart()) return note_uses(table, resolved, grouping.links(), chunk, steps[chunk.table]);
     const Rows& rows = table.rows();
     const auto half_life = static_cast<uint32_t>(table.config().bounds.half_life);
     const int64_t end = resolved.batch.offset(chunk.bag_end);

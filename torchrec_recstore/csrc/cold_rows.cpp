@@ -91,7 +91,7 @@ void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool
   }
   table.reserve_leave(static_cast<int64_t>(leavers.size()));
   SerialExecutor serial;
-  table.leave(leavers, 0, serial);
+  table.leave(leavers, 0, serial, true);
   if (static_cast<int64_t>(leavers.size()) == n) table.evictions().evicted();  // otherwise some are offered again
   table.counters().evicted += static_cast<int64_t>(leavers.size());
 }
@@ -121,9 +121,13 @@ std::vector<int64_t> expired_ids(const Table& table, Executor& executor) {
 
 void note_left(Table& table, const int64_t* ids, int64_t n) {
   Changes& changes = table.rows().changes();
-  if (!changes.tracks()) return;
-  changes.reserve_left(n);
-  for (int64_t i = 0; i < n; ++i) changes.left(ids[i], table.size());
+  Departures* departures = table.departures();
+  if (departures != nullptr) departures->reserve(n);
+  if (changes.tracks()) changes.reserve_left(n);
+  for (int64_t i = 0; i < n; ++i) {
+    if (changes.tracks()) changes.left(ids[i], table.size());
+    if (departures != nullptr) departures->add(ids[i]);
+  }
 }
 
 }  // namespace recstore

@@ -35,7 +35,8 @@ void bring_back(Table& table, const int64_t* ids, int64_t n, const char* images,
 // Returns the ids of the rows that have expired and to which no pending pass refers.
 std::vector<int64_t> expired_ids(const Table& table, Executor& executor);
 
-// Notes that the rows of the ids were deleted from the cold store for good; a delta checkpoint lists these ids.
+// Notes that the rows of the ids were deleted from the cold store for good; a delta checkpoint lists these ids, and the
+// table's departures have them. Throws std::bad_alloc.
 void note_left(Table& table, const int64_t* ids, int64_t n);
 
 }  // namespace recstore

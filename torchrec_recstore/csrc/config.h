@@ -63,13 +63,16 @@ struct InitConfig {
   double truncate = 0.0;  // normal: bound in standard deviations, 0 for no bound
 };
 
-enum class Eviction : int64_t { kNone = 0, kLeastRecent = 1, kLeastFrequent = 2 };
+// kLeastFrequent counts the steps that look up a row, kLeastOccurring the occurrences of its id in their batches. The scores of
+// kLeastScored are the user's.
+enum class Eviction : int64_t { kNone = 0, kLeastRecent = 1, kLeastFrequent = 2, kLeastOccurring = 3, kLeastScored = 4 };
 
 // The bounds on a shard's rows; 0 if a shard lacks a bound. torchrec_recstore/options.py explains them.
 struct Bounds {
   int64_t max_rows = 0;
   Eviction eviction = Eviction::kNone;
   int64_t half_life = 0;      // steps
+  uint32_t unscored = 0;      // the rank among scores of a row without a score; see score_rank()
   int64_t expiry = 0;         // steps
   int64_t expiry_time = 0;    // microseconds
   int64_t max_jump = 0;       // microseconds
@@ -78,15 +81,20 @@ struct Bounds {
   bool cold_store = false;    // evicted rows move to a cold store: the caller moves them, and no row leaves on its own
   bool shared = false;        // other tables write to the cold store
 
-  // Makes bounds of the first nine numbers above, in their order. The last is 2 if the cold store is shared. Throws
+  // Makes bounds of nine numbers: those above in their order, without `unscored` and `shared`. The third number is the
+  // half-life, or for kLeastScored the number `unscored`. The last number is 2 if the cold store is shared. Throws
   // InvalidArgument if a number is out of range.
   static Bounds of(const std::vector<int64_t>& numbers);
 
   bool operator==(const Bounds& other) const {
-    return max_rows == other.max_rows && eviction == other.eviction && half_life == other.half_life && expiry == other.expiry &&
+    return max_rows == other.max_rows && eviction == other.eviction && half_life == other.half_life && unscored == other.unscored &&
+           expiry == other.expiry &&
            expiry_time == other.expiry_time && max_jump == other.max_jump && min_frequency == other.min_frequency &&
            counter_bytes == other.counter_bytes && cold_store == other.cold_store && shared == other.shared;
   }
+  // Whether RowMeta::frequency is not the number of steps that looked up the row. The loops over rows count steps only;
+  // note_use() records other uses.
+  bool counts_apart() const { return eviction == Eviction::kLeastOccurring || eviction == Eviction::kLeastScored; }
   // Whether a new row may be refused, or may evict another row.
   bool limit_new_rows() const { return max_rows > 0 || min_frequency > 0; }
 };

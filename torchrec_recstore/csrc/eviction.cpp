@@ -8,6 +8,7 @@
 
 #include "mix.h"
 #include "parts.h"
+#include "row_uses.h"
 
 namespace recstore {
 namespace {
@@ -75,6 +76,20 @@ struct LeastFrequent {
     // From 16 on, a class contains several frequencies. The frequency ranks before the age, so the age is left out.
     return coarse<3>(times) * kAges + (times < 16 ? kAges - 1 - coarse<3>(age) : 0);
   }
+};
+
+struct LeastScored {
+  static constexpr int kClassBits = 15;
+  static constexpr uint32_t kClasses = 1u << kClassBits;
+  static constexpr bool kArrivalsRankLow = true;  // set_scores() notes the rows whose ranks it lowers as arrivals
+  uint32_t now;
+  uint32_t unscored;
+
+  uint32_t era() const { return 0; }
+  std::optional<LeastScored> in_next_era() const { return {}; }
+
+  uint64_t rank(const RowMeta& meta) const { return uint64_t{score_rank(meta, unscored)} << 32 | meta.last_step; }
+  uint32_t class_of(const RowMeta& meta) const { return score_rank(meta, unscored) >> (32 - kClassBits); }
 };
 
 struct Candidate {
@@ -192,7 +207,13 @@ template <class Call>  // call(policy)
 auto by_policy(const Table& table, const Call& call) {
   const auto now = static_cast<uint32_t>(table.clock());
   const Bounds& bounds = table.config().bounds;
-  if (bounds.eviction == Eviction::kLeastFrequent) return call(LeastFrequent{now, static_cast<uint32_t>(bounds.half_life)});
+  switch (bounds.eviction) {
+    case Eviction::kLeastFrequent:
+    case Eviction::kLeastOccurring: return call(LeastFrequent{now, static_cast<uint32_t>(bounds.half_life)});
+    case Eviction::kLeastScored: return call(LeastScored{now, bounds.unscored});
+    case Eviction::kNone:
+    case Eviction::kLeastRecent: break;
+  }
   return call(LeastRecent{now});
 }
 
@@ -418,7 +439,7 @@ Slot EvictionQueue::first_row(const Policy& policy, const Table& table) {
   const uint64_t rank = slot == kNoSlot ? 0 : policy.rank(table.rows().meta(slot));
   if (slot != kNoSlot && rank == ranked.rank && ranked < limit_) return slot;
   queue_.pop();
-  // A row that ranks lower has left and arrived again, and is in the queue as an arrival.
+  // A row that ranks lower has left and arrived again, or has a lower score, and is in the queue as an arrival.
   if (slot != kNoSlot && rank >= ranked.rank) place({rank, ranked.mixed_id});
   return kNoSlot;
 }

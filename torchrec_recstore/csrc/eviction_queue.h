@@ -20,9 +20,9 @@ struct Leaver;
 //
 // Every row that ranks below a limit is in the queue. A walk keeps the lowest of the rows that rank above it, and at its
 // end they join the queue and raise the limit. The rank of a row that is used only rises; a row is ranked again when its
-// turn comes. Under LRU a new row ranks above all rows of before. Under LFU it ranks low, and so may a row that
-// returns from a cold store: these rows are noted. What lowers ranks calls reset(): rows that are written with their
-// bookkeeping, and another clock.
+// turn comes. A row whose score becomes lower is noted like a new row, and is then in the queue at both ranks. Under LRU a new row ranks above all rows of before. Under LFU it ranks low, and so may a row that
+// returns from a cold store: these rows are noted. What else lowers ranks calls reset(): rows that are written with
+// their bookkeeping, and another clock.
 //
 // A halving of LFU changes the places of rows, but it is known before which rows rank low after it: another queue ranks by the
 // first step of the next era, the time between two halvings. It is filled shortly before the halving, and takes the place of
@@ -40,8 +40,14 @@ class EvictionQueue {
   void prepare(const Table& table, int64_t new_rows, Executor& executor);
   // Makes room for calls of arrived(). Throws std::bad_alloc.
   void reserve(int64_t rows);
+  // Makes room for calls of arrived() with rows whose ranks have become lower. Throws std::bad_alloc.
+  void reserve_lowered(int64_t rows) {
+    // The queue has the rows at their former ranks, too. If there are too many, a search of the whole table takes less time.
+    if (static_cast<int64_t>(queue_.size() + arrivals_.size()) > kMostLowered * most_) reset();
+    reserve(rows);
+  }
   bool notes_arrivals() const { return notes_arrivals_; }
-  // Notes a new row, if notes_arrivals().
+  // Notes a new row, or a row whose rank has become lower, if notes_arrivals().
   void arrived(int64_t id) noexcept {
     arrivals_.push_back(id);
     if (next_era_) next_era_->arrived(id);
@@ -50,6 +56,8 @@ class EvictionQueue {
   void reset() noexcept { *this = EvictionQueue(); }
 
  private:
+  static constexpr int64_t kMostLowered = 8;
+
   struct Ranked {
     uint64_t rank;
     uint64_t mixed_id;  // decides between rows of equal rank

@@ -8,6 +8,7 @@
 #include "error.h"
 #include "eviction.h"
 #include "find.h"
+#include "row_uses.h"
 
 namespace recstore {
 
@@ -149,22 +150,36 @@ void Pass::settle_without_memory() noexcept {
   for (size_t t = 0; t < steps_.size(); ++t) {
     Table& table = *group_->tables[t];
     if (steps_[t] == 0 || steps_[t] == kForgotten || !table.is_open()) continue;
-    const auto half_life = static_cast<uint32_t>(table.config().bounds.half_life);
+    const Bounds& bounds = table.config().bounds;
     const auto range = [&](int64_t f) { return std::make_pair(slots + batch_.offset(f * batch_.bags), slots + batch_.offset((f + 1) * batch_.bags)); };
+    const auto is_of_table = [&](int64_t f) { return group_->feature_tables[f] == static_cast<int64_t>(t); };
     for (int64_t f = 0; f < group_->features(); ++f) {
-      if (group_->feature_tables[f] != static_cast<int64_t>(t)) continue;
+      if (is_of_table(f)) std::sort(range(f).first, range(f).second);
+    }
+    for (int64_t f = 0; f < group_->features(); ++f) {
+      if (!is_of_table(f)) continue;
       const auto [begin, end] = range(f);
-      std::sort(begin, end);
       for (Slot* slot = begin; slot != end && *slot != kNoSlot; ++slot) {
         bool seen = slot != begin && slot[-1] == *slot;
         for (int64_t before = 0; before < f && !seen; ++before) {
-          if (group_->feature_tables[before] != static_cast<int64_t>(t)) continue;
+          if (!is_of_table(before)) continue;
           const auto [first, last] = range(before);
           seen = std::binary_search(first, last, *slot);
         }
         if (seen) continue;
         table.before_change(*slot);
-        count_step(table.rows().meta(*slot), steps_[t], half_life);
+        RowMeta& meta = table.rows().meta(*slot);
+        if (bounds.counts_apart()) {
+          int64_t times = 0;
+          for (int64_t of = f; of < group_->features(); ++of) {
+            if (!is_of_table(of)) continue;
+            const auto places = std::equal_range(range(of).first, range(of).second, *slot);
+            times += places.second - places.first;
+          }
+          note_use(meta, steps_[t], static_cast<uint32_t>(times), bounds);
+        } else {
+          count_step(meta, steps_[t], static_cast<uint32_t>(bounds.half_life));
+        }
         ++table.counters().lookups;
       }
     }

@@ -14,7 +14,7 @@ namespace recstore {
 // The bookkeeping of a row. It may be at an odd multiple of two bytes.
 struct __attribute__((packed, aligned(2))) RowMeta {
   uint32_t last_step;  // the last step that looked up the row
-  uint32_t frequency;  // number of steps that looked up the row
+  uint32_t frequency;  // number of steps that looked up the row; or see Eviction: number of occurrences, or encoded score
 };
 
 // The row-wise data of a row, which is stored apart from its weights and element-wise states. State: float, or uint16_t

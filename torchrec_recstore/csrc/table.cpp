@@ -43,6 +43,7 @@ void Table::close() {
   rows_.clear();
   sightings_.reset();
   cold_filter_.clear();
+  departures_.reset();
   evictions_.reset();
   open_ = false;
 }
@@ -65,6 +66,7 @@ int64_t Table::remove(const int64_t* ids, int64_t n) {
       rows_.give_back(slot, next_pass_ - 1);
     }
     if (rows_.changes().tracks()) rows_.changes().left(ids[i], index_.size());
+    if (departures_) departures_->add(ids[i]);
     if (snapshot_ != nullptr) snapshot_->removed(ids[i], slot);
     ++removed;
   }
@@ -118,12 +120,13 @@ void Table::shrink() noexcept {
 
 void Table::reserve_leave(int64_t rows) {
   if (rows_.changes().tracks()) rows_.changes().reserve_left(rows);
+  if (departures_) departures_->reserve(rows);
   if (snapshot_ == nullptr) return;
   snapshot_->reserve_removed(rows);
   rows_.reserve_give_back(rows);
 }
 
-void Table::leave(std::vector<Leaver>& rows, int64_t reused, Executor& executor) noexcept {
+void Table::leave(std::vector<Leaver>& rows, int64_t reused, Executor& executor, bool to_cold_store) noexcept {
   if (rows.empty()) return;
   const auto begins = part_begins<Index::kParts>(rows.size(), [&](size_t i) { return index_.part_of_id(rows[i].id); });
   const int64_t tasks = std::min<int64_t>(Index::kParts, 1 + static_cast<int64_t>(rows.size()) / kTaskLeavers);
@@ -140,6 +143,7 @@ void Table::leave(std::vector<Leaver>& rows, int64_t reused, Executor& executor)
     if (row.is_in_index) index_.erase(row.id);
     vacated_.add(row.slot);
     if (rows_.changes().tracks()) rows_.changes().left(row.id, index_.size());
+    if (departures_ && !to_cold_store) departures_->add(row.id);
     if (snapshot_ != nullptr && snapshot_->removed(row.id, row.slot)) {
       rows_.give_back(row.slot, next_pass_ - 1);
     } else if (i >= reused) {
@@ -149,7 +153,8 @@ void Table::leave(std::vector<Leaver>& rows, int64_t reused, Executor& executor)
 }
 
 int64_t Table::bytes() const {
-  return rows_.bytes() + index_.bytes() + cold_filter_.bytes() + (sightings_ ? sightings_->bytes() : 0);
+  const int64_t counted = (sightings_ ? sightings_->bytes() : 0) + (departures_ ? departures_->bytes() : 0);
+  return rows_.bytes() + index_.bytes() + cold_filter_.bytes() + counted;
 }
 
 void Table::note_change(Slot slot) {

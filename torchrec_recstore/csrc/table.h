@@ -10,6 +10,7 @@
 
 #include "cold_filter.h"
 #include "config.h"
+#include "departures.h"
 #include "eviction_queue.h"
 #include "executor.h"
 #include "index.h"
@@ -120,6 +121,10 @@ class Table {
   const ColdFilter& cold_filter() const { return cold_filter_; }
 
   EvictionQueue& evictions() { return evictions_; }
+  // Begins to record which rows leave for good, up to this number of ids.
+  void record_departures(int64_t most) { departures_.emplace(most); }
+  // nullptr if departures are not recorded.
+  Departures* departures() { return departures_ ? &*departures_ : nullptr; }
   // The slots that rows have left, for slots that were resolved ahead.
   Vacated& vacated() { return vacated_; }
   const Vacated& vacated() const { return vacated_; }
@@ -141,8 +146,9 @@ class Table {
   // Makes room for leave() with `rows` rows. Throws std::bad_alloc.
   void reserve_leave(int64_t rows);
   // Removes rows that no pending pass refers to. They are by the parts of the index, unless the executor has one thread. The
-  // slots of the first `reused` rows already belong to new rows.
-  void leave(std::vector<Leaver>& rows, int64_t reused, Executor& executor) noexcept;
+  // slots of the first `reused` rows already belong to new rows. to_cold_store: the rows are in the cold store, so that they
+  // do not leave for good.
+  void leave(std::vector<Leaver>& rows, int64_t reused, Executor& executor, bool to_cold_store = false) noexcept;
   // Whether the slots of removed rows can be reused at once.
   bool slots_are_free_at_once() const { return snapshot_ == nullptr && !rows_.is_compacting(); }
   // Returns memory to the system if more slots are free than in use. Each call does a part of the work: it visits some
@@ -193,6 +199,7 @@ class Table {
   std::optional<Sightings> sightings_;
   std::optional<WallClock> wall_clock_;
   ColdFilter cold_filter_;
+  std::optional<Departures> departures_;
   Snapshot* snapshot_ = nullptr;
   EvictionQueue evictions_;
   Vacated vacated_;

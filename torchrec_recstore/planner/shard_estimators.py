@@ -26,6 +26,7 @@ from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, DataType, dty
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_recstore.optim import state_bytes, without_state
+from torchrec_recstore.options import LEFT_ID_BYTES
 from torchrec_recstore.planner.constraints import options_of, planned_rows
 from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.planner.traffic import PlacedTable, RankTraffic, milliseconds, rank_traffic
@@ -91,6 +92,7 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
             rows_of_all = option.tensor.shape[0]
             rows = 0 if remote else planned_rows(options, rows_of_all, self._statistics.get(option.name))
             counter_bytes = 0 if options.admission is None or remote else options.admission.counter_bytes
+            record_bytes = LEFT_ID_BYTES * (options.left_ids or 0)
             without_rows = _without_rows(option)
             super().estimate([without_rows], sharder_data_map)
             for shard, io in zip(option.shards, without_rows.shards, strict=True):
@@ -98,7 +100,7 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
                 of_row = row_bytes(_dtype(option), columns) + state_bytes(optimizer, columns, itemsize)
                 resident_bytes = -(-rows * shard.size[0] // rows_of_all) * (OVERHEAD_BYTES_PER_ROW + of_row)
                 copied_bytes = io.storage.hbm  # 0 on the CPU
-                ddr = io.storage.ddr + resident_bytes + counter_bytes + copied_bytes
+                ddr = io.storage.ddr + resident_bytes + counter_bytes + record_bytes + copied_bytes
                 shard.storage = Storage(hbm=io.storage.hbm, ddr=ddr)
 
 

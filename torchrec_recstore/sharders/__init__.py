@@ -8,6 +8,7 @@ from torchrec_recstore.sharders.collection import RecStoreCollection, RecStoreCo
 from torchrec_recstore.sharders.model_functions import flush_tables, reset_rows, reshard, set_time, table_stats
 from torchrec_recstore.sharders.perf_config import register_kernel
 from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL, RecStoreParameterSharding
+from torchrec_recstore.sharders.row_functions import left_ids, set_scores
 from torchrec_recstore.sharders.sharded_collections import (
     RecStoreEmbeddingCollectionSharder,
     RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
@@ -32,8 +33,10 @@ __all__ = [
     "RecStoreSharder",
     "flush_tables",
     "get_recstore_sharders",
+    "left_ids",
     "reset_rows",
     "reshard",
+    "set_scores",
     "set_time",
     "table_stats",
 ]

@@ -16,13 +16,13 @@ from torch import nn
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv
 
 from torchrec_recstore.kernels import BlockRouting
-from torchrec_recstore.options import is_shared
+from torchrec_recstore.options import TableOptions, is_shared
 from torchrec_recstore.sharders.delta_tracker import Record
 from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL, RecStoreParameterSharding, with_frozen
 from torchrec_recstore.sharders.row_state import ModuleState, RowState
-from torchrec_recstore.store import Part, Table, TableState
+from torchrec_recstore.store import LeftIds, Part, Table, TableState
 from torchrec_recstore.store.parts import PART_BYTES, rows_in
 from torchrec_recstore.store.table import check_applied, check_replaceable, exchange_all
 from torchrec_recstore.torchrec_seams.models import CollectionSeams, is_in_pipeline, on_meta_device
@@ -244,6 +244,7 @@ def move_rows(old: RowState, new: RowState) -> None:
     before, after = ([(s.table.columns, s.table.options, s.routing) for s in each.shards] for each in (old, new))
     states = all_gathered(([shard.state() for shard in old.shards], before == after), env)
     state = TableState.merged(each for of_rank, _ in states for each in of_rank)
+    left = _left_ids(old, new)
     if all(same for _, same in states):
         with refused_together(env):
             for source, target in zip(old.shards, new.shards, strict=True):
@@ -251,6 +252,18 @@ def move_rows(old: RowState, new: RowState) -> None:
                 target.table.set_state(state.owned(target.owned))
     else:
         _stream(old, new, state)
+    if left is not None:
+        for shard in new.shards:
+            shard.table.add_left_ids(left.owned(shard.owned))
+
+
+def _left_ids(old: RowState, new: RowState) -> LeftIds | None:
+    """Returns the ids that have left the old shards, or None if one of the layouts does not record them. Collective."""
+    if old.options.left_ids is None or new.options.left_ids is None:
+        return None
+    with refused_together(old.env):
+        records = [shard.table.left_ids() for shard in old.shards]
+    return LeftIds.merged(record for of_rank in all_gathered(records, old.env) for record in of_rank)
 
 
 def _stream(old: RowState, new: RowState, state: TableState) -> None:
@@ -265,7 +278,7 @@ def _stream(old: RowState, new: RowState, state: TableState) -> None:
         arriving = [shard.table.empty_copy() for shard in new.shards]
         for shard, table in zip(new.shards, arriving, strict=True):
             table.set_state(state.owned(shard.owned))
-        senders = [_Sender(shard, groups.index(shard.routing)) for shard in old.shards]
+        senders = [_Sender(shard, groups.index(shard.routing), new.options) for shard in old.shards]
     bounded = new.options.max_rows is not None
     size = rows_in(PART_BYTES if bounded else _MESSAGE_BYTES, old.dim, sources[0].dtype, old.optimizer)
     parts = [-(-rows[routing] // size) for routing in groups]
@@ -286,15 +299,23 @@ def _stream(old: RowState, new: RowState, state: TableState) -> None:
         received = _exchanged(partial(write_and_take, active, part), env)
     with refused_together(env):
         _write(old.name, arriving, received)
+        # Rows that had no room in the new shards have left the table.
+        evicted = [table.left_ids() for table in arriving if new.options.left_ids is not None]
         exchange_all(zip([shard.table for shard in new.shards], arriving, strict=True))
+        for shard, left in zip(new.shards, evicted, strict=False):
+            shard.table.add_left_ids(left)
 
 
 class _Sender:
-    """A shard whose rows leave it in ascending order of their ids. ``group`` is the number of the shard's group."""
+    """A shard whose rows leave it in ascending order of their ids.
 
-    def __init__(self, shard: LocalShard, group: int) -> None:
+    ``group`` is the number of the shard's group, and ``options`` are those of the new shards.
+    """
+
+    def __init__(self, shard: LocalShard, group: int, options: TableOptions) -> None:
         self.table = shard.table
         self.group = group
+        self._options = options
         self._ids = shard.table.ids()
         self._since_shrink = 0
 
@@ -306,7 +327,7 @@ class _Sender:
         if self._since_shrink * _SHRINKS >= len(self._ids):
             self.table.shrink()
             self._since_shrink = 0
-        return part
+        return part.with_frequencies_of(self.table.options, self._options)
 
 
 def _by_rank(

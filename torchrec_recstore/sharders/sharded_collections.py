@@ -31,6 +31,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection, get_embeddin
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from torchrec_recstore.options import LFU
 from torchrec_recstore.sharders.collection import InverseIndices, RecStoreCollection, RecStoreCollectionSharder
 from torchrec_recstore.sharders.kernel import ROW_SPLIT
 from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL, warn_of_planner
@@ -307,6 +308,13 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionS
         hashed = sorted(self._hashed_features())
         if hashed and need_indices(self):
             raise ValueError(f"need_indices is not supported with routing='hash': features {hashed}")
+        for name, state in self.recstore_state.tables.items():
+            eviction = state.options.eviction
+            if uses_index_dedup(self) and isinstance(eviction, LFU) and eviction.count == "occurrences":
+                raise ValueError(
+                    f"RecStore table {name!r}: LFU(count='occurrences') cannot be used with use_index_dedup=True, "
+                    "which sends each id of a rank's batch once: leave use_index_dedup out, or use LFU(count='steps')"
+                )
         if module.device != torch.device("meta"):
             recstore = {f"embeddings.{name}.weight" for name in self.recstore_table_names()}
             stock = {key: weight for key, weight in module.state_dict().items() if key not in recstore}

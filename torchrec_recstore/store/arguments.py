@@ -34,6 +34,18 @@ def check_ids(ids: object, where: str = "") -> None:
     raise ValueError(f"{where}ids must be on the CPU, got {ids.device}")
 
 
+def check_scores(scores: object, ids: Tensor, where: str = "") -> None:
+    """Raises TypeError or ValueError, which begins with ``where``, if ``scores`` is not (N,) float32 and finite."""
+    if not isinstance(scores, Tensor) or scores.dtype is not torch.float32:
+        raise TypeError(f"{where}scores must be a float32 tensor, got {_kind(scores)}")
+    if scores.shape != ids.shape:
+        raise ValueError(f"{where}scores must have the shape of ids, {tuple(ids.shape)}, got {tuple(scores.shape)}")
+    if not scores.is_cpu:
+        raise ValueError(f"{where}scores must be on the CPU, got {scores.device}")
+    if not bool(scores.isfinite().all()):
+        raise ValueError(f"{where}scores must be finite, got {float(scores[~scores.isfinite()][0])}")
+
+
 def check_rows(
     rows: object, argument: str, shape: tuple[int, int], dtypes: Sequence[torch.dtype], where: str = ""
 ) -> None:

@@ -188,6 +188,7 @@ class ColdTier(MemoryTier):
         self.expiry = ColdExpiry(options.expiry)
         """The number of rows in the store, and when they expire."""
         self._max_rows = options.max_rows or 0
+        self._records_left = options.left_ids is not None
         self._process = os.getpid()
         self.lock = ProcessLock(handle)
         # The store takes one call at a time, and prefetch() calls it without holding self.lock.
@@ -326,6 +327,30 @@ class ColdTier(MemoryTier):
                 if not self.shared:
                     self._delete(part)
             return removed
+
+    def set_scores(self, ids: Tensor, scores: Tensor) -> int:
+        """See :meth:`MemoryTier.set_scores`. Cold rows stay in the store, which gets copies with the new scores."""
+        with self.lock:
+            rows = 0
+            for begin in range(0, len(ids), _PART):
+                place = slice(begin, begin + _PART)
+                cold, images = self.read(ids[place])
+                ascending = ids[place].sort()
+                positions = ascending.indices[torch.searchsorted(ascending.values, cold)]
+                changed = ops.table_score_images(self._handle, cold, scores[place][positions], images)
+                if len(cold):
+                    self._put(cold, changed)
+                    self._outdate(cold)
+                    self.expiry.take(images)
+                    self.expiry.add(changed)
+                rows += len(cold) + super().set_scores(ids[place], scores[place])
+            return rows
+
+    def bury_expired(self) -> None:
+        """See :meth:`MemoryTier.bury_expired`. It reads the whole store."""
+        if self.expiry.expires:
+            with self.lock:
+                self._bury()
 
     def ids(self) -> Tensor:
         """See :meth:`MemoryTier.ids`. The ids of the store's rows are included."""
@@ -528,7 +553,20 @@ class ColdTier(MemoryTier):
     def _bury(self) -> None:
         """Deletes all expired and dead rows from the store."""
         old = [ids[last_steps(images) < self.expiry.before] for ids, images in self.scan()]
-        self._delete(torch.cat([*old, self.dead]))
+        expired = torch.cat([*old, self.dead])
+        self._record_expired(expired)
+        self._delete(expired)
+
+    def _record_expired(self, ids: Tensor) -> None:
+        """Records ids that expire in the store, if the table records which ids leave it.
+
+        The store also has outdated copies of rows in memory, and dead rows, which left the table before.
+        """
+        if not self._records_left:
+            return
+        ids = ids[~among(ids, self.dead)]
+        ids = ids[~ops.table_contains(self._handle, ids)]
+        ops.table_add_left(self._handle, ids, True)
 
     def _sweep_on(self) -> None:
         """Deletes the expired rows of a part of the store. The parts of ``expiry.sweep_steps`` steps cover the store.
@@ -559,6 +597,7 @@ class ColdTier(MemoryTier):
                     found, images = self.store.get(ids)
                 old = torch.cat([old, ids[found][last_steps(images) < self.expiry.before]])
             ops.table_keep_cold(self._handle, batch[0][~expired])
+            self._record_expired(old)
             self._delete(old)
             self._sweep = sweep
 

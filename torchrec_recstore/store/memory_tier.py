@@ -70,6 +70,13 @@ class MemoryTier:
         """Removes the rows of ``ids``, (N,) int64, and returns how many rows there were."""
         return int(ops.table_remove(self._handle, ids))
 
+    def set_scores(self, ids: Tensor, scores: Tensor) -> int:
+        """Sets the scores, (N,) float32, of the rows of distinct ids, (N,) int64. Returns the number of these rows."""
+        return int(ops.table_set_scores(self._handle, ids, scores))
+
+    def bury_expired(self) -> None:
+        """Deletes the rows of the cold store that have expired, and records their ids if the table records them."""
+
     def ids(self) -> Tensor:
         """Returns the ids of all rows, (N,) int64, ascending."""
         return ops.table_ids(self._handle)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrec_recstore.ops import RowTensors
 from torchrec_recstore.optim import Optimizer, state_bytes, state_names
+from torchrec_recstore.options import Scored, TableOptions
 from torchrec_recstore.row_types import GRID_BYTES, as_numbers, as_stored, columns_of, joined_columns, row_bytes, values
 
 PART_BYTES = 1 << 25
@@ -88,6 +89,16 @@ class Part:
         """Returns the rows with weights as a table of ``dtype`` stores them, rounded to nearest."""
         weight = as_stored(self.rows["weight"], dtype)
         return self if weight is self.rows["weight"] else replace(self, rows={**self.rows, "weight": weight})
+
+    def with_frequencies_of(self, saved: TableOptions, options: TableOptions) -> Part:
+        """Returns the rows of a table with the options ``saved``, for a table with ``options``.
+
+        With ``Scored()``, the frequency of a row encodes its score, otherwise it counts. If only one of the tables has
+        ``Scored()``, the frequencies become 0: the rows have no score, or no step has looked them up.
+        """
+        if isinstance(saved.eviction, Scored) == isinstance(options.eviction, Scored):
+            return self
+        return replace(self, rows={**self.rows, "frequency": torch.zeros(len(self), dtype=torch.int64)})
 
     @staticmethod
     def concatenated(parts: Sequence[Part]) -> Part:

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, is_square, state_names, without_state
-from torchrec_recstore.options import TableOptions, default_initializer, is_shared
+from torchrec_recstore.options import Scored, TableOptions, default_initializer, is_shared
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store.arguments import (
+    among,
     check_ids,
     check_rows,
+    check_scores,
     check_table,
     check_time,
     check_whole_rows,
@@ -22,6 +24,7 @@ from torchrec_recstore.store.arguments import (
 )
 from torchrec_recstore.store.cold_store import ColdStoreError
 from torchrec_recstore.store.cold_tier import ColdTier
+from torchrec_recstore.store.left_ids import LeftIds
 from torchrec_recstore.store.memory_tier import MemoryTier, holding
 from torchrec_recstore.store.parts import ImageLayout, Part, Parts, named_rows
 from torchrec_recstore.store.snapshot import ColdSnapshot, Snapshot
@@ -114,6 +117,8 @@ class Table(AbstractContextManager["Table"]):
         self.handle = ops.table_create(*new_rows, optimizer, dtype, self.stochastic_rounding, state_dtype, options)
         """The handle of the native table, for :func:`torchrec_recstore.ops.group_create`."""
         self._free_rows = weakref.finalize(self, ops.table_destroy, self.handle)
+        if options.left_ids is not None:
+            ops.table_record_left(self.handle, options.left_ids)
         self.pending_passes: list[tuple[Tensor, Tensor]] = []
         """The backward passes whose gradients a kernel keeps until it updates the rows with those of further passes."""
         self.tier = MemoryTier(self.handle)
@@ -407,6 +412,8 @@ class Table(AbstractContextManager["Table"]):
         for table in (self, other):
             table.check_unshared("other jobs use them, so that they cannot move to another table")
         with ops.native_errors(self._who), holding([self.tier, other.tier]):
+            self._record_exchange(other)
+            other._record_exchange(self)
             ops.table_exchange_rows(self.handle, other.handle)
             self.pending_passes.clear()
             other.pending_passes.clear()
@@ -423,6 +430,83 @@ class Table(AbstractContextManager["Table"]):
         check_ids(ids)
         with ops.native_errors(self._who), self.tier.resident(ids):
             return self.tier.remove(ids)
+
+    def set_scores(self, ids: Tensor, scores: Tensor) -> int:
+        """Sets the scores of rows, by which a table with ``eviction=Scored()`` selects the rows to evict.
+
+        Ids without a row are ignored: a row that is made later has no score. Cold rows stay in the cold store. If the
+        cold store fails, some scores may have been set; the call can be repeated.
+
+        Args:
+            ids: (N,) int64. The ids of the rows. Among duplicates, the last one counts.
+            scores: (N,) float32, finite. The score of each entry of ``ids``. Rows with lower scores are evicted first.
+
+        Returns:
+            The number of rows whose score was set.
+
+        Raises:
+            TypeError, ValueError: ``ids`` or ``scores`` has another dtype or shape, a score is not finite, or the
+                table has no ``eviction=Scored()``. Nothing has changed.
+            ColdStoreError: The cold store fails.
+        """
+        check_ids(ids)
+        check_scores(scores, ids)
+        if not isinstance(self.options.eviction, Scored):
+            raise ValueError(
+                f"{self._who} does not evict by scores: its eviction is {self.options.eviction!r}; make it with "
+                "TableOptions(max_rows=..., eviction=Scored())"
+            )
+        distinct, scores = _last_scores(ids, scores.detach())
+        with ops.native_errors(self._who), self.tier.resident(distinct):
+            return self.tier.set_scores(distinct, scores)
+
+    def left_ids(self) -> LeftIds:
+        """Returns the ids whose rows have left the table since the last call, and begins a new record.
+
+        A row leaves by eviction without a cold store, by expiry, by :meth:`remove`, or if other rows take the place of
+        the table's rows. A row that moves to the cold store has not left. An id that has left and has a row again is
+        not in the result. The first call returns the ids since the table was made. The call reads the whole cold store
+        if its rows expire.
+
+        Raises:
+            ValueError: The table has no ``options.left_ids``.
+            ColdStoreError: The cold store fails. The call can be repeated.
+        """
+        self.check_records_left("left_ids")
+        with ops.native_errors(self._who), self.tier.lock:
+            self.tier.bury_expired()
+            ids, complete = ops.table_take_left(self.handle)
+            try:
+                return LeftIds(ids[~self.tier.contains(ids)], complete)
+            except BaseException:
+                ops.table_add_left(self.handle, ids, complete)
+                raise
+
+    def add_left_ids(self, left: LeftIds) -> None:
+        """Adds ids to the record that :meth:`left_ids` returns, such as those of a table that this one replaces."""
+        self.check_records_left("add_left_ids")
+        with ops.native_errors(self._who):
+            ops.table_add_left(self.handle, left.ids, left.complete)
+
+    def check_records_left(self, what: str) -> None:
+        """Raises ValueError, which begins with ``what``, if the table does not record which ids leave it."""
+        if self.options.left_ids is None:
+            raise ValueError(
+                f"{what}: {self._who} does not record which ids leave it: make it with TableOptions(left_ids=...), the "
+                "largest number of ids in the record"
+            )
+
+    def _record_exchange(self, other: Table) -> None:
+        """Records the ids of this table that ``other``, with which it is about to exchange its rows, does not have."""
+        if self.options.left_ids is None:
+            return
+        try:
+            self.tier.bury_expired()
+            ids = self.ids()
+            left = LeftIds(ids[~among(ids, other.ids())], complete=True)
+        except (ColdStoreError, MemoryError):  # The exchange must not fail.
+            left = LeftIds(torch.empty(0, dtype=torch.int64), complete=False)
+        self.add_left_ids(left)
 
     def ids(self) -> Tensor:
         """Returns the ids that have a row, cold rows included: (rows,) int64, ascending."""
@@ -523,6 +607,16 @@ class Table(AbstractContextManager["Table"]):
 
     def _check_rows(self, rows: Tensor, argument: str, ids: Tensor) -> None:
         check_rows(rows, argument, (len(ids), len(self.columns)), (torch.float32, self._value_dtype))
+
+
+def _last_scores(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the distinct ids, and the last score of each."""
+    distinct, place = torch.unique(ids, return_inverse=True)
+    if len(distinct) == len(ids):
+        return ids, scores
+    last = torch.zeros(len(distinct), dtype=torch.int64)
+    last.scatter_reduce_(0, place, torch.arange(len(ids)), "amax")
+    return distinct, scores[last]
 
 
 def check_replaceable(tables: Iterable[Table]) -> None:

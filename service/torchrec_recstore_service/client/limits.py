@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, TableOptions, shard_options
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    Expiry,
+    MinFrequency,
+    Scored,
+    TableOptions,
+    not_on_servers,
+    shard_options,
+)
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
 
@@ -29,7 +38,7 @@ class Limits:
     """
 
     max_rows: int | None = None
-    eviction: LRU | LFU | None = None
+    eviction: LRU | LFU | Scored | None = None
     expiry: Expiry | None = None
     admission: MinFrequency | None = None
     cold_store: Hashable | None = None
@@ -40,13 +49,15 @@ class Limits:
         if self.max_tables is not None and self.max_tables < 1:
             raise ValueError(f"max_tables must be at least 1, got {self.max_tables}")
         # max_rows=1 passes the check that eviction and cold_store need max_rows: specifications may set it later.
-        TableOptions(
+        options = TableOptions(
             max_rows=1 if self.max_rows is None else self.max_rows,
             eviction=self.eviction,
             expiry=self.expiry,
             admission=self.admission,
             cold_store=self.cold_store,
         )
+        if (reason := not_on_servers(options)) is not None:
+            raise ValueError(reason)
 
 
 def limits_of(options: TableOptions) -> Limits:

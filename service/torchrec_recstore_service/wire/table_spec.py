@@ -14,7 +14,7 @@ import torch
 
 from torchrec_recstore.encoding import check_fields, decode, encode
 from torchrec_recstore.optim import Optimizer, RowOptimizer
-from torchrec_recstore.options import TableOptions, check_int
+from torchrec_recstore.options import TableOptions, check_int, not_on_servers
 from torchrec_recstore.row_types import MOST_COLUMNS, ROW_DTYPES
 
 _LONGEST = 1 << 16
@@ -70,6 +70,8 @@ class TableSpec:
             raise ValueError("options.servers must be None: the client names the servers")
         if self.options.cold_store is not None:
             raise ValueError("options.cold_store must be None: each server chooses it with recstore serve --cold-store")
+        if (reason := not_on_servers(self.options)) is not None:
+            raise ValueError(f"options.{reason}")
 
     def to_json(self) -> str:
         """Returns the specification as JSON."""

@@ -1,6 +1,7 @@
 // Ops on one table: its life, lookups and updates, counters and clocks.
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -13,6 +14,7 @@
 #include "../registry.h"
 #include "../row_compiler.h"
 #include "../row_kernels.h"
+#include "../scores.h"
 #include "tensors.h"
 
 namespace recstore {
@@ -20,6 +22,7 @@ namespace {
 
 constexpr int64_t kSmallRead = int64_t{1} << 18;  // numbers
 constexpr int64_t kMostColumns = int64_t{1} << 24;
+constexpr int64_t kMostDepartures = int64_t{1} << 30;
 
 int64_t optimizer_load(std::string name, std::vector<std::string> states, int64_t element_states,
                        std::vector<std::string> hyperparameters, std::vector<std::string> once, std::string row,
@@ -126,6 +129,66 @@ Tensor table_ids(int64_t table) {
   // The table is not locked any more: sorting takes most of the time.
   std::sort(mutable_data<int64_t>(out), mutable_data<int64_t>(out) + out.numel());
   return out;
+}
+
+void check_count(const Tensor& scores, const Tensor& ids) {
+  if (scores.size(0) != ids.size(0)) throw InvalidArgument("scores must have the shape of ids, (" + std::to_string(ids.size(0)) + ",)");
+}
+
+// Sets the scores by which rows are evicted. Returns the number of rows whose score was set.
+Tensor table_set_scores(int64_t table, Tensor ids, Tensor scores) {
+  ids = checked_ids(ids);
+  scores = checked(scores, "scores", ScalarType::Float, 1);
+  check_count(scores, ids);
+  Tensor rows = empty({}, ScalarType::Long);
+  *mutable_data<int64_t>(rows) = set_scores(*LockedTable(tables().get(table)), id_data(ids), ids.size(0), float_data(scores), executor());
+  return rows;
+}
+
+// Returns a copy of the images of distinct ids with other scores. The caller writes it to the cold store.
+Tensor table_score_images(int64_t table, Tensor ids, Tensor scores, Tensor images) {
+  ids = checked_ids(ids);
+  scores = checked(scores, "scores", ScalarType::Float, 1);
+  check_count(scores, ids);
+  const auto owner = tables().get(table);
+  images = checked_images(images, *owner, ids.size(0));
+  const Tensor out = recycled({ids.size(0), owner->image_bytes()}, ScalarType::Byte);
+  std::memcpy(mutable_data<char>(out), images.const_data_ptr(), static_cast<size_t>(ids.size(0) * owner->image_bytes()));
+  set_image_scores(*LockedTable(owner), id_data(ids), ids.size(0), float_data(scores), mutable_data<char>(out));
+  return out;
+}
+
+// Begins to record which rows leave the table for good, up to a number of ids.
+void table_record_left(int64_t table, int64_t most) {
+  if (most < 1 || most > kMostDepartures) throw InvalidArgument("left_ids must be within 1 and 2**30, got " + std::to_string(most));
+  LockedTable(tables().get(table))->record_departures(most);
+}
+
+// Returns the recorded ids that have no row in memory, (N,) int64, ascending, and whether the record is complete. The record
+// begins anew.
+std::tuple<Tensor, bool> table_take_left(int64_t table) {
+  const LockedTable owner(tables().get(table));
+  Departures* departures = owner->departures();
+  if (departures == nullptr) throw InvalidArgument("the table does not record which ids leave");
+  std::vector<int64_t> ids;
+  for (const int64_t id : departures->ids()) {
+    if (owner->index().find(id) == kNoSlot) ids.push_back(id);
+  }
+  std::sort(ids.begin(), ids.end());
+  std::tuple<Tensor, bool> left{id_tensor(ids), !departures->overflowed()};
+  departures->clear();
+  return left;
+}
+
+// Adds ids to the record; without `complete`, also ids that are not known.
+void table_add_left(int64_t table, Tensor ids, bool complete) {
+  ids = checked_ids(ids);
+  const LockedTable owner(tables().get(table));
+  Departures* departures = owner->departures();
+  if (departures == nullptr) throw InvalidArgument("the table does not record which ids leave");
+  if (!complete) return departures->overflow();
+  departures->reserve(ids.size(0));
+  std::for_each(id_data(ids), id_data(ids) + ids.size(0), [&](int64_t id) { departures->add(id); });
 }
 
 // Returns rows, bytes, lookups, misses, inserts, updates, nonfinite, steps, refused, evicted, expired, cold hits, refused
@@ -239,6 +302,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("table_insert(int table, Tensor ids, Tensor weights) -> ()");
   m.def("table_remove(int table, Tensor ids) -> Tensor");
   m.def("table_contains(int table, Tensor ids) -> Tensor");
+  m.def("table_set_scores(int table, Tensor ids, Tensor scores) -> Tensor");
+  m.def("table_score_images(int table, Tensor ids, Tensor scores, Tensor images) -> Tensor");
+  m.def("table_record_left(int table, int most) -> ()");
+  m.def("table_take_left(int table) -> (Tensor, bool)");
+  m.def("table_add_left(int table, Tensor ids, bool complete) -> ()");
   m.def("table_ids(int table) -> Tensor");
   m.def("table_stats(int table) -> int[]");
   m.def("table_sightings(int table) -> (Tensor, Tensor, Tensor)");
@@ -259,6 +327,8 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("table_create", RECSTORE_OP(table_create));
   m.impl("optimizer_load", RECSTORE_OP(optimizer_load));
   m.impl("table_destroy", RECSTORE_OP(table_destroy));
+  m.impl("table_record_left", RECSTORE_OP(table_record_left));
+  m.impl("table_take_left", RECSTORE_ALLOCATING_OP(table_take_left));
   m.impl("table_ids", RECSTORE_ALLOCATING_OP(table_ids));
   m.impl("table_stats", RECSTORE_OP(table_stats));
   m.impl("table_sightings", RECSTORE_OP(table_sightings));
@@ -281,4 +351,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("table_remove", RECSTORE_ALLOCATING_OP(table_remove));
   m.impl("table_contains", RECSTORE_ALLOCATING_OP(table_contains));
   m.impl("table_set_sightings", RECSTORE_OP(table_set_sightings));
+  m.impl("table_set_scores", RECSTORE_ALLOCATING_OP(table_set_scores));
+  m.impl("table_score_images", RECSTORE_ALLOCATING_OP(table_score_images));
+  m.impl("table_add_left", RECSTORE_ALLOCATING_OP(table_add_left));
 }

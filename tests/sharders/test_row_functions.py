@@ -1,0 +1,93 @@
+"""Scores and the ids that leave, by the name of a model's table: on one rank, of eager modules, and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+
+from torchrec_recstore import (
+    LFU,
+    LRU,
+    LeftIds,
+    RecStoreEmbeddingBagCollection,
+    RecStoreEmbeddingCollectionSharder,
+    Scored,
+    TableOptions,
+    left_ids,
+    set_scores,
+)
+from torchrec_recstore.ops import encoded_score
+from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
+
+from .models import bag, batch, collection, sequence, sequences, sharded
+
+MANY = 1000
+RECORDED = TableOptions(max_rows=4, eviction=LRU(), left_ids=MANY)
+SCORED = TableOptions(max_rows=4, eviction=Scored())
+
+
+def step(model: nn.Module, **features: list[list[int]]) -> None:
+    output = model(batch(**features))
+    output = output.wait() if hasattr(output, "wait") else output
+    values = output.values() if not isinstance(output, dict) else torch.cat([each.values() for each in output.values()])
+    values.sum().backward()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise", "column_wise"])
+@pytest.mark.parametrize("config", [bag, sequence])
+def test_ids_that_leave_and_scores_by_name(config: Any, sharding_type: str) -> None:
+    make = sequences if config is sequence else collection
+    options = {"a": RECORDED, "b": TableOptions(max_rows=4, eviction=Scored(), left_ids=MANY)}
+    model = sharded(make(config("a", ["f"]), config("b", ["g"])), options=options, sharding_type=sharding_type)
+    for id_ in range(1, 5):
+        step(model, f=[[id_]], g=[[id_]])
+    assert set_scores(model, "b", torch.tensor([1, 2, 3, 4, 9]), torch.tensor([4.0, 3.0, 2.0, 1.0, 0.0])) == 4
+    step(model, f=[[5], [6]], g=[[5], [6]])
+    for name, gone in (("a", [1, 2]), ("b", [3, 4])):
+        left = left_ids(model, name)
+        assert isinstance(left, LeftIds)
+        assert (left.ids.tolist(), left.complete) == (gone, True)
+        assert left_ids(model, name).ids.tolist() == []
+    with pytest.raises(ValueError, match=r"the model has no RecStore table 'c'; it has 'a', 'b'"):
+        left_ids(model, "c")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_eager_modules() -> None:
+    scored = RecStoreEmbeddingBagCollection([bag("scored", ["f"])], options=SCORED)
+    model = nn.ModuleList([scored, RecStoreEmbeddingBagCollection([bag("recorded", ["g"])], options=RECORDED)])
+    for id_ in range(1, 5):
+        step(model[0], f=[[id_]])
+        step(model[1], g=[[id_]])
+    assert set_scores(model, "scored", torch.tensor([4, 1, 9]), torch.tensor([0.5, 2.5, 0.0])) == 2
+    step(model[0], f=[[5]])
+    step(model[1], g=[[5]])
+    table = scored.embedding_bags["scored"].table
+    assert table.ids().tolist() == [1, 2, 3, 5]
+    assert table.read_rows(torch.tensor([1]))["frequency"].tolist() == [encoded_score(2.5)]
+    assert left_ids(model, "recorded").ids.tolist() == [1]
+    with pytest.raises(ValueError, match="'scored' does not record which ids leave it"):
+        left_ids(model, "scored")
+    twice = nn.ModuleList([scored, RecStoreEmbeddingBagCollection([bag("scored", ["f"])], options=SCORED)])
+    with pytest.raises(ValueError, match="2 eager tables 'scored'"):
+        set_scores(twice, "scored", torch.tensor([1]), torch.tensor([1.0]))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_deduplicated_ids_have_no_occurrences() -> None:
+    module = sequences(sequence("t", ["f"]))
+    sharders = [RecStoreEmbeddingCollectionSharder({"learning_rate": 0.1}, use_index_dedup=True)]
+    for count, refused in (("steps", False), ("occurrences", True)):
+        options = TableOptions(max_rows=9, eviction=LFU(count=count))  # type: ignore[arg-type]
+        constraints = {"t": RecStoreConstraints(sharding_types=["table_wise"], options=options)}
+        plan = RecStorePlanner(constraints=constraints, debug=False).plan(module, sharders)
+        if refused:
+            with pytest.raises(ValueError, match=r"'t': LFU\(count='occurrences'\) cannot be used with use_ind"):
+                DistributedModelParallel(module, plan=plan, sharders=sharders)
+        else:
+            DistributedModelParallel(module, plan=plan, sharders=sharders)

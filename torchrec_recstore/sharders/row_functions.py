@@ -1,0 +1,125 @@
+"""The functions of users that take a model and the name of one of its tables: scores of rows, and the ids that left.
+
+Tests: tests/sharders/test_row_functions.py, tests/distributed/test_row_functions.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.types import ShardingEnv
+
+from torchrec_recstore.modules.table_module import TableModule
+from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.sharders.layout import LocalShard
+from torchrec_recstore.sharders.model_tables import refuse_remote_tables, tables_named
+from torchrec_recstore.store import LeftIds, Table
+from torchrec_recstore.store.arguments import check_ids, check_scores
+
+
+def set_scores(model: nn.Module, name: str, ids: Tensor, scores: Tensor) -> int:
+    """Sets the scores of rows, by which a table with ``eviction=Scored()`` selects the rows to evict. Collective.
+
+    Each rank passes some of the scores, for example those of its own batches; the scores of all ranks are set, wherever
+    the rows are. Of an id that several ranks pass, or that occurs several times, the last score counts, in the order of
+    the ranks. Ids without a row are ignored: a row that is made later has no score.
+
+    Args:
+        model: ``DistributedModelParallel``, or any module that contains sharded modules or eager modules.
+        name: The name of the table, or the path of its collection, a dot and the name.
+        ids: (N,) int64, on the CPU. N may differ between the ranks, and may be 0.
+        scores: (N,) float32, finite. The score of each entry of ``ids``. Rows with lower scores are evicted first.
+
+    Returns:
+        The number of rows of the whole table whose score was set, the same on every rank.
+
+    Raises:
+        TypeError, ValueError: ``ids`` or ``scores`` has another dtype or shape, a score is not finite, the model has no
+            table of this name, or the table has no ``eviction=Scored()``. No score has changed.
+        ColdStoreError: A cold store fails. Some scores may have been set; the call can be repeated.
+
+    All of these errors are raised on every rank.
+    """
+    env = whole_environment()
+    with refused_together(env):
+        check_ids(ids, "set_scores: ")
+        check_scores(scores, ids, "set_scores: ")
+        shards = _shards(model, name, "set_scores")
+        for shard in shards:
+            shard.table.set_scores(ids[:0], scores[:0])  # This raises the error of a table without scores.
+    everywhere = all_gathered((ids, scores.detach()), env)
+    all_ids = torch.cat([of_rank[0] for of_rank in everywhere])
+    all_scores = torch.cat([of_rank[1] for of_rank in everywhere])
+    rows = 0
+    with refused_together(env):
+        for shard in shards:
+            owned = shard.owned(all_ids)
+            scored = shard.table.set_scores(all_ids[owned], all_scores[owned])
+            if shard.table.columns.start == 0:
+                rows += scored
+    if _eager_table(model, name) is not None:
+        return rows
+    return sum(all_gathered(rows, env))
+
+
+def left_ids(model: nn.Module, name: str) -> LeftIds:
+    """Returns the ids whose rows have left a table since the last call, and begins a new record. Collective.
+
+    A feature store or an index that follows the table deletes these ids. A row leaves by eviction without a cold store,
+    by expiry, by removal, or when ``load_checkpoint``, ``reset_rows`` or a ``state_dict`` replaces the rows of the
+    table. A row that moves to the cold store, or to another shard in ``reshard``, has not left. An id that has left and
+    has a row again is not in the result. The first call returns the ids since the model was made. The record is not in
+    checkpoints: after a restart, compare all ids once.
+
+    Args:
+        model: ``DistributedModelParallel``, or any module that contains sharded modules or eager modules.
+        name: The name of the table, or the path of its collection, a dot and the name. The table has
+            ``TableOptions(left_ids=...)``.
+
+    Returns:
+        The ids of all ranks, each once, the same on every rank. If more ids have left a shard than
+        ``TableOptions.left_ids``, ``complete`` is False and ``ids`` is empty: compare all ids once. For an eager
+        module, the ids of the rank's own table.
+
+    Raises:
+        ValueError: The model has no table of this name, or the table has no ``left_ids``.
+        ColdStoreError: A cold store fails. The call can be repeated.
+
+    All of these errors are raised on every rank, and the record goes on.
+    """
+    env = whole_environment()
+    taken: list[tuple[Table, LeftIds]] = []
+    try:
+        with refused_together(env):
+            for shard in _shards(model, name, "left_ids"):
+                taken.append((shard.table, shard.table.left_ids()))
+            eager = _eager_table(model, name) is not None
+        return _merged([left for _, left in taken], env, gathers=not eager)
+    except BaseException:
+        for table, left in taken:
+            table.add_left_ids(left)
+        raise
+
+
+def _merged(records: list[LeftIds], env: ShardingEnv, *, gathers: bool) -> LeftIds:
+    if not gathers:
+        return LeftIds.merged(records)
+    return LeftIds.merged(record for of_rank in all_gathered(records, env) for record in of_rank)
+
+
+def _shards(model: nn.Module, name: str, function: str) -> list[LocalShard]:
+    """Returns the shards of a table on this rank. Raises ValueError if there is no such table, or it is on servers."""
+    refuse_remote_tables(model, f"{function}: {{}} is on servers: call {function} for models without tables on servers")
+    eager = _eager_table(model, name)
+    if eager is not None:
+        return [LocalShard(eager, None)]
+    return tables_named(model, [name])[name].shards
+
+
+def _eager_table(model: nn.Module, name: str) -> Table | None:
+    """Returns the table of this name that an eager module of the model has. Raises ValueError if several have one."""
+    modules = [module for module in model.modules() if isinstance(module, TableModule)]
+    tables = [module.table for module in modules if module.table.name == name]
+    if len(tables) > 1:
+        raise ValueError(f"the model has {len(tables)} eager tables {name!r}: call the method of the table itself")
+    return tables[0] if tables else None
