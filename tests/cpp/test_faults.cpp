@@ -21,6 +21,7 @@
 #include "find.h"
 #include "pass.h"
 #include "prefetch.h"
+#include "scores.h"
 #include "snapshot.h"
 #include "testing.h"
 #include "transfer.h"
@@ -106,6 +107,7 @@ struct Kind {
   std::string name;
   Bounds first;   // bounds of the first table; the second table has none, and the third is full
   bool snapshot;  // whether each table has a snapshot
+  bool departures = false;  // whether the first table records which ids leave it
 };
 
 std::shared_ptr<Table> make_table(const Bounds& bounds, const char* name) {
@@ -149,6 +151,7 @@ Tables make_tables(const Kind& kind) {
   full.max_rows = kFull;
   full.eviction = Eviction::kLeastFrequent;
   tables.all = {make_table(kind.first, "first"), make_table({}, "second"), make_table(full, "full")};
+  if (kind.departures) tables.all[0]->record_departures(50);
   tables.group = std::make_shared<const Group>(tables.all, std::vector<Routing>(3), std::vector<int64_t>{0, 1, 2}, false);
   for (int64_t step = 0; step < 5; ++step) {
     const Data data(3, 40, 40 * step);
@@ -193,6 +196,11 @@ std::string state_of(const Tables& tables) {
       for (const int64_t id : seen) append(state, id);
       for (const uint8_t count : counts) append(state, count);
       for (const uint8_t generation : generations) append(state, generation);
+    }
+    if (table->departures() != nullptr) {
+      std::vector<int64_t> gone = table->departures()->ids();
+      std::sort(gone.begin(), gone.end());
+      for (const int64_t id : gone) append(state, id);
     }
     for (int64_t id = 0; id < 200; ++id) append(state, table->cold_filter().may_contain(id));
     const auto left = table->rows().changes().left_since(1);
@@ -363,6 +371,15 @@ void watch(Tables& tables, Executor&) {
   if (!tables.snapshots.empty()) return;
   auto snapshot = std::make_unique<Snapshot>(tables.all[0], std::nullopt);
 }
+void score(Tables& tables, Executor& executor) {
+  for_each_table(tables, 0, [&](const std::shared_ptr<Table>& table) {
+    std::vector<int64_t> ids(static_cast<size_t>(table->size()));
+    table->ids(ids.data());
+    std::vector<float> scores(ids.size());
+    for (size_t i = 0; i < ids.size(); ++i) scores[i] = static_cast<float>(ids[i] % 11) - 5;
+    set_scores(*table, ids.data(), table->size(), scores.data(), executor);
+  });
+}
 // A table grows so far that its regions grow several times.
 void grow(Tables& tables, Executor& executor) {
   static const Data data(1, 9000, 100000);
@@ -414,6 +431,16 @@ int main() {
       test("watch", nullptr, watch);
     }
   }
+  Bounds occurring = bounded, scored = bounded;
+  occurring.eviction = Eviction::kLeastOccurring;
+  scored.eviction = Eviction::kLeastScored;
+  for (const Kind& kind : {Kind{"occurring", occurring, false, true}, Kind{"scored", scored, true, true}}) {
+    every_allocation_fails_once(kind, "forward", 1, nullptr, forward);
+    every_allocation_fails_once(kind, "backward", 1, forward, backward);
+    every_allocation_fails_once(kind, "drop", 1, forward, drop);
+    every_allocation_fails_once(kind, "remove", 1, nullptr, remove(0));
+  }
+  every_allocation_fails_once({"scored", scored, false}, "score", 2, nullptr, score);
   every_allocation_fails_once(kinds[0], "grow", 2, nullptr, grow);
   CHECK(calls_that_failed > 500);
   std::printf("test_faults passed: %lld calls failed\n", static_cast<long long>(calls_that_failed));

@@ -57,7 +57,7 @@ def ids_now(model: DistributedModelParallel, name: str) -> set[int]:
 def frequencies(model: DistributedModelParallel, name: str) -> dict[int, int]:
     """Returns the frequency of each id of a table on all ranks, which is the same in all column shards."""
     (table,) = [table for table in recstore_tables(model) if table.name == name]
-    found: dict[int, int] = {}
+    frequency_of: dict[int, int] = {}
     mine = [
         item
         for shard in table.shards
@@ -66,8 +66,8 @@ def frequencies(model: DistributedModelParallel, name: str) -> dict[int, int]:
     ]
     for of_rank in gathered(mine):
         for id_, frequency in of_rank:
-            assert found.setdefault(id_, frequency) == frequency
-    return found
+            assert frequency_of.setdefault(id_, frequency) == frequency
+    return frequency_of
 
 
 def trained_ids(name: str, steps: range, distinct: int = 60) -> list[int]:
@@ -152,9 +152,9 @@ def scores_of_rank(step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Returns ids, some of which have no row and some of which other ranks score too, and their scores."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     ids = torch.tensor(sorted(set(trained_ids("item", range(3)))))
-    some = ids[torch.randint(0, len(ids), (20,), generator=generator)]
-    some = torch.cat([some, torch.tensor([7, 8])])
-    return some, torch.randn(22, generator=generator)
+    chosen = ids[torch.randint(0, len(ids), (20,), generator=generator)]
+    chosen = torch.cat([chosen, torch.tensor([7, 8])])
+    return chosen, torch.randn(22, generator=generator)
 
 
 def scores_move(rank: int, world_size: int, *, path: str, kinds: tuple[str, ...]) -> None:
@@ -167,9 +167,9 @@ def scores_move(rank: int, world_size: int, *, path: str, kinds: tuple[str, ...]
             ids, scores = scores_of_rank(step, rank)
             scored = set_scores(model, "item", ids if rank or step else ids[:0], scores if rank or step else scores[:0])
             new = {}
-            for each in range(world_size):
-                if each or step:
-                    ids, scores = scores_of_rank(step, each)
+            for other in range(world_size):
+                if other or step:
+                    ids, scores = scores_of_rank(step, other)
                     new |= {i: encoded_score(s) for i, s in zip(ids.tolist(), scores.tolist(), strict=True)}
             new = {id_: code for id_, code in new.items() if id_ in expected}
             assert scored == len(new)
@@ -208,11 +208,11 @@ def scores_evict(rank: int, world_size: int, *, path: str) -> None:
     assert set_scores(model, "item", half, half.sign().float() * (half.abs() % 1009)) == len(ids)
     score = {id_: (1 if id_ > 0 else -1) * (abs(id_) % 1009) for id_ in ids}
     train(model, range(1, 2), distinct=400)
-    here = ids_now(model, "item")
+    after = ids_now(model, "item")
     used = set(trained_ids("item", range(1, 2), distinct=400))
-    gone = set(ids) - here
+    gone = set(ids) - after
     assert gone
-    assert max(score[id_] for id_ in gone) <= min(score[id_] for id_ in (set(ids) & here) - used)
+    assert max(score[id_] for id_ in gone) <= min(score[id_] for id_ in (set(ids) & after) - used)
     assert left_ids(model, "item").ids.tolist() == sorted(gone)
     kind, max_rows = ("row_wise", 48) if world_size == 2 else ("table_wise", 40)
     options = TableOptions(max_rows=max_rows, eviction=Scored(), cold_store=SSDStore(f"{path}/cold"))

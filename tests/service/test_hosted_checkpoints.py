@@ -21,7 +21,7 @@ from torchrec_recstore.checkpoint.info import read_info
 from torchrec_recstore.checkpoint.reader import load_rows
 from torchrec_recstore.cli import app
 from torchrec_recstore.optim import SGD, Adam, Optimizer, RowWiseAdagrad
-from torchrec_recstore.options import LFU, LRU, MinFrequency, RocksDBStore, TableOptions
+from torchrec_recstore.options import LFU, LRU, MinFrequency, RocksDBStore, Scored, TableOptions
 from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.wire.table_spec import TableSpec
@@ -174,6 +174,28 @@ def test_a_models_checkpoint_and_back(one_rank: None, tmp_path: Path) -> None:
     load_checkpoint(model, tmp_path / "served", strict=False)
     (user,) = (shard for shard in models.shards(model) if shard[0] == "user")
     assert torch.equal(user[3]["weight"], rows_of(tables, "user"))
+
+
+def test_options_of_a_model_that_servers_do_not_have(one_rank: None, tmp_path: Path) -> None:
+    bound = 10_000
+    refused = {
+        "scored": TableOptions(max_rows=bound, eviction=Scored()),
+        "occurrences": TableOptions(max_rows=bound, eviction=LFU(count="occurrences")),
+    }
+    for name, options in refused.items():
+        model = models.recstore(options=options)
+        models.train(model)
+        save_checkpoint(model, tmp_path / name)
+        with pytest.raises(ValueError, match=r"table '(user|item)' of .*: eviction=.* cannot be used on servers"):
+            HostedTables().load(tmp_path / name)
+    recording = models.recstore(options=TableOptions(left_ids=5))
+    load_checkpoint(recording, tmp_path / "scored")
+    save_checkpoint(recording, tmp_path / "recording")
+    tables = HostedTables()
+    tables.load(tmp_path / "recording")
+    assert tables.specs()["user"].options.left_ids is None
+    for name, _, ids, rows in models.shards(recording):
+        assert torch.equal(tables.pull(name, ids), rows["weight"])
 
 
 def test_temporary_tables_are_left_out(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ SCORED = TableOptions(max_rows=4, eviction=Scored())
 def step(model: nn.Module, **features: list[list[int]]) -> None:
     output = model(batch(**features))
     output = output.wait() if hasattr(output, "wait") else output
-    values = output.values() if not isinstance(output, dict) else torch.cat([each.values() for each in output.values()])
+    values = output.values() if not isinstance(output, dict) else torch.cat([rows.values() for rows in output.values()])
     values.sum().backward()
 
 

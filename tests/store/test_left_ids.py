@@ -129,8 +129,8 @@ def test_tables_without_the_option_keep_no_record() -> None:
     with pytest.raises(ValueError, match=r"left_ids: table 't' does not record which ids leave it: make it with Table"):
         table.left_ids()
     recording = table_of(TableOptions(left_ids=50))
-    for each in (table, recording):
-        each.lookup(TEN, train=True)
+    for trained in (table, recording):
+        trained.lookup(TEN, train=True)
     assert table.stats() == recording.stats(), "the record takes memory when ids leave"
 
 

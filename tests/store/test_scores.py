@@ -261,11 +261,11 @@ def test_occurrences_of_all_features_count_whatever_ends_the_step(threads: int) 
     generator = torch.Generator().manual_seed(1)
     ids = (torch.rand(6000, generator=generator) ** 4 * 50).long()
     expected = torch.bincount(ids, minlength=50)
-    here = expected.nonzero().squeeze(1)
+    with_row = expected.nonzero().squeeze(1)
     options = TableOptions(max_rows=100, eviction=LFU(count="occurrences"))
 
     def frequencies(table: Table) -> list[int]:
-        counted: list[int] = table.read_rows(here)["frequency"].tolist()
+        counted: list[int] = table.read_rows(with_row)["frequency"].tolist()
         return counted
 
     of_step = Table(4, options=options)
@@ -285,9 +285,9 @@ def test_occurrences_of_all_features_count_whatever_ends_the_step(threads: int) 
     out.backward(torch.ones_like(out))
     tables.append(sequence)
     for table in tables:
-        assert frequencies(table) == expected[here].tolist()
+        assert frequencies(table) == expected[with_row].tolist()
         table.lookup(ids)  # an evaluation counts nothing
-        assert frequencies(table) == expected[here].tolist()
+        assert frequencies(table) == expected[with_row].tolist()
 
 
 def test_by_steps_nothing_has_changed() -> None:

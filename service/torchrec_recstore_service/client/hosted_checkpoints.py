@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrec_recstore.checkpoint.destination import Destination
@@ -14,6 +14,7 @@ from torchrec_recstore.checkpoint.reader import check_fits, held_rows, load_rows
 from torchrec_recstore.checkpoint.warm_start import RowFunction, RowsWithoutState, WarmStart, named
 from torchrec_recstore.checkpoint.writer import PartWriter, SavedShard, finish, write_shard
 from torchrec_recstore.encoding import encode
+from torchrec_recstore.options import not_on_servers
 from torchrec_recstore.row_types import ROW_DTYPES
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.parts import Owned
@@ -59,15 +60,12 @@ def saved_specs(info: CheckpointInfo) -> dict[str, TableSpec]:
 
     Raises:
         CheckpointError: The specifications are damaged, or do not match the rows of the checkpoint.
+        ValueError: The checkpoint is of a model, and a table has an option that servers do not have.
     """
     state = info.training_state
     written = state.get(_SPECS) if isinstance(state, dict) else None
     if not isinstance(written, dict):
-        dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in ROW_DTYPES}
-        return {
-            name: TableSpec(saved.dim, dtypes[saved.dtype], saved.optimizer, saved.options)
-            for name, saved in info.tables.items()
-        }
+        return {name: _spec_of_model(info, name) for name in info.tables}
     if written.keys() != info.tables.keys():
         lacking = ", ".join(map(repr, sorted(written.keys() ^ info.tables.keys())))
         raise CheckpointError(
@@ -80,6 +78,19 @@ def saved_specs(info: CheckpointInfo) -> dict[str, TableSpec]:
     except ValueError as error:
         raise CheckpointError(f"{info.path}: the specifications of its tables are invalid: {error}") from error
     return specs
+
+
+def _spec_of_model(info: CheckpointInfo, name: str) -> TableSpec:
+    """Returns the specification of a table of a model's checkpoint. Servers keep no record of the ids that leave."""
+    saved = info.tables[name]
+    options = replace(saved.options, left_ids=None)
+    if (reason := not_on_servers(options)) is not None:
+        raise ValueError(
+            f"table {name!r} of {info.path}: {reason}. Load the checkpoint into a model whose table has this policy, "
+            "and save it again"
+        )
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in ROW_DTYPES}
+    return TableSpec(saved.dim, dtypes[saved.dtype], saved.optimizer, options)
 
 
 @dataclass(frozen=True)
