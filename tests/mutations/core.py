@@ -227,6 +227,27 @@ BOUNDS = [
         "The rows that are made shortly before a halving are not found among the least frequent ones after it.",
     ),
     Mutation(
+        f"{CSRC}/scores.cpp",
+        "if (meta.frequency < before && evictions.notes_arrivals()) evictions.arrived(ids[i]);",
+        "static_cast<void>(before);",
+        ["test_bounds"],
+        "A row whose score becomes lower is evicted only after the next search of the table.",
+    ),
+    Mutation(
+        f"{CSRC}/backward.cpp",
+        "for (Link next = links[p]; (next & ~kNotFirst) != 0; next = links[(next & ~kNotFirst) - 1]) ++times;",
+        "",
+        ["test_bounds"],
+        "LFU by occurrences counts steps.",
+    ),
+    Mutation(
+        f"{CSRC}/cold_rows.cpp",
+        "table.leave(leavers, 0, serial, true);",
+        "table.leave(leavers, 0, serial);",
+        ["tests/store/test_left_ids.py::test_rows_that_move_to_the_cold_store_do_not_fill_the_record"],
+        "Rows that move to a cold store fill the record of the ids that left.",
+    ),
+    Mutation(
         f"{CSRC}/eviction.cpp",
         "return expires ? std::max<int64_t>(0, step - expiry) : 0;",
         "return expires ? std::max<int64_t>(0, step - expiry + 1) : 0;",

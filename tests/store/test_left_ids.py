@@ -166,6 +166,15 @@ def test_rows_in_the_cold_store_have_not_left_until_they_expire() -> None:
     assert_left(table, [])
 
 
+def test_rows_that_move_to_the_cold_store_do_not_fill_the_record() -> None:
+    table = table_of(replace(OPTIONS["cold"](), max_rows=10, left_ids=2))
+    table.lookup(TEN, train=True)
+    table.lookup(TEN + 10, train=True)
+    table.remove(torch.tensor([3]))
+    assert table.stats().evicted > 2
+    assert_left(table, [3])
+
+
 def test_a_cold_store_that_fails_loses_no_id() -> None:
     table = table_of(replace(OPTIONS["cold"](), max_rows=10))
     table.lookup(TEN, train=True)
