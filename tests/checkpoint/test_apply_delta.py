@@ -18,7 +18,7 @@ from tests.distributed.workers import run_on_ranks
 from torchrec_recstore import apply_delta, load_checkpoint, read_info, reshard, save_checkpoint
 from torchrec_recstore.checkpoint import CheckpointError
 from torchrec_recstore.checkpoint.apply import moved_last_steps
-from torchrec_recstore.options import LRU, Expiry, MinFrequency, SSDStore, TableOptions
+from torchrec_recstore.options import LRU, Expiry, MinFrequency, Scored, SSDStore, TableOptions
 from torchrec_recstore.store import Table, TableState
 
 from . import models
@@ -200,6 +200,16 @@ def test_tables_with_bounds(one_rank: None, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"would have \d+ rows .* set eviction or a cold_store"):
         apply_delta(full, tmp_path / "more")
     models.assert_holds(full, before)
+
+
+def test_frequencies_do_not_become_scores(one_rank: None, tmp_path: Path) -> None:
+    """With Scored(), the field of the frequency encodes a score; a delta of another policy has none."""
+    make_delta(tmp_path, leaving=3)
+    model = models.recstore("table_wise", ROW_WISE, options=TableOptions(max_rows=1000, eviction=Scored()))
+    load_checkpoint(model, tmp_path / "base")
+    apply_delta(model, tmp_path / "delta")
+    for name, _, _, rows in models.shards(model):
+        assert not rows["frequency"].any(), name
 
 
 def test_cold_rows_and_admission(one_rank: None, tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ def _change(source: Source, shard: LocalShard, info: CheckpointInfo, bases: Sequ
     for part in _parts(source.name, shard, info, states=without_state is None):
         if without_state is not None:
             part = without_state.part(part, table.columns)
+        part = part.with_frequencies_of(info.tables[source.name].options, table.options)
         stamps = moved_last_steps(part.rows["last_step"], saved, own)
         parts.append(replace(part, rows={**part.rows, "last_step": stamps}))
     change = _Change(source.name, shard, _removed_ids(source.name, shard, info, bases), parts)
