@@ -50,6 +50,25 @@ class _Forward(PrefetchPipelinedForward):  # type: ignore[misc]
         return self._module.forward(*args, **kwargs)
 
 
+class _BeforeForward:
+    """The hook that a pipeline adds to its model: it tells the pipeline of calls of the model.
+
+    A copy of the model, such as an export makes of its dense layers, belongs to no pipeline. So a copy of the hook
+    does nothing, and a model with the hook can be copied and pickled without its pipeline.
+    """
+
+    def __init__(self, pipeline: Callable[[], PrefetchPipelineSeams | None] = _no_pipeline) -> None:
+        self._pipeline = pipeline
+
+    def __call__(self, *_: Any) -> None:
+        pipeline = self._pipeline()
+        if pipeline is not None:
+            pipeline.before_forward()
+
+    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
+        return _BeforeForward, ()
+
+
 class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[misc]
     """A prefetching pipeline that also prefetches where there are no CUDA streams, and that can be interrupted.
 
@@ -248,9 +267,11 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
     def _pipeline_model(self, batch: Any, context: BatchContext, *args: Any, **kwargs: Any) -> None:
         super()._pipeline_model(batch, context, *args, **kwargs)
         if self._hook is None:
-            self._hook = get_unwrapped_module(self._model).register_forward_pre_hook(self._before_forward)
+            hook = _BeforeForward(weakref.ref(self))
+            self._hook = get_unwrapped_module(self._model).register_forward_pre_hook(hook)
 
-    def _before_forward(self, *_: Any) -> None:
+    def before_forward(self) -> None:
+        """Detaches the model if it is called outside of a step of the pipeline."""
         # Modules that prepare the input of a sharded module are replaced too, and run before it.
         if not self._stepping:
             self.detach()
