@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ _MOST_DIGITS = 20  # of Content-Length
 # entries as objects, in lists of all entries of one depth, and in a tensor. tests/serving/test_predictor_http.py
 # measures them.
 _OF_A_BYTE = 4
-_OF_A_BYTE_NOT_ASCII = 12  # Python holds a text in which one character needs it with four bytes a character.
+_OF_A_WIDE_BYTE = 20  # Python holds a text with one character that needs it with four bytes for each character.
 _OF_A_LIST = 130
 _OF_AN_OBJECT = 260
 _OF_AN_ENTRY = 56
@@ -86,13 +86,26 @@ class HeldMemory:
         self._bytes = 0
 
 
-def memory_of(body: bytes) -> int:
-    """Returns an upper bound of the memory in bytes that the conversion of a JSON document takes, the body included."""
-    entries = body.count(b",")
-    lists, objects, quotes = body.count(b"["), body.count(b"{"), body.count(b'"')
-    characters = len(body) * (_OF_A_BYTE if body.isascii() else _OF_A_BYTE_NOT_ASCII)
-    parts = entries * _OF_AN_ENTRY + lists * _OF_A_LIST + objects * _OF_AN_OBJECT + quotes * _OF_A_QUOTE
-    return characters + parts
+def memory_of(body: Sequence[bytes]) -> int:
+    """Returns an upper bound of the memory in bytes that the conversion of a JSON document takes.
+
+    Args:
+        body: The pieces of the document, which are included.
+    """
+    total = 0
+    is_wide = False
+    for piece in body:
+        total += piece.count(b",") * _OF_AN_ENTRY
+        total += piece.count(b"[") * _OF_A_LIST
+        total += piece.count(b"{") * _OF_AN_OBJECT
+        total += piece.count(b'"') * _OF_A_QUOTE
+        # An escape such as \\ud83d can stand for any character.
+        is_wide = is_wide or not piece.isascii() or b"\\" in piece
+    return total + _size(body) * (_OF_A_WIDE_BYTE if is_wide else _OF_A_BYTE)
+
+
+def _size(body: Sequence[bytes]) -> int:
+    return sum(len(piece) for piece in body)
 
 
 class HttpServer:
@@ -180,19 +193,20 @@ class HttpServer:
         """Returns the memory of a request, of which nothing is held yet."""
         return HeldMemory(self, self._access.max_request_memory)
 
-    async def answer(self, model: str | None, body: bytes, held: HeldMemory) -> tuple[int, bytes]:
+    async def answer(self, model: str | None, body: list[bytes], held: HeldMemory) -> tuple[int, bytes]:
         """Returns the status and the body of the answer to POST /predict.
 
         Args:
             model: The name of the model. None: the model without a name.
-            body: The body of the request.
+            body: The pieces of the body of the request. They are removed when they have been read.
             held: The memory that is held for the request. It grows by what the conversions take.
         """
         given: Mapping[str, Any] = {}
         predictor = self.models.one(model)
         self.running += 1
         try:
-            needed = memory_of(body)
+            size = _size(body)
+            needed = await _converted(size, lambda: memory_of(body))
             if needed > held.limit:
                 return 413, _error(
                     f"the document takes up to {needed} bytes of memory while it is read, and --max-request-memory is "
@@ -200,14 +214,20 @@ class HttpServer:
                 )
             if not held.grow_to(needed):
                 return 503, _error(_NO_ROOM)
-            given, arguments = await _converted(len(body), lambda: _read(body, predictor.jagged))
-            future = predictor.submit(arguments, caller_s=_SHORT_S if len(body) <= _AT_ONCE else 0.0)
+            given, arguments = await _converted(size, lambda: _read(b"".join(body), predictor.jagged))
+            body.clear()
+            future = predictor.submit(arguments, caller_s=_SHORT_S if size <= _AT_ONCE else 0.0)
             answer = future.result() if future.done() else await asyncio.wrap_future(future)
             results = sum(output.numel() for output in answer.outputs.values())
-            if not held.grow_to(results * _OF_A_RESULT):
+            needed = results * _OF_A_RESULT
+            if needed > held.limit:
+                return 413, _error(
+                    f"the answer has {results} numbers and takes up to {needed} bytes of memory, and "
+                    f"--max-request-memory is {held.limit}: send fewer examples in one request, or use gRPC"
+                )
+            if not held.grow_to(needed):
                 return 503, _error(_NO_ROOM)
-            size = results * 8
-            return await _converted(size, lambda: _written(answer))
+            return await _converted(results * 8, lambda: _written(answer))
         except ValueError as error:
             places = [name + place for name, value in given.items() if (place := place_of_float(value))]
             if places and str(error).startswith(FLOAT_IDS):
@@ -335,7 +355,10 @@ class _Predict(_Handler):
             self.request.connection.set_max_body_size(length)  # type: ignore[union-attr]
             self.reply(413, _error(f"the body may have {_LONGEST_BODY} bytes"))
             return
-        if not self._held.grow_to(length * _OF_A_BYTE):
+        if length > self._held.limit:
+            self.request.connection.set_max_body_size(length)  # type: ignore[union-attr]
+            self.reply(413, _error(f"the body has {length} bytes, and --max-request-memory is {self._held.limit}"))
+        elif not self._held.grow_to(length):
             self.reply(503, _error(_NO_ROOM))
 
     def data_received(self, chunk: bytes) -> None:
@@ -346,10 +369,7 @@ class _Predict(_Handler):
         """See tornado."""
         self._is_working = True
         try:
-            body = b"".join(self._chunks)
-            self._chunks.clear()
-            status, reply = await self._server.answer(model, body, self._held)
-            del body
+            status, reply = await self._server.answer(model, self._chunks, self._held)
             with suppress(StreamClosedError):  # The client has gone away.
                 sent = self.reply(status, reply)
                 try:
