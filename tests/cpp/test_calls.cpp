@@ -226,7 +226,7 @@ void bounds_are_checked() {
   CHECK(bounds.max_rows == 100 && bounds.eviction == Eviction::kLeastFrequent && bounds.half_life == 30 && bounds.expiry == 40);
   CHECK(bounds.min_frequency == 5 && bounds.counter_bytes == 64 && bounds.cold_store);
   for (const std::vector<int64_t>& numbers :
-       {std::vector<int64_t>{0, 0, 0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, {-1, 0, 0, 0, 0, 0, 0, 0, 0}, {0, 3, 0, 0, 0, 0, 0, 0, 0},
+       {std::vector<int64_t>{0, 0, 0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, {-1, 0, 0, 0, 0, 0, 0, 0, 0}, {0, 5, 0, 0, 0, 0, 0, 0, 0},
         {0, 0, int64_t{1} << 32, 0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0, 2, 8, 0}, {0, 0, 0, 0, 0, 0, 2, 48, 0}, {0, 0, 0, 5, 5, 5, 0, 0, 0},
         {0, 0, 0, 0, 5, 0, 0, 0, 0}}) {
     CHECK_THROWS(Bounds::of(numbers), InvalidArgument);
