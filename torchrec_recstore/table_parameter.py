@@ -217,11 +217,15 @@ def _guarded(result: Any, table: str) -> Any:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function of ``_ALIASES``, and raises RuntimeError for any other function."""
-    guarded = next(_guarded_within([args, kwargs]))
     if func not in _ALIASES:
+        guarded = next(_guarded_within([args, kwargs]))
         _refuse(guarded, _name_of(func), "change" if _writes(func, args, kwargs) else "read")
     with torch._C.DisableTorchFunctionSubclass():
-        return _guarded(func(*args, **kwargs), guarded.table)
+        result = func(*args, **kwargs)
+    # The result has the rows of the first argument. The other arguments lend only their dtype, device or shape, as in
+    # `tensor.to(parameter)`, which returns the tensor itself if nothing is to be converted.
+    source = args[0] if args else kwargs.get("input")
+    return _guarded(result, source.table) if isinstance(source, _Unwritable) else result
 
 
 def _refuse(tensor: _Unwritable, method: str, effect: str = "change") -> NoReturn:
@@ -305,7 +309,7 @@ _NEW_TENSORS = """
 """
 _WITHOUT_ROWS = frozenset([*_functions_named(_METADATA + _OF_AUTOGRAD + _NEW_TENSORS), torch.autograd.grad])
 
-# These functions return tensors of the same rows, which are guarded, too.
+# These functions return tensors with the rows of their first argument. They are guarded if this argument is.
 _ALIASES = frozenset(
     _functions_named(
         """

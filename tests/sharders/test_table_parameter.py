@@ -203,6 +203,34 @@ def test_metadata_and_aliases() -> None:
     assert type(parameter.grad) is Tensor
 
 
+BORROWING: dict[str, Callable[[Tensor, TableParameter], Tensor]] = {
+    "to": lambda x, p: x.to(p),
+    "a copy": lambda x, p: x.to(p, copy=True),
+    "type_as": lambda x, p: x.type_as(p),
+    "expand_as": lambda x, p: x.expand_as(p),
+    "view_as": lambda x, p: x[:0].view_as(p),
+}
+"""They read only the dtype, the device or the shape of the parameter, and return the rows of another tensor."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("borrow", BORROWING)
+def test_a_tensor_that_borrows_metadata_stays_readable_and_writable(borrow: str, dtype: torch.dtype) -> None:
+    parameter = new_parameter()
+    tensor = torch.ones(1, DIM, dtype=dtype)
+    for lender in (parameter, parameter.data):
+        result = BORROWING[borrow](tensor, lender)
+        assert type(tensor) is Tensor
+        assert type(result) is Tensor
+        assert result.sum() == result.numel()
+        assert result.mul(2).sum() == 2 * result.numel()
+    assert tensor.add_(1).sum() == 2 * DIM
+    with pytest.raises(RuntimeError, match="table 'user': sum would read no row"):
+        parameter.to(tensor).sum()
+    with pytest.raises(RuntimeError, match="table 'user': sum would read no row"):
+        torch.clone(input=parameter).sum()
+
+
 @pytest.mark.parametrize("options", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 def test_optimizers_skip_the_parameters_of_tables(
