@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, PoolingType
@@ -151,6 +152,23 @@ def test_weights_of_an_unweighted_collection_are_ignored() -> None:
     model = sharded(collection(bag()), options={"t": TableOptions(initializer=ConstantInit(1.0))})
     kjt = KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 2]), torch.tensor([2]), torch.tensor([0.5, 0.25]))
     assert torch.equal(model(kjt).values(), torch.full((1, 4), 2.0))
+
+
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])
+def test_a_weighted_collection_refuses_a_batch_without_weights(sharding_type: str) -> None:
+    options = {"t": TableOptions(initializer=ConstantInit(1.0))}
+    model = sharded(collection(bag(), is_weighted=True), options=options, sharding_type=sharding_type)
+    ids = torch.tensor([1, 2])
+    lengths = torch.tensor([2])
+    for _ in range(2):  # A first batch, and a later one.
+        without_weights = KeyedJaggedTensor.from_lengths_sync(["f"], ids, lengths)
+        with pytest.raises(ValueError, match=r"is_weighted=True needs weights of the features \['f'\]"):
+            model(without_weights)
+        with pytest.raises(ValueError, match="is_weighted=True needs weights"):
+            model(TensorDict(without_weights.to_dict(), batch_size=[1]))
+        assert not model.module.has_begun_batches()
+        kjt = KeyedJaggedTensor.from_lengths_sync(["f"], ids, lengths, torch.tensor([0.5, 0.25]))
+        assert torch.equal(model(kjt).values(), torch.full((1, 4), 0.75))
 
 
 @pytest.mark.parametrize(

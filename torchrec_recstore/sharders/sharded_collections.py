@@ -30,6 +30,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_recstore.options import LFU
 from torchrec_recstore.sharders.collection import InverseIndices, RecStoreCollection, RecStoreCollectionSharder
@@ -40,6 +41,7 @@ from torchrec_recstore.torchrec_seams.models import (
     BagCollectionSeams,
     FeatureProcessedSharderSeams,
     SequenceCollectionSeams,
+    collection_inside,
     is_weighted,
     module_order,
     need_indices,
@@ -49,9 +51,9 @@ from torchrec_recstore.torchrec_seams.models import (
 from torchrec_recstore.utils import warn_user
 
 
-def _has_trained_weights(features: object) -> bool:
+def _has_trained_weights(features: KeyedJaggedTensor) -> bool:
     """Returns whether ``features`` have per-sample weights that require a gradient, while gradients are enabled."""
-    if not isinstance(features, KeyedJaggedTensor) or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return False
     weights = features.weights_or_none()
     return weights is not None and bool(weights.requires_grad)
@@ -92,6 +94,9 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
     _lookup_type = RecStorePooledLookup
     _uses_inverse_indices = True
 
+    weights_come_later = False
+    """Whether feature processors make the per-sample weights between the input distribution and the lookup."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.divide_afterwards(self._divided_afterwards())
@@ -100,8 +105,17 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
         """Distributes a batch to the ranks. See :meth:`RecStoreCollection.input_dist`.
 
         Raises NotImplementedError on every rank if the per-sample weights require a gradient that TorchRec's input
-        distribution loses. In evaluation, it is a warning.
+        distribution loses. In evaluation, it is a warning. Raises ValueError if the collection is weighted and the
+        batch has no weights.
         """
+        if not isinstance(features, KeyedJaggedTensor):
+            features = maybe_td_to_kjt(features)
+        # TorchRec's kernels would use the weight 1 for each id (torchrec 1.8.0). The unsharded collection raises.
+        if is_weighted(self) and not self.weights_come_later and features.weights_or_none() is None:
+            raise ValueError(
+                f"is_weighted=True needs weights of the features {features.keys()}: give the batch weights, or shard "
+                "feature processors that make them with RecStoreFeatureProcessedEmbeddingBagCollectionSharder"
+            )
         if is_weighted(self) and _has_trained_weights(features):
             lost = self._lost_weight_gradients(features)
             if lost and self.training:
@@ -275,7 +289,11 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
         module_fqn: str | None = None,
     ) -> ShardedFeatureProcessedEmbeddingBagCollection:
         """Returns the sharded module, on the CPU by default. See ``RecStoreSharder.shard``."""
-        return super().shard(module, params, env, device or torch.device("cpu"), module_fqn)
+        sharded = super().shard(module, params, env, device or torch.device("cpu"), module_fqn)
+        collection = collection_inside(sharded)
+        assert isinstance(collection, RecStoreShardedEmbeddingBagCollection)
+        collection.weights_come_later = True
+        return sharded
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Returns the sharding types that ``ebc_sharder`` supports."""
