@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_recstore import (
     RecStoreEmbedding,
     RecStoreEmbeddingBag,
     RecStoreEmbeddingBagCollection,
+    RecStoreEmbeddingCollection,
     SparseAdamW,
 )
 from torchrec_recstore.optim import Adam
@@ -65,6 +67,33 @@ def test_beside_a_trained_table() -> None:
     assert torch.equal(collection.embedding_bags["a"].table.lookup(IDS), ROWS)
     assert collection.embedding_bags["a"].table.stats().steps == 0
     assert collection.embedding_bags["b"].table.stats().updates == 6
+
+
+@pytest.mark.parametrize("kind", [RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection])
+def test_beside_a_table_whose_weight_is_not_trained(kind: Any) -> None:
+    config = EmbeddingBagConfig if kind is RecStoreEmbeddingBagCollection else EmbeddingConfig
+    configs = [config(name=name, embedding_dim=4, num_embeddings=100, feature_names=[name]) for name in ("a", "b")]
+    collection = kind(configs, options={"a": FROZEN})
+    tables = collection.embedding_bags if kind is RecStoreEmbeddingBagCollection else collection.embeddings
+    for name in ("a", "b"):
+        tables[name].table.insert(IDS, ROWS)
+    batch = KeyedJaggedTensor(["a", "b"], values=torch.cat([IDS, IDS]), lengths=torch.tensor([1, 1, 1] * 2))
+
+    def rows() -> list[torch.Tensor]:
+        out = collection(batch)
+        return [out[name] if isinstance(out, KeyedTensor) else out[name].values() for name in ("a", "b")]
+
+    for trained in (True, False, True):
+        tables["b"].weight.requires_grad_(trained)
+        for training in (True, False):
+            collection.train(training)
+            of_tables = rows()
+            assert all(torch.equal(of_table, ROWS) for of_table in of_tables)
+            if training:
+                assert of_tables[1].requires_grad == trained
+    collection.train()
+    collection.requires_grad_(False)
+    assert all(torch.equal(of_table, ROWS) for of_table in rows())
 
 
 def test_sparse_optimizers_leave_it_alone() -> None:

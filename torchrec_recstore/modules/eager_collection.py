@@ -110,8 +110,10 @@ class EagerCollection(RefusesQuantization, nn.Module):
         groups: dict[object, list[int]] = {}
         modules = self._modules_by_table()
         trained = are_trained(module.weight for module in modules)
-        for number, (trains, kind) in enumerate(zip(trained, kinds, strict=True)):
-            groups.setdefault((kind, trains) if self._enable_fusion else number, []).append(number)
+        for number, kind in enumerate(kinds):
+            # A kernel takes either tables that their options freeze, or others, also those whose weight is not trained.
+            alike = (kind, trained[number], modules[number].is_frozen)
+            groups.setdefault(alike if self._enable_fusion else number, []).append(number)
         for numbers in groups.values():
             yield numbers, self.training and trained[numbers[0]]
 
