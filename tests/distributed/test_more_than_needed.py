@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torchrec import EmbeddingConfig, KeyedJaggedTensor, PoolingType
 
 from tests.sharders.models import collection, sharded
+from torchrec_recstore import load_dense_weights
 
 from .reference import Case
 from .test_sharded_equals_unsharded import (
@@ -109,6 +111,51 @@ def test_features_may_come_in_another_order_than_in_the_first_batch(
     scenario: Callable[[int, int], None], world_size: int
 ) -> None:
     run_on_ranks(world_size, scenario)
+
+
+def varying_batch(**lengths: list[int]) -> KeyedJaggedTensor:
+    """Returns a batch with a stride for each feature, and without inverse indices."""
+    flat_lengths = [length for of_feature in lengths.values() for length in of_feature]
+    return KeyedJaggedTensor(
+        keys=list(lengths),
+        values=torch.arange(sum(flat_lengths)) % 7,
+        lengths=torch.tensor(flat_lengths),
+        stride_per_key_per_rank=[[len(of_feature)] for of_feature in lengths.values()],
+    )
+
+
+NEEDED = {"f0": [1, 2], "f1": [0, 3], "f2": [2, 1], "f3": [1, 1]}
+EXTRA = {"x": [1, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [EXTRA | NEEDED, NEEDED | EXTRA],
+        [NEEDED, EXTRA | NEEDED, NEEDED],
+        [EXTRA | NEEDED, NEEDED, {"x": []} | NEEDED],
+    ],
+    ids=["always", "later", "first"],
+)
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+@pytest.mark.parametrize("sharding_type", [TABLE, ROW])
+@pytest.mark.usefixtures("one_rank")
+def test_a_further_feature_may_have_another_stride(
+    sharding_type: str, pooling: PoolingType, batches: list[dict[str, list[int]]]
+) -> None:
+    tables = [replace(table, num_embeddings=7, init_fn=None) for table in three_tables(pooling)]
+    reference = collection(*copy.deepcopy(tables), device="cpu")
+    model = sharded(collection(*tables), sharding_type=sharding_type)
+    for name, table in reference.embedding_bags.items():
+        load_dense_weights(model, {name: table.weight.detach()})
+    for lengths in batches:
+        batch = varying_batch(**lengths)
+        wanted = reference(batch).to_dict()
+        for training in (True, False):
+            pooled = model.train(training)(batch).wait().to_dict()
+            assert pooled.keys() == wanted.keys()
+            for name, rows in wanted.items():
+                torch.testing.assert_close(pooled[name], rows, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -291,8 +291,8 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     def _inverse_indices(self, features: KeyedJaggedTensor) -> InverseIndices | None:
         """Returns the inverse indices of a batch, or None if it has none or the collection does not use them.
 
-        If the batch has a stride for each feature, all strides are equal, and there are no inverse indices, those that
-        change nothing are returned, as in the unsharded collection.
+        If the batch has a stride for each feature, those of the tables' features are equal, and there are no inverse
+        indices, those that change nothing are returned, as in the unsharded collection.
 
         Raises ValueError if a feature of a table is missing in them.
         """
@@ -301,10 +301,12 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             return None
         inverse: InverseIndices | None = features.inverse_indices_or_none()
         if inverse is None and varies:
-            strides = set(features.stride_per_key())
-            if len(strides) == 1:
-                examples = torch.arange(strides.pop(), device=features.device())
-                inverse = features.keys(), examples.repeat(len(features.keys()), 1)
+            names = list(dict.fromkeys(name for config in self.table_configs for name in config.feature_names))
+            strides = dict(zip(features.keys(), features.stride_per_key(), strict=True))
+            needed_strides = {strides[name] for name in names}
+            if len(needed_strides) == 1:
+                examples = torch.arange(needed_strides.pop(), device=features.device())
+                inverse = names, examples.repeat(len(names), 1)
         if inverse is None:
             return None
         if lacking := missing_features(inverse[0], self.table_configs):
