@@ -358,7 +358,8 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
     def prefetch(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> None:
         """Prepares the rows of a batch before its training forward. Any thread may call this method."""
         ids = self._host_ids.prefetch(features, batch)
-        if not self.frozen:
+        # The rows of frozen tables in this process are read as they are. Rows on servers are requested ahead.
+        if self.remote_tables or not self.frozen:
             self._kernel.prefetch(ids, self._counts(features))
 
     def _kernel_arguments(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels.device_copies import CopyTarget
+from torchrec_recstore.kernels.device_copies import CopyTarget, traced
 from torchrec_recstore.kernels.lookup import LookupKernel
 from torchrec_recstore.kernels.pooled import PooledKernel
 from torchrec_recstore.kernels.sequence import SequenceKernel
@@ -324,11 +324,17 @@ class RemoteKernel(LookupKernel):
         return of_weights
 
     def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
-        """See ``LookupKernel.read``. It waits for all updates of this kernel."""
+        """See ``LookupKernel.read``. It waits for all updates of this kernel.
+
+        If the tables are frozen, training calls this method, too, and the rows may have been prefetched.
+        """
         self._updates.wait()
-        batch = _Batch(ids, self._table_counts(ids, offsets, counts))
-        parts = zip(self._tables, batch.distinct, strict=True)
-        rows = self._client.pull_each([RowRead(table.name, some, table.options.missing) for table, some in parts])
+        table_counts = self._table_counts(ids, offsets, counts)
+        if self.read_only:
+            batch, rows = self._rows(ids, table_counts)
+        else:
+            batch = _Batch(ids, table_counts)
+            rows = self._client.pull_each(self._evaluation_reads(batch.distinct))
         workspace = self._workspace()
         try:
             workspace.write(rows)
@@ -347,8 +353,8 @@ class RemoteKernel(LookupKernel):
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
         """Requests the rows of a coming batch, in another thread, for its training lookup.
 
-        The lookup of the same ids waits for these rows, and reads the rows again that have been updated since. The
-        kernel keeps the four newest batches.
+        The lookup of the same ids waits for these rows, and reads the rows again that this kernel has updated since.
+        The kernel keeps the four newest batches. If the tables are frozen, a lookup in evaluation discards them.
 
         Args:
             ids: (N,) int64, table by table. The ids of the batch.
@@ -370,8 +376,26 @@ class RemoteKernel(LookupKernel):
         except IndexError:
             return _Workspace(self._tables, self._make)
 
+    def _begin_lookup(self, train: bool) -> None:
+        """Discards the prefetched batches before a lookup of frozen tables in evaluation, which reads them anew."""
+        if train or not self.read_only or traced():
+            return
+        with self._updates.lock:
+            discarded = list(self._prefetched)
+            self._prefetched.clear()
+        for ahead in discarded:
+            self._client.wait_for_each(ahead.handle)
+
     def _reads(self, distinct: Sequence[Tensor]) -> list[RowRead]:
+        """Returns the reads of a lookup in training, which reads frozen tables as a lookup in evaluation does."""
+        if self.read_only:
+            return self._evaluation_reads(distinct)
         return [RowRead(table.name, ids) for table, ids in zip(self._tables, distinct, strict=True)]
+
+    def _evaluation_reads(self, distinct: Sequence[Tensor]) -> list[RowRead]:
+        """Returns the reads of a lookup in evaluation: ``TableOptions.missing`` says how a missing id reads."""
+        parts = zip(self._tables, distinct, strict=True)
+        return [RowRead(table.name, ids, table.options.missing) for table, ids in parts]
 
     def _rows(self, ids: Tensor, counts: Sequence[int]) -> tuple[_Batch, list[Tensor]]:
         """Returns the distinct ids of a batch and their rows, prefetched or read now."""
@@ -433,6 +457,7 @@ class RemotePooledKernel(RemoteKernel):
         """
         assert isinstance(self._shape_of, PooledKernel)
         self._shape_of.check(ids, offsets, weights)
+        self._begin_lookup(train)
         return self._run(ids, offsets, (), weights, train, to)
 
     def weight_gradients(self, ids: Tensor, offsets: Tensor | None, grad: Tensor) -> Tensor:
@@ -479,6 +504,7 @@ class RemoteSequenceKernel(RemoteKernel):
         """
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
+        self._begin_lookup(train)
         return self._run(ids, None, counts, None, train, to)
 
     def _table_counts(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]) -> Sequence[int]:
