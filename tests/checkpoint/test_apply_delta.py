@@ -15,7 +15,16 @@ from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 
 from tests.distributed.workers import run_on_ranks
-from torchrec_recstore import apply_delta, load_checkpoint, read_info, reshard, save_checkpoint
+from torchrec_recstore import (
+    apply_delta,
+    load_checkpoint,
+    load_stock_state_dict,
+    read_info,
+    reset_rows,
+    reshard,
+    save_checkpoint,
+    stock_state_dict,
+)
 from torchrec_recstore.checkpoint import CheckpointError
 from torchrec_recstore.checkpoint.apply import moved_last_steps
 from torchrec_recstore.options import LRU, Expiry, MinFrequency, Scored, SSDStore, TableOptions
@@ -133,6 +142,37 @@ def test_a_warm_start_is_no_base(one_rank: None, tmp_path: Path) -> None:
     load_checkpoint(model, tmp_path / "base", optimizer=False)
     with pytest.raises(ValueError, match="neither saved nor loaded"):
         apply_delta(model, tmp_path / "delta")
+
+
+def load_stock(model: DistributedModelParallel) -> None:
+    """Replaces all rows of the model by rows of TorchRec's form."""
+    load_stock_state_dict(model, stock_state_dict(models.recstore("table_wise", ROW_WISE), {"user": 7, "item": 7}))
+
+
+@pytest.mark.parametrize("replace_all", [reset_rows, load_stock])
+def test_rows_that_were_replaced_are_no_base(
+    one_rank: None, tmp_path: Path, replace_all: Callable[[DistributedModelParallel], None]
+) -> None:
+    make_delta(tmp_path, leaving=2)
+    model = models.recstore("table_wise", ROW_WISE)
+    load_checkpoint(model, tmp_path / "base")
+    replace_all(model)
+    before = whole(model)
+    with pytest.raises(ValueError, match="neither saved nor loaded"):
+        apply_delta(model, tmp_path / "delta")
+    assert_same(whole(model), before)
+
+
+def test_a_delta_without_its_base_is_no_base(one_rank: None, tmp_path: Path) -> None:
+    other = make_delta(tmp_path, leaving=2)
+    other(models.batch(51)).sum().backward()
+    save_checkpoint(other, tmp_path / "delta2", delta_of=tmp_path / "delta")
+    model = models.recstore("table_wise", ROW_WISE)
+    apply_delta(model, tmp_path / "delta", strict=False)
+    before = whole(model)
+    with pytest.raises(ValueError, match="neither saved nor loaded"):
+        apply_delta(model, tmp_path / "delta2")
+    assert_same(whole(model), before)
 
 
 def test_a_reshard_keeps_the_base(one_rank: None, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torchrec_recstore.checkpoint.warm_start import WarmStart
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import LocalShard
-from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables
+from torchrec_recstore.sharders.model_tables import EagerModelTable, ModelTable, recstore_tables
 from torchrec_recstore.store import Part, TableState
 from torchrec_recstore.store.arguments import among
 
@@ -95,9 +95,17 @@ def apply_delta(model: nn.Module, path: str | Path, *, strict: bool = True) -> C
                 change.undo(error)
         raise
     for source in sources:
-        assert isinstance(source.table, ModelTable)
-        source.table.module.recstore_state.note_rows_of(source.table.config_name, [info.checksum])
+        _note(source.table, info)
     return info
+
+
+def _note(table: ModelTable | EagerModelTable, info: CheckpointInfo) -> None:
+    """Notes that a table has the rows of a delta. It lacks some of them if it has not had those of the base."""
+    assert isinstance(table, ModelTable)
+    assert info.delta_of is not None
+    state = table.module.recstore_state
+    if state.has_had_rows_of(table.config_name, info.delta_of.checksum):
+        state.note_rows_of(table.config_name, [info.checksum])
 
 
 @dataclass

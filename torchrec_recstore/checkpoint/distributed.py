@@ -142,8 +142,7 @@ def load_distributed_checkpoint(
                 model.fused_optimizer.load_state_dict({"state": {**own_states, **new}})
     exchange_all(loaded)
     for table in keys:
-        table.module.recstore_state.forget_rows_of(table.config_name)
-        table.state.forget_copies()
+        table.module.recstore_state.forget_replaced(table.config_name)
 
 
 class _TableKeys:

@@ -136,7 +136,6 @@ def load_checkpoint(
         if isinstance(source.table, EagerModelTable):
             source.table.module.forget_copies()
         else:
-            source.table.state.forget_copies()
             _mark(source.table, source.name, chain, warm)
     return info
 
@@ -181,7 +180,7 @@ def _mark(table: ModelTable, name: str, chain: Sequence[CheckpointInfo], warm: W
     """Marks the moment of the load for deltas of the checkpoint, if the table holds what the checkpoint has."""
     info = chain[-1]
     state = table.module.recstore_state
-    state.forget_rows_of(table.config_name)
+    state.forget_replaced(table.config_name)
     if not warm.optimizer or name not in (table.name, table.full_name):
         return
     state.note_rows_of(table.config_name, [checkpoint.checksum for checkpoint in chain])

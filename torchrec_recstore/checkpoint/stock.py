@@ -198,7 +198,7 @@ def load_stock_state_dict(
         fill(value, part)
     for key, table in tables.items():
         replace_rows(table.state.shards, WholeRows(key, plain[key], None))
-        table.state.forget_copies()
+        table.module.recstore_state.forget_replaced(table.config_name)
         if key in states:
             table.state.load_state_dict(states[key])
 

@@ -153,8 +153,8 @@ def reset_rows(model: nn.Module) -> None:
             raise
     exchange_all(pairs)
     for module in collections_of(model):
-        for state in module.recstore_state.tables.values():
-            state.forget_copies()
+        for name in module.recstore_state.tables:
+            module.recstore_state.forget_replaced(name)
 
 
 def set_time(model: nn.Module, unix_seconds: float) -> None:

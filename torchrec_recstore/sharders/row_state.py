@@ -247,6 +247,11 @@ class ModuleState:
         """Notes that all rows of a table were replaced."""
         self._had.pop(name, None)
 
+    def forget_replaced(self, name: str) -> None:
+        """Notes that all rows and states of a table were replaced, so that copies of them may be written to."""
+        self.forget_rows_of(name)
+        self.tables[name].forget_copies()
+
     @property
     def shards(self) -> dict[str, Sequence[LocalShard]]:
         """The shards of each table on this rank, by the table's name."""
