@@ -175,6 +175,86 @@ def test_a_delta_without_its_base_is_no_base(one_rank: None, tmp_path: Path) -> 
     assert_same(whole(model), before)
 
 
+def make_chain(path: Path) -> DistributedModelParallel:
+    """Saves a base, and the deltas ``delta``, ``delta2`` and ``delta3``, each of the one before it."""
+    other = make_delta(path, leaving=2)
+    for number, base in ((2, "delta"), (3, "delta2")):
+        other(models.batch(50 + number)).sum().backward()
+        save_checkpoint(other, path / f"delta{number}", delta_of=path / base)
+    return other
+
+
+def refuse_older(model: DistributedModelParallel, path: Path) -> None:
+    before = whole(model)
+    with pytest.raises(ValueError, match=rf"{path} is older than the rows of table 'user' .* strict=False"):
+        apply_delta(model, path)
+    assert_same(whole(model), before)
+
+
+def test_an_older_delta_is_refused(one_rank: None, tmp_path: Path) -> None:
+    make_chain(tmp_path)
+    model = models.recstore("table_wise", ROW_WISE)
+    load_checkpoint(model, tmp_path / "base")
+    for path in ("delta", "delta", "delta2"):
+        apply_delta(model, tmp_path / path)
+    refuse_older(model, tmp_path / "delta")
+    apply_delta(model, tmp_path / "delta2")
+    apply_delta(model, tmp_path / "delta3")
+    for path in ("delta", "delta2"):
+        refuse_older(model, tmp_path / path)
+    reshard(model, models.recstore("column_wise", ROW_WISE).plan)
+    refuse_older(model, tmp_path / "delta2")
+    # A load is a way back.
+    load_checkpoint(model, tmp_path / "base")
+    apply_delta(model, tmp_path / "delta")
+
+
+def test_a_loaded_or_saved_delta_makes_its_bases_older(one_rank: None, tmp_path: Path) -> None:
+    other = make_chain(tmp_path)
+    loaded = models.recstore("table_wise", ROW_WISE)
+    load_checkpoint(loaded, tmp_path / "delta3")
+    for model in (other, loaded):
+        for path in ("delta", "delta2"):
+            refuse_older(model, tmp_path / path)
+        apply_delta(model, tmp_path / "delta3")
+
+
+def test_deltas_of_the_same_base_have_no_order(one_rank: None, tmp_path: Path) -> None:
+    model = models.recstore("table_wise", ROW_WISE)
+    make_chain(tmp_path)
+    load_checkpoint(model, tmp_path / "base")
+    third = models.recstore("table_wise", ROW_WISE)
+    load_checkpoint(third, tmp_path / "base")
+    insert(third, "user", OWN, 3.0)
+    save_checkpoint(third, tmp_path / "sibling", delta_of=tmp_path / "base")
+    for path in ("delta", "sibling", "delta2", "sibling"):
+        apply_delta(model, tmp_path / path)
+
+
+def test_rows_can_go_back_without_strict(one_rank: None, tmp_path: Path) -> None:
+    other = make_chain(tmp_path)
+    model = models.recstore("table_wise", ROW_WISE)
+    load_checkpoint(model, tmp_path / "delta3")
+    apply_delta(model, tmp_path / "delta", strict=False)
+    # The rows that later deltas have changed are gone, so that these must be applied again.
+    with pytest.raises(ValueError, match="neither saved nor loaded"):
+        apply_delta(model, tmp_path / "delta3")
+    apply_delta(model, tmp_path / "delta2")
+    apply_delta(model, tmp_path / "delta3")
+    weights, expected = whole(model), whole(other)
+    assert weights.keys() == expected.keys()
+    for key, row in weights.items():
+        assert torch.equal(row["weight"], expected[key]["weight"])
+
+
+def test_a_delta_is_older_than_one_that_left_it_out(one_rank: None, tmp_path: Path) -> None:
+    make_chain(tmp_path)
+    model = models.recstore("table_wise", ROW_WISE)
+    load_checkpoint(model, tmp_path / "delta")
+    apply_delta(model, tmp_path / "delta3", strict=False)
+    refuse_older(model, tmp_path / "delta2")
+
+
 def test_a_reshard_keeps_the_base(one_rank: None, tmp_path: Path) -> None:
     make_delta(tmp_path, leaving=2)
     model = models.recstore("table_wise", ROW_WISE)

@@ -37,19 +37,23 @@ def apply_delta(model: nn.Module, path: str | Path, *, strict: bool = True) -> C
     reason, are removed. All other rows stay, also those that this model has made or changed itself. Call it between
     steps, on every rank. See docs/checkpoint.md.
 
-    A row becomes as old in this model as it was in the other trainer: ``last_step`` is moved by the difference of the
-    two clocks, and ``frequency`` is written as it is. The table's own clock, its number of updates, what its admission
-    has counted, and the tensors of the model outside of RecStore tables stay as they are. The rows need no admission.
-    A table with ``max_rows`` evicts rows as it does when it trains. A delta that is saved later contains the rows.
+    A row keeps its age in steps, but is never older than this table's own number of steps: ``last_step`` is moved by
+    the difference of the two clocks. ``frequency`` is written as it is. The table's own clock, its number of updates,
+    what its admission has counted, and the tensors of the model outside of RecStore tables stay as they are. The rows
+    need no admission. A table with ``max_rows`` evicts rows as it does when it trains. A delta that is saved later
+    contains the rows.
 
     Args:
         model: ``DistributedModelParallel``, or any module that contains sharded modules.
         path: The directory of the delta. If it lists the ids that stay in place of those that left (``removal`` of the
             table is ``"stay"``), its bases must be at their paths, too.
         strict: Whether each table of the model must have had the rows of the base: it has saved or loaded the base, or
-            loaded or applied a delta whose chain contains the base. The delta must then have the same tables as the
-            model, too. If False, the base is not checked, so that ids that left in a delta that was not applied remain,
-            and tables that only one of them has are ignored. Default: True.
+            loaded or applied a delta whose chain contains the base, and its rows were not replaced since. Rows that
+            were changed or removed one by one, as ``load_dense_weights`` does, are not noticed. No table may have
+            saved, loaded or applied a delta of the delta, because its rows would go back; the newest delta can be
+            applied again. The delta must then have the same tables as the model, too. If False, none of this is
+            checked, so that ids that left in a delta that was not applied remain, and tables that only one of them has
+            are ignored. Default: True.
 
     Returns:
         The metadata of the delta, with ``training_state``.
@@ -57,8 +61,9 @@ def apply_delta(model: nn.Module, path: str | Path, *, strict: bool = True) -> C
     Raises:
         FileNotFoundError: There is no checkpoint at ``path``, or a base that is needed is missing.
         CheckpointError: A file is missing or damaged, or does not agree with the metadata.
-        ValueError: The checkpoint is not a delta; its base is unknown; a table is missing or unknown, has another dim
-            or another optimizer state, has a shared cold store, or cannot hold the rows.
+        ValueError: The checkpoint is not a delta; its base is unknown; it is older than one that the model has; a table
+            is missing or unknown, has another dim or another optimizer state, has a shared cold store, or cannot hold
+            the rows.
         MemoryError: There is no memory for the rows.
         ColdStoreError: A cold store fails. After any of these errors, which are raised on every rank, the rows are as
             they were, except those that a bounded table has evicted meanwhile.
@@ -104,8 +109,9 @@ def _note(table: ModelTable | EagerModelTable, info: CheckpointInfo) -> None:
     assert isinstance(table, ModelTable)
     assert info.delta_of is not None
     state = table.module.recstore_state
-    if state.has_had_rows_of(table.config_name, info.delta_of.checksum):
-        state.note_rows_of(table.config_name, [info.checksum])
+    base = info.delta_of.checksum
+    is_complete = state.has_had_rows_of(table.config_name, base)
+    state.note_rows_of(table.config_name, info.checksum, base, is_complete=is_complete)
 
 
 @dataclass
@@ -177,11 +183,20 @@ def _check_table(source: Source, info: CheckpointInfo, *, strict: bool) -> None:
             "table with rows of its own"
         )
     assert info.delta_of is not None
-    if strict and not table.module.recstore_state.has_had_rows_of(table.config_name, info.delta_of.checksum):
+    if not strict:
+        return
+    state = table.module.recstore_state
+    if not state.has_had_rows_of(table.config_name, info.delta_of.checksum):
         raise ValueError(
             f"apply_delta: {info.path} is a delta of {info.base}, which table {table.name!r} of this model has neither "
             "saved nor loaded, nor applied: load or apply that one first; strict=False writes the rows of the delta "
             "all the same"
+        )
+    if state.has_had_delta_of(table.config_name, info.checksum):
+        raise ValueError(
+            f"apply_delta: {info.path} is older than the rows of table {table.name!r} of this model, which has saved, "
+            "loaded or applied a delta of it: load_checkpoint goes back to it; strict=False writes the rows of the "
+            "older delta all the same"
         )
 
 

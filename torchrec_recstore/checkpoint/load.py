@@ -183,7 +183,9 @@ def _mark(table: ModelTable, name: str, chain: Sequence[CheckpointInfo], warm: W
     state.forget_replaced(table.config_name)
     if not warm.optimizer or name not in (table.name, table.full_name):
         return
-    state.note_rows_of(table.config_name, [checkpoint.checksum for checkpoint in chain])
+    for checkpoint in chain:
+        base = None if checkpoint.delta_of is None else checkpoint.delta_of.checksum
+        state.note_rows_of(table.config_name, checkpoint.checksum, base)
     states = state_names(info.tables[name].optimizer)
     if states != state_names(table.optimizer):  # A frozen table does not load states.
         return

@@ -262,7 +262,8 @@ class _Save:
             info = self._write()
         for table in self._tables:
             state = table.module.recstore_state
-            state.note_rows_of(table.config_name, [info.checksum])
+            base = None if info.delta_of is None else info.delta_of.checksum
+            state.note_rows_of(table.config_name, info.checksum, base)
             marks = state.marks.setdefault(info.checksum, {})
             marks[table.config_name] = [shard.snapshot.mark for shard in self._shards[table.name]]
         return info

@@ -5,7 +5,7 @@ Tests: tests/checkpoint/test_state_dict.py, tests/sharders/test_state_writes.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -228,6 +228,8 @@ class ModuleState:
     marks: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     # The checksums of the checkpoints whose rows each table has had since its rows were replaced, by table name.
     _had: dict[str, set[str]] = field(default_factory=dict)
+    # The checksum of the base of each delta that each table has had rows of, by table name and checksum of the delta.
+    _bases: dict[str, dict[str, str]] = field(default_factory=dict)
     _groups: dict[Optimizer, dict[str, Any]] = field(default_factory=dict)
     _handles: list[FusedOptimizer] = field(default_factory=list)
 
@@ -235,17 +237,41 @@ class ModuleState:
         """Returns the key of a table's weights in ``state_dict``."""
         return f"{prefix}{self.container}.{name}.weight"
 
-    def note_rows_of(self, name: str, checksums: Iterable[str]) -> None:
-        """Notes that a table has been saved to these checkpoints, or has got the rows of them."""
-        self._had.setdefault(name, set()).update(checksums)
+    def note_rows_of(self, name: str, checksum: str, base: str | None, *, is_complete: bool = True) -> None:
+        """Notes that a table has been saved to a checkpoint, or has got the rows of it.
+
+        Args:
+            name: The name of the table.
+            checksum: The checksum of the checkpoint.
+            base: The checksum of the base, if the checkpoint is a delta.
+            is_complete: Whether the table has got the rows of the base before. Default: True.
+        """
+        self._forget_deltas_of(name, checksum)
+        if is_complete:
+            self._had.setdefault(name, set()).add(checksum)
+        if base is not None:
+            self._bases.setdefault(name, {})[checksum] = base
+
+    def _forget_deltas_of(self, name: str, checksum: str) -> None:
+        """Forgets the deltas that were made after a checkpoint whose rows replace theirs."""
+        bases = self._bases.get(name, {})
+        for delta in [delta for delta, base in bases.items() if base == checksum]:
+            del bases[delta]
+            self._had.get(name, set()).discard(delta)
+            self._forget_deltas_of(name, delta)
 
     def has_had_rows_of(self, name: str, checksum: str) -> bool:
         """Returns whether a table has had the rows of a checkpoint, which it may have changed since."""
         return checksum in self._had.get(name, ())
 
+    def has_had_delta_of(self, name: str, checksum: str) -> bool:
+        """Returns whether a table has had rows of a delta of a checkpoint."""
+        return checksum in self._bases.get(name, {}).values()
+
     def forget_rows_of(self, name: str) -> None:
         """Notes that all rows of a table were replaced."""
         self._had.pop(name, None)
+        self._bases.pop(name, None)
 
     def forget_replaced(self, name: str) -> None:
         """Notes that all rows and states of a table were replaced, so that copies of them may be written to."""
