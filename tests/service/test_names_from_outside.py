@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -149,6 +151,23 @@ def test_names_in_the_files_of_a_server_are_checked(tmp_path: Path, victim: Path
     with pytest.raises(ValueError, match=r"server\.json cannot be used"):
         DataDirectory(data)
     assert (victim / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["x" * 201, "x" * 255, os.fsdecode(b"not-utf-8-\xff")])
+def test_a_directory_with_the_name_of_no_save_is_left_alone(server: Server, tmp_path: Path, name: str) -> None:
+    """A user can copy or rename the directory of a save."""
+    number = server.save("reserve", "first")
+    server.save("prepare", "first", number)
+    server.save("commit", "first", number)
+    data = tmp_path / "copy"
+    shutil.copytree(server.directory.path, data, ignore=shutil.ignore_patterns("lock"))
+    shutil.copytree(data / "monday", data / name)
+    files = _files_below(data / name)
+    directory = DataDirectory(data)
+    assert [saved.name for saved in directory.saves] == ["monday"]
+    assert directory.at.name == "monday"
+    directory.close()
+    assert _files_below(data / name) == files
 
 
 def _files_below(folder: Path) -> dict[str, bytes]:

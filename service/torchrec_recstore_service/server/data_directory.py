@@ -150,8 +150,8 @@ class DataDirectory:
                     self._prepared[SaveId(saved.id)] = saved
             elif entry.is_dir() and not entry.name.startswith("."):
                 saved = _manifest_of(entry)
-                if saved is not None:
-                    name = SaveName(entry.name)
+                name = _save_name_of(entry)
+                if saved is not None and name is not None:
                     self._saves[name] = pb.Saved(name=name, id=saved.id, number=saved.number)
         unless = None if state is None else state[_UNLESS]
         if unless is not None and unless["id"] in self._prepared:  # the server was killed before the save counted
@@ -291,6 +291,14 @@ def membership_of(document: Mapping[str, Any]) -> Membership:
 
 def _name_or_none(name: str | None) -> SaveName | None:
     return None if name is None else SaveName(name)
+
+
+def _save_name_of(path: Path) -> SaveName | None:
+    """Returns the name of a directory as that of a save. None if no save can have this name."""
+    try:
+        return SaveName(path.name)
+    except ValueError:
+        return None
 
 
 def _manifest_of(path: Path) -> pb.Saved | None:
