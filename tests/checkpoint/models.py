@@ -50,10 +50,11 @@ def recstore(
     sharding_type: str = "table_wise",
     optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     routing: Literal["block", "hash"] = "block",
-    options: TableOptions | None = None,
+    options: TableOptions | dict[str, TableOptions] | None = None,
     data_type: DataType = DataType.FP32,
 ) -> DistributedModelParallel:
-    """The model, all of its tables in RecStore."""
+    """The model, all of its tables in RecStore, with the same options or with those of a dict by their names."""
+    by_table = options if isinstance(options, dict) else dict.fromkeys(TABLES, options)
     torch.manual_seed(0)
     model, world = Model(data_type=data_type), dist.get_world_size()
     sharders = [RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.1})]
@@ -61,7 +62,7 @@ def recstore(
         name: RecStoreConstraints(
             sharding_types=[sharding_type],
             min_partition=DIM // 2 if sharding_type in ("column_wise", "table_column_wise", "grid_shard") else None,
-            options=options or TableOptions(routing=routing),
+            options=by_table[name] or TableOptions(routing=routing),
         )
         for name in TABLES
     }

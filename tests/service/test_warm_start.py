@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.recstore_server import RecStoreServer
 from torchrec_recstore import RecStoreEmbeddingBag, load_checkpoint, save_checkpoint
 from torchrec_recstore.optim import SGD, Adagrad, Adam
+from torchrec_recstore.options import Scored, TableOptions
 from torchrec_recstore_service import RecStoreClient
 
 from ..checkpoint import models
@@ -109,6 +110,24 @@ def test_a_checkpoint_of_a_model(one_rank: None, tmp_path: Path) -> None:
         client.load(tmp_path / "saved", optimizer=False, rename={"user": "item", "item": "user"})
         ((_, _, ids, of_user), _) = models.shards(model)
         assert torch.equal(client.pull("item", ids), of_user["weight"])
+
+
+def test_a_table_that_is_not_chosen_may_be_unfit(one_rank: None, tmp_path: Path) -> None:
+    """Processes of clients have no eviction by scores; that of the other table is not asked for."""
+    options = {"user": TableOptions(max_rows=1000, eviction=Scored()), "item": TableOptions()}
+    model = models.recstore(options=options)
+    models.train(model)
+    save_checkpoint(model, tmp_path / "saved")
+    refused: list[dict[str, Any]] = [{}, {"tables": ["user"]}, {"tables": ["new"], "rename": {"user": "new"}}]
+    with RecStoreClient() as client:
+        for arguments in refused:
+            with pytest.raises(ValueError, match=r"table 'user' of .* Load the checkpoint into a model"):
+                client.load(tmp_path / "saved", **arguments)
+        client.load(tmp_path / "saved", tables=["item"])
+        client.load(tmp_path / "saved", tables=["new"], rename={"item": "new"})
+        (*_, (_, _, ids, of_item)) = models.shards(model)
+        for name in ("item", "new"):
+            assert torch.equal(client.pull(name, ids), of_item["weight"])
 
 
 def test_the_way_to_servers(one_rank: None, tmp_path: Path, server: RecStoreServer) -> None:

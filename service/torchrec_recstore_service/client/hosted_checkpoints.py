@@ -53,26 +53,32 @@ def write_tables(
     return finish(destination, info, encode(state, {}))
 
 
-def saved_specs(info: CheckpointInfo) -> dict[str, TableSpec]:
-    """Returns the specification of each table of a checkpoint, by table name.
+def saved_specs(info: CheckpointInfo, names: Iterable[str] | None = None) -> dict[str, TableSpec]:
+    """Returns the specifications of tables of a checkpoint, by table name.
 
     For a checkpoint of a model, the specifications are derived from the model's tables.
+
+    Args:
+        info: The metadata of the checkpoint.
+        names: The names of the tables, all of which the checkpoint has. Other tables may have options that servers do
+            not have. Default: None, all tables.
 
     Raises:
         CheckpointError: The specifications are damaged, or do not match the rows of the checkpoint.
         ValueError: The checkpoint is of a model, and a table has an option that servers do not have.
     """
+    chosen = list(info.tables if names is None else names)
     state = info.training_state
     written = state.get(_SPECS) if isinstance(state, dict) else None
     if not isinstance(written, dict):
-        return {name: _spec_of_model(info, name) for name in info.tables}
+        return {name: _spec_of_model(info, name) for name in chosen}
     if written.keys() != info.tables.keys():
         lacking = ", ".join(map(repr, sorted(written.keys() ^ info.tables.keys())))
         raise CheckpointError(
             f"{info.path} has only the rows or only the specification of {lacking}: the checkpoint is incomplete"
         )
     try:
-        specs = {name: TableSpec.from_json(text) for name, text in written.items()}
+        specs = {name: TableSpec.from_json(written[name]) for name in chosen}
         for name, spec in specs.items():
             check_fits(name, info.tables[name], info.path, spec.dim, spec.optimizer, "its specification", hints=False)
     except ValueError as error:
@@ -115,9 +121,8 @@ def sources(info: CheckpointInfo, warm: WarmStart, present: Iterable[str]) -> di
         CheckpointError: The specifications are damaged, or do not match the rows of the checkpoint.
         ValueError: A name in ``tables``, ``rename`` or ``rows`` is unknown.
     """
-    saved = saved_specs(info)
-    known = sorted({*present, *warm.rename.values(), *saved})
-    saved_names = warm.saved_names([(name,) for name in known], saved)
+    known = sorted({*present, *warm.rename.values(), *info.tables})
+    saved_names = warm.saved_names([(name,) for name in known], info.tables)
     chosen = {name: saved_name for name, saved_name in zip(known, saved_names, strict=True) if saved_name is not None}
     for argument, given in (("tables", warm.tables or ()), ("rows", warm.rows)):
         for name in given:
@@ -132,6 +137,7 @@ def sources(info: CheckpointInfo, warm: WarmStart, present: Iterable[str]) -> di
                 if name not in warm.tables:
                     raise warm.not_chosen(argument, name)
         chosen = {name: chosen[name] for name in warm.tables}
+    saved = saved_specs(info, chosen.values())
     return {
         name: LoadedSource(saved_name, saved[saved_name], warm.rows.get(name)) for name, saved_name in chosen.items()
     }
