@@ -139,6 +139,20 @@ def test_one_table_into_another(saved: Saved, tmp_path: Path) -> None:
     assert len(tables_of(model)["user"][0]) == 0
 
 
+def test_a_table_without_a_source_stays(saved: Saved, tmp_path: Path) -> None:
+    before, load = saved
+    model = models.recstore("table_wise", ROW_WISE)
+    models.train(model, steps=2, distinct=70)
+    (user,), (item,) = tables_of(model)["user"], tables_of(model)["item"]
+    ids = user.ids()
+    rows = user.read_rows(ids)
+    load(model, tmp_path / "saved", rename={"user": "item"}, strict=False)
+    assert torch.equal(user.ids(), ids)
+    for key, value in rows.items():
+        assert torch.equal(user.read_rows(ids)[key], value)
+    assert torch.equal(item.ids(), tables_of(before)["user"][0].ids())
+
+
 def halves(weights: Tensor) -> Tensor:
     """Makes four columns of eight."""
     return weights[:, :4] + weights[:, 4:]
@@ -182,7 +196,21 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "target": ({"rename": {"user": "nobody"}}, ValueError, "no RecStore table 'nobody'; it has 'user', 'item'"),
     "doubled": ({"rename": {"user": "item", "item": "item"}}, ValueError, "'user' and 'item' .* into 'item'"),
     "not chosen": ({"rename": {"user": "item"}, "tables": ["user"]}, ValueError, "rename has table 'item', which is"),
-    "no source": ({"rename": {"user": "item"}}, ValueError, "user"),
+    "no source": (
+        {"rename": {"user": "item"}},
+        ValueError,
+        "'user' is renamed, so that nothing is loaded into",
+    ),
+    "no source of chosen": (
+        {"rename": {"user": "item"}, "tables": ["user", "item"], "strict": False},
+        ValueError,
+        "'user' is renamed, so that nothing is loaded into",
+    ),
+    "no source of rows": (
+        {"rename": {"user": "item"}, "rows": {"user": halves}, "optimizer": False, "strict": False},
+        ValueError,
+        "'user' is renamed, so that nothing is loaded into",
+    ),
     "optimizer": ({"optimizer": 1}, TypeError, "optimizer must be a bool, got int"),
     "rename": ({"rename": ["user"]}, TypeError, "rename must be a dict by the names of tables, got list"),
     "states": ({"rows": {"user": halves}}, ValueError, "set optimizer=False"),

@@ -84,6 +84,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "tables": ({"tables": ["nobody"]}, "tables: the checkpoint .* has no table 'nobody'; it has 'a', 'b'"),
     "rename": ({"rename": {"nobody": "a"}}, "rename: the checkpoint has no table 'nobody'; it has 'a', 'b'"),
     "chosen": ({"rename": {"a": "c"}, "tables": ["b"]}, "rename has table 'c', which is not in tables"),
+    "no source": ({"rename": {"a": "c"}}, "'a' is renamed, so that nothing is loaded into"),
+    "no source of chosen": (
+        {"rename": {"a": "c"}, "tables": ["a", "c"]},
+        "'a' is renamed, so that nothing is loaded into",
+    ),
     "rows": ({"rows": {"c": torch.abs}, "optimizer": False}, "rows: .* has no table 'c'"),
     "missing": ({"rows": {"b": torch.abs}, "optimizer": False, "tables": ["b"]}, "make it with its dim before"),
 }

@@ -104,7 +104,8 @@ def load_distributed_checkpoint(
         if prefix is None:
             fix = "load_distributed_state loads the state of an optimizer alone"
             raise ValueError(f"the checkpoint {checkpoint_id} has no table and no tensor of the model: {fix}")
-        keys = sources.in_checkpoint({key.removeprefix(prefix) for key in tensors.saved if key.startswith(prefix)})
+        saved_keys = {key.removeprefix(prefix) for key in tensors.saved if key.startswith(prefix)}
+        keys = sources.in_checkpoint(saved_keys, strict=strict)
         of_tables = {f"{key}.rows.id" for key in [*keys.values(), *sources.likely_keys]}
         states_prefix = _prefix(tensors.saved, of_tables | of_stock, "optimizer_key", optimizer_key)
         if warm.tables is None and not strict:
@@ -149,6 +150,7 @@ class _TableKeys:
     """The keys of the weights of RecStore tables in a checkpoint, without the prefix of the model's state."""
 
     def __init__(self, model: DistributedModelParallel, warm: WarmStart) -> None:
+        self._warm = warm
         self._chosen = recstore_tables(model)
         if warm.tables is not None:
             self._chosen = list(tables_named(model, warm.tables).values())
@@ -163,10 +165,11 @@ class _TableKeys:
         self.likely_keys = {self._likely_key(table) for table in self._chosen}
         """The keys if tables were renamed within their collections."""
 
-    def in_checkpoint(self, saved: Set[str]) -> dict[ModelTable, str]:
+    def in_checkpoint(self, saved: Set[str], *, strict: bool) -> dict[ModelTable, str]:
         """Returns the key of each table that is loaded.
 
-        Raises ValueError if a table that is renamed is not in ``saved``, or its name belongs to several tables.
+        Raises ValueError if a table that is renamed is not in ``saved``, or its name belongs to several tables; or if
+        a table that must be loaded, which with ``strict`` is every table, has no source because of a renaming.
         """
         keys = {table: self._renamed_key(table, source, saved) for table, source in self._sources.items()}
         taken = set(keys.values())
@@ -174,10 +177,9 @@ class _TableKeys:
             if table in keys:
                 continue
             if table.weight_key in taken:
-                raise ValueError(
-                    f"the table of the checkpoint with the name {table.name!r} is renamed, so that the model's table "
-                    "of this name has no rows: rename another table to it, or leave it out with tables=[...]"
-                )
+                if strict or self._warm.tables is not None or table in self.functions:
+                    raise self._warm.without_source(table.name)
+                continue
             keys[table] = table.weight_key
         return keys
 

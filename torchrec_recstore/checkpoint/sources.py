@@ -51,7 +51,12 @@ def find_sources(
         if saved_name is not None:
             sources.append(Source(table, saved_name, functions.get(table)))
             continue
-        if warm.tables is not None or table in functions:
+        must_be_loaded = warm.tables is not None or table in functions
+        if table.name in warm.rename or table.full_name in warm.rename:
+            if strict or must_be_loaded:
+                raise warm.without_source(table.name)
+            continue
+        if must_be_loaded:
             raise ValueError(
                 f"the checkpoint {info.path} has no table {table.name!r}; it has {named(info.tables)}: "
                 "rename={'name in the checkpoint': 'name in the model'} loads a table of another name"

@@ -76,6 +76,13 @@ class WarmStart:
         """Returns the error for a table of ``rename`` or ``rows`` that ``tables`` does not have."""
         return ValueError(f"{argument} has table {name!r}, which is not in tables={list(self.tables or ())}")
 
+    def without_source(self, name: str) -> ValueError:
+        """Returns the error for a table whose namesake in the checkpoint is loaded into another table."""
+        return ValueError(
+            f"rename: the checkpoint's table {name!r} is renamed, so that nothing is loaded into the table {name!r} "
+            "here: rename another table to it, or leave it out with tables=[...]"
+        )
+
     def saved_names(self, names: Sequence[tuple[str, ...]], saved: Iterable[str]) -> list[str | None]:
         """Returns the name in the checkpoint of each table of the model; None if the checkpoint does not have it.
 

@@ -127,6 +127,8 @@ def sources(info: CheckpointInfo, warm: WarmStart, present: Iterable[str]) -> di
     for argument, given in (("tables", warm.tables or ()), ("rows", warm.rows)):
         for name in given:
             if name not in chosen:
+                if name in warm.rename:
+                    raise warm.without_source(name)
                 raise ValueError(
                     f"{argument}: the checkpoint {info.path} has no table {name!r}; it has {named(chosen)}: "
                     "rename={'name in the checkpoint': 'name here'} loads a table of another name"
@@ -174,6 +176,8 @@ def check_loadable(
                 )
             continue
         if name not in loaded:
+            if name in warm.rename:
+                raise warm.without_source(name)
             raise ValueError(f"the checkpoint {info.path} has no table {name!r}, but this process has it")
         source = loaded[name]
         dim = spec.dim if source.function is None else source.spec.dim
