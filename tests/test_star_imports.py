@@ -73,6 +73,28 @@ def test_the_core_without_torchrec() -> None:
     assert not names & (SERVICE | WITH_TORCHREC)
 
 
+def test_a_module_in_the_place_of_torchrec() -> None:
+    """Tests and documentation builds put modules without a specification in the place of packages."""
+    code = """
+import types
+import torchrec_recstore
+for stub in ("torchrec", "fbgemm_gpu"):
+    sys.modules[stub] = types.ModuleType(stub)
+names = {}
+exec("from torchrec_recstore import *", names)
+assert set(torchrec_recstore.__all__) <= set(dir(torchrec_recstore))
+print(*sorted(names))
+try:
+    torchrec_recstore.RecStoreSharder
+except ImportError as error:
+    print(error)
+"""
+    starred_names, message = run(OTHERS + TORCHREC, code).splitlines()
+    assert set(starred_names.split()) >= CORE
+    assert not set(starred_names.split()) & WITH_TORCHREC
+    assert message.startswith("RecStoreSharder needs torchrec, which is not installed: pip install")
+
+
 def test_everything() -> None:
     assert starred((), "torchrec_recstore") >= CORE | SERVICE | WITH_TORCHREC
     assert starred((), "torchrec_recstore.inference") >= {"verify", "export_for_inference"}

@@ -79,7 +79,7 @@ def _has_torchrec() -> bool:
 def _can_be_found(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, ValueError):  # ValueError: a module without a specification is in its place.
         return False
 
 
