@@ -279,8 +279,8 @@ def _check_rows(info: CheckpointInfo, changes: Sequence[_Change], env: ShardingE
 def moved_last_steps(last_step: Tensor, saved: TableState, own: TableState) -> Tensor:
     """Returns the last steps of rows, (N,) int64, by another table's clock, as steps of this table's clock.
 
-    A row is as many steps old here as there. If rows of both tables expire after a time, the row is younger where it
-    would otherwise expire earlier than there.
+    A row keeps its age in steps, but is never older than ``own.steps``. If rows of both tables expire after a time,
+    the row is younger where it would otherwise expire earlier than there.
 
     Args:
         last_step: (N,) int64. The last steps by the clock of ``saved``.
