@@ -189,8 +189,8 @@ def _check_table(source: Source, info: CheckpointInfo, *, strict: bool) -> None:
     if not state.has_had_rows_of(table.config_name, info.delta_of.checksum):
         raise ValueError(
             f"apply_delta: {info.path} is a delta of {info.base}, which table {table.name!r} of this model has neither "
-            "saved nor loaded, nor applied: load or apply that one first; strict=False writes the rows of the delta "
-            "all the same"
+            "saved nor loaded, nor applied (or its rows were replaced since): load or apply that one first; "
+            "strict=False writes the rows of the delta all the same"
         )
     if state.has_had_delta_of(table.config_name, info.checksum):
         raise ValueError(
