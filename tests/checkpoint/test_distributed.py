@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torchrec.distributed import DistributedModelParallel
 
 from tests.distributed.workers import run_on_ranks
-from torchrec_recstore.checkpoint import load_distributed_checkpoint
-from torchrec_recstore.sharders import layout
+from torchrec_recstore.checkpoint import load_distributed_checkpoint, load_distributed_state
+from torchrec_recstore.options import LFU, Scored, TableOptions
+from torchrec_recstore.sharders import layout, set_scores
 from torchrec_recstore.sharders.model_tables import rows_left_out
 
 from . import models
@@ -225,6 +227,46 @@ def test_a_table_whose_optimizer_has_no_state_needs_none(one_rank: None, tmp_pat
         assert torch.equal(ids, other_ids)
         assert torch.equal(rows["weight"], other_rows["weight"])
         assert other_rows["last_step"].count_nonzero() == 0
+
+
+def test_scores_are_not_taken_for_counts_nor_counts_for_scores(one_rank: None, tmp_path: Path) -> None:
+    """A state says which of the two its frequencies are. In a table with the other kind they begin at 0."""
+    kinds = {
+        "scored": TableOptions(max_rows=1000, eviction=Scored()),
+        "counted": TableOptions(max_rows=1000, eviction=LFU()),
+    }
+    for saved_kind, saved_options in kinds.items():
+        model = models.recstore(options=saved_options)
+        models.train(model)
+        if saved_kind == "scored":
+            for name, _, ids, _ in models.shards(model):
+                set_scores(model, name, ids, torch.arange(len(ids)).float())
+        state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+        dcp.save(state, checkpoint_id=tmp_path / saved_kind)
+        for kind, options in kinds.items():
+            plain = models.recstore(options=options)
+            plain.load_state_dict(model.state_dict())
+            plain.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
+            whole = models.recstore(options=options)
+            load_distributed_checkpoint(whole, tmp_path / saved_kind)
+            rows_only = models.recstore(options=options)
+            load_distributed_checkpoint(rows_only, tmp_path / saved_kind, optimizer=False)
+            of_framework = models.recstore(options=options)
+            into = {"model": of_framework.state_dict(), "optimizer": of_framework.fused_optimizer.state_dict()}
+            load_distributed_state(into, checkpoint_id=tmp_path / saved_kind)
+            of_framework.load_state_dict(into["model"])
+            of_framework.fused_optimizer.load_state_dict(into["optimizer"])
+            for other in (plain, whole, rows_only, of_framework):
+                for (_, _, _, rows), (_, _, _, read) in zip(models.shards(model), models.shards(other), strict=True):
+                    expected = rows["frequency"] if kind == saved_kind else torch.zeros_like(rows["frequency"])
+                    assert torch.equal(read["frequency"], expected), (saved_kind, kind)
+                    assert torch.equal(read["last_step"], rows["last_step"])
+                    assert bool(rows["frequency"].all())
+    # dcp.load itself reads the entries of the model alone. It must not find counts where there are scores.
+    twin = models.recstore(options=kinds["counted"])
+    models.train(twin)
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict.*frequency"):
+        dcp.load({"optimizer": twin.fused_optimizer.state_dict()}, checkpoint_id=tmp_path / "scored")
 
 
 def test_rows_can_be_left_out(one_rank: None) -> None:

@@ -25,7 +25,7 @@ from torchrec_recstore.modules import (
 )
 from torchrec_recstore.modules.table_module import TableModule
 from torchrec_recstore.optim import LAMB, SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, RocksDBStore, TableOptions
+from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, RocksDBStore, Scored, TableOptions
 
 
 class Model(nn.Module):
@@ -210,6 +210,38 @@ def test_a_bounded_table_keeps_what_its_eviction_would() -> None:
     with pytest.raises(RuntimeError, match=r"table 'full'.*max_rows"):
         full.load_state_dict(source.state_dict())
     assert len(full.table) == 3
+
+
+def test_scores_are_not_taken_for_counts_nor_counts_for_scores() -> None:
+    """A state says which of the two its frequencies are. In a table with the other kind they begin at 0."""
+    scored_options = TableOptions(max_rows=8, eviction=Scored())
+    counted_options = TableOptions(max_rows=8, eviction=LFU())
+    ids = torch.arange(3)
+    scored = RecStoreEmbedding(9, 4, options=scored_options)
+    scored(ids).sum().backward()
+    scored.table.set_scores(ids, torch.tensor([-2.0, 0.0, 2.0]))
+    counted = RecStoreEmbedding(9, 4, options=counted_options)
+    for _ in range(2):
+        counted(ids).sum().backward()
+    codes = scored.table.read_rows(ids)["frequency"].tolist()
+    assert min(codes) > 2
+    expected = {
+        (scored, scored_options): codes,
+        (scored, counted_options): [0, 0, 0],
+        (counted, scored_options): [0, 0, 0],
+        (counted, counted_options): [2, 2, 2],
+    }
+    for (source, options), frequencies in expected.items():
+        other = RecStoreEmbedding(9, 4, options=options)
+        other.load_state_dict(source.state_dict())
+        rows = other.table.read_rows(ids)
+        assert rows["frequency"].tolist() == frequencies
+        assert rows["last_step"].tolist() == source.table.read_rows(ids)["last_step"].tolist()
+    assert copy.deepcopy(scored).table.read_rows(ids)["frequency"].tolist() == codes
+    assert pickle.loads(pickle.dumps(scored)).table.read_rows(ids)["frequency"].tolist() == codes
+    lacking = {key: value for key, value in scored.state_dict().items() if key != "encoded_score"}
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "encoded_score"'):
+        RecStoreEmbedding(9, 4, options=scored_options).load_state_dict(lacking)
 
 
 def test_the_state_of_a_stock_module_loads() -> None:

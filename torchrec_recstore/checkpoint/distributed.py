@@ -26,9 +26,12 @@ from torchrec_recstore.sharders.gather import all_gathered, refused_together, wh
 from torchrec_recstore.sharders.layout import owned_positions
 from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out, tables_named
 from torchrec_recstore.store import Part, Table, TableState
-from torchrec_recstore.store.parts import STAMPS, zero_states
+from torchrec_recstore.store.parts import COUNTS_KEY, SCORES_KEY, frequency_key, zero_states
 from torchrec_recstore.store.table import check_replaceable, exchange_all
 from torchrec_recstore.store.table_state import STATE_KEYS
+
+# The entries of a table's state with a number for each row.
+_BY_ROW = ("id", "last_step", COUNTS_KEY, SCORES_KEY)
 
 
 def load_distributed_checkpoint(
@@ -347,7 +350,7 @@ class _SavedTable:
         for key in tensors.saved:
             name = key.removeprefix(states_begin)
             # Without the states of the optimizer, the clocks and stamps remain.
-            if key.startswith(states_begin) and (without_state is None or name in ("id", *STAMPS, *STATE_KEYS)):
+            if key.startswith(states_begin) and (without_state is None or name in (*_BY_ROW, *STATE_KEYS)):
                 self._states[name] = key
 
     def check(self) -> None:
@@ -370,7 +373,7 @@ class _SavedTable:
                 columns = self._tensors.shape(self._states["columns"])
             else:
                 self._state.check_bookkeeping(self._states)
-            expected.update(dict.fromkeys(("id", *STAMPS), rows))
+            expected.update(dict.fromkeys(_BY_ROW, rows))
             for key, kind in self._state_names.items():
                 expected[key] = shape if kind == "element" else rows + columns
         for key, stored in {**self._weights, **self._states}.items():
@@ -406,7 +409,8 @@ class _SavedTable:
 
     def _parts(self) -> Iterator[list[Part]]:
         """Yields the rows piece by piece: for each column shard that was saved, a part with the same ids."""
-        names = ("id", *STAMPS, *self._state_names)
+        # Frequencies of the other kind than the table's are not read.
+        names = ("id", "last_step", frequency_key(self._state.options), *self._state_names)
         states = {key: stored for key, stored in self._states.items() if key in names}
         starts = [0]
         if states and self._without_state is None:
@@ -425,7 +429,9 @@ class _SavedTable:
     def _part(self, ids: Tensor, number: int, columns: range, weight: Tensor, states: Mapping[str, Tensor]) -> Part:
         """Returns the columns of the column shard of this number."""
         cut = slice(columns.start, columns.stop)
-        rows = {"weight": weight[:, cut].to(torch.float32), **{name: states[name] for name in STAMPS}}
+        rows = {"weight": weight[:, cut].to(torch.float32), "last_step": states["last_step"]}
+        frequencies = states.get(frequency_key(self._state.options))
+        rows["frequency"] = torch.zeros_like(ids) if frequencies is None else frequencies
         for name, kind in self._state_names.items():
             rows[name] = states[name][:, cut] if kind == "element" else states[name].view(len(ids), -1)[:, number]
         return Part(ids, columns, rows)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.store import Part, Table, TableState
-from torchrec_recstore.store.parts import STAMPS, zero_states
+from torchrec_recstore.store.parts import STAMPS, frequency_key, zero_states
 from torchrec_recstore.store.table_state import STATE_KEYS
 
 
@@ -80,14 +80,16 @@ def _restored(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> Owne
 
 def state_keys(table: Table) -> list[str]:
     """Returns the keys of :func:`table_state`."""
-    return ["weight", "weight_id", *state_names(table.optimizer), *STAMPS, *table.state().tensors()]
+    stamps = ("last_step", frequency_key(table.options))
+    return ["weight", "weight_id", *state_names(table.optimizer), *stamps, *table.state().tensors()]
 
 
 def table_state(table: Table) -> dict[str, Tensor]:
     """Returns copies of all ``R`` rows of a table and their state.
 
     That is ``weight``, (R, dim) of the dtype of lookups; ``weight_id``, (R,) int64, ascending; the optimizer's states
-    by name; ``last_step`` and ``frequency``, (R,) int64; and the tensors of the :class:`TableState`.
+    by name; ``last_step`` and ``frequency``, (R,) int64; and the tensors of the :class:`TableState`. A table with
+    ``Scored()`` has ``encoded_score`` in the place of ``frequency``.
     """
     ids = table.ids()
     whole: dict[str, Tensor] = {}
@@ -99,6 +101,7 @@ def table_state(table: Table) -> dict[str, Tensor]:
                 whole[name] = found.new_empty((len(ids), *found.shape[1:]))
             whole[name][at : at + len(part)] = found
         at += len(part)
+    whole[frequency_key(table.options)] = whole.pop("frequency")
     return {"weight": whole.pop("weight"), "weight_id": ids, **whole, **table.state().tensors()}
 
 
@@ -125,8 +128,10 @@ def load_table_state(table: Table, state: Mapping[str, Tensor] | None) -> None:
 def _fill(table: Table, state: Mapping[str, Tensor]) -> None:
     table.set_state(TableState.from_tensors(state))
     if "weight" in state:  # not if other jobs share the rows
-        names = ["weight", *state_names(table.optimizer), *STAMPS]
-        table.write(Part(state["weight_id"], table.columns, {name: state[name] for name in names}))
+        names = ["weight", *state_names(table.optimizer), "last_step"]
+        rows = {name: state[name] for name in names}
+        rows["frequency"] = state[frequency_key(table.options)]
+        table.write(Part(state["weight_id"], table.columns, rows))
 
 
 def _copy(source: Table, target: Table, converted: Callable[[Part], Part] = lambda part: part) -> None:
@@ -146,7 +151,7 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     weight = _whole("weight", state["weight"])
     rows = weight.shape[0] if weight.dim() else 0
     floats = {"weight": "element", **state_names(table.optimizer)}
-    keys = [*floats, "weight_id", *STAMPS]
+    keys = [*floats, "weight_id", "last_step", frequency_key(table.options)]
     shapes = {key: (rows, table.dim) if floats.get(key) == "element" else (rows,) for key in keys}
     whole = TableState.from_tensors({key: _whole(key, state[key]) for key in STATE_KEYS if key in state}).tensors()
     for key, shape in shapes.items():

@@ -18,6 +18,7 @@ from torchrec_recstore.optim import Optimizer, RowWiseAdagrad
 from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import ColdStoreError, Table
+from torchrec_recstore.store.parts import COUNTS_KEY, SCORES_KEY, frequency_key
 from torchrec_recstore.store.table_state import STATE_KEYS
 from torchrec_recstore.table_parameter import GivenCopies, TableParameter, without_rows_to_load
 from torchrec_recstore.utils import warn_user
@@ -216,6 +217,13 @@ class TableModule(RefusesQuantization, nn.Module):
             self._parameters["weight"] = self._parameter("cpu", self.weight.requires_grad)
         keys = ["weight"] if self._owned is None else state_keys(self._owned.table)
         own = {key: state_dict[prefix + key] for key in keys if prefix + key in state_dict}
+        missing = [key for key in keys if key not in own]
+        if self._owned is not None and frequency_key(self._owned.table.options) in missing:
+            # Counts do not become scores, nor scores counts: the rows begin with frequency 0.
+            for key in (COUNTS_KEY, SCORES_KEY):
+                if prefix + key in state_dict:
+                    own[key] = state_dict[prefix + key]
+                    missing.remove(frequency_key(self._owned.table.options))
         # torch loads the empty parameter itself.
         loaded_below = {prefix + key for key in own}
         rest = {key: value for key, value in state_dict.items() if key not in loaded_below}
@@ -235,7 +243,7 @@ class TableModule(RefusesQuantization, nn.Module):
         # A state with weights only comes from a module of torch, and no other key is missing. Times and sightings are
         # missing if the table neither expired after a time nor counted when the state was made.
         if strict and len(own) > 1:
-            missing_keys.extend(prefix + key for key in keys if key not in own and key not in STATE_KEYS[2:])
+            missing_keys.extend(prefix + key for key in missing if key not in STATE_KEYS[2:])
         try:
             load_table_state(self._owned.table, own)
             self.forget_copies()

@@ -24,7 +24,7 @@ from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.sharders.kernel import BackwardOptimizer, placeholder_parameter
 from torchrec_recstore.sharders.layout import LocalShard, ShardLayout, Value, WholeRows, gathered_rows, owned_positions
 from torchrec_recstore.store import Part, Table, TableState
-from torchrec_recstore.store.parts import STAMPS, column_weighted_mean
+from torchrec_recstore.store.parts import COUNTS_KEY, SCORES_KEY, STAMPS, column_weighted_mean, frequency_key
 from torchrec_recstore.store.table import check_applied
 from torchrec_recstore.table_parameter import GivenCopies, without_rows_to_load
 
@@ -41,7 +41,8 @@ class RowState:
     - ``id``: (R,) int64. The ids of the rows.
     - ``columns``: (C,) int64. The first column of each column shard.
     - The states of the optimizer: (R, D) for element-wise states, (R, C) for row-wise states.
-    - ``last_step`` and ``frequency``: (R,) int64. The stamps that eviction and expiry use.
+    - ``last_step`` and ``frequency``: (R,) int64. The stamps that eviction and expiry use. With ``Scored()`` the key
+      of the frequencies, which encode scores, is ``encoded_score``.
     - ``rows``: (1,) int64. R.
     - The tensors of :class:`torchrec_recstore.store.TableState`: the table's clocks, and the counts of its admission.
     """
@@ -72,12 +73,15 @@ class RowState:
         return {
             "id": layout.by_row(of_shard["id"] for of_shard in rows),
             **{key: self._given(value) for key, value in plain.items()},
-            **{key: layout.by_row(of_shard[key] for of_shard in rows) for key in STAMPS},
+            "last_step": layout.by_row(of_shard["last_step"] for of_shard in rows),
+            frequency_key(self.options): layout.by_row(of_shard["frequency"] for of_shard in rows),
             **{key: by_kind[kind](of_shard[key] for of_shard in rows) for key, kind in self._states.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         """Loads the state into the rows of the table. Collective.
+
+        Frequencies of the other kind than the table's, scores or counts, become 0.
 
         Raises ValueError if the state does not fit or an id has no row; then no row has changed.
         """
@@ -85,7 +89,8 @@ class RowState:
             return
         self.check_keys(state)
         # The gathering is collective, so every rank takes part, also ranks without a shard.
-        state = {k: gathered_rows(v, self.env) if k in ("id", *STAMPS) else v for k, v in state.items()}
+        by_row = ("id", "last_step", COUNTS_KEY, SCORES_KEY)
+        state = {k: gathered_rows(v, self.env) if k in by_row else v for k, v in state.items()}
         with refused_together(self.env):
             _check_row_count(self.name, state["rows"], len(torch.as_tensor(state["id"])))
             whole = TableState.from_tensors(state)
@@ -103,14 +108,16 @@ class RowState:
 
     def check_keys(self, state: Mapping[str, object]) -> None:
         """Raises ``ValueError`` if an optimizer state lacks a key. The message names the table and the keys."""
-        self._check_present(("id", "columns", "rows", "steps", "optimizer_steps", *STAMPS, *self._states), state)
+        self._check_present(("id", "columns", "rows", "steps", "optimizer_steps", "last_step", *self._states), state)
 
     def check_bookkeeping(self, state: Mapping[str, object]) -> None:
         """Raises ``ValueError`` like :meth:`check_keys` if a key of the clocks and the stamps is missing."""
-        self._check_present(("id", "steps", "optimizer_steps", *STAMPS), state)
+        self._check_present(("id", "steps", "optimizer_steps", "last_step"), state)
 
     def _check_present(self, keys: Sequence[str], state: Mapping[str, object]) -> None:
         missing = [key for key in keys if key not in state]
+        if COUNTS_KEY not in state and SCORES_KEY not in state:
+            missing.append(frequency_key(self.options))
         if missing:
             raise ValueError(f"RecStore table {self.name!r}: the optimizer state has no {', '.join(missing)}")
 
@@ -119,13 +126,16 @@ class RowState:
         whole_ids = torch.as_tensor(state["id"])
         positions = owned_positions(shard, whole_ids)
         part = shard.table.part(whole_ids[positions])
-        for key in STAMPS:
+        part.rows["frequency"] = torch.zeros(len(positions), dtype=torch.int64)
+        for name, key in {"last_step": "last_step", "frequency": frequency_key(self.options)}.items():
+            if key not in state:  # The state has frequencies of the other kind.
+                continue
             if state[key].shape != whole_ids.shape:
                 raise ValueError(
                     f"RecStore table {self.name!r}: {key} is of shape {tuple(state[key].shape)}, but there are "
                     f"{len(whole_ids)} ids"
                 )
-            part.rows[key] = state[key][positions]
+            part.rows[name] = state[key][positions]
         starts = torch.as_tensor(state["columns"]).tolist()
         for key, kind in self._states.items():
             source = WholeRows(f"RecStore table {self.name!r}: {key}", state[key], whole_ids)

@@ -21,6 +21,12 @@ PART_BYTES = 1 << 25
 STAMPS = ("last_step", "frequency")
 """The names of the values per row that eviction and expiry use."""
 
+COUNTS_KEY, SCORES_KEY = "frequency", "encoded_score"
+"""The keys of frequencies that count, and of frequencies that encode scores, in the states that ``state_dict`` returns.
+
+A load that knows nothing of the other kind then lacks a key, and does not take scores for counts.
+"""
+
 Owned = Callable[[Tensor], Tensor]
 """A function from (N,) int64 ids to (N,) bool: whether each id belongs to a shard."""
 
@@ -193,6 +199,11 @@ def rows_in(size: int, dim: int, dtype: torch.dtype, optimizer: Optimizer) -> in
     ``dim`` is that of the whole table, so that the parts of all column shards hold the same ids.
     """
     return max(1, size // (dim * dtype.itemsize + state_bytes(optimizer, dim) + 24))
+
+
+def frequency_key(options: TableOptions) -> str:
+    """Returns the key of the frequencies of a table with these options in a state."""
+    return SCORES_KEY if isinstance(options.eviction, Scored) else COUNTS_KEY
 
 
 def zero_states(optimizer: Optimizer, rows: int, columns: int) -> dict[str, Tensor]:
