@@ -224,7 +224,7 @@ class ColdTier(MemoryTier):
             absent = ops.table_absent(self._handle, ids)
             if len(absent) == 0:
                 return
-            found, images = self._fetch(absent, self._staged)
+            found, images, _ = self._fetch(absent, self._staged)
             new = absent[~found]
             admitted = len(new)
             if arrival != "write" and admitted:
@@ -278,10 +278,8 @@ class ColdTier(MemoryTier):
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`MemoryTier.read`."""
         with self.lock:
-            absent = ops.table_absent(self._handle, ids).sort().values
-            # Other jobs may have written to a shared store since rows were staged for a training step.
-            found, images = self._fetch(absent, () if self.shared else self._staged)
-            return absent[found], images
+            cold, images, _ = self._read_with_expired(ids)
+            return cold, images
 
     def read_into(self, rows: Tensor, ids: Tensor) -> None:
         """See :meth:`MemoryTier.read_into`."""
@@ -316,12 +314,13 @@ class ColdTier(MemoryTier):
         with self.lock:
             removed = 0
             for part in torch.split(torch.unique(ids), _PART):
-                cold, images = self.read(part)
+                cold, images, expired = self._read_with_expired(part)
                 if self.shared:  # before memory: if the store fails, other jobs still use the rows
                     with self._calls:
                         self.store.delete(part)
                     self._outdate(part)
                 ops.table_note_left(self._handle, cold)
+                self._record_expired(expired)  # before they are deleted, so that no sweep sees them
                 self.expiry.take(images)
                 removed += len(cold) + int(ops.table_remove(self._handle, part))
                 if not self.shared:
@@ -427,10 +426,18 @@ class ColdTier(MemoryTier):
         if os.getpid() == self._process:
             self.store.close()
 
-    def _fetch(self, ids: Tensor, staged: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _read_with_expired(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what :meth:`read` returns, and the ids of expired rows, (n,) int64, which the store still has."""
+        absent = ops.table_absent(self._handle, ids).sort().values
+        # Other jobs may have written to a shared store since rows were staged for a training step.
+        found, images, expired = self._fetch(absent, () if self.shared else self._staged)
+        return absent[found], images, absent[expired]
+
+    def _fetch(self, ids: Tensor, staged: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
         """Reads rows that are not in memory from ``staged``, and from the store if they are not there.
 
-        Returns which ids have a row in the store, (N,) bool, and the images of these rows, in the order of ``ids``.
+        Returns which ids have a row in the store, (N,) bool, the images of these rows, in the order of ``ids``, and the
+        positions of ids whose row in the store has expired, (n,) int64.
         """
         parts: list[tuple[Tensor, Tensor]] = []  # positions in ids, ascending, and images
         rest = torch.arange(len(ids))  # the positions that have yet to be found
@@ -451,19 +458,22 @@ class ColdTier(MemoryTier):
                 is_there, images = self.store.get(ids[rest])
             parts.append((rest[is_there], images))
         found = torch.zeros(len(ids), dtype=torch.bool)
+        expired = torch.empty(0, dtype=torch.int64)
         if not parts:
-            return found, torch.empty(0, self.image_bytes, dtype=torch.uint8)
+            return found, torch.empty(0, self.image_bytes, dtype=torch.uint8), expired
         places, images = parts[0]
         if len(parts) > 1:
             order = torch.cat([places for places, _ in parts]).sort()
             places, images = order.values, torch.cat([images for _, images in parts]).index_select(0, order.indices)
         if self.expiry.expires:
-            alive = (last_steps(images) >= self.expiry.before).nonzero().squeeze(1)
+            is_alive = last_steps(images) >= self.expiry.before
+            expired = places[~is_alive]
+            alive = is_alive.nonzero().squeeze(1)
             places, images = places[alive], images.index_select(0, alive)
         if self.shared:
             images = with_last_steps_up_to(images, ops.table_steps(self._handle))
         found[places] = True
-        return found, images
+        return found, images, expired
 
     def _make_room(self, ids: Tensor, new_rows: int) -> None:
         while len(leaving := ops.table_leaving(self._handle, ids, new_rows)):
