@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from torchrec_recstore.kernels import PooledKernel
-from torchrec_recstore.optim import SGD
+from torchrec_recstore.modules import RecStoreEmbedding
+from torchrec_recstore.optim import SGD, Adam
 from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, Scored, TableOptions
 from torchrec_recstore.store import ColdStoreError, LeftIds, Table
 
@@ -207,6 +208,27 @@ def test_a_cold_store_that_fails_loses_no_id() -> None:
     finally:
         DictStore.failing = False
     assert_left(table, [0, 1, 2, 100])
+
+
+@pytest.mark.parametrize("options", ["plain", "lru", "cold_expiry"])
+def test_the_record_stays_when_a_module_gets_another_optimizer(options: str) -> None:
+    module = RecStoreEmbedding(100, 4, options=OPTIONS[options](), optimizer=Adam(lr=0.1))
+    module(TEN).sum().backward()
+    module.table.remove(torch.tensor([1, 2]))
+    module(torch.arange(20, 30)).sum().backward()
+    before = set(module.table.ids().tolist())
+    module.use_optimizer(Adam(lr=0.1, betas=(0.5, 0.9)))
+    with_row = set(module.table.ids().tolist())
+    assert with_row == before
+    left = sorted({*TEN.tolist(), *range(20, 30)} - with_row)
+    assert {1, 2} <= set(left)
+    assert_left(module.table, left)
+    assert_left(module.table, [])
+    full = RecStoreEmbedding(100, 4, options=TableOptions(left_ids=1), optimizer=Adam(lr=0.1))
+    full(TEN)
+    full.table.remove(TEN)
+    full.use_optimizer(Adam(lr=0.1, betas=(0.5, 0.9)))
+    assert not full.table.left_ids().complete
 
 
 def test_records_of_shards_merge() -> None:

@@ -31,7 +31,7 @@ class OwnedTable:
         self.table = Table(**arguments)
 
     def with_optimizer(self, arguments: Mapping[str, Any]) -> OwnedTable:
-        """Returns a table with the same rows, whose arguments differ in ``optimizer`` only.
+        """Returns a table with the same rows, whose arguments differ in ``optimizer`` only. It takes over ``left_ids``.
 
         Rows keep the state of an optimizer of the same type and name. Otherwise the state starts as zeros: the rows
         must not have been updated, and ValueError is raised if they are in a shared cold store.
@@ -52,6 +52,8 @@ class OwnedTable:
             return replace(part, rows={**zeros, **{name: part.rows[name] for name in kept if name in part.rows}})
 
         _copy(old, fresh.table, converted)
+        if old.options.left_ids is not None:  # last, because the old table has no record afterwards
+            fresh.table.add_left_ids(old.left_ids())
         return fresh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnedTable:
