@@ -13,6 +13,7 @@ from torchrec_recstore import (
     LFU,
     LRU,
     LeftIds,
+    RecStoreEmbedding,
     RecStoreEmbeddingBagCollection,
     RecStoreEmbeddingCollectionSharder,
     Scored,
@@ -74,8 +75,41 @@ def test_eager_modules() -> None:
     with pytest.raises(ValueError, match="'scored' does not record which ids leave it"):
         left_ids(model, "scored")
     twice = nn.ModuleList([scored, RecStoreEmbeddingBagCollection([bag("scored", ["f"])], options=SCORED)])
-    with pytest.raises(ValueError, match="2 eager tables 'scored'"):
+    with pytest.raises(ValueError, match=r"2 RecStore tables 'scored': name one of '0\.scored', '1\.scored'"):
         set_scores(twice, "scored", torch.tensor([1]), torch.tensor([1.0]))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_eager_tables_by_their_full_names_beside_others() -> None:
+    options = TableOptions(max_rows=4, eviction=Scored(), left_ids=MANY)
+    eager = RecStoreEmbeddingBagCollection([bag("a", ["f"])], options=options)
+    alone = RecStoreEmbedding(9, 4, name="alone", options=options)
+    on_meta = RecStoreEmbedding(9, 4, name="empty", device="meta")
+    model = nn.ModuleDict(
+        {
+            "sharded": sharded(collection(bag("a", ["f"])), options={"a": options}),
+            "eager": eager,
+            "tower": nn.ModuleDict({"alone": alone}),
+            "on_meta": on_meta,  # It has no rows, and must not be in the way.
+        }
+    )
+    step(model["sharded"], f=[[1], [2]])
+    step(eager, f=[[2], [3]])
+    alone(torch.tensor([4]))
+    ids, scores = torch.tensor([1, 2]), torch.tensor([1.0, 2.0])
+    assert set_scores(model, "sharded.a", ids, scores) == 2
+    assert set_scores(model, "eager.a", ids, scores) == 1
+    assert set_scores(model, "alone", torch.tensor([4]), torch.tensor([1.0])) == 1
+    assert set_scores(model, "tower.alone", torch.tensor([4]), torch.tensor([1.0])) == 1
+    eager.embedding_bags["a"].table.remove(ids)
+    assert left_ids(model, "sharded.a").ids.tolist() == []
+    assert left_ids(model, "eager.a").ids.tolist() == [2]
+    with pytest.raises(ValueError, match=r"2 RecStore tables 'a': name one of 'sharded\.a', 'eager\.a'"):
+        set_scores(model, "a", ids, scores)
+    with pytest.raises(ValueError, match=r"2 RecStore tables 'a': name one of 'sharded\.a', 'eager\.a'"):
+        left_ids(model, "a")
+    with pytest.raises(RuntimeError, match="meta"):
+        left_ids(model, "empty")
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -199,6 +199,19 @@ def tables_named(model: nn.Module, names: Iterable[str]) -> dict[str, ModelTable
     return named_among(recstore_tables(model), names)
 
 
+def any_table_named(model: nn.Module, name: str) -> ModelTable | EagerModelTable:
+    """Returns the RecStore table, of a sharded or an eager module, with this name or full name.
+
+    Raises ValueError if there is none, or if the name is that of several tables.
+    """
+    sharded = recstore_tables(model)
+    tables: list[ModelTable | EagerModelTable] = [*sharded, *eager_tables(model, sharded)]
+    same = [repr(table.full_name) for table in tables if table.config_name == name]
+    if len(same) > 1:  # A sharded table keeps its name beside eager ones in checkpoints, but here no table goes first.
+        raise ValueError(f"the model has {len(same)} RecStore tables {name!r}: name one of {', '.join(same)}")
+    return named_among(tables, [name])[name]
+
+
 def named_among(tables: Sequence[_Table], names: Iterable[str]) -> dict[str, _Table]:
     """Returns the tables with these names or full names, as :func:`tables_named` does."""
     found: dict[str, _Table] = {}

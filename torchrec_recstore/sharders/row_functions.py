@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
 
-from torchrec_recstore.modules.table_module import TableModule
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
-from torchrec_recstore.sharders.layout import LocalShard
-from torchrec_recstore.sharders.model_tables import refuse_remote_tables, tables_named
+from torchrec_recstore.sharders.model_tables import (
+    EagerModelTable,
+    ModelTable,
+    any_table_named,
+    refuse_remote_tables,
+)
 from torchrec_recstore.store import LeftIds, Table
 from torchrec_recstore.store.arguments import check_ids, check_scores
 
@@ -44,7 +47,8 @@ def set_scores(model: nn.Module, name: str, ids: Tensor, scores: Tensor) -> int:
     with refused_together(env):
         check_ids(ids, "set_scores: ")
         check_scores(scores, ids, "set_scores: ")
-        shards = _shards(model, name, "set_scores")
+        table = _table(model, name, "set_scores")
+        shards = table.shards
         for shard in shards:
             shard.table.set_scores(ids[:0], scores[:0])  # This raises the error of a table without scores.
     everywhere = all_gathered((ids, scores.detach()), env)
@@ -57,7 +61,7 @@ def set_scores(model: nn.Module, name: str, ids: Tensor, scores: Tensor) -> int:
             scored = shard.table.set_scores(all_ids[owned], all_scores[owned])
             if shard.table.columns.start == 0:
                 rows += scored
-    if _eager_table(model, name) is not None:
+    if isinstance(table, EagerModelTable):  # Each rank has rows of its own.
         return rows
     return sum(all_gathered(rows, env))
 
@@ -91,13 +95,13 @@ def left_ids(model: nn.Module, name: str) -> LeftIds:
     taken: list[tuple[Table, LeftIds]] = []
     try:
         with refused_together(env):
-            for shard in _shards(model, name, "left_ids"):
+            table = _table(model, name, "left_ids")
+            for shard in table.shards:
                 taken.append((shard.table, shard.table.left_ids()))
-            eager = _eager_table(model, name) is not None
-        return _merged([left for _, left in taken], env, gathers=not eager)
+        return _merged([left for _, left in taken], env, gathers=not isinstance(table, EagerModelTable))
     except BaseException:
-        for table, left in taken:
-            table.add_left_ids(left)
+        for of_shard, left in taken:
+            of_shard.add_left_ids(left)
         raise
 
 
@@ -107,19 +111,10 @@ def _merged(records: list[LeftIds], env: ShardingEnv, *, gathers: bool) -> LeftI
     return LeftIds.merged(record for of_rank in all_gathered(records, env) for record in of_rank)
 
 
-def _shards(model: nn.Module, name: str, function: str) -> list[LocalShard]:
-    """Returns the shards of a table on this rank. Raises ValueError if there is no such table, or it is on servers."""
+def _table(model: nn.Module, name: str, function: str) -> ModelTable | EagerModelTable:
+    """Returns the table with this name or full name.
+
+    Raises ValueError if there is not exactly one, or if the model has tables on servers.
+    """
     refuse_remote_tables(model, f"{function}: {{}} is on servers: call {function} for models without tables on servers")
-    eager = _eager_table(model, name)
-    if eager is not None:
-        return [LocalShard(eager, None)]
-    return tables_named(model, [name])[name].shards
-
-
-def _eager_table(model: nn.Module, name: str) -> Table | None:
-    """Returns the table of this name that an eager module of the model has. Raises ValueError if several have one."""
-    modules = [module for module in model.modules() if isinstance(module, TableModule)]
-    tables = [module.table for module in modules if module.table.name == name]
-    if len(tables) > 1:
-        raise ValueError(f"the model has {len(tables)} eager tables {name!r}: call the method of the table itself")
-    return tables[0] if tables else None
+    return any_table_named(model, name)
