@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -11,11 +12,13 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.modules import RecStoreEmbedding
 from torchrec_recstore.optim import SGD, Adam
 from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, Scored, TableOptions
 from torchrec_recstore.store import ColdStoreError, LeftIds, Table
+from torchrec_recstore.store.table import exchange_all
 
 from .dict_store import DictStore, DictStoreOptions
 
@@ -167,21 +170,26 @@ def test_rows_in_the_cold_store_have_not_left_until_they_expire() -> None:
     assert_left(table, [])
 
 
+def with_expired_cold_rows() -> Table:
+    """Returns a table in which the rows of 0 to 19 have expired, but that of 15, and some are still in the store."""
+    table = table_of(OPTIONS["cold_expiry"]())
+    table.lookup(TEN, train=True)
+    table.lookup(TEN + 10, train=True)
+    # Failing deletions leave the expired rows in the store, as a sweep does that has not come to them.
+    DictStore.failing = True
+    try:
+        for _ in range(20):
+            table.lookup(torch.tensor([15]), train=True)
+    finally:
+        DictStore.failing = False
+    assert table.ids().tolist() == [15]
+    return table
+
+
 def test_removing_a_cold_row_that_has_expired_records_it() -> None:
     """The row is still in the store, where a later sweep would have recorded it."""
     for removed in ([0], [], TEN.tolist(), [0, 10, 99]):
-        table = table_of(OPTIONS["cold_expiry"]())
-        table.lookup(TEN, train=True)
-        table.lookup(TEN + 10, train=True)
-        # Failing deletions leave the expired rows in the store, as a sweep does that has not come to them.
-        DictStore.failing = True
-        try:
-            ids = torch.tensor([15])
-            for _ in range(20):
-                table.lookup(ids, train=True)
-        finally:
-            DictStore.failing = False
-        assert table.ids().tolist() == [15]
+        table = with_expired_cold_rows()
         assert table.remove(as_ids(removed)) == 0
         assert_left(table, [*range(15), *range(16, 20)])
         assert_left(table, [])
@@ -208,6 +216,54 @@ def test_a_cold_store_that_fails_loses_no_id() -> None:
     finally:
         DictStore.failing = False
     assert_left(table, [0, 1, 2, 100])
+
+
+def test_a_table_that_is_closed_after_the_exchange_keeps_no_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A load, a reset and a reshard end so. Each read of a whole cold store would take long."""
+    scans = []
+    scan = DictStore.scan
+
+    def counted_scan(store: DictStore) -> Iterator[tuple[Tensor, Tensor]]:
+        scans.append(store)
+        return scan(store)
+
+    monkeypatch.setattr(DictStore, "scan", counted_scan)
+    table = table_of(OPTIONS["cold_expiry"]())
+    table.lookup(TEN, train=True)
+    table.lookup(TEN + 10, train=True)
+    fresh = table.empty_copy()
+    fresh.insert(torch.tensor([3, 99]), torch.ones(2, 4))
+    scans.clear()
+    exchange_all([(table, fresh)])
+    # The store of the old rows is read for expired rows and for ids, and that of the new rows for ids.
+    assert len(scans) == 3
+    assert table.ids().tolist() == [3, 99]
+    assert_left(table, [id_ for id_ in range(20) if id_ != 3])
+    with pytest.raises(ValueError, match="closed"):
+        fresh.ids()
+
+
+@pytest.mark.parametrize("error", ["recstore out of memory: for 8 ids", "std::bad_alloc"])
+def test_an_exchange_without_memory_for_the_record_says_so(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native calls that bury expired rows and that extend the record fail as they do without memory."""
+    for failing in ("table_may_be_cold", "table_add_left"):
+        table = with_expired_cold_rows()
+        fresh = table.empty_copy()
+        fresh.insert(torch.tensor([3, 99]), torch.ones(2, 4))
+        native = getattr(ops, failing)
+
+        def without_memory(handle: int, ids: Tensor, *more: Any, native: Callable[..., Any] = native) -> Any:
+            if len(ids):
+                raise RuntimeError(error)
+            return native(handle, ids, *more)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ops, failing, without_memory)
+            table.exchange_rows(fresh)
+        assert table.ids().tolist() == [3, 99]
+        assert not table.left_ids().complete
 
 
 @pytest.mark.parametrize("options", ["plain", "lru", "cold_expiry"])

@@ -122,7 +122,7 @@ def load_table_state(table: Table, state: Mapping[str, Tensor] | None) -> None:
     try:
         if checked is not None:
             _fill(fresh, checked)
-        table.exchange_rows(fresh)
+        table.take_rows(fresh)
     finally:
         fresh.close()
 

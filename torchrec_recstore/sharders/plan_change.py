@@ -248,7 +248,7 @@ def move_rows(old: RowState, new: RowState) -> None:
     if all(same for _, same in states):
         with refused_together(env):
             for source, target in zip(old.shards, new.shards, strict=True):
-                target.table.exchange_rows(source.table)
+                target.table.exchange_rows(source.table, record_other=False)
                 target.table.set_state(state.owned(target.owned))
     else:
         _stream(old, new, state)

@@ -400,10 +400,15 @@ class Table(AbstractContextManager["Table"]):
         named = partial(Table, self.dim, self.dtype, self.optimizer, self.options, name=self.name, columns=self.columns)
         return named(stochastic_rounding=self.stochastic_rounding, state_dtype=self.state_dtype, shard=self.shard)
 
-    def exchange_rows(self, other: Table) -> None:
+    def exchange_rows(self, other: Table, *, record_other: bool = True) -> None:
         """Exchanges the rows, ``steps`` and ``optimizer_steps`` of this table and another table, without copying rows.
 
         The backward of a forward that ran before the exchange updates neither table. Both tables forget all marks.
+
+        Args:
+            other: The other table.
+            record_other: Whether the other table, too, records which ids leave it. That reads whole cold stores, for
+                nothing if the other table is closed afterwards.
 
         Raises:
             ValueError: The tables differ in columns, data types, optimizer or bounds, there is a snapshot of one of
@@ -413,11 +418,21 @@ class Table(AbstractContextManager["Table"]):
             table.check_unshared("other jobs use them, so that they cannot move to another table")
         with ops.native_errors(self._who), holding([self.tier, other.tier]):
             self._record_exchange(other)
-            other._record_exchange(self)
+            if record_other:
+                other._record_exchange(self)
             ops.table_exchange_rows(self.handle, other.handle)
             self.pending_passes.clear()
             other.pending_passes.clear()
             self.tier.exchange(other.tier)
+
+    def take_rows(self, other: Table) -> None:
+        """Replaces the rows, ``steps`` and ``optimizer_steps`` by those of another table, which is then closed.
+
+        Raises:
+            ValueError: See :meth:`exchange_rows`. The other table stays open.
+        """
+        self.exchange_rows(other, record_other=False)
+        other.close()
 
     def contains(self, ids: Tensor) -> Tensor:
         """Returns which of ``ids``, (N,) int64, have a row: (N,) bool. Cold rows count."""
@@ -501,12 +516,15 @@ class Table(AbstractContextManager["Table"]):
         if self.options.left_ids is None:
             return
         try:
-            self.tier.bury_expired()
+            # The native errors are converted within this block, so that it catches those for want of memory.
+            with ops.native_errors(self._who):
+                self.tier.bury_expired()
             ids = self.ids()
-            left = LeftIds(ids[~among(ids, other.ids())], complete=True)
+            if len(ids) == 0:  # The ids of the other table, with all of its cold rows, are not needed.
+                return
+            self.add_left_ids(LeftIds(ids[~among(ids, other.ids())], complete=True))
         except (ColdStoreError, MemoryError):  # The exchange must not fail.
-            left = LeftIds(torch.empty(0, dtype=torch.int64), complete=False)
-        self.add_left_ids(left)
+            self.add_left_ids(LeftIds(torch.empty(0, dtype=torch.int64), complete=False))
 
     def ids(self) -> Tensor:
         """Returns the ids that have a row, cold rows included: (rows,) int64, ascending."""
@@ -643,5 +661,4 @@ def check_applied(tables: Iterable[Table], *, saves: bool = False) -> None:
 def exchange_all(pairs: Iterable[tuple[Table, Table]]) -> None:
     """Replaces the rows of the first table of each pair by those of the second, and closes the second."""
     for table, fresh in pairs:
-        table.exchange_rows(fresh)
-        fresh.close()
+        table.take_rows(fresh)
