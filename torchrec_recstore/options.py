@@ -162,7 +162,8 @@ class LFU:
             Default: None, which means that frequencies are never halved.
         count: What the frequency of a row counts. ``"steps"`` counts the training steps that look the row up.
             ``"occurrences"`` counts the occurrences of its id in the batches of these steps, over all features of the
-            table. A frequency stops at 2**32 - 1. Default: ``"steps"``.
+            table. A bag that samples share through ``inverse_indices`` occurs once. A frequency stops at 2**32 - 1.
+            Default: ``"steps"``.
 
     Raises:
         TypeError, ValueError: ``half_life_steps`` is not an int, or is less than 1. Or ``count`` is another value.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 
 from torchrec_recstore import (
@@ -110,6 +111,29 @@ def test_eager_tables_by_their_full_names_beside_others() -> None:
         left_ids(model, "a")
     with pytest.raises(RuntimeError, match="meta"):
         left_ids(model, "empty")
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_bag_that_samples_share_counts_once(is_sharded: bool) -> None:
+    options = {"t": TableOptions(max_rows=9, eviction=LFU(count="occurrences"))}
+    if is_sharded:
+        model: nn.Module = sharded(collection(bag("t", ["f", "g"])), options=options)
+        (table,) = model.module.recstore_tables()
+    else:
+        model = RecStoreEmbeddingBagCollection([bag("t", ["f", "g"])], options=options)
+        table = model.embedding_bags["t"].table
+    features = KeyedJaggedTensor(
+        keys=["f", "g"],
+        values=torch.tensor([1, 2, 2, 3, 3]),
+        lengths=torch.tensor([3, 1, 1]),
+        stride_per_key_per_rank=[[2], [1]],
+        # Two samples share the bag of 1, 2 and 2, and three samples share the bag of feature g.
+        inverse_indices=(["f", "g"], torch.tensor([[0, 1, 0], [0, 0, 0]])),
+    )
+    model(features).values().sum().backward()
+    frequencies = table.read_rows(torch.tensor([1, 2, 3]))["frequency"]
+    assert frequencies.tolist() == [1, 2, 2]
 
 
 @pytest.mark.usefixtures("one_rank")
