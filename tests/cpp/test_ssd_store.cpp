@@ -23,6 +23,7 @@
 #include "error.h"
 #include "file_lock.h"
 #include "mix.h"
+#include "ssd_end.h"
 #include "testing.h"
 
 namespace {
@@ -414,6 +415,44 @@ void damage_anywhere() {
   CHECK_THROWS(SsdStore(path, kRow, true), StorageError);
 }
 
+// The header of a segment of an unacknowledged call is lost, and the call has written the segment's word, or has not. The
+// segment is free, and its word must say so: later calls use the same sequences, and count the words of all segments.
+void lost_header() {
+  for (const char* name : {"/no-word", "/new-segment", "/free-segment"}) {
+    const std::string path = folder() + name;
+    const bool has_word = path.find("word") == std::string::npos;
+    constexpr int64_t kRow = 100;
+    Random random(11);
+    Model model;
+    const auto write = [&](int64_t n) {
+      SsdStore store(path, kRow, true);
+      const auto ids = random.ids(n, 1 << 30);
+      const auto rows = random.rows(ids.size(), kRow);
+      store.put(ids.data(), rows.data(), static_cast<int64_t>(ids.size()));
+      put(model, ids, rows);
+    };
+    write(10);
+    if (has_word) {
+      recstore::SsdEnd end(path);
+      const recstore::SsdEnd::State state = *end.read();
+      CHECK(state.sequence == 1 && state.segments.size() == 1);
+      end.set_segment(1, 2);
+      if (path.find("free") != std::string::npos) {  // the segment was in use once
+        end.set_segment(2, 0);
+        end.set_segment(3, 0);
+        end.acknowledge(1, state.used, 4);
+      }
+    }
+    std::string rows = content(path);
+    rows.resize(size_t{4} << 21);  // segments 1 to 3 are zeros
+    set_content(path, rows);
+    write(20000);  // takes segment 3, which gets sequence 2
+    const auto store = std::make_shared<SsdStore>(path, kRow, true);
+    CHECK(store->dropped() == 0);
+    check(store, model);
+  }
+}
+
 // A file of a version that did not write which rows count is opened as then, and has this from then on.
 void former_version() {
   const std::string path = folder() + "/former";
@@ -525,6 +564,7 @@ int main() {
   cut_off();
   damage();
   damage_anywhere();
+  lost_header();
   former_version();
   locks();
   together();

@@ -109,6 +109,7 @@ std::optional<SsdEnd::State> SsdEnd::read() {
       throw StorageError(rows_ + " is damaged: " + path_ + " does not say which of its rows count");
     }
     state.segments[s] = sequence <= record.sequence ? sequence : 0;
+    if (sequence > record.sequence) state.uncounted.push_back(s);
   }
   return state;
 }

@@ -22,7 +22,8 @@ class SsdEnd {
     uint64_t sequence = 0;  // of the newest segment; 0 if there is none
     uint32_t used = 0;      // entries of the newest segment that count
     uint64_t row_bytes = 0;
-    std::vector<uint64_t> segments;  // the sequence of each segment; 0: it is free
+    std::vector<uint64_t> segments;   // the sequence of each segment; 0: it is free
+    std::vector<uint32_t> uncounted;  // the free segments whose word has a newer sequence, ascending
   };
 
   // rows: the path of the rows, which begins all messages.

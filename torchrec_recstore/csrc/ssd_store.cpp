@@ -662,6 +662,7 @@ std::vector<uint32_t> SsdStore::counted_segments(const SsdEnd::State& end, int64
   const bool has_rows = std::any_of(end.segments.begin(), end.segments.end(), [](uint64_t sequence) { return sequence != 0; });
   if (has_rows && end.row_bytes != static_cast<uint64_t>(row_bytes_)) throw_other_rows(end.row_bytes);
   std::vector<uint32_t> order, uncounted;
+  std::vector<uint32_t> stale;  // free segments without a header, whose words do not say that they are free
   const auto in_file = static_cast<uint32_t>((file_bytes + segment_bytes_ - 1) / segment_bytes_);
   const auto count = std::max(in_file, static_cast<uint32_t>(end.segments.size()));
   last_sequence_ = end.sequence;
@@ -685,8 +686,12 @@ std::vector<uint32_t> SsdStore::counted_segments(const SsdEnd::State& end, int64
       uncounted.push_back(s);
       continue;
     }
+    const bool has_no_word = s >= end.segments.size();
+    if (has_no_word || std::binary_search(end.uncounted.begin(), end.uncounted.end(), s)) stale.push_back(s);
     free_.push_back(s);
   }
+  // Later calls use the sequences of a call that was not acknowledged again, and count the words of all segments.
+  for (const uint32_t s : stale) end_.set_segment(s, 0);
   for (const uint32_t s : uncounted) release(s, true);
   std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return segments_[a].sequence < segments_[b].sequence; });
   const bool has_newest = order.empty() ? end.sequence == 0 : segments_[order.back()].sequence == end.sequence;
