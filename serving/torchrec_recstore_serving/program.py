@@ -9,7 +9,7 @@ Tests: tests/serving/test_program.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ class Program:
     def __init__(self, index: str) -> None:
         self._index = index
         self._structure: object = None
+        self._read_tensors: frozenset[str] = frozenset()
+        """The names of the dense tensors whose values are constants of the compiled code."""
+        self._read_values: object = None
         self._code: object = None
         """What distinguishes the compiled model from others; see :func:`_code_of`."""
         self._script: torch.jit.ScriptModule | None = None
@@ -53,13 +56,15 @@ class Program:
         return self._script
 
     def fits(self, served: nn.Module) -> bool:
-        """Returns whether the compiled model has the structure of a model.
+        """Returns whether the compiled model has the structure of a model, and the constants of its code fit.
 
         Args:
             served: The result of :func:`torchrec_recstore.inference.scriptable` with ``index="sorted"``. Its tables
                 need not have rows.
         """
-        return self._script is not None and structure_of(served) == self._structure
+        if self._script is None or structure_of(served) != self._structure:
+            return False
+        return _values_of(served, self._read_tensors) == self._read_values
 
     def compile(self, served: nn.Module) -> bool:
         """Compiles a model in the place of the one that was compiled last, unless the result would be the same.
@@ -76,11 +81,14 @@ class Program:
             ValueError: See :func:`torchrec_recstore_serving.script.scripted`. The program is as it was.
         """
         structure = structure_of(served)  # before TorchScript adds attributes to the modules
-        script = compiled(_without_rows(served) if self._index == "hash" else served)
+        script, read_tensors = compiled(_without_rows(served) if self._index == "hash" else served)
         names = dense_tensors(served, every_path=True)
         dense = [name for name in names if tensor_at(script, name) is not None]
+        read_values = _values_of(served, read_tensors)
         code = _code_of(script, dense)
         self._structure = structure
+        self._read_tensors = read_tensors
+        self._read_values = read_values
         if code == self._code:
             return False
         self._code = code
@@ -172,7 +180,44 @@ def _code_of(script: torch.jit.ScriptModule, dense: Sequence[str]) -> object:
         tensor = dense_tensor(script, name)
         first = first_names.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
         tensors.append((name, first, tuple(tensor.shape), tensor.dtype))
-    return (methods, tables, tensors, script.recstore_attributes())
+    return (methods, tables, tensors, script.recstore_attributes(), _lists_of_tensors(script, first_names))
+
+
+def _lists_of_tensors(script: torch.jit.ScriptModule, names: Mapping[int, str]) -> object:
+    """Describes the lists, tuples and dicts of a compiled model that may have tensors.
+
+    Args:
+        script: The compiled model.
+        names: The names of the dense tensors by their addresses. A list that has a dense tensor, such as the list of
+            weights of a recurrent layer, shares its memory.
+    """
+    described: list[object] = []
+
+    def value_of(value: object) -> object:
+        if isinstance(value, Tensor):
+            return names.get(value.data_ptr()) or constant_of(value)
+        if isinstance(value, list | tuple):
+            return [value_of(part) for part in value]
+        if isinstance(value, dict):
+            return [(repr(key), value_of(part)) for key, part in value.items()]
+        return constant_of(value)
+
+    for path, module in script.named_modules(remove_duplicate=False):
+        if hasattr(module, "row_format"):
+            continue
+        for name, (kind, _) in sorted(module._concrete_type.get_attributes().items()):
+            value = getattr(module, name, None)
+            if isinstance(value, list | tuple | dict) and "Tensor" in kind.annotation_str:
+                described.append((path, name, value_of(value)))
+    return described
+
+
+def _values_of(served: nn.Module, names: Collection[str]) -> object:
+    """Describes the values of the dense tensors of these names."""
+    if not names:
+        return []
+    tensors = dense_tensors(served, every_path=True)
+    return [(name, constant_of(tensors[name])) for name in sorted(names)]
 
 
 def _native(table: ServedTable) -> Any:

@@ -9,13 +9,11 @@ import inspect
 import keyword
 import os
 import re
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torchrec.fx
 from torch import nn
 
 from torchrec_recstore.checkpoint.files import whole_file
@@ -24,6 +22,7 @@ from torchrec_recstore_serving.mapped_rows import append_records, rows_apart
 from torchrec_recstore_serving.served_model import dense_tensors, served_tables, tensor_at, version_of
 from torchrec_recstore_serving.served_tables import check_tensor, take_tensor  # noqa: F401
 from torchrec_recstore_serving.signing import Key
+from torchrec_recstore_serving.tracing import ServedTracer
 from torchrec_recstore_serving.verification import (  # noqa: F401  (the methods of a served model call these)
     FORMAT,
     check_file_bytes,
@@ -48,8 +47,6 @@ _METHODS = (
     "apply_delta",
     "verify",
 )
-
-_LEAVES = ["ServedEmbeddingBagCollection", "ServedEmbeddingCollection", "StaticEmbedding", "StaticEmbeddingBag"]
 
 # TorchScript writes these names into the file without escaping, and then cannot load the file (torch 2.13).
 _RESERVED = frozenset(keyword.kwlist) - {
@@ -109,7 +106,7 @@ def scripted(served: nn.Module) -> torch.jit.ScriptModule:
             model has a method with the name of an added method, or a module or tensor has a name that TorchScript
             reserves.
     """
-    script = compiled(served)
+    script, _ = compiled(served)
     set_version(script, version_of(served, script), script.recstore_attributes())
     return script
 
@@ -122,12 +119,15 @@ def set_version(script: torch.jit.ScriptModule, version: str, attributes: str) -
             module.attributes = attributes
 
 
-def compiled(served: nn.Module) -> torch.jit.ScriptModule:
+def compiled(served: nn.Module) -> tuple[torch.jit.ScriptModule, frozenset[str]]:
     """Compiles a served model as :func:`scripted` does, without its version and the checksum of its attributes.
 
     TorchScript keeps the classes of compiled modules for the whole process, and TorchRec's tracer replaces methods of
     ``nn.Module`` while it works. No thread of this package calls this function, therefore. Calls in several threads
-    wait for each other, and :class:`_Tracer` leaves the modules of other threads alone.
+    wait for each other, and :class:`ServedTracer` leaves the modules of other threads alone.
+
+    Returns:
+        The compiled model, and the names of the dense tensors whose values are constants of its code.
 
     Raises:
         ValueError: See :func:`scripted`.
@@ -136,7 +136,7 @@ def compiled(served: nn.Module) -> torch.jit.ScriptModule:
         return _compiled(served)
 
 
-def _compiled(served: nn.Module) -> torch.jit.ScriptModule:
+def _compiled(served: nn.Module) -> tuple[torch.jit.ScriptModule, frozenset[str]]:
     for method in _METHODS:
         if hasattr(served, method):
             raise ValueError(
@@ -149,7 +149,7 @@ def _compiled(served: nn.Module) -> torch.jit.ScriptModule:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"the model has more than one table {name!r}: in a file names must differ")
-    script, source = _scripted(served)
+    script, source, read_tensors = _scripted(served)
     # Models with equal modules share a TorchScript class and its methods, so the methods must not contain a table's
     # name. TorchScript copies a module that a model has at several paths, and models of one class may differ in the
     # modules that their paths share. So the methods cover every path.
@@ -170,7 +170,7 @@ def _compiled(served: nn.Module) -> torch.jit.ScriptModule:
         )
         if hasattr(script, "recstore_hold"):
             _hold_in_methods(script)
-    return script
+    return script, read_tensors
 
 
 def _hold_in_methods(script: torch.jit.ScriptModule) -> None:
@@ -201,20 +201,24 @@ def _attributes(script: torch.jit.ScriptModule) -> list[str]:
     ]
 
 
-def _scripted(served: nn.Module) -> tuple[torch.jit.ScriptModule, nn.Module]:
-    """Compiles a model, directly or after TorchRec's tracer; returns the script and the module that was compiled."""
+def _scripted(served: nn.Module) -> tuple[torch.jit.ScriptModule, nn.Module, frozenset[str]]:
+    """Compiles a model, directly or after TorchRec's tracer.
+
+    Returns:
+        The script, the module that was compiled, and the names of the dense tensors whose values are constants of the
+        code.
+    """
     try:
-        return torch.jit.script(served), served
+        return torch.jit.script(served), served, frozenset()
     except Exception as error:
         directly = error
     try:
-        tracer = _Tracer()
-        traced = torch.fx.GraphModule(served, tracer.trace(served))
-        used = {id(table) for _, table in served_tables(traced)}
-        for path, table in served_tables(served):
-            if id(table) not in used:  # TorchScript keeps unused tables too when it compiles the model directly.
-                traced.add_submodule(path, table)
-        return torch.jit.script(traced), traced
+        return _traced(served, records=True)
+    except Exception:
+        # TorchScript may refuse a recorded computation. Its result as a constant always compiles.
+        pass
+    try:
+        return _traced(served, records=False)
     except Exception as error:
         raise ValueError(
             f"{_unannotated(served, str(directly))}TorchScript cannot compile {type(served).__name__}: {directly}\n"
@@ -222,30 +226,21 @@ def _scripted(served: nn.Module) -> tuple[torch.jit.ScriptModule, nn.Module]:
         ) from directly
 
 
-class _Tracer(torchrec.fx.Tracer):  # type: ignore[misc]
-    """TorchRec's tracer, which records the calls of one thread only.
-
-    A tracer replaces ``nn.Module.__call__`` and ``nn.Module.__getattr__`` for all threads of the process (torch 2.13).
-    Calls of other threads, such as a server of predictions, are therefore passed on as they are.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(leaf_modules=_LEAVES)
-        self._thread = threading.get_ident()
-
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Records the call of a module. See ``torch.fx.Tracer``."""
-        if threading.get_ident() != self._thread:
-            return forward(*args, **kwargs)
-        return super().call_module(m, forward, args, kwargs)
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """Records the use of an attribute of a module. See ``torch.fx.Tracer``."""
-        if threading.get_ident() != self._thread:
-            return attr_val
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
+def _traced(served: nn.Module, *, records: bool) -> tuple[torch.jit.ScriptModule, nn.Module, frozenset[str]]:
+    """Compiles a model after TorchRec's tracer; see :func:`_scripted` and :class:`ServedTracer`."""
+    tracer = ServedTracer(records=records)
+    names = set(vars(served))
+    try:
+        traced = torch.fx.GraphModule(served, tracer.trace(served))
+    finally:
+        # The tracer adds constants to the model, which are no dense tensors of it.
+        for name in set(vars(served)) - names:
+            delattr(served, name)
+    used = {id(table) for _, table in served_tables(traced)}
+    for path, table in served_tables(served):
+        if id(table) not in used:  # TorchScript keeps unused tables too when it compiles the model directly.
+            traced.add_submodule(path, table)
+    return torch.jit.script(traced), traced, frozenset(tracer.read_tensors)
 
 
 def _unannotated(served: nn.Module, said: str) -> str:

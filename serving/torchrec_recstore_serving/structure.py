@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import threading
 import types
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,8 +18,9 @@ from torch import Tensor, nn
 
 from torchrec_recstore_serving.served_tables import ServedTable
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, range})
+_FUNCTIONS = (type, types.BuiltinFunctionType, types.ModuleType, torch.jit.ScriptFunction)
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _OF_PUBLICATIONS = ("version", "attributes", "native")
 
@@ -29,7 +32,8 @@ def structure_of(model: nn.Module) -> object:
     types of the dense tensors, and the values of all other attributes. The rows, the ids and the values of dense
     tensors are not in it, because a publication replaces them.
 
-    An object that has neither a ``__dict__`` nor a known type is described by its type only.
+    An object is described by its ``__dict__`` and by what ``copy.deepcopy`` and ``pickle`` read of it. The description
+    of an object that cannot be read in this way is equal to no other description.
 
     Args:
         model: The model, in the form of :func:`torchrec_recstore.inference.scriptable` with ``index="sorted"``.
@@ -52,7 +56,7 @@ class _Description:
         for path, module in self._model.named_modules():
             self._first_paths[id(module)] = path
             if not isinstance(module, ServedTable):
-                for name, tensor in _tensors_of(module):
+                for name, tensor in tensors_of(module):
                     self._first_paths.setdefault(id(tensor), f"{path}.{name}")
         parts: list[object] = []
         for path, module in self._model.named_modules(remove_duplicate=False):
@@ -68,7 +72,7 @@ class _Description:
         if isinstance(module, ServedTable):
             return ()
         described: list[object] = []
-        for name, tensor in _tensors_of(module):
+        for name, tensor in tensors_of(module):
             described.append((name, type(tensor), self._first_paths[id(tensor)], tuple(tensor.shape), tensor.dtype))
         empty = [name for name, tensor in [*module._parameters.items(), *module._buffers.items()] if tensor is None]
         return (described, empty)
@@ -85,14 +89,16 @@ class _Description:
         return described
 
     def _value(self, value: object) -> object:
-        if isinstance(value, _PLAIN):
+        if type(value) in _PLAIN:
             return (type(value), repr(value))
+        if isinstance(value, bytes):
+            return (type(value), len(value), hashlib.blake2b(value, digest_size=16).hexdigest())
         if isinstance(value, _FUNCTIONS):
             return value
         if isinstance(value, Tensor | nn.Module) and id(value) in self._first_paths:
             return self._first_paths[id(value)]
         if isinstance(value, Tensor):
-            return constant_of(value)
+            return _constant_or_unknown(value)
         if id(value) in self._open:
             return (type(value), "a cycle")
         self._open.append(id(value))
@@ -104,28 +110,69 @@ class _Description:
     def _composed(self, value: Any) -> object:
         """Describes an object that consists of other objects."""
         kind = type(value)
-        if isinstance(value, Mapping):
+        if kind is dict:
             items = [(self._value(key), self._value(content)) for key, content in value.items()]
             return (kind, items)
-        if isinstance(value, list | tuple):
+        if kind in (list, tuple):
             return (kind, [self._value(content) for content in value])
-        if isinstance(value, set | frozenset):
+        if kind in (set, frozenset):
             return (kind, sorted(repr(self._value(content)) for content in value))
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
         if isinstance(value, types.MethodType):
-            return (kind, value.__func__, self._value(value.__self__))
+            return (kind, self._value(value.__func__), self._value(value.__self__))
         if isinstance(value, functools.partial):
             return (kind, self._value(value.func), self._value(value.args), self._value(value.keywords))
+        if isinstance(value, weakref.ref):
+            return (kind, self._value(value()))
+        if isinstance(value, _LOCKS):
+            return kind
         if isinstance(value, nn.Module):
-            return (kind, self._attributes(value))
-        content = getattr(value, "__dict__", None)
-        return (kind, None if content is None else self._value(content))
+            return (kind, self._value(vars(value)))
+        return self._object(value)
+
+    def _function(self, function: types.FunctionType) -> object:
+        """Describes a function with its defaults and the variables of the function around it."""
+        variables: list[object] = []
+        for cell in function.__closure__ or ():
+            try:
+                content = cell.cell_contents
+            except ValueError:  # The variable has no value yet.
+                content = _FUNCTIONS
+            variables.append(self._value(content))
+        defaults = self._value(function.__defaults__)
+        keyword_defaults = self._value(function.__kwdefaults__)
+        return (function, function.__code__, defaults, keyword_defaults, variables, self._value(vars(function)))
+
+    def _object(self, value: Any) -> object:
+        """Describes an object of any other class."""
+        attributes = getattr(value, "__dict__", None)
+        described = None if attributes is None else self._value(attributes)
+        try:
+            reduced = value.__reduce_ex__(4)
+        except Exception:
+            return (type(value), described, object())  # equal to nothing
+        if isinstance(reduced, str):
+            return (type(value), described, reduced)
+        parts: list[object] = []
+        for part in reduced:
+            parts.append(self._value(list(part) if isinstance(part, Iterator) else part))
+        return (type(value), described, parts)
 
 
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters, buffers and tensor attributes of a module by name."""
     for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
         if isinstance(value, Tensor):
             yield name, value
+
+
+def _constant_or_unknown(tensor: Tensor) -> object:
+    """Describes a tensor by its contents. A tensor that cannot be read, such as a sparse one, is equal to no other."""
+    try:
+        return constant_of(tensor)
+    except Exception:
+        return object()
 
 
 def constant_of(value: object) -> object:
