@@ -225,6 +225,10 @@ def publication_of(text: str | bytes, number: int, where: object, key: Key | Non
     return publication
 
 
+_LATEST_S = 10**12
+"""An upper bound of times, in seconds since 1970."""
+
+
 def _check_types(value: Publication | Latest) -> None:
     """Checks the fields that both kinds of record have. The numbers become parts of paths.
 
@@ -235,7 +239,8 @@ def _check_types(value: Publication | Latest) -> None:
     for field in ("version", "run"):
         if not isinstance(getattr(value, field), str):
             raise TypeError(f"{field} is {getattr(value, field)!r}")
-    if isinstance(value.time, bool) or not isinstance(value.time, int | float):
+    is_number = isinstance(value.time, int | float) and not isinstance(value.time, bool)
+    if not is_number or not abs(value.time) < _LATEST_S:  # NaN is not.
         raise TypeError(f"time is {value.time!r}")
 
 

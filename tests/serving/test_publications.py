@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -78,6 +79,14 @@ def test_a_record_with_a_number_that_is_none(field: str, number: object) -> None
 def test_a_record_with_a_field_of_another_type(field: str, value: object) -> None:
     with pytest.raises(ValueError, match="the place is not what a DeltaPublisher writes"):
         publication_of(json.dumps({**PUBLICATION, field: value}), 3, "the place")
+
+
+@pytest.mark.parametrize("time", [math.nan, math.inf, -math.inf, 10**400])
+def test_a_record_with_a_time_that_is_not_finite(time: float) -> None:
+    with pytest.raises(ValueError, match="the place is not what a DeltaPublisher writes: time is"):
+        publication_of(json.dumps({**PUBLICATION, "time": time}), 3, "the place")
+    with pytest.raises(ValueError, match="the place is not what a DeltaPublisher writes: time is"):
+        latest_of(json.dumps({**LATEST, "time": time}), "the place")
 
 
 def test_a_record_that_is_right() -> None:
