@@ -228,8 +228,11 @@ def scriptable(exported: nn.Module, *, index: str = "sorted") -> nn.Module:
         for module in exported.modules()
         if isinstance(module, StaticEmbeddingBagCollection | StaticEmbeddingCollection)
     }
-    for tensor in [*exported.parameters(), *exported.buffers()]:
-        replaced.setdefault(id(tensor), tensor)  # type: ignore[arg-type]
+    for parameter in exported.parameters():
+        replaced.setdefault(id(parameter), parameter)  # type: ignore[arg-type]
+    for buffer in exported.buffers():
+        # An expanded buffer can be neither read as bytes nor written by a delta.
+        replaced.setdefault(id(buffer), buffer.contiguous())  # type: ignore[arg-type]
     model = copied_with(exported, replaced)
     _name_apart(model)
     return hashed(model) if index == "hash" else model

@@ -105,6 +105,20 @@ class ListOfTensors(Pooled):
         return out
 
 
+class WithStrides(Pooled):
+    """A model with buffers whose elements are not one after the other in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("expanded", torch.full((1,), 0.5).expand(self.over.in_features))
+        self.register_buffer("strided", torch.arange(2.0 * self.over.in_features)[::2])
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        """(B, DENSE) and the bags -> (B, 1)."""
+        out: Tensor = self.over(self.joined(dense, features) * self.expanded + self.strided)
+        return out
+
+
 def reading_closure() -> Reading:
     """A model that reads a list of the function that it calls."""
     held = [2.0]
@@ -269,6 +283,24 @@ def test_what_a_function_holds(tmp_path: Path) -> None:
 def test_a_list_of_tensors_that_torchscript_compiles(tmp_path: Path) -> None:
     """The list is an attribute of the compiled model, and no dense tensor."""
     published_after_a_change(ListOfTensors(), lambda model: model.values[0].fill_(5.0), tmp_path)
+
+
+@pytest.mark.parametrize("index", ["hash", pytest.param("sorted", marks=SLOW)])
+def test_buffers_with_strides(index: str, tmp_path: Path) -> None:
+    """The compiled model has contiguous copies of them, so that deltas can write them."""
+    model = WithStrides()
+    train(model)
+    place = tmp_path / "published"
+    with (
+        DeltaPublisher(model, place, every_s=0, full_every_s=1e6, index=index) as publisher,
+        Follower(place) as follower,
+    ):
+        publish(publisher)
+        model.expanded = torch.full((1,), 2.0).expand(model.over.in_features)
+        publish(publisher)
+        assert follower.poll()
+        assert_follows(follower, model, tmp_path)
+        assert (follower.state.fulls_loaded, follower.state.deltas_applied) == (1, 1)
 
 
 def published_after_a_change(model: nn.Module, change: Callable[[Any], Any], folder: Path) -> tuple[int, int]:
