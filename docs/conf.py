@@ -19,7 +19,7 @@ html_title = f"RecStore for TorchRec {release}"
 html_show_sourcelink = False
 
 # Headings are anchors, as on the repository's web page, so that links to headings work in both.
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}

@@ -27,7 +27,7 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
     the current batch begins. On CUDA, TorchRec's pipeline does this on its stream for prefetches. The arguments of the
     constructor are those of ``PrefetchTrainPipelineSparseDist``.
 
-    Up to two batches are in flight between two steps. They are trained in their order, also after :meth:`detach`, with
+    Up to two batches are in flight between two steps. They are trained in their order, also after ``detach()``, with
     another iterator, and after an error. A direct call of the model detaches the pipeline, and the next
     :meth:`progress` attaches it again.
     """
@@ -41,7 +41,7 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
         """Trains the model on one batch of the iterator, and returns the output of the model.
 
         If the call raises an error, the batch was not trained, unless the error is one of the optimizer's step. The
-        next call takes the same batch again; ``dequeue_batch()`` leaves it out, and :meth:`reset` drops all batches in
+        next call takes the same batch again; ``dequeue_batch()`` leaves it out, and ``reset()`` drops all batches in
         flight.
 
         Raises:
