@@ -11,6 +11,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ _SLOWEST_S = 60.0  # for the TLS handshake and the headers, for the body, and fo
 _LOOK_S = 1.0
 _AT_ONCE = 1 << 16  # bytes; larger documents would hold up other requests, and are converted in threads of their own
 _SHORT_S = 1e-3  # A change of threads and back takes a large part of this; a longer call would hold up other requests.
+_CONVERTERS = 2  # threads
 _DEEP = 100
 _MOST_DIGITS = 20  # of Content-Length
 # Upper bounds, in bytes, of what the conversion of a document takes at its worst moment for each of its parts. A body
@@ -127,6 +129,9 @@ class HttpServer:
         self.models = models
         self._access = access
         self._loop = asyncio.new_event_loop()
+        # Python's lock lets one thread convert at a time. malloc keeps memory that was freed for each thread, so that
+        # more threads would keep more of it.
+        self._loop.set_default_executor(ThreadPoolExecutor(_CONVERTERS, "http-documents"))
         self._stop = asyncio.Event()
         self.running = 0
         """The number of predictions that are being answered."""
