@@ -438,7 +438,7 @@ int main() {
     every_allocation_fails_once(kind, "forward", 1, nullptr, forward);
     every_allocation_fails_once(kind, "backward", 1, forward, backward);
     every_allocation_fails_once(kind, "drop", 1, forward, drop);
-    every_allocation_fails_once(kind, "remove", 1, nullptr, remove(0));
+    every_allocation_fails_once(kind, "remove", 1, nullptr, remove(size_t{0}));
   }
   every_allocation_fails_once({"scored", scored, false}, "score", 2, nullptr, score);
   every_allocation_fails_once(kinds[0], "grow", 2, nullptr, grow);
