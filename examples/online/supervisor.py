@@ -229,6 +229,10 @@ class Supervisor:
             behind = second - (state["offset"] - self.settings.history) / self.settings.rate
             sample = {name: state[name] for name in ("offset", "age_s", "rows", "expired")}
             sample |= {"second": second, "behind_s": max(0.0, behind), "written": self._written()}
+            # A run that goes on begins at the last click that was written, which is a little earlier than the last
+            # sample before the interruption. Such a sample gives way, because its time did not count.
+            while self._samples and self._samples[-1]["second"] > second:
+                self._samples.pop()
             before = self._samples[-SPEED_SAMPLES:][0] if self._samples else sample
             for name, count in (("samples_per_second", "offset"), ("clicks_per_second", "written")):
                 # A trainer that starts again goes back to the offset of its checkpoint.

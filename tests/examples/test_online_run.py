@@ -129,6 +129,9 @@ def test_a_stopped_follower_is_seen_and_an_interrupted_run_goes_on(tmp_path: Pat
     assert "http-equiv" not in page
 
     offset = state()["offset"]
+    interrupted = state()
+    interrupted["samples"][-1]["second"] += 1.0  # later than the last click that was written, as it may be by chance
+    (folder / STATE).write_text(json.dumps(interrupted))
     result, report = run(folder)
     print(report)
     assert result["status"] == FINISHED
