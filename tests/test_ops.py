@@ -165,6 +165,7 @@ CASES: dict[str, Any] = {
     "table_count_expired": lambda: (_table(), 3),
     "table_mark": lambda: (_table(),),
     "table_locate_rows": lambda: (_table(),),
+    "table_reserve": lambda: (_table(), 100),
     "table_shrink": lambda: (_table(),),
     "snapshot_open": lambda: (_table(), None),
     "snapshot_moment": lambda: (_snapshot(),),

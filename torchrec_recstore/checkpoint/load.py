@@ -121,7 +121,16 @@ def load_checkpoint(
             fresh = shard.table.empty_copy()
             loaded.append(_LoadedShard(source.name, shard, fresh, isinstance(source.table, EagerModelTable)))
             owned = None if shard.routing is None else shard.owned
-            load_rows(fresh, source.name, chain, owned, on_rows, source.without_state(info, warm))
+            row_shards = 1 if shard.routing is None else shard.routing.world_size
+            load_rows(
+                fresh,
+                source.name,
+                chain,
+                owned,
+                on_rows,
+                source.without_state(info, warm),
+                expected_rows=info.tables[source.name].rows // row_shards,
+            )
         check_replaceable(each.shard.table for each in loaded)
     _check_rows(chain, loaded, env)
     exchange_all((each.shard.table, each.fresh) for each in loaded)

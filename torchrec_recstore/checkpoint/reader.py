@@ -184,13 +184,16 @@ def load_rows(
     owned: Owned | None = None,
     on_rows: Callable[[int], object] = lambda count: None,
     without_state: RowsWithoutState | None = None,
+    expected_rows: int = 0,
 ) -> None:
     """Reads the rows and columns of an empty shard from a full checkpoint and its deltas, part by part.
 
     Rows of another data type are converted: exactly to float32, otherwise rounded to nearest. ``on_rows`` gets the
     number of rows of each part, those of other shards included. ``without_state`` is given if the states of the
-    optimizer are not loaded.
+    optimizer are not loaded. ``expected_rows`` is the number of rows that the shard will have, if it is known, about:
+    room for them is made first, because an index that grows moves its entries.
     """
+    table.reserve(expected_rows)
     # The state comes first: eviction computes the age of the rows from it.
     state = saved_state(chain[-1], name).owned(owned)
     table.set_state(state if without_state is None else without_state.state(state))

@@ -52,6 +52,13 @@ void Table::check_open() const {
   if (!open_) throw InvalidArgument("table '" + config_.name + "' is closed");
 }
 
+void Table::reserve(int64_t rows) {
+  if (config_.bounds.max_rows > 0) rows = std::min(rows, config_.bounds.max_rows);
+  if (rows <= size()) return;
+  rows_.reserve(rows);
+  index_.reserve(rows - size());
+}
+
 int64_t Table::remove(const int64_t* ids, int64_t n) {
   reserve_leave(n);
   if (!pending_.empty()) rows_.reserve_give_back(n);

@@ -141,6 +141,9 @@ class Table {
   // The caller holds both locks. Throws InvalidArgument if the shapes differ or a table has a snapshot, OutOfMemory.
   void exchange_rows(Table& other);
 
+  // Makes room for `rows` rows in all, at most max_rows, so that neither the index nor the memory of rows grows while they
+  // arrive. Throws OutOfMemory.
+  void reserve(int64_t rows);
   // Removes the rows of ids (n,). Returns the number of removed rows. Throws std::bad_alloc; nothing is removed then.
   int64_t remove(const int64_t* ids, int64_t n);
   // Makes room for leave() with `rows` rows. Throws std::bad_alloc.

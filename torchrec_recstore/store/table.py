@@ -360,6 +360,16 @@ class Table(AbstractContextManager["Table"]):
         with ops.native_errors(self._who):
             ops.table_locate_rows(self.handle)
 
+    def reserve(self, rows: int) -> None:
+        """Makes room for ``rows`` rows in all, at most ``max_rows``, so that nothing grows while they arrive.
+
+        Raises:
+            ValueError: ``rows`` is negative.
+            MemoryError: There is no memory for so many rows. The table is unchanged.
+        """
+        with ops.native_errors(self._who):
+            ops.table_reserve(self.handle, rows)
+
     def shrink(self) -> None:
         """Returns the memory of removed rows to the system. Without this call, that happens when half of them are gone.
 

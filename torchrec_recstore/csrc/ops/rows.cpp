@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -48,6 +49,12 @@ int64_t table_mark(int64_t table) { return LockedTable(tables().get(table))->row
 
 void table_locate_rows(int64_t table) { locate_rows(tables().get(table)); }
 
+void table_reserve(int64_t table, int64_t rows) {
+  if (rows < 0) throw InvalidArgument("rows must be at least 0, got " + std::to_string(rows));
+  const LockedTable locked(tables().get(table));
+  locked->reserve(rows);
+}
+
 void table_shrink(int64_t table) { LockedTable(tables().get(table))->shrink(); }
 
 int64_t snapshot_open(int64_t table, std::optional<int64_t> since) {
@@ -92,6 +99,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("table_is_being_saved(int table) -> bool");
   m.def("table_mark(int table) -> int");
   m.def("table_locate_rows(int table) -> ()");
+  m.def("table_reserve(int table, int rows) -> ()");
   m.def("table_shrink(int table) -> ()");
   m.def("snapshot_open(int table, int? since) -> int");
   m.def("snapshot_moment(int snapshot) -> int[]");
@@ -105,6 +113,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("table_is_being_saved", RECSTORE_OP(table_is_being_saved));
   m.impl("table_mark", RECSTORE_OP(table_mark));
   m.impl("table_locate_rows", RECSTORE_OP(table_locate_rows));
+  m.impl("table_reserve", RECSTORE_OP(table_reserve));
   m.impl("table_shrink", RECSTORE_OP(table_shrink));
   m.impl("snapshot_open", RECSTORE_ALLOCATING_OP(snapshot_open));
   m.impl("snapshot_moment", RECSTORE_OP(snapshot_moment));
