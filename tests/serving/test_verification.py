@@ -23,7 +23,7 @@ from torchrec_recstore.inference import (
 )
 from torchrec_recstore.modules import RecStoreEmbedding
 from torchrec_recstore_serving.row_formats import DTYPES
-from torchrec_recstore_serving.verification import checksum_of, scripted_function
+from torchrec_recstore_serving.verification import checksum_after, checksum_of, scripted_function
 
 EXPORTS = [*(f"tables_{name}.pt" for name in DTYPES), "model.pt"]
 DELTAS = [f"{Path(name).stem}_delta" for name in EXPORTS]
@@ -184,6 +184,24 @@ def test_a_damaged_base_has_no_delta(written: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"base cannot be used: .*the model is damaged"):
         export_checkpoint_delta(fixed.CHECKPOINTS / "delta", tmp_path / "delta", base=torch.jit.load(file))
     assert not (tmp_path / "delta").exists()
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 4096, (1 << 19) - 1, 1 << 19, (1 << 19) + 3, (3 << 19) + 5])
+def test_the_library_computes_the_checksum_of_torchscript(size: int) -> None:
+    """A server without the library checks the files of a publisher that has it, and the reverse."""
+    generator = torch.Generator().manual_seed(size)
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+    state = torch.randint(-(1 << 62), 1 << 62, (1,), generator=generator)
+    expected = scripted_function(checksum_after)(state, data)
+    assert torch.equal(torch.ops.recstore.checksum_after(state, data), expected)
+
+
+def test_a_checksum_of_other_tensors_is_refused() -> None:
+    state = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="state must be"):
+        torch.ops.recstore.checksum_after(torch.zeros(2, dtype=torch.int64), torch.zeros(8, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="data must be"):
+        torch.ops.recstore.checksum_after(state, torch.zeros(8))
 
 
 def test_two_signs(tmp_path: Path) -> None:

@@ -114,6 +114,17 @@ uint64_t checksum_of(const c10::Dict<std::string, Tensor>& tensors) {
 
 Tensor checksum_tensor(const c10::Dict<std::string, Tensor>& tensors) { return at::full({1}, static_cast<int64_t>(checksum_of(tensors)), at::kLong); }
 
+// The checksum of a file, continued with more of its bytes. state: (1,) int64. data: (N,) uint8. Only the last part of a file
+// may have a size that is no multiple of a block; see checksum.h.
+Tensor checksum_after_bytes(const Tensor& state, const Tensor& data) {
+  TORCH_CHECK_VALUE(state.scalar_type() == at::kLong && state.dim() == 1 && state.size(0) == 1, "state must be (1,) int64");
+  TORCH_CHECK_VALUE(data.scalar_type() == at::kByte && data.dim() == 1 && data.is_cpu(), "data must be (N,) uint8 on the CPU");
+  const Tensor bytes = data.contiguous();
+  const auto before = static_cast<uint64_t>(state.item<int64_t>());
+  const uint64_t after = checksum_after(before, static_cast<const char*>(bytes.const_data_ptr()), bytes.size(0));
+  return at::full({1}, static_cast<int64_t>(after), at::kLong);
+}
+
 // The checksum in 16 hexadecimal digits.
 std::string version_of(const c10::Dict<std::string, Tensor>& tensors) {
   char digits[17];
@@ -378,6 +389,7 @@ class Table final : public torch::CustomClassHolder {
 
 TORCH_LIBRARY(recstore, library) {
   library.def("checksum_of", checksum_tensor);
+  library.def("checksum_after", checksum_after_bytes);
   library.def("version_of", version_of);
   library.class_<Rows>("ServedRows")
       .def_pickle([](const c10::intrusive_ptr<Rows>& self) { return self->saved(); }, [](const Rows::Saved& saved) { return Rows::loaded(saved); });
