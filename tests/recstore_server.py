@@ -127,6 +127,7 @@ class Proxy:
         self._open: list[socket.socket] = []
         self._closed = False
         self._listeners: dict[int, socket.socket] = {}
+        self._targets: dict[int, str] = {}
         self.address = f"127.0.0.1:{self.in_front_of(int(port))}"
 
     def in_front_of(self, port: int) -> int:
@@ -138,6 +139,10 @@ class Proxy:
                 threading.Thread(target=self._accept, args=(listener, port), daemon=True).start()
         own: int = listener.getsockname()[1]
         return own
+
+    def lead(self, port: int, address: str) -> None:
+        """Lets new connections in front of a port of the server lead to another address."""
+        self._targets[port] = address
 
     def cut(self) -> None:
         """Ends all connections; new ones may be made."""
@@ -156,7 +161,8 @@ class Proxy:
         while not self._closed:
             try:
                 client, _ = listener.accept()
-                server = socket.create_connection((self._host, port))
+                host, _, target = self._targets.get(port, f"{self._host}:{port}").rpartition(":")
+                server = socket.create_connection((host, int(target)))
             except OSError:
                 continue
             with self._lock:

@@ -53,6 +53,13 @@ def serve(
         int,
         typer.Option(help="Port for rows by TCP, on the host of --listen. Port 0 chooses a free port."),
     ] = 0,
+    advertise_rows: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Where clients reach --rows-port, if a mapping of ports gives it another number.",
+        ),
+    ] = None,
     max_write: Annotated[
         int,
         typer.Option(
@@ -194,7 +201,7 @@ def serve(
             *(listen, tls_cert, tls_key, client_ca, token_file, metrics),
             *(max_calls, max_connections, max_request_memory),
         )
-        listening = replace(listening, rows_port=rows_port)
+        listening = replace(listening, rows_port=rows_port, advertise_rows=advertise_rows)
         bounds = options_of_flags(
             max_rows=max_rows,
             eviction=eviction,

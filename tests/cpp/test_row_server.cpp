@@ -109,7 +109,7 @@ std::string update_of(const std::string& client, uint64_t number, const std::vec
 struct Reply {
   bool arrived = false;
   uint64_t code = 0, rows = 0, last = 0;
-  std::string content;
+  std::string content, server;
 };
 
 void parse(const std::string& message, Reply& reply) {
@@ -126,25 +126,32 @@ void parse(const std::string& message, Reply& reply) {
     if (tag >> 3 == 1) reply.code = value;
     if (tag >> 3 == 5) reply.rows = value;
     if (tag >> 3 == 7) reply.last = value;
+    if (tag >> 3 == 8) reply.server = message.substr(at, value);
     if ((tag & 7) == 2) at += value;
   }
 }
 
 class Client {
  public:
-  explicit Client(int port, int buffer = 0) : fd_(socket(AF_INET, SOCK_STREAM, 0)) {
+  // version, token and name: what the client begins with, see kVersion.
+  explicit Client(int port, int buffer = 0, uint32_t version = kVersion, const std::string& token = "", const std::string& name = "")
+      : fd_(socket(AF_INET, SOCK_STREAM, 0)) {
     if (buffer > 0) setsockopt(fd_, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
     sockaddr_in address{};
     address.sin_family = AF_INET;
     address.sin_port = htons(static_cast<uint16_t>(port));
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     if (connect(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) return;
-    const uint32_t numbers[] = {2, 0};
-    send("RECSTORE" + std::string(reinterpret_cast<const char*>(numbers), sizeof numbers));
-    greeted_ = receive().arrived;
+    const uint32_t numbers[] = {version, static_cast<uint32_t>(token.size()), static_cast<uint32_t>(name.size())};
+    const size_t bytes = version == kUnnamedVersion ? 8 : sizeof numbers;
+    send("RECSTORE" + std::string(reinterpret_cast<const char*>(numbers), bytes) + token + name);
+    const Reply reply = receive();
+    greeted_ = reply.arrived && reply.code == 0;
+    server_ = reply.server;
   }
   ~Client() { ::close(fd_); }
   bool greeted() const { return greeted_; }
+  const std::string& server() const { return server_; }
   bool send(const std::string& bytes) {
     for (size_t at = 0; at < bytes.size();) {
       const ssize_t n = ::send(fd_, bytes.data() + at, bytes.size() - at, MSG_NOSIGNAL);
@@ -187,6 +194,7 @@ class Client {
   }
   int fd_;
   bool greeted_ = false;
+  std::string server_;
 };
 
 constexpr size_t kSegment = 1 << 20;
@@ -409,6 +417,30 @@ void sizes_that_are_wrong_are_refused() {
   wait_until([&] { return served.memory.held() == 0; });  // the last request gives its memory back after its reply
 }
 
+void connections_for_another_server_are_refused() {
+  Served served, other;
+  const std::string& name = served.server.name();
+  CHECK(name.size() == 32 && name != other.server.name());
+  for (const std::string& given : {std::string(), name}) {
+    const Client client(served.port, 0, kVersion, "", given);
+    CHECK(client.greeted() && client.server() == name);
+  }
+  CHECK(!Client(other.port, 0, kVersion, "", name).greeted());
+  for (const std::string& wrong : {name.substr(1), name + "0", std::string(64, '0'), std::string(65, '0'), std::string("\xff")}) {
+    CHECK(!Client(served.port, 0, kVersion, "", wrong).greeted());
+  }
+  CHECK(!Client(served.port, 0, kUnnamedVersion).greeted());
+  // A backup knows its primary by a secret, which a primary of an earlier release sends without a name.
+  served.server.set_backup(true, "secret");
+  CHECK(!Client(served.port, 0, kVersion, "", name).greeted());
+  CHECK(!Client(served.port, 0, kUnnamedVersion, "wrong").greeted());
+  CHECK(!Client(served.port, 0, kVersion, "secret", other.server.name()).greeted());
+  for (const uint32_t version : {kVersion, kUnnamedVersion}) {
+    const Client primary(served.port, 0, version, "secret", version == kVersion ? name : "");
+    CHECK(primary.greeted() && primary.server() == (version == kVersion ? name : ""));
+  }
+}
+
 // Others give memory back without a word to the server, and take it away as well.
 void a_call_that_waits_for_memory_goes_on_at_once() {
   Served served(1 << 20);
@@ -592,6 +624,7 @@ int main() {
   writes_are_carried_out_once_wherever_they_are_cut();
   requests_may_come_one_after_the_other_and_half_closed();
   sizes_that_are_wrong_are_refused();
+  connections_for_another_server_are_refused();
   a_call_that_waits_for_memory_goes_on_at_once();
   a_client_that_waits_for_the_server_is_not_ended();
   connections_make_room_for_new_ones();

@@ -122,6 +122,20 @@ SERVICE = [
         "reset_rows resets the tables before one that is being saved.",
     ),
     Mutation(
+        "service/torchrec_recstore_service/csrc/row_server.cpp",
+        "if (!name.empty() && name != name_) {",
+        "if (false) {",
+        ["test_row_server"],
+        "A server takes connections for rows that are for another server.",
+    ),
+    Mutation(
+        "service/torchrec_recstore_service/client/tcp_rows.py",
+        "if self._receive().server != server:",
+        "if self._receive() is None:",
+        ["tests/service/test_ports.py::test_another_program_on_the_port_gets_no_rows"],
+        "A client sends its rows to whatever program has the port.",
+    ),
+    Mutation(
         "service/torchrec_recstore_service/server/row_calls.py",
         "if len(ids) != header.ids:",
         "if len(ids) > header.ids:",

@@ -47,7 +47,7 @@ def proxy(request: pytest.FixtureRequest, server: RecStoreServer, monkeypatch: p
             raise OSError("the rows go by gRPC")
         return TcpConnection(host, proxy.in_front_of(port), *access)
 
-    monkeypatch.setattr("torchrec_recstore_service.client.connection.TcpConnection", connected)
+    monkeypatch.setattr("torchrec_recstore_service.client.row_port.TcpConnection", connected)
     yield proxy
     proxy.close()
 

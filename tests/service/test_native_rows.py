@@ -33,7 +33,7 @@ from torchrec_recstore_service.client.streams import Streams
 from torchrec_recstore_service.client.tcp_rows import TcpConnection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.agreement import label_of, run_label, run_of
-from torchrec_recstore_service.wire.protocol import TOKEN_KEY, VERSION, token_value
+from torchrec_recstore_service.wire.protocol import ROWS_VERSION, TOKEN_KEY, token_value
 from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 
 TOKEN = "correct-horse-battery"
@@ -43,7 +43,7 @@ IDS = torch.arange(-100, 100)
 class RawRows:
     """A connection that sends any bytes."""
 
-    def __init__(self, address: str, token: str = "", version: int = int(VERSION), hello: bytes | None = None) -> None:
+    def __init__(self, address: str, token: str = "", version: int = ROWS_VERSION, hello: bytes | None = None) -> None:
         metadata = [*METADATA, (TOKEN_KEY, token_value(token))]
         with grpc.insecure_channel(address) as channel:
 
@@ -52,18 +52,29 @@ class RawRows:
                     b"", metadata=metadata
                 )
 
-            self.port = ask("Attach", pb.AttachReply).rows_port
+            offer = ask("Attach", pb.AttachReply)
+            self.port = offer.rows_port
+            self.name = offer.server
+            self.welcome = pb.SegmentReply(last=True, server=self.name)
             state = ask("Describe", pb.DescribeReply)
         self.epoch = run_label(label_of(state), run_of(state))
         self.connect(token, version, hello)
 
-    def connect(self, token: str = "", version: int = int(VERSION), hello: bytes | None = None) -> None:
+    def connect(
+        self, token: str = "", version: int = ROWS_VERSION, hello: bytes | None = None, name: str | None = None
+    ) -> None:
         self.socket = socket.socket()
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         self.socket.settimeout(30)
         self.socket.connect(("127.0.0.1", self.port))
-        sizes = version.to_bytes(4, "little") + len(token).to_bytes(4, "little")
-        self.socket.sendall(b"RECSTORE" + sizes + token.encode() if hello is None else hello)
+        name = self.name if name is None else name
+        if hello is None:
+            numbers = [version, len(token)]
+            if version == ROWS_VERSION:
+                numbers.append(len(name.encode()))
+                token += name
+            hello = b"RECSTORE" + b"".join(number.to_bytes(4, "little") for number in numbers) + token.encode()
+        self.socket.sendall(hello)
 
     def send(self, request: pb.SegmentRequest, *arrays: bytes) -> None:
         message = request.SerializeToString()
@@ -237,7 +248,7 @@ def test_what_is_no_call_is_refused(start: Callable[..., tuple[RecStoreServer, s
         client.update("t", IDS, _grads(0))
         rows = client.pull("t", IDS)
         raw = RawRows(server.address, TOKEN)
-        assert raw.receive() == pb.SegmentReply(last=True)
+        assert raw.receive() == raw.welcome
         for token in ("", "wrong", TOKEN[:-1], TOKEN + "x"):
             raw.connect(token)
             reply = raw.receive()
@@ -245,18 +256,31 @@ def test_what_is_no_call_is_refused(start: Callable[..., tuple[RecStoreServer, s
             assert reply.details == "the token is missing or wrong"
             assert reply.code == 16
             assert raw.is_closed()
-        raw.connect(TOKEN, 99)
-        reply = raw.receive()
-        assert reply is not None
-        assert "version 99 of the protocol" in reply.details
-        assert raw.is_closed()
-        for hello in (b"GET / HTTP/1.1\r\nHost: a\r\n", b"RECSTORE\2\0\0\0\xff\xff\xff\xff", bytes(100)):
+        for version in (2, 99):
+            raw.connect(TOKEN, version)
+            reply = raw.receive()
+            assert reply is not None
+            assert f"version {version} of the protocol for rows, the server version 3" in reply.details
+            assert raw.is_closed()
+        # A wrong server may have another token. The name is compared first.
+        for token in (TOKEN, "wrong"):
+            for name in ("0" * 32, raw.name[:-1], raw.name + "x", "\0", "é"):
+                raw.connect(token, name=name)
+                reply = raw.receive()
+                assert reply is not None
+                assert f"for the server {name} and has reached another server" in reply.details
+                assert raw.is_closed()
+        raw.connect(TOKEN, name="")
+        assert raw.receive() == raw.welcome
+        token_too_long = b"RECSTORE\3\0\0\0\xff\xff\xff\xff"
+        name_too_long = b"RECSTORE\3\0\0\0\0\0\0\0\x41\0\0\0"
+        for hello in (b"GET / HTTP/1.1\r\nHost: a\r\n", token_too_long, name_too_long, bytes(100)):
             raw.connect(hello=hello)
             assert raw.is_closed()
 
         def refused(message: bytes) -> str:
             raw.connect(TOKEN)
-            assert raw.receive() == pb.SegmentReply(last=True)
+            assert raw.receive() == raw.welcome
             raw.socket.sendall(message)
             reply = raw.receive()
             assert reply is not None
@@ -331,11 +355,11 @@ def test_tls_and_replaced_certificates(
     shutil.copytree(first, now, dirs_exist_ok=True)
     flags = ["--tls-cert", now / "server.pem", "--tls-key", now / "server.key", "--client-ca", now / "ca.pem"]
     server, metrics = start(*map(str, flags))
-    ports: list[int] = []
+    offers: list[pb.AttachReply] = []
     by_tcp = Side._by_tcp
 
     def noted(self: Side, offer: pb.AttachReply) -> TcpConnection | None:
-        ports.append(offer.rows_port)
+        offers.append(offer)
         return by_tcp(self, offer)
 
     monkeypatch.setattr(Side, "_by_tcp", noted)
@@ -350,22 +374,23 @@ def test_tls_and_replaced_certificates(
         one.push("t", ids, torch.arange(2_400_000.0).view(-1, 8))
         assert torch.equal(one.pull("t", ids), torch.arange(2_400_000.0).view(-1, 8))
         assert numbers(metrics)["recstore_row_connections"] >= 1
-        port = ports[0]
+        port = offers[0].rows_port
+        name = offers[0].server
         raw = RawRows.__new__(RawRows)
         raw.port = port
-        raw.connect()  # without encryption
+        raw.connect(name="")  # without encryption
         assert raw.is_closed()
         for files in ((), (first / "client.pem", first / "client.key"), (second / "client.pem", second / "client.key")):
             context = ssl.create_default_context(cafile=first / "ca.pem")
             if files:
                 context.load_cert_chain(*files)
             if files and files[0].parent == first:
-                TcpConnection("127.0.0.1", port, None, context).close()
+                TcpConnection("127.0.0.1", port, None, context, name).close()
                 continue
             with pytest.raises((ssl.SSLError, ConnectionError, OSError), match=r"\w"):
-                TcpConnection("127.0.0.1", port, None, context)
-        for name in ("server.pem", "server.key", "ca.pem"):
-            shutil.copy(second / name, now / name)
+                TcpConnection("127.0.0.1", port, None, context, name)
+        for file in ("server.pem", "server.key", "ca.pem"):
+            shutil.copy(second / file, now / file)
         end = time.monotonic() + 20
         while True:
             try:

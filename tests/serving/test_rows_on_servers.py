@@ -44,7 +44,7 @@ from torchrec_recstore_serving.server_tables import ServerTable, TableOnServers,
 
 from ..certificates import make_certificates, needs_openssl
 from ..distributed.workers import run_on_ranks
-from ..recstore_server import RecStoreServer, ServerPair
+from ..recstore_server import Proxy, RecStoreServer, ServerPair
 from ..redis_server import free_port, needs_redis
 from ..secrets import write_secret
 from ..service.test_remote_sharded import batch as sharded_batch
@@ -413,24 +413,53 @@ def test_a_table_that_was_made_anew(server: RecStoreServer, tmp_path: Path) -> N
 
 
 def test_a_server_of_an_earlier_version() -> None:
-    """The server refuses the first call after the token, because it knows none but reads and writes."""
+    """The server refuses the connection, whose beginning is of another version."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
         with listener.accept()[0] as client:
-            refusal = pb.SegmentReply(code=3, details="the message has neither a pull nor a write", last=True)
-            for reply in (pb.SegmentReply(last=True), refusal):
-                client.recv(1000)
-                client.sendall(reply.ByteSize().to_bytes(4, "little") + reply.SerializeToString())
+            client.recv(1000)
+            details = "the client speaks version 3 of the protocol, the server version 2"
+            reply = pb.SegmentReply(code=9, details=details, last=True)
+            client.sendall(reply.ByteSize().to_bytes(4, "little") + reply.SerializeToString())
             client.recv(1000)
 
     thread = threading.Thread(target=answer)
     thread.start()
     place = TableOnServers("t", 3, torch.float32, f"127.0.0.1:{listener.getsockname()[1]}", False, True)
-    with pytest.raises(RuntimeError, match=r"table 't' on server .* is of an earlier version, .*: upgrade it"):
+    with pytest.raises(RuntimeError, match=r"table 't' on server .* the server version 2: .* of the same release"):
         ServerTable("t", "float32", place).lookup(torch.arange(3))
     thread.join()
     listener.close()
+
+
+def test_a_connection_that_reaches_another_server_of_the_set(
+    two: list[RecStoreServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A port that is mapped to another server gives no rows of that server."""
+    monkeypatch.setenv("RECSTORE_SHARED_MEMORY", "0")
+    ids = torch.arange(100)
+    with client_of(*two) as client:
+        client.init_data("t", (100, 3), torch.float32)
+        client.push("t", ids, torch.ones(100, 3))
+        addresses = client.rows_addresses()
+    proxies = [Proxy(address) for address in addresses]
+    try:
+        places = ",".join(proxy.address for proxy in proxies)
+        place = TableOnServers("t", 3, torch.float32, places, False, True)
+        table = ServerTable("t", "float32", place)
+        assert torch.equal(table.lookup(ids), torch.ones(100, 3))
+        port = int(addresses[0].rpartition(":")[2])
+        proxies[0].lead(port, addresses[1])
+        proxies[0].cut()
+        with pytest.raises(RuntimeError, match="not all servers of one set: export the model anew"):
+            table.lookup(ids)
+        proxies[0].lead(port, addresses[0])
+        proxies[0].cut()
+        assert torch.equal(table.lookup(ids), torch.ones(100, 3))
+    finally:
+        for proxy in proxies:
+            proxy.close()
 
 
 def test_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

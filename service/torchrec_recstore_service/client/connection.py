@@ -18,9 +18,10 @@ import grpc
 import torch
 from torch import Tensor
 
-from torchrec_recstore.network import check_token, host_of
+from torchrec_recstore.network import check_token
 from torchrec_recstore.utils import leave_to_parent
 from torchrec_recstore_service.client.client_epoch import ClientEpoch, Runs, writes_lost
+from torchrec_recstore_service.client.row_port import RowPort, rows_addresses
 from torchrec_recstore_service.client.shared_memory import DoesNotFitError, RowConnections, ServedError, shared_memory
 from torchrec_recstore_service.client.streams import Streams
 from torchrec_recstore_service.client.tcp_rows import TcpConnection
@@ -140,9 +141,10 @@ class Connection:
 
         def port(side: Side) -> str:
             offer = self._call("", lambda left: side.unary("Attach", pb.AttachRequest(port=True), left))
-            if not offer.rows_port:
+            addresses = rows_addresses(side.address, offer)
+            if not addresses:
                 raise ValueError(f"server {side.address} takes no calls on rows by TCP")
-            return f"{host_of(side.address)}:{offer.rows_port}"
+            return addresses[0]
 
         return "/".join(map(port, self._sides))
 
@@ -421,7 +423,6 @@ class Side:
 
     def __init__(self, address: str, access: Access, context: ssl.SSLContext | None) -> None:
         self.address = address
-        self._access, self._context = access, context
         self._channel = channel_of(address, access)
         self.stub: Any = ParameterServerStub(self._channel)  # type: ignore[no-untyped-call]
         self.metadata = [(VERSION_KEY, VERSION)]
@@ -430,6 +431,7 @@ class Side:
         self.streams = Streams(self._channel, self.metadata)
         makers = [(shared_memory, _BY_MEMORY)] if access.shared_memory else []
         attach = partial(self.unary, "Attach", pb.AttachRequest())
+        self._row_port = RowPort(address, access.token, context, attach)
         self.roads = [RowConnections(attach, make, most) for make, most in [*makers, (self._by_tcp, _BY_TCP)]]
 
     def unary(self, method: str, request: Any, left: float) -> Any:
@@ -437,9 +439,7 @@ class Side:
         return getattr(self.stub, method)(request, timeout=left, metadata=self.metadata)
 
     def _by_tcp(self, offer: pb.AttachReply) -> TcpConnection | None:
-        if not offer.rows_port:
-            return None
-        return TcpConnection(host_of(self.address).strip("[]"), offer.rows_port, self._access.token, self._context)
+        return self._row_port.connect(offer)
 
     def close(self) -> None:
         """Closes the channel and the connections."""

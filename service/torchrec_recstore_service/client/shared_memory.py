@@ -260,14 +260,14 @@ class RowConnections:
             offer = self._offer
         made = None
         try:
-            if offer is None:
+            if offer is not None:
+                made = self._made(offer)
+            if made is None:  # the server may have been started again since a known offer
                 offer = self._attach(left_s)
-            made = self._make(offer)
+                made = self._made(offer)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
-        except OSError:
-            pass
         finally:
             with self._lock:
                 if made is None:
@@ -276,6 +276,12 @@ class RowConnections:
         if made is None:
             self._not_before = time.monotonic() + _AGAIN_S
         return made
+
+    def _made(self, offer: pb.AttachReply) -> RowConnection | None:
+        try:
+            return self._make(offer)
+        except OSError:
+            return None
 
     def give_back(self, connection: RowConnection) -> None:
         """Takes a connection back after a call whose last reply has arrived."""

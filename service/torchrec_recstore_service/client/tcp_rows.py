@@ -12,13 +12,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import grpc
 import numpy as np
 import torch
+from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from torchrec_recstore_service.client.shared_memory import MESSAGE_CODES, CallError, ServedError, call_gone, call_late
 from torchrec_recstore_service.wire import recstore_pb2 as pb
-from torchrec_recstore_service.wire.protocol import VERSION
+from torchrec_recstore_service.wire.protocol import ROWS_VERSION
 from torchrec_recstore_service.wire.table_rows import TableRows
 
 _CALL_BYTES, _CALL_IDS = 1 << 30, 1 << 22  # of a read
@@ -36,12 +38,22 @@ class TcpConnection:
         port: The port for calls on rows.
         token: The token that the server requires, or None.
         context: The context of TLS, or None for a connection without encryption.
+        server: The name of the server, from its answer to ``Attach``. Another server refuses the
+            connection.
 
     Raises:
-        OSError: The server cannot be reached, or has refused the connection.
+        OSError: The server cannot be reached or has refused the connection, or another program has
+            answered.
     """
 
-    def __init__(self, host: str, port: int, token: str | None, context: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str | None,
+        context: ssl.SSLContext | None,
+        server: str,
+    ) -> None:
         self._end = time.monotonic() + _HELLO_S
         raw = socket.create_connection((host, port), _CONNECT_S)  # a port that a firewall blocks does not answer
         try:
@@ -54,9 +66,13 @@ class TcpConnection:
             self._from = self._to = 0  # the bytes of _ahead that were received and not used
             self._most = _AHEAD
             secret = b"" if token is None else token.encode()
-            hello = b"RECSTORE" + int(VERSION).to_bytes(4, "little") + len(secret).to_bytes(4, "little")
-            self._send(secret, [], hello)
-            self._receive()
+            name = server.encode()
+            head = b"RECSTORE"
+            for number in (ROWS_VERSION, len(secret), len(name)):
+                head += number.to_bytes(4, "little")
+            self._send(secret + name, [], head)
+            if self._receive().server != server:
+                raise OSError("another program has answered")
         except CallError as error:
             raw.close()
             raise OSError(str(error)) from None
@@ -163,9 +179,13 @@ class TcpConnection:
                 self._view[: len(rest)] = rest
                 self._from, self._to = 0, len(rest)
             self._to += self._read(self._view[self._to : self._from + max(size, self._most)])
-        reply: pb.SegmentReply = pb.SegmentReply.FromString(content)
+        try:
+            reply: pb.SegmentReply = pb.SegmentReply.FromString(content)
+        except DecodeError:
+            raise call_gone("the reply cannot be read") from None
         if reply.code:
-            raise ServedError(MESSAGE_CODES[reply.code], reply.details, reply.error)
+            code = MESSAGE_CODES.get(reply.code, grpc.StatusCode.UNKNOWN)
+            raise ServedError(code, reply.details, reply.error)
         return reply
 
     def _array(self, size: int) -> Any:

@@ -108,11 +108,12 @@ RECSTORE_EXPORT void recstore_replica_wait(Replica* replica, NativeStatus* statu
   guarded(status, [&] { replica->wait(replica->sent()); });
 }
 // library, ca, cert and key: see recstore_server_set_tls. ca: empty for no encryption.
-RECSTORE_EXPORT void recstore_replica_follow(Replica* replica, const char* host, int port, const char* secret, const char* library, const char* ca,
-                                             const char* cert, const char* key, NativeStatus* status) {
+// name: that of the backup, see recstore_server_name; empty for a backup of an earlier release.
+RECSTORE_EXPORT void recstore_replica_follow(Replica* replica, const char* host, int port, const char* secret, const char* name, const char* library,
+                                             const char* ca, const char* cert, const char* key, NativeStatus* status) {
   guarded(status, [&] {
     const auto tls = *ca == 0 ? nullptr : tls_context(library, true, cert, key, ca);
-    replica->follow(host, port, secret, tls.get());
+    replica->follow(host, port, secret, name, tls.get());
   });
 }
 RECSTORE_EXPORT int recstore_replica_wait_lost(Replica* replica, double seconds) { return replica->wait_lost(seconds) ? 1 : 0; }
@@ -188,6 +189,8 @@ RECSTORE_EXPORT int recstore_server_listen(RowServer* server, const char* host, 
 RECSTORE_EXPORT void recstore_server_listen_memory(RowServer* server, uint64_t segment_bytes, NativeStatus* status) {
   guarded(status, [&] { server->listen_memory(segment_bytes); });
 }
+// Returns the name of this start of the server, which lives as long as the server.
+RECSTORE_EXPORT const char* recstore_server_name(RowServer* server) { return server->name().c_str(); }
 // Writes the name of the socket for shared memory, a space and the secret to out; only a space if there is none.
 RECSTORE_EXPORT void recstore_server_memory_offer(RowServer* server, char* out, uint64_t size) {
   const auto [name, secret] = server->memory_offer();

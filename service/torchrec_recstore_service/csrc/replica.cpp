@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "message_fields.h"
 #include "tcp.h"
 
 namespace recstore_service {
@@ -28,6 +29,23 @@ constexpr auto kDecision = std::chrono::seconds(5);  // for which a write waits 
 constexpr uint32_t kMostReplyBytes = uint32_t{1} << 16;
 
 [[noreturn]] void fail(const char* what) { throw std::runtime_error(what); }
+
+// Returns the name in a SegmentReply of the server that has sent it; empty if it has none.
+std::string server_of(const std::string& message) {
+  std::string server;
+  try {
+    for (Reader reader(message.data(), message.size()); reader.next();) {
+      if (reader.field("-02200002") == 8) {
+        server = reader.text();
+      } else {
+        reader.skip();
+      }
+    }
+  } catch (const CallFailed&) {
+    fail("the reply of the backup cannot be read");
+  }
+  return server;
+}
 
 }  // namespace
 
@@ -107,8 +125,8 @@ struct Replica::Socket {
     }
   }
 
-  // Reads a reply. Throws also if it is an error.
-  void reply() {
+  // Reads a reply, and returns its SegmentReply. Throws also if it is an error.
+  std::string reply() {
     uint32_t size = 0;
     receive(reinterpret_cast<char*>(&size), 4);
     if (size > kMostReplyBytes) fail("the reply of the backup is too long");
@@ -116,6 +134,7 @@ struct Replica::Socket {
     receive(message.data(), size);
     // The reply to a write that has succeeded has no code, which would be its first field.
     if (!message.empty() && message[0] == 8) throw std::runtime_error("it has refused a write: " + message.substr(2));
+    return message;
   }
 
   void wait(Io io, Clock::time_point end, const char* ended) {
@@ -245,13 +264,18 @@ void Replica::wait(uint64_t number) {
   }
 }
 
-void Replica::follow(const std::string& host, int port, const std::string& secret, TlsContext* tls) {
+void Replica::follow(const std::string& host, int port, const std::string& secret, const std::string& name, TlsContext* tls) {
   auto socket = std::make_shared<Socket>();
   try {
     socket->connect(host, port, tls);
-    const uint32_t numbers[] = {kVersion, static_cast<uint32_t>(secret.size())};
-    socket->send({{const_cast<char*>(kMagic), 8}, {const_cast<uint32_t*>(numbers), 8}, {const_cast<char*>(secret.data()), secret.size()}});
-    socket->reply();
+    // A backup of an earlier release has no name.
+    const uint32_t version = name.empty() ? kUnnamedVersion : kVersion;
+    const uint32_t numbers[] = {version, static_cast<uint32_t>(secret.size()), static_cast<uint32_t>(name.size())};
+    socket->send({{const_cast<char*>(kMagic), 8},
+                  {const_cast<uint32_t*>(numbers), name.empty() ? size_t{8} : size_t{12}},
+                  {const_cast<char*>(secret.data()), secret.size()},
+                  {const_cast<char*>(name.data()), name.size()}});
+    if (server_of(socket->reply()) != name) fail("another server answers at the address for rows of the backup");
     while (true) {
       std::vector<Frame> frames;
       {

@@ -54,7 +54,7 @@ class Replica {
   // Connects to the rows' port of a backup, and sends what has been sent since kJoining began, and more while writes come.
   // Returns when the backup has everything; each write waits for it from then on. tls: null for no encryption. Throws
   // std::runtime_error; the role is kAlone then, unless it is another than kJoining.
-  void follow(const std::string& host, int port, const std::string& secret, TlsContext* tls);
+  void follow(const std::string& host, int port, const std::string& secret, const std::string& name, TlsContext* tls);
   // Notes that the backup has not done what the primary has done.
   void lose();
   // Why the backup was lost, after wait_lost() and until the next role is set.

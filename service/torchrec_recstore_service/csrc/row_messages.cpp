@@ -95,6 +95,7 @@ std::string RowReply::serialized() const {
   put_number(out, 5, rows);
   put_number(out, 6, deleted);
   put_number(out, 7, last ? 1 : 0);
+  put_text(out, 8, server);
   return out;
 }
 

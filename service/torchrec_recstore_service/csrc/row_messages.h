@@ -12,7 +12,8 @@ namespace recstore_service {
 
 // The beginning of a connection by TCP: see "Calls on rows by TCP" in recstore.proto.
 constexpr char kMagic[] = "RECSTORE";
-constexpr uint32_t kVersion = 2;  // VERSION in protocol.py
+constexpr uint32_t kVersion = 3;         // ROWS_VERSION in protocol.py
+constexpr uint32_t kUnnamedVersion = 2;  // of earlier releases, whose connections do not name the server
 
 // See TableIds, PullHeader, WriteHeader and SegmentRequest in recstore.proto.
 struct TableIds {
@@ -56,6 +57,7 @@ struct RowReply {
   uint64_t rows = 0;
   uint64_t deleted = 0;
   bool last = true;
+  std::string server = {};  // the name of the server, in the reply to the beginning of a connection
 
   std::string serialized() const;
 };

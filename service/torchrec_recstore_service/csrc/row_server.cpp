@@ -30,6 +30,7 @@ namespace {
 
 constexpr size_t kHelloBytes = 16;
 constexpr size_t kMostTokenBytes = 4096;
+constexpr size_t kMostNameBytes = 64;
 constexpr uint32_t kMostMessageBytes = uint32_t{1} << 20;
 constexpr uint64_t kMostPullBytes = uint64_t{8} << 22;
 constexpr size_t kChunk = size_t{1} << 16;      // bytes that are read at once before the size of a request is known
@@ -175,7 +176,7 @@ struct Connection {
 };
 
 RowServer::RowServer(RowCalls& calls, Counts& counts, RequestMemory& memory, int threads, int64_t most_connections, uint64_t most_write_bytes)
-    : calls_(calls), counts_(counts), memory_(memory), most_connections_(most_connections), most_write_bytes_(most_write_bytes) {
+    : name_(random_text()), calls_(calls), counts_(counts), memory_(memory), most_connections_(most_connections), most_write_bytes_(most_write_bytes) {
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (epoll_ < 0 || wake_ < 0) throw std::system_error(errno, std::generic_category());
@@ -496,24 +497,44 @@ RowServer::Step RowServer::fill(Connection& c, size_t wanted) {
 RowServer::Step RowServer::hello(Connection& c) {
   Step step = fill(c, kHelloBytes);
   if (step != Step::kAgain) return step;
-  uint32_t version, size;
+  uint32_t version, token_bytes;
   std::memcpy(&version, c.in.data() + 8, 4);
-  std::memcpy(&size, c.in.data() + 12, 4);
-  if (c.in.compare(0, 8, kMagic) != 0 || size > kMostTokenBytes) return Step::kEnd;
-  step = fill(c, kHelloBytes + size);
-  if (step != Step::kAgain) return step;
-  c.token = c.in.substr(kHelloBytes, size);
-  c.in.erase(0, kHelloBytes + size);
-  if (version != kVersion) {
-    return refuse(c, {kFailedPrecondition, "the client speaks version " + std::to_string(version) + " of the protocol, the server version 2", ""}, true);
+  std::memcpy(&token_bytes, c.in.data() + 12, 4);
+  if (c.in.compare(0, 8, kMagic) != 0 || token_bytes > kMostTokenBytes) return Step::kEnd;
+  size_t head = kHelloBytes;
+  uint32_t name_bytes = 0;
+  if (version == kVersion) {
+    head += sizeof name_bytes;
+    step = fill(c, head);
+    if (step != Step::kAgain) return step;
+    std::memcpy(&name_bytes, c.in.data() + kHelloBytes, sizeof name_bytes);
+    if (name_bytes > kMostNameBytes) return Step::kEnd;
   }
+  step = fill(c, head + token_bytes + name_bytes);
+  if (step != Step::kAgain) return step;
+  c.token = c.in.substr(head, token_bytes);
+  const std::string name = c.in.substr(head + token_bytes, name_bytes);
+  c.in.erase(0, head + token_bytes + name_bytes);
   {
     const std::lock_guard<std::mutex> lock(settings_);
     c.from_primary = backup_ && !secret_.empty() && same(c.token, secret_);
   }
+  // The secret of a primary is for this server alone. A primary of an earlier release knows no name of its backup.
+  const bool is_known = version == kVersion || (version == kUnnamedVersion && c.from_primary);
+  if (!is_known) {
+    const std::string versions = "version " + std::to_string(version) + " of the protocol for rows, the server version " + std::to_string(kVersion);
+    return refuse(c, {kFailedPrecondition, "the client speaks " + versions + ": install the same release on both", ""}, true);
+  }
+  // A wrong server may have another token, and says before that it is the wrong one.
+  if (!name.empty() && name != name_) {
+    const std::string given = is_utf8(name.data(), name.size()) ? name : "?";
+    return refuse(c, {kFailedPrecondition, "the connection is for the server " + given + " and has reached another server", ""}, true);
+  }
   const Status refused = check(c);
   if (refused.code != kOk) return refuse(c, refused, true);
-  put(c, {}, nullptr, nullptr);
+  RowReply welcome;
+  if (version == kVersion) welcome.server = name_;
+  put(c, welcome, nullptr, nullptr);
   c.enter(State::kReply);
   return Step::kAgain;
 }

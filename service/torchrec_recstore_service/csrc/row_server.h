@@ -58,9 +58,11 @@ struct PythonCall {
 struct Connection;
 
 // Takes the calls on rows of clients, each of which has a TCP connection for one call at a time. The first bytes of a
-// connection are "RECSTORE", the version of the protocol (uint32), the size of the token (uint32), and the token; the
-// server answers with a reply. A request is the size of a SegmentRequest (uint32), the SegmentRequest, and its arrays one
-// after the other. A reply is the size of a SegmentReply, the SegmentReply, and its arrays. Numbers are little-endian.
+// connection are "RECSTORE", the version of the protocol for rows (uint32), the sizes of the token and of the name of the
+// server that the connection is for (uint32), the token, and the name, or no name for a connection to any server. The
+// server answers with a reply that names it, and refuses a connection for another server. A request is the size of a
+// SegmentRequest (uint32), the SegmentRequest, and its arrays one after the other. A reply is the size of a SegmentReply,
+// the SegmentReply, and its arrays. Numbers are little-endian.
 //
 // Clients of the same host and user share memory with the server instead, which has the arrays of requests and replies:
 // see SegmentRequest in recstore.proto. A client can change them at any time. Ids are therefore copied before they are used;
@@ -81,6 +83,8 @@ class RowServer {
   void listen_memory(size_t segment_bytes);
   // The name of the socket for it, and what a client has to send first; empty if there is none.
   std::pair<std::string, std::string> memory_offer();
+  // The name of this start of the server, which is random.
+  const std::string& name() const { return name_; }
   // A connection whose token was replaced is closed at its next call.
   void set_token(std::string token);
   // secret: what the primary sends instead of a token. The server then takes the calls of the primary only. Empty: the
@@ -137,6 +141,7 @@ class RowServer {
   void wake_waiters();
   Status check(const Connection& c);
 
+  const std::string name_;
   RowCalls& calls_;
   Counts& counts_;
   RequestMemory& memory_;

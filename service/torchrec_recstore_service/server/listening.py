@@ -78,6 +78,9 @@ class ListenOptions:
         max_connections: The largest number of connections. Default: 1024.
         max_request_memory: The largest size in bytes of the requests of all running calls together. Default: 4 GiB.
         rows_port: The port for calls on rows by TCP, on the host of ``listen``. Default: 0, a free port.
+        advertise_rows: Where clients reach ``rows_port`` if a mapping of ports changes its number:
+            ``port``, on the host by which a client reaches the server, or ``host:port``.
+            Default: None, the number is the same.
 
     Raises:
         ValueError: A value is invalid, or options contradict each other.
@@ -93,6 +96,7 @@ class ListenOptions:
     max_connections: int = 1024
     max_request_memory: int = 1 << 32
     rows_port: int = 0
+    advertise_rows: str | None = None
 
     def __post_init__(self) -> None:
         for flag, number in (("--max-calls", self.max_calls), ("--max-connections", self.max_connections)):
@@ -100,6 +104,10 @@ class ListenOptions:
                 raise ValueError(f"{flag} must be at least 1, got {number}")
         if not 0 <= self.rows_port < 1 << 16:
             raise ValueError(f"--rows-port must be from 0 to 65535, got {self.rows_port}")
+        if self.advertise_rows is not None:
+            check_advertised_rows(self.advertise_rows)
+            if not self.rows_port:
+                raise ValueError("--advertise-rows needs --rows-port: a free port is another one at each start")
         if self.max_request_memory < MESSAGE_BYTES:
             least = MESSAGE_BYTES / 2**30
             raise ValueError(f"--max-request-memory must be at least {least:.3f} GiB, the size of one message")
@@ -178,6 +186,21 @@ def host_of_flag(flag: str, address: str) -> str:
         return host_of(address, least_port=0)
     except ValueError as error:
         raise ValueError(f"{flag} {error}") from None
+
+
+def check_advertised_rows(text: str) -> None:
+    """Checks the value of ``--advertise-rows``: ``port`` or ``host:port``.
+
+    Raises:
+        ValueError: It is neither, or clients cannot call the address. The message names the flag.
+    """
+    address = text if ":" in text else f"host:{text}"
+    try:
+        host = host_of(address)
+    except ValueError:
+        raise ValueError(f"--advertise-rows must be PORT or HOST:PORT, got {text!r}") from None
+    if host.strip("[]") in ("0.0.0.0", "::"):
+        raise ValueError(f"--advertise-rows {text} is not an address that clients can call")
 
 
 def host_and_port(address: str) -> tuple[str, int]:

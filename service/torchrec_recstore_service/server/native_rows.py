@@ -82,6 +82,10 @@ class NativeRows:
         self._threads: list[threading.Thread] = []
         self.port = 0
         """The port. 0: the server takes no calls by TCP beside those by gRPC."""
+        self.name = ""
+        """The name of this start of the server, which is random. Connections by TCP name it."""
+        self.advertised = ""
+        """Where clients reach the port from outside: see :attr:`ListenOptions.advertise_rows`."""
         tables.watch(self._add, lambda name: self._calls.invoke("remove", name.encode()))
 
     def start(self, options: ListenOptions, listening: GrpcServer) -> None:
@@ -101,6 +105,8 @@ class NativeRows:
         server = self._server = Native("server", *handles, *numbers, byref(status))
         status.check()
         self._listening = listening
+        self.name = server.invoke("name").decode()
+        self.advertised = options.advertise_rows or ""
         self._set_token()
         if is_available():
             server.checked("listen_memory", SEGMENT_BYTES)
@@ -124,7 +130,14 @@ class NativeRows:
         text = ctypes.create_string_buffer(128)
         self._server.invoke("memory_offer", text, len(text))
         name, secret = text.value.split(b" ")
-        return pb.AttachReply(socket=name.decode(), secret=secret, rows_port=self.port)
+        offer = self.port_offer()
+        offer.socket = name.decode()
+        offer.secret = secret
+        return offer
+
+    def port_offer(self) -> pb.AttachReply:
+        """Returns how clients make connections by TCP. See ``Attach`` in recstore.proto."""
+        return pb.AttachReply(rows_port=self.port, server=self.name, rows_address=self.advertised)
 
     def set_backup(self, backup: bool, secret: str) -> None:
         """Sets whether only calls of the primary are taken, which have ``secret`` in place of the token."""

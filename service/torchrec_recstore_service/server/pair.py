@@ -30,6 +30,7 @@ from torch import Tensor
 
 from torchrec_recstore.network import host_of
 from torchrec_recstore_service.client.connection import Access, channel_of
+from torchrec_recstore_service.client.row_port import rows_addresses
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.lease import TTL_S, Lease, Record
 from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions, host_and_port
@@ -111,6 +112,7 @@ class _Peer:
         self.server = ""
         self.address = address
         self.rows = ""
+        self.rows_server = ""  # the name of the server in connections for rows
         self.secret = secret
         self._channel = channel_of(address, access)
         self._stub: Any = ParameterServerStub(self._channel)  # type: ignore[no-untyped-call]
@@ -376,6 +378,7 @@ class Pair(Native):
                 self._forget_peer()
                 peer = _Peer(request.address, self._access, request.secret)
                 peer.server, peer.rows = request.server, request.rows
+                peer.rows_server = request.rows_server
                 self._peer = peer
             copy_id = SaveId(uuid.uuid4().hex)
             copy = pb.Saved(name="copy", id=copy_id)
@@ -392,7 +395,8 @@ class Pair(Native):
             files = files[:1]
         files += [""] * (3 - len(files))
         with self._keeping():
-            texts = (host, port, peer.secret, self._rows.libssl if ca else "", *files)
+            libssl = self._rows.libssl if ca else ""
+            texts = (host, port, peer.secret, peer.rows_server, libssl, *files)
             self.checked("follow", *(each if isinstance(each, int) else str(each).encode() for each in texts))
         with self._lock:
             assert self._record is not None
@@ -494,11 +498,11 @@ class Pair(Native):
                     peer.call("Replicate", phases(phase=phases.ALIVE, server=self._id))
 
         try:
-            host = host_of(self._address)
             request = phases(
                 phase=phases.COPY,
                 server=self._id,
-                rows=f"{host}:{self._rows.port}",
+                rows=rows_addresses(self._address, self._rows.port_offer())[0],
+                rows_server=self._rows.name,
                 address=self._address,
                 secret=secret,
             )

@@ -234,7 +234,7 @@ class ParameterServer(ParameterServerServicer):
     def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachReply:
         """See recstore.proto."""
         if request.port:
-            return pb.AttachReply(rows_port=self._native.port)
+            return self._native.port_offer()
         with self._call("Attach", context):
             return self._native.offer()
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from torchrec_recstore.utils import StorageError
 
 VERSION = "2"
+ROWS_VERSION = 3
+"""The version of connections for rows by TCP. Those of version 2 do not name the server."""
 VERSION_KEY = "recstore-protocol"
 TOKEN_KEY = "authorization"
 ERROR_KEY = "recstore-error"

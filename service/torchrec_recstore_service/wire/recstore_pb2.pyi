@@ -334,14 +334,18 @@ class AttachRequest(_message.Message):
     def __init__(self, port: _Optional[bool] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("socket", "secret", "rows_port")
+    __slots__ = ("socket", "secret", "rows_port", "server", "rows_address")
     SOCKET_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     ROWS_PORT_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    ROWS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     socket: str
     secret: bytes
     rows_port: int
-    def __init__(self, socket: _Optional[str] = ..., secret: _Optional[bytes] = ..., rows_port: _Optional[int] = ...) -> None: ...
+    server: str
+    rows_address: str
+    def __init__(self, socket: _Optional[str] = ..., secret: _Optional[bytes] = ..., rows_port: _Optional[int] = ..., server: _Optional[str] = ..., rows_address: _Optional[str] = ...) -> None: ...
 
 class SegmentRequest(_message.Message):
     __slots__ = ("pull", "write", "describe", "attach", "ids", "rows", "initial_ids", "initial_rows")
@@ -364,7 +368,7 @@ class SegmentRequest(_message.Message):
     def __init__(self, pull: _Optional[_Union[PullHeader, _Mapping]] = ..., write: _Optional[_Union[WriteHeader, _Mapping]] = ..., describe: _Optional[_Union[DescribeRequest, _Mapping]] = ..., attach: _Optional[_Union[AttachRequest, _Mapping]] = ..., ids: _Optional[int] = ..., rows: _Optional[int] = ..., initial_ids: _Optional[int] = ..., initial_rows: _Optional[int] = ...) -> None: ...
 
 class SegmentReply(_message.Message):
-    __slots__ = ("code", "details", "error", "found", "rows", "deleted", "last")
+    __slots__ = ("code", "details", "error", "found", "rows", "deleted", "last", "server")
     CODE_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -372,6 +376,7 @@ class SegmentReply(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     DELETED_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
     code: int
     details: str
     error: str
@@ -379,10 +384,11 @@ class SegmentReply(_message.Message):
     rows: int
     deleted: int
     last: bool
-    def __init__(self, code: _Optional[int] = ..., details: _Optional[str] = ..., error: _Optional[str] = ..., found: _Optional[int] = ..., rows: _Optional[int] = ..., deleted: _Optional[int] = ..., last: _Optional[bool] = ...) -> None: ...
+    server: str
+    def __init__(self, code: _Optional[int] = ..., details: _Optional[str] = ..., error: _Optional[str] = ..., found: _Optional[int] = ..., rows: _Optional[int] = ..., deleted: _Optional[int] = ..., last: _Optional[bool] = ..., server: _Optional[str] = ...) -> None: ...
 
 class ReplicateRequest(_message.Message):
-    __slots__ = ("phase", "server", "rows", "address", "secret", "state")
+    __slots__ = ("phase", "server", "rows", "address", "secret", "state", "rows_server")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[ReplicateRequest.Phase]
@@ -403,13 +409,15 @@ class ReplicateRequest(_message.Message):
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_SERVER_FIELD_NUMBER: _ClassVar[int]
     phase: ReplicateRequest.Phase
     server: str
     rows: str
     address: str
     secret: str
     state: str
-    def __init__(self, phase: _Optional[_Union[ReplicateRequest.Phase, str]] = ..., server: _Optional[str] = ..., rows: _Optional[str] = ..., address: _Optional[str] = ..., secret: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...
+    rows_server: str
+    def __init__(self, phase: _Optional[_Union[ReplicateRequest.Phase, str]] = ..., server: _Optional[str] = ..., rows: _Optional[str] = ..., address: _Optional[str] = ..., secret: _Optional[str] = ..., state: _Optional[str] = ..., rows_server: _Optional[str] = ...) -> None: ...
 
 class ReplicateReply(_message.Message):
     __slots__ = ("copy", "state")

@@ -38,7 +38,7 @@ constexpr uint64_t kMostArray = uint64_t{1} << 30;
 
 struct Reply {
   uint64_t code = 0, found = 0, rows = 0;
-  std::string details, error;
+  std::string details, error, server;
   bool last = false;
 };
 
@@ -47,13 +47,14 @@ Reply parsed(const char* data, size_t size, bool is_new) {
   Reply reply;
   try {
     for (Reader reader(data, size); reader.next();) {
-      switch (reader.field("-0220000")) {
+      switch (reader.field("-02200002")) {
         case 1: reply.code = reader.number(); break;
         case 2: reply.details = reader.text(); break;
         case 3: reply.error = reader.text(); break;
         case 4: reply.found = reader.number(); break;
         case 5: reply.rows = reader.number(); break;
         case 7: reply.last = reader.number() != 0; break;
+        case 8: reply.server = reader.text(); break;
         default: reader.skip();
       }
     }
@@ -64,6 +65,9 @@ Reply parsed(const char* data, size_t size, bool is_new) {
   if (reply.code == 0) return reply;
   const bool denied = reply.code == recstore_service::kUnauthenticated;
   if (denied && is_new) throw Refused(reply.details + ": RECSTORE_TOKEN_FILE must name the file of the servers' token");
+  if (is_new && reply.code == recstore_service::kFailedPrecondition) {
+    throw Refused(reply.details + ": the server and the library that reads the model must be of the same release");
+  }
   const bool passes = denied || reply.code == recstore_service::kUnavailable || reply.error == "ServerRestartedError";
   if (passes) throw Passing(reply.details);
   throw Refused(reply.details);
@@ -103,7 +107,8 @@ class TcpLink final : public RowLink {
   }
 
   void hello(const std::string& token, Clock::time_point end) {
-    const uint32_t numbers[] = {recstore_service::kVersion, static_cast<uint32_t>(token.size())};
+    // The connection is for any server, which names itself: the caller knows which one it has to be.
+    const uint32_t numbers[] = {recstore_service::kVersion, static_cast<uint32_t>(token.size()), 0};
     is_new_ = true;
     start({recstore_service::kMagic, 8}, nullptr, 0);
     head_.append(reinterpret_cast<const char*>(numbers), sizeof numbers) += token;
@@ -112,6 +117,8 @@ class TcpLink final : public RowLink {
       if (poll(&ready, 1, milliseconds(end - Clock::now())) == 0) unreached("the server does not answer");
     }
     is_new_ = false;
+    server = reply_.server;
+    if (server.empty()) unreached("another program answers at its address");
   }
 
   void begin(const std::string& message, const int64_t* ids, int64_t n) override {

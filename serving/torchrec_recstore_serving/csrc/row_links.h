@@ -55,6 +55,7 @@ class RowLink {
   bool is_alive() const;
 
   const size_t side;  // of the pair
+  std::string server;  // the name that the server has given itself, which is that of one start of it
   int fd = -1;
   bool is_idle = true;  // the last reply of the last call has arrived
 };

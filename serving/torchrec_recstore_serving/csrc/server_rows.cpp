@@ -134,6 +134,7 @@ auto of_server(size_t server, const Step& step) {
 // How all servers of the set are called, until one of them begins another run.
 struct RowServers::Agreed {
   std::vector<std::string> runs;                                  // of each server
+  std::vector<std::string> names;                                 // of each server: RowLink::server of its connections
   std::vector<uint32_t> owner;                                    // for each slot, the server; empty for a set of one server
   std::vector<std::map<std::string, std::string>> tables;         // of each server: the JSON of a TableSpec by name
 };
@@ -345,6 +346,12 @@ void RowServers::attempt(Process& process, const ServerTable& table, bool rows, 
         flow.done += count;
       };
       flow.link = take(process, flow.server);
+      if (flow.link->server == agreed->names[flow.server]) continue;
+      {
+        const std::lock_guard<std::mutex> lock(process.mutex);
+        process.peers[flow.server].idle.clear();  // others of these may be to the same server
+      }
+      unreached("a connection has reached another server than the connections before", flow.server);
     }
     exchange(flows);
   } catch (const Passing&) {
@@ -425,14 +432,12 @@ RowServers::Agreed RowServers::described(Process& process) {
     flows[s].sink = [&, s](const char* bytes, uint64_t size) { messages[s].append(bytes, size); };
     flows[s].link = take_tcp(process, s);
   }
-  try {
-    exchange(flows);
-  } catch (const Refused& error) {
-    // The answer of servers that know no call but these two.
-    if (std::strstr(error.what(), "neither a pull nor a write") == nullptr) throw;
-    throw Refused("the server is of an earlier version, which serves no models: upgrade it", error.server);
+  exchange(flows);
+  Agreed agreed;
+  for (Flow& flow : flows) {
+    agreed.names.push_back(flow.link->server);
+    give_back(process, flow.server, std::move(flow.link));
   }
-  for (Flow& flow : flows) give_back(process, flow.server, std::move(flow.link));
   std::vector<State> states;
   for (size_t s = 0; s < n; ++s) {
     try {
@@ -441,7 +446,6 @@ RowServers::Agreed RowServers::described(Process& process) {
       throw Passing("the state of the server cannot be read", s);
     }
   }
-  Agreed agreed;
   std::vector<uint32_t> server_of(n, UINT32_MAX);  // by the number of a server in its set
   for (size_t s = 0; s < n; ++s) {
     const State& state = states[s];
@@ -508,6 +512,7 @@ std::unique_ptr<RowLink> RowServers::take(Process& process, size_t server) {
     peer.memory_not_before = Clock::now() + std::chrono::duration_cast<Clock::duration>(kMemoryAgain);
     return link;
   }
+  made->server = link->server;
   give_back(process, server, std::move(link));
   return made;
 }

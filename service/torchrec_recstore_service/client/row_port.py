@@ -1,0 +1,115 @@
+"""The port of a server for rows: where clients reach it, and what they report if they cannot.
+
+Tests: tests/service/test_ports.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from collections.abc import Callable
+
+import grpc
+
+from torchrec_recstore.network import host_of
+from torchrec_recstore_service.client.tcp_rows import TcpConnection
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+
+_ATTACH_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+def rows_addresses(address: str, offer: pb.AttachReply) -> list[str]:
+    """Returns the addresses at which a server may take calls on rows, ``host:port``, best first.
+
+    A server behind a mapping of ports advertises an address. Clients on its own network may reach
+    only the port that the server listens on.
+
+    Args:
+        address: The address by which the client reaches the server, ``host:port``.
+        offer: The server's answer to ``Attach``.
+    """
+    if not offer.rows_port:
+        return []
+    host = host_of(address)
+    addresses = [f"{host}:{offer.rows_port}"]
+    if offer.rows_address:
+        advertised = offer.rows_address
+        if ":" not in advertised:
+            advertised = f"{host}:{advertised}"
+        if advertised not in addresses:
+            addresses.insert(0, advertised)
+    return addresses
+
+
+class RowPort:
+    """Makes the connections of a client to the port for rows of one server.
+
+    Args:
+        address: The address by which the client reaches the server, ``host:port``.
+        token: The token that the server requires, or None.
+        context: The context of TLS, or None for connections without encryption.
+        attach: The function that asks the server for its offer, with the time left in seconds.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str | None,
+        context: ssl.SSLContext | None,
+        attach: Callable[[float], pb.AttachReply],
+    ) -> None:
+        self._address = address
+        self._token = token
+        self._context = context
+        self._attach = attach
+        self._has_warned = False
+
+    def connect(self, offer: pb.AttachReply) -> TcpConnection | None:
+        """Makes a connection to the server that has made the offer, and to no other server.
+
+        The first failure is logged as a warning, because all later calls on rows are slow.
+
+        Returns:
+            The connection. None if the server takes no calls on rows by TCP.
+
+        Raises:
+            OSError: The server cannot be reached, or has refused the connection.
+        """
+        addresses = rows_addresses(self._address, offer)
+        if not addresses:
+            return None
+        failures: list[str] = []
+        if not offer.server:
+            failures.append("the server is of an earlier release, so that a wrong one could answer")
+            addresses = []
+        for place in addresses:
+            host, _, port = place.rpartition(":")
+            try:
+                access = (self._token, self._context, offer.server)
+                return TcpConnection(host.strip("[]"), int(port), *access)
+            except OSError as error:
+                failures.append(f"{place}: {error}")
+        reason = "; ".join(failures)
+        self._warn(offer, reason)
+        raise OSError(reason)
+
+    def _warn(self, offer: pb.AttachReply, reason: str) -> None:
+        """Logs once that the port cannot be used, unless the server itself has gone."""
+        if self._has_warned:
+            return
+        try:
+            is_same = self._attach(_ATTACH_S).server == offer.server
+        except grpc.RpcError:
+            is_same = False
+        if not is_same:
+            return
+        self._has_warned = True
+        _log.warning(
+            "calls on rows of server %s go by gRPC, which takes several times as long, because its "
+            "port for rows cannot be used (%s): start the server with --rows-port, let this port "
+            "through as well, and name it by --advertise-rows if it has another number outside",
+            self._address,
+            reason,
+        )
