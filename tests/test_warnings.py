@@ -135,9 +135,8 @@ SAY_WHAT_TO_DO = {
     "TorchRec's planner does not carry the options of table(s) ... to the ranks: use RecStorePlanner",
     "a backward of this lookup in evaluation mode loses a gradient: ...",  # See the error of the same cause.
     "calls on rows from other hosts go by gRPC, which takes several times as long: ...",  # names the missing package
-    "calls on rows of server ... go by gRPC, which takes several times as long, because its port for rows cannot be "
-    "used (...): start the server with --rows-port, let this port through as well, and name it by --advertise-rows if "
-    "it has another number outside",
+    # names what to do about each cause
+    "calls on rows of server ... go by gRPC, which is slower, because its port for rows cannot be used (...): ...",
     "RecStoreClient(role=...) has no effect: all clients are equal",
     "init_func of init_data has no effect with initialize_values=False: options.initializer applies",
     "is_gdata of init_data has no effect: there is no graph",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import itertools
 import shlex
 import shutil
 import subprocess
@@ -37,7 +38,7 @@ def served(arguments: list[str]) -> dict[str, Any]:
 
 
 def test_kubernetes() -> None:
-    (text,) = manifests("yaml")
+    text, outside = manifests("yaml")
     service, servers = yaml.safe_load_all(text)
     assert (service["kind"], servers["kind"]) == ("Service", "StatefulSet")
     pod = servers["spec"]["template"]
@@ -49,9 +50,12 @@ def test_kubernetes() -> None:
     flags = served(container["args"])
     names = [f"{servers['metadata']['name']}-{number}" for number in range(servers["spec"]["replicas"])]
     assert flags["servers"] == ",".join(f"{name}.{service['metadata']['name']}:7700" for name in names)
-    port = container["ports"][0]["containerPort"]
-    assert flags["listen"] == f"0.0.0.0:{port}"
-    assert port == service["spec"]["ports"][0]["port"]
+    opened = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert flags["listen"] == f"0.0.0.0:{opened['grpc']}"
+    assert flags["rows_port"] == opened["rows"]
+    assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == opened
+    assert flags["advertise_rows"] is None  # no number differs outside
+    check_outside(yaml.safe_load(outside), names, opened)
     assert container["readinessProbe"]["tcpSocket"]["port"] == container["ports"][0]["name"]
     mounts = {mount["name"]: Path(mount["mountPath"]) for mount in container["volumeMounts"]}
     volumes = {each["metadata"]["name"] for each in servers["spec"]["volumeClaimTemplates"]}
@@ -60,6 +64,36 @@ def test_kubernetes() -> None:
     for flag in ("token_file", "tls_cert", "tls_key", "tls_ca"):
         assert Path(flags[flag]).parent == mounts["secrets"]
     assert pod["spec"]["terminationGracePeriodSeconds"] > 30
+
+
+def check_outside(service: dict[str, Any], pods: list[str], opened: dict[str, int]) -> None:
+    """Checks the Service by which clients outside the cluster reach one server."""
+    assert service["kind"] == "Service"
+    assert service["spec"]["selector"] == {"statefulset.kubernetes.io/pod-name": pods[0]}
+    for port in service["spec"]["ports"]:
+        assert port["port"] == opened[port["targetPort"]]
+    assert {port["targetPort"] for port in service["spec"]["ports"]} == opened.keys()
+
+
+def test_docker() -> None:
+    """Both ports are mapped, and a port that has another number outside is advertised."""
+    lines = [line for text in manifests("console") for line in text.splitlines()]
+    commands = [line.removeprefix("$ ") for line in lines if line.startswith("$ docker run")]
+    assert len(commands) == 2
+    for command in commands:
+        arguments, _, serve = command.partition(" recstore serve ")
+        words = shlex.split(arguments)
+        mapped = {}
+        for flag, value in itertools.pairwise(words):
+            if flag == "-p":
+                outer, _, inner = value.partition(":")
+                mapped[int(inner)] = int(outer)
+        flags = served(shlex.split(serve.replace("...", "FILE")))
+        listen = int(flags["listen"].rpartition(":")[2])
+        rows_port = flags["rows_port"]
+        assert mapped.keys() == {listen, rows_port}
+        advertised = int(flags["advertise_rows"] or rows_port)
+        assert advertised == mapped[rows_port]
 
 
 def test_systemd(tmp_path: Path) -> None:

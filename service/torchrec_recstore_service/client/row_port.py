@@ -16,6 +16,11 @@ from torchrec_recstore_service.client.tcp_rows import TcpConnection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 
 _ATTACH_S = 5.0
+_OPEN_PORT = (
+    "start the server with --rows-port, let this port through as well, and name it by "
+    "--advertise-rows if it has another number outside"
+)
+_UPGRADE = "install the release of the client on the server as well"
 
 _log = logging.getLogger(__name__)
 
@@ -80,10 +85,11 @@ class RowPort:
         addresses = rows_addresses(self._address, offer)
         if not addresses:
             return None
-        failures: list[str] = []
         if not offer.server:
-            failures.append("the server is of an earlier release, so that a wrong one could answer")
-            addresses = []
+            reason = "it does not name itself, so that a wrong server could answer"
+            self._warn(offer, reason, _UPGRADE)
+            raise OSError(reason)
+        failures: list[str] = []
         for place in addresses:
             host, _, port = place.rpartition(":")
             try:
@@ -92,10 +98,10 @@ class RowPort:
             except OSError as error:
                 failures.append(f"{place}: {error}")
         reason = "; ".join(failures)
-        self._warn(offer, reason)
+        self._warn(offer, reason, _OPEN_PORT)
         raise OSError(reason)
 
-    def _warn(self, offer: pb.AttachReply, reason: str) -> None:
+    def _warn(self, offer: pb.AttachReply, reason: str, remedy: str) -> None:
         """Logs once that the port cannot be used, unless the server itself has gone."""
         if self._has_warned:
             return
@@ -107,9 +113,8 @@ class RowPort:
             return
         self._has_warned = True
         _log.warning(
-            "calls on rows of server %s go by gRPC, which takes several times as long, because its "
-            "port for rows cannot be used (%s): start the server with --rows-port, let this port "
-            "through as well, and name it by --advertise-rows if it has another number outside",
+            "calls on rows of server %s go by gRPC, which is slower, because its port for rows cannot be used (%s): %s",
             self._address,
             reason,
+            remedy,
         )
