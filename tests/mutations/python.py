@@ -136,6 +136,13 @@ SERVICE = [
         "A client sends its rows to whatever program has the port.",
     ),
     Mutation(
+        "service/torchrec_recstore_service/wire/agreement.py",
+        'return token if members == 1 else f"{token}-{member}"',
+        "return token",
+        ["tests/service/test_ports.py::test_a_first_port_that_leads_to_another_server_gets_no_rows"],
+        "A server of a set answers the calls for another server of the set.",
+    ),
+    Mutation(
         "service/torchrec_recstore_service/server/row_calls.py",
         "if len(ids) != header.ids:",
         "if len(ids) > header.ids:",

@@ -20,7 +20,8 @@ from tests.secrets import write_secret
 from tests.service.container import Container, reason_against_namespaces
 from tests.service.test_limits import METADATA, SERVICE, numbers
 from torchrec_recstore.optim import Adagrad
-from torchrec_recstore_service import RecStoreClient
+from torchrec_recstore_service import RecStoreClient, ServerSetError
+from torchrec_recstore_service.client.connection import Side
 from torchrec_recstore_service.client.row_port import RowPort, rows_addresses
 from torchrec_recstore_service.server.listening import ListenOptions
 from torchrec_recstore_service.server.native import Native
@@ -103,6 +104,36 @@ def test_a_port_of_another_server_of_the_set_gets_no_rows(
     assert f"(127.0.0.1:{rows_port}: the connection is for the server" in warning
     assert "has reached another server" in warning
     assert "--rows-port" in warning
+
+
+@pytest.mark.parametrize("by_grpc", [False, True], ids=["TCP", "gRPC"])
+def test_a_first_port_that_leads_to_another_server_gets_no_rows(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_grpc: bool
+) -> None:
+    """A mapping is changed while a client uses it. The calls of both servers have the same epoch."""
+    if by_grpc:
+        monkeypatch.setattr(Side, "_by_tcp", lambda self, offer: None)
+    first = _started(stack, tmp_path / "first")
+    second = _started(stack, tmp_path / "second")
+    mapping = Proxy(first.address)
+    stack.callback(mapping.close)
+    with _use([mapping.address, second.address]) as client:
+        rows = client.pull("t", IDS)
+        mapping.lead(int(_port(first.address)), second.address)
+        mapping.cut()
+        if by_grpc:
+            with pytest.raises(ServerSetError, match="two of the addresses are of the same server"):
+                client.pull("t", IDS)
+            with pytest.raises(ServerSetError, match="two of the addresses are of the same server"):
+                client.update("t", IDS, torch.ones(len(IDS), 8))
+            mapping.lead(int(_port(first.address)), first.address)
+            mapping.cut()
+            # The second server has carried out its own part of the update, and no other part.
+            is_unchanged = (client.pull("t", IDS) == rows).all(dim=1)
+            assert 0 < is_unchanged.sum() < len(IDS)
+            assert client.stats("t").rows == len(IDS)
+            rows = client.pull("t", IDS)
+        assert torch.equal(client.pull("t", IDS), rows)
 
 
 @pytest.mark.usefixtures("no_streams")

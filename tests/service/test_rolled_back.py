@@ -294,6 +294,44 @@ def test_a_server_that_is_killed_while_its_run_begins_waits_again(
     tables.close()
 
 
+def test_servers_of_different_releases_have_two_names_of_a_first_run(tmp_path: Path) -> None:
+    """Those of earlier releases name it by the token, and those of this one by the server, too."""
+    tables, directory = HostedTables(), DataDirectory(tmp_path / "data")
+
+    def noted(known: str, before: str) -> str:
+        """Lets a server note the next run of the other one. Returns the run that it knows then."""
+        runs = ("own", known)
+        directory.set_membership(Membership("set", 0, 2, (0, 1), 3, "token", None, runs))
+        calls = SetCalls(tables, directory, AppliedRequests(), Pair())
+        calls.gate.run = "set/3/token/own"
+        phase = pb.ResumeRequest.NOTE
+        calls.resume(pb.ResumeRequest(phase=phase, epoch="set/3/token", member=1, before=before, run="next"))
+        assert directory.membership is not None
+        return directory.membership.runs[1]
+
+    for known in ("token", "token-1"):
+        for before in ("token", "token-1"):
+            assert noted(known, before) == "next"
+    for before in ("token-0", "other"):
+        with pytest.raises(ServerRestartedError, match="another run"):
+            noted("token-1", before)
+    directory.close()
+    tables.close()
+
+    def agree(known: str, own: str) -> None:
+        about = {"set": "set", "members": 2, "epoch": 3, "token": "token", "slots": [0, 1]}
+        live = pb.DescribeReply(member=0, live=True, runs=["token-0", known], **about)
+        waits = pb.DescribeReply(member=1, waits=True, runs=["token-0", own], **about)
+        assert to_resume(["a:1", "b:1"], [live, waits]).waiting == (1,)
+
+    for known in ("token", "token-1"):
+        for own in ("token", "token-1"):
+            agree(known, own)
+    for own in ("token-0", "other", ""):
+        with pytest.raises(ServerSetError, match="has older rows of epoch 3 than before"):
+            agree("token-1", own)
+
+
 def _raise(*_: object) -> None:
     raise OSError("killed")
 

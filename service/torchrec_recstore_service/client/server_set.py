@@ -29,7 +29,16 @@ from torchrec_recstore_service.client.connection import Access, Connection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.addresses import is_loopback
-from torchrec_recstore_service.wire.agreement import SLOTS, Begin, has_lost, run_of, to_load, to_reshard, to_resume
+from torchrec_recstore_service.wire.agreement import (
+    SLOTS,
+    Begin,
+    has_lost,
+    label_of,
+    run_of,
+    to_load,
+    to_reshard,
+    to_resume,
+)
 from torchrec_recstore_service.wire.protocol import (
     BYTES_A_WRITTEN_ID,
     SAVE_SUPERSEDED,
@@ -347,7 +356,7 @@ class ServerSet:
                 self._copy(connection, save, file, begin.save.id, part)
         self._load(begin, parts=len(of_sources))
         self._set_owners(begin)
-        self._epoch.begin(Runs(begin.label, dict.fromkeys(self.addresses, begin.token)), done)
+        self._epoch.begin(self._begun(begin), done)
 
     def _copy(self, source: Connection, save: pb.Saved, file: str, save_id: str, part: int) -> None:
         """Copies a file of a save from another server to these servers."""
@@ -399,10 +408,19 @@ class ServerSet:
                     raise
                 continue
             self._set_owners(begin)
-            begun = {**resumed, **dict.fromkeys(begin.pending, begin.token)}
-            runs = {a: begun[i] if i in begun else run_of(states[i]) for i, a in enumerate(self.addresses)}
+            if begin.pending:
+                return self._begun(begin, table)
+            runs = {a: resumed.get(i) or run_of(states[i]) for i, a in enumerate(self.addresses)}
             return Runs(begin.label, runs)
         raise AssertionError("the last attempt raises")
+
+    def _begun(self, begin: Begin, table: str = "") -> Runs:
+        """Returns the runs of an epoch that has begun on some servers."""
+        runs = {}
+        for address, state in zip(self.addresses, self.describe(table), strict=True):
+            # Another client may have begun a later epoch, and then the first call is refused.
+            runs[address] = run_of(state) if label_of(state) == begin.label else begin.token
+        return Runs(begin.label, runs)
 
     def _resume(self, begin: Begin, index: int, before: str) -> str:
         """Lets a server that was stopped go on in its epoch, after the run ``before``, and returns its next run."""

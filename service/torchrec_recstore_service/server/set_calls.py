@@ -28,6 +28,7 @@ from torchrec_recstore_service.server.reservations import Reservations
 from torchrec_recstore_service.server.save_names import SavedFileName, SaveId, SaveName
 from torchrec_recstore_service.server.set_resharding import joined, owned_by
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.agreement import first_run, same_runs
 from torchrec_recstore_service.wire.protocol import (
     PART_BYTES,
     SAVE_SUPERSEDED,
@@ -429,7 +430,9 @@ class SetCalls:
             raise ServerRestartedError(f"the server is not in the epoch {request.epoch or 'none'}")
         own = request.member == member.member
         known = member.runs[request.member] if request.member < member.members else None
-        if own == (request.phase == phases.NOTE) or known not in (request.before, request.run):
+        before = same_runs(request.before, member.token, request.member)
+        is_known = known in before or known == request.run
+        if own == (request.phase == phases.NOTE) or not is_known:
             raise ServerRestartedError("another run of the server was begun")
         if not request.run and request.phase != phases.PREPARE:
             raise ValueError("the run that begins has no name")
@@ -508,9 +511,19 @@ class SetCalls:
         if any(saved.id == request.save.id for saved in directory.prepared):
             directory.publish(SaveId(request.save.id))
         slots = tuple(request.slots)
-        runs = (request.token,) * request.members
+        members = request.members
+        runs = tuple(first_run(request.token, number, members) for number in range(members))
         member = Membership(
-            request.set, request.member, request.members, slots, request.epoch, request.token, name, runs
+            set=request.set,
+            member=request.member,
+            members=members,
+            slots=slots,
+            epoch=request.epoch,
+            token=request.token,
+            save=name,
+            runs=runs,
+            # Clients of earlier releases take the token for the name of the first run.
+            earlier=(request.token,) if members > 1 else (),
         )
         with self.gate.exclusive(), self._changing:
             before = self._run

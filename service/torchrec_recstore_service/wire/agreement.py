@@ -55,6 +55,21 @@ def number_of(label: str) -> int:
     return int(label.split("/")[1])
 
 
+def first_run(token: str, member: int, members: int) -> str:
+    """Returns the name of the first run of a server in an epoch.
+
+    Each server of a set has another one. A call that reaches another server of the set, because a
+    port or a name leads there, is therefore refused.
+    """
+    return token if members == 1 else f"{token}-{member}"
+
+
+def same_runs(run: str, token: str, member: int) -> set[str]:
+    """Returns all names of a run of a server. Servers of earlier releases call the first run by the token."""
+    first = {token, first_run(token, member, members=2)}
+    return first if run in first else {run}
+
+
 def run_label(label: str, run: str) -> str:
     """Returns the name of a run in calls. ``label`` is the label of its epoch."""
     return f"{label}/{run}"
@@ -240,8 +255,10 @@ def _is_rolled_back(state: pb.DescribeReply, others: Sequence[pb.DescribeReply])
 
     They may know its next run already, because a client has begun to resume the server.
     """
-    runs = {run_of(state), state.next} if state.waits else set()
-    return bool(runs) and any(_is_there(other) and other.runs[state.member] not in runs for other in others)
+    if not state.waits:
+        return False
+    runs = {state.next, *same_runs(run_of(state), state.token, state.member)}
+    return any(_is_there(other) and other.runs[state.member] not in runs for other in others)
 
 
 def _check_one_set(addresses: Sequence[str], states: Sequence[pb.DescribeReply]) -> None:

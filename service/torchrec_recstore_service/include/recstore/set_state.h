@@ -54,12 +54,18 @@ inline std::string run_of(const pb::DescribeReply& state) { return run_of(state,
 // Whether a server has the rows of its epoch.
 inline bool is_there(const pb::DescribeReply& state) { return state.live() || state.waits(); }
 
+// Whether two names are of the same run of a server. Servers of earlier releases call the first run by the token.
+inline bool is_same_run(const pb::DescribeReply& state, const std::string& one, const std::string& other) {
+  const std::string first = state.token() + "-" + std::to_string(state.member());
+  return one == other || (one == state.token() && other == first) || (one == first && other == state.token());
+}
+
 // Whether a server waits whose last run is not the one that the others in its epoch know. They may know its next run.
 inline bool is_rolled_back(const pb::DescribeReply& state, const std::vector<pb::DescribeReply>& states) {
   return state.waits() && std::any_of(states.begin(), states.end(), [&](const pb::DescribeReply& other) {
            if (!is_there(other) || label_of(other) != label_of(state)) return false;
            const std::string known = run_of(other, state.member());
-           return known != run_of(state) && known != state.next();
+           return !is_same_run(state, known, run_of(state)) && known != state.next();
          });
 }
 
