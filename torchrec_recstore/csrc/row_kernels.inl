@@ -221,12 +221,22 @@ void sum_columns(const UpdateArgs& a, int64_t begin, int64_t end, float* out) {
 #include "row_states.inl"
 #include "row_steps.inl"
 
+// Returns the number of floats of a row before its optimizer states.
+template <class Row, class Columns>
+RECSTORE_INLINE int64_t floats_of(const UpdateArgs& a, Columns columns) {
+  if constexpr (std::is_same_v<Row, AnyRow>) {
+    return a.rows.weight_floats();
+  } else {
+    return Row::floats(columns);
+  }
+}
+
 template <class Row, class State, class Step, bool Extras, class Columns>
 __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns) {
   const int64_t* offsets = a.batch->offsets;
   const auto offset = [=](int64_t bag) { return offsets == nullptr ? bag : offsets[bag]; };
   const int64_t last = offset(a.bag_end);
-  const int64_t weight_floats = Row::floats(columns);
+  const int64_t weight_floats = floats_of<Row>(a, columns);
   const int64_t stride = Step::kElementStates < 0 ? a.rows.stride : weight_floats + State::floats(Step::kElementStates * columns);
   const Slot* slots = a.slots;
   const Link* links = a.links;
@@ -259,11 +269,7 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
       const Link link = links[p];
       if ((link & kNotFirst) != 0 || (a.only >= 0 && a.only != p)) continue;
       float* row = data + slots[p] * stride;
-      float* w = row;
-      if constexpr (Row::kNarrow) {
-        w = updated.weights();
-        widen_row<Row>(columns, row, w);
-      }
+      float* w = updated.weights_of(row);
       auto& aside = asides[slots[p]];
       const float* g = grad;
       const float scale = scale_of(a, bag, p);
@@ -273,7 +279,7 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
         if (Extras) g = before_step(a, columns, w, g);
         Step::run(a, columns, w, typename State::Of(a, p, row + weight_floats, aside), g);
         if (Extras) after_step(a, columns, w);
-        if constexpr (Row::kNarrow) updated.add(p, row);
+        updated.add(p, row);
       } else {
         a.nonfinite->fetch_add(1, std::memory_order_relaxed);
       }
@@ -283,24 +289,48 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
   if constexpr (Row::kStoredTogether > 1) updated.store();
 }
 
+// The optimizers that most tables have. Their loops are compiled for each row type, and for the usual dims.
+template <class Step>
+constexpr bool kIsUsual = std::is_same_v<Step, SgdStep> || std::is_same_v<Step, AdagradStep> || std::is_same_v<Step, RowWiseAdagradStep> ||
+                          std::is_same_v<Step, AdamStep>;
+
+// Calls work(columns) with a compile-time constant for the dims of large rows.
+template <class Work>
+void with_many_columns(int64_t columns, const Work& work) {
+#ifndef RECSTORE_FEW_DIMS
+  if (columns == 64) return work(std::integral_constant<int64_t, 64>{});
+  if (columns == 128) return work(std::integral_constant<int64_t, 128>{});
+#endif
+  work(columns);
+}
+
+template <class State, class Step>
+void update_with(const UpdateArgs& a) {
+  const int64_t columns = a.rows.columns;
+  if constexpr (kIsUsual<Step>) {
+    // Extras are compiled separately, so that an update without them costs nothing more.
+    if (!a.scalars.extras()) {
+      return with_row_type(a.rows.type, [&](auto type) {
+        using Row = decltype(type);
+        const auto update = [&](auto n) { update_rows<Row, State, Step, false>(a, n); };
+        if constexpr (std::is_same_v<Row, Float32Row> && std::is_same_v<State, Float32State>) {
+          with_columns(columns, update);
+        } else {
+          with_many_columns(columns, update);
+        }
+      });
+    }
+  }
+  update_rows<AnyRow, State, Step, true>(a, columns);
+}
+
 template <class Step>
 void update_with(const UpdateArgs& a) {
-  with_row_type(a.rows.type, [&](auto type) {
-    using Row = decltype(type);
-    const bool extras = a.scalars.extras();
-    if (a.rows.state_type == StateType::kFloat16) {
-      if (extras) return update_rows<Row, Float16State, Step, true>(a, a.rows.columns);
-#ifndef RECSTORE_FEW_DIMS
-      // Only these dims, because of the time that the compiler takes.
-      if (a.rows.columns == 64) return update_rows<Row, Float16State, Step, false>(a, std::integral_constant<int64_t, 64>{});
-      if (a.rows.columns == 128) return update_rows<Row, Float16State, Step, false>(a, std::integral_constant<int64_t, 128>{});
-#endif
-      return update_rows<Row, Float16State, Step, false>(a, a.rows.columns);
-    }
-    // Extras are compiled separately, so that an update without them costs nothing more.
-    if (extras) return update_rows<Row, Float32State, Step, true>(a, a.rows.columns);
-    with_columns(a.rows.columns, [&](auto columns) { update_rows<Row, Float32State, Step, false>(a, columns); });
-  });
+  if (a.rows.state_type == StateType::kFloat16) {
+    update_with<Float16State, Step>(a);
+  } else {
+    update_with<Float32State, Step>(a);
+  }
 }
 
 void update(const UpdateArgs& a) {

@@ -183,17 +183,48 @@ __attribute__((noinline)) void write_randomly(const UpdateArgs& a, Columns colum
   }
 }
 
-// The updated rows of a narrow type. They are stored kStoredTogether at a time, where this makes the processor overlap the
-// long chains of instructions that each row needs.
+// A row of any type, which is known at run time only. Loops that are compiled for it serve all types: those of rare
+// optimizers, because of the time that the compiler takes.
+struct AnyRow {
+  static constexpr bool kNarrow = true;
+  static constexpr int kStoredTogether = 1;
+};
+
+// Stores the updated row of the id at a position.
+template <class Row, class Columns>
+RECSTORE_INLINE void write_updated(const UpdateArgs& a, Columns columns, int64_t position, const float* values, float* row) {
+  if (!a.rounding.of_weights) {
+    Row::write(columns, values, row);
+  } else {
+    write_randomly<Row>(a, columns, position, values, row);
+  }
+}
+
+// The weights of the rows that a loop updates, in float32: those of float32 rows in place, and those of a narrow type in
+// a.weights. Narrow rows are stored kStoredTogether at a time, where this makes the processor overlap the long chains of
+// instructions that each row needs.
 template <class Row, class Columns>
 class UpdatedRows {
  public:
   RECSTORE_INLINE UpdatedRows(const UpdateArgs& a, Columns columns) : a_(a), columns_(columns) {}
 
-  // The weights of the next row, in float32.
-  RECSTORE_INLINE float* weights() const { return a_.weights + count_ * padded(); }
+  // Returns the weights of the next row.
+  RECSTORE_INLINE float* weights_of(float* row) const {
+    if constexpr (!Row::kNarrow) {
+      return row;
+    } else if constexpr (std::is_same_v<Row, AnyRow>) {
+      if (a_.rows.type == RowType::kFloat32) return row;
+      widen(a_.rows.type, row, columns_, a_.weights);
+      return a_.weights;
+    } else {
+      float* weights = a_.weights + count_ * padded();
+      widen_row<Row>(columns_, row, weights);
+      return weights;
+    }
+  }
   // Adds the next row, which is that of the id at the position.
   RECSTORE_INLINE void add(int64_t position, float* row) {
+    if constexpr (!Row::kNarrow) return;
     if constexpr (Row::kStoredTogether == 1) {
       write(position, a_.weights, row);
     } else {
@@ -216,10 +247,12 @@ class UpdatedRows {
   int64_t padded() const { return (columns_ + kLanes - 1) / kLanes * kLanes; }
 
   RECSTORE_INLINE void write(int64_t position, const float* values, float* row) const {
-    if (!a_.rounding.of_weights) {
-      Row::write(columns_, values, row);
-    } else {
-      write_randomly<Row>(a_, columns_, position, values, row);
+    if constexpr (std::is_same_v<Row, AnyRow>) {
+      with_row_type(a_.rows.type, [&](auto kind) {
+        if constexpr (decltype(kind)::kNarrow) write_updated<decltype(kind)>(a_, columns_, position, values, row);
+      });
+    } else if constexpr (Row::kNarrow) {
+      write_updated<Row>(a_, columns_, position, values, row);
     }
   }
 
