@@ -4,7 +4,9 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
@@ -44,6 +46,27 @@ def torch_folder() -> "str | None":
     return os.path.dirname(answer.stdout.strip()) if answer.returncode == 0 else None
 
 
+class Progress:
+    """Tells how many files are compiled, in the file that RECSTORE_BUILD_PROGRESS names: pip hides what a build prints.
+
+    ``make build`` names its own standard error.
+    """
+
+    def __init__(self, files: int) -> None:
+        self._files = files
+        self._compiled = 0
+        self._lock = threading.Lock()
+
+    def compiled(self, file: str) -> None:
+        """Counts a file, in any thread."""
+        path = os.environ.get("RECSTORE_BUILD_PROGRESS")
+        with self._lock:
+            self._compiled += 1
+            if path:
+                with open(path, "a") as log:
+                    log.write(f"compiled {self._compiled} of {self._files} files: {os.path.basename(file)}\n")
+
+
 class BuildOnTorch(build_ext):
     """Finds torch's headers only when the extension is compiled, so that metadata and the sdist need no torch."""
 
@@ -57,13 +80,25 @@ class BuildOnTorch(build_ext):
         for extension in self.extensions:
             extension.extra_compile_args += ["-isystem", os.path.join(root, "include")]
             extension.library_dirs.append(os.path.join(root, "lib"))
-        # Runs one compiler on each core; setuptools would compile the files of an extension one after the other.
         compile_files = self.compiler.compile
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            self.compiler.compile = lambda files, **options: [
-                made for each in pool.map(lambda file: compile_files([file], **options), files) for made in each
-            ]
-            super().build_extensions()
+
+        def compile_together(files: "list[str]", **options: Any) -> "list[str]":
+            """Compiles one file on each core; setuptools would compile them one after the other."""
+            # The files that take the compiler longest are the first ones, so that no core waits for them at the end.
+            longest_first = sorted(files, key=lambda file: "row_kernels_" not in file)
+            progress = Progress(len(files))
+
+            def compile_one(file: str) -> None:
+                compile_files([file], **options)
+                progress.compiled(file)
+
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                for _ in pool.map(compile_one, longest_first):
+                    pass
+            return list(self.compiler.object_filenames(files, output_dir=options.get("output_dir") or ""))
+
+        self.compiler.compile = compile_together
+        super().build_extensions()
 
 
 class WithCore(sdist):

@@ -45,6 +45,7 @@ setup(
             depends=HEADERS,
             # torch's headers need C++20 from 2.14 on, and GCC 12 warns about them.
             extra_compile_args=[*FLAGS, "-std=c++20", "-Wno-stringop-overflow"],
+            define_macros=[("RECSTORE_READS_ONLY", None)],
             libraries=["torch", "torch_cpu", "c10", "dl"],
             py_limited_api=True,
         ),

@@ -124,6 +124,7 @@ struct UpdateArgs {
 
 // The search of the index and the loops over rows, which are compiled once for each instruction set. All versions give the same bits: they use
 // sixteen lanes independently of the width of the registers, the same order of additions, and no fused multiply-add.
+// A library that defines RECSTORE_READS_ONLY has the functions find, widen and narrow alone; the others are null.
 struct RowKernels {
   const char* name;
   int64_t (*find)(const IndexView& index, const int64_t* ids, int64_t n, Slot* slots);  // see Index::find()

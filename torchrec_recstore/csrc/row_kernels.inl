@@ -2,6 +2,9 @@
 // RECSTORE_ISA_NAMESPACE, the string RECSTORE_ISA_NAME, the number RECSTORE_WIDTH of 32-bit lanes of a register, the number
 // RECSTORE_BLOCK of columns that are pooled together, and the macros RECSTORE_STREAM(dst, register) and
 // RECSTORE_MATCH(line, id).
+//
+// A library that only searches the index and reads rows defines RECSTORE_READS_ONLY: the loops that pool and update rows take
+// the compiler most of its time.
 
 namespace recstore {
 namespace RECSTORE_ISA_NAMESPACE {
@@ -18,6 +21,8 @@ inline void prefetch_row(const float* row, int64_t floats) {
 
 #include "index_find.inl"
 #include "row_types.inl"
+
+#ifndef RECSTORE_READS_ONLY
 
 void fill_uniform(uint64_t key, int64_t id, int64_t column_begin, int64_t column_end, float low, float high, float* row) {
   const auto draw = [&](auto run, int64_t first, float* out) {
@@ -355,10 +360,16 @@ float dot(RowType type, const float* row, const float* y, int64_t n) {
   });
 }
 
+#endif  // RECSTORE_READS_ONLY
+
 }  // namespace
 
 extern const RowKernels kKernels;
+#ifdef RECSTORE_READS_ONLY
+const RowKernels kKernels = {RECSTORE_ISA_NAME, find, nullptr, nullptr, nullptr, nullptr, nullptr, widen, narrow, nullptr, nullptr};
+#else
 const RowKernels kKernels = {RECSTORE_ISA_NAME, find, fill_uniform, pool, update, sum_columns, dot, widen, narrow, read_state, write_state};
+#endif
 
 }  // namespace RECSTORE_ISA_NAMESPACE
 }  // namespace recstore
