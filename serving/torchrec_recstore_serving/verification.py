@@ -346,7 +346,7 @@ def _checksum_function() -> Callable[[Tensor, Tensor], Tensor]:
         load_library()
     except ImportError:
         return scripted_function(checksum_after)  # type: ignore[no-any-return]
-    return torch.ops.recstore.checksum_after  # type: ignore[no-any-return]
+    return torch.ops.recstore.checksum_after
 
 
 def _zero(view: memoryview, begin: int, place: int, count: int) -> None:
