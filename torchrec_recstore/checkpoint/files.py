@@ -29,6 +29,21 @@ _BLOCK = 1 << 20  # bytes
 _held: WeakSet[FileLock] = WeakSet()
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the path to an error of the system that names no file, such as that of a full disk.
+
+    Args:
+        path: The file or directory that the block writes or reads.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), os.fspath(path)) from error
+
+
 class CheckpointError(ValueError):
     """A checkpoint cannot be used: it is damaged, incomplete, or of another format. The message names the file."""
 
@@ -89,7 +104,12 @@ class FileLock(AbstractContextManager["FileLock"]):
                 fcntl.flock(descriptor, (fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 if self._is_at_its_path(descriptor):  # Otherwise the previous holder has removed the file: try again.
                     others = _records(self._file) if self._shared else []
-                    _write_records(descriptor, [*others, self._record])
+                    try:
+                        _write_records(descriptor, [*others, self._record])
+                    except OSError:
+                        if not self._keep and (not self._shared or _is_alone(descriptor)):
+                            self._file.unlink()
+                        raise
                     self._descriptor = descriptor
                     _held.add(self)
                     return True
@@ -231,7 +251,7 @@ def file_info(path: Path, on_bytes: Callable[[int], object] = lambda count: None
     digest = xxhash.xxh3_128()
     block = memoryview(bytearray(_BLOCK))
     size = 0
-    with path.open("rb", buffering=0) as file:
+    with naming(path), path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
             digest.update(block[:count])
             size += count
@@ -261,9 +281,18 @@ def sync(path: Path) -> None:
     """Syncs a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Writes a file, and syncs it to the disk. An error names the file."""
+    with naming(path), path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def make_directory(path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import xxhash
 
-from torchrec_recstore.checkpoint.files import CheckpointError, FileInfo, read_tensors
+from torchrec_recstore.checkpoint.files import CheckpointError, FileInfo, read_tensors, write_synced
 from torchrec_recstore.encoding import check_fields, decode, encode, not_known
 from torchrec_recstore.file_names import FileName
 from torchrec_recstore.optim import Optimizer
@@ -173,10 +173,7 @@ def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -
     }
     text = (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
     checksum = xxhash.xxh3_128_hexdigest(text)
-    with (directory / METADATA).open("wb") as file:
-        file.write(text[: -len(_NO_CHECKSUM) - 4] + checksum.encode() + text[-4:])
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(directory / METADATA, text[: -len(_NO_CHECKSUM) - 4] + checksum.encode() + text[-4:])
     return checksum
 
 

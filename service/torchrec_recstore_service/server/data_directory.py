@@ -6,7 +6,6 @@ Tests: tests/service/test_faults.py.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_recstore.checkpoint.destination import Destination
-from torchrec_recstore.checkpoint.files import CheckpointError, FileLock, make_directory, sync
+from torchrec_recstore.checkpoint.files import CheckpointError, FileLock, make_directory, sync, write_synced
 from torchrec_recstore.checkpoint.info import read_info
 from torchrec_recstore.encoding import check_fields
 from torchrec_recstore_service.server.save_names import SaveId, SaveName
@@ -275,10 +274,7 @@ class DataDirectory:
 
     def _write(self, name: str, document: Mapping[str, Any]) -> None:
         staging = self._path / f".{name}"
-        with staging.open("w") as file:
-            json.dump(document, file)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(staging, json.dumps(document).encode())
         staging.replace(self._path / name)
         sync(self._path)
 

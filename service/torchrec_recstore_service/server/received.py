@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 
+from torchrec_recstore.checkpoint.files import naming
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.deadline import Deadline
 from torchrec_recstore_service.server.native import CallRefusedError
@@ -118,6 +119,11 @@ def _write(path: Path, content: bytes, offset: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        os.pwrite(file, content, offset)
+        left = memoryview(content)
+        with naming(path):
+            while left:  # a disk that is almost full takes a part
+                written = os.pwrite(file, left, offset)
+                offset += written
+                left = left[written:]
     finally:
         os.close(file)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import grpc
 from torch import Tensor
 
-from torchrec_recstore.checkpoint.files import make_directory
+from torchrec_recstore.checkpoint.files import make_directory, naming
 from torchrec_recstore_service.client.hosted import HostedTables, Loaded
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.data_directory import MANIFEST, DataDirectory, Membership, membership_of
@@ -301,7 +301,8 @@ class SetCalls:
         make_directory(path)
         try:
             for file in read("", 0).files:
-                with (path / SavedFileName(file)).open("wb") as to:
+                received = path / SavedFileName(file)
+                with naming(received), received.open("wb") as to:
                     last, offset = False, 0
                     while not last:
                         piece = read(file, offset)

@@ -1,0 +1,146 @@
+"""Has each call of the disk fail in turn during saves of all kinds.
+
+python -m tests.checkpoint.failing_saves DIRECTORY RANKS STEP, with the shim of tests/failing_disk.py
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import sys
+import warnings
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torchrec.distributed import DistributedModelParallel
+
+from tests.checkpoint import models
+from tests.failing_disk import FOR_EVER, failing_calls
+from torchrec_recstore import async_save, load_checkpoint, save_checkpoint
+
+FAILURES = [
+    ("write pwrite", errno.ENOSPC),
+    ("fsync", errno.EIO),
+    ("rename", errno.EIO),
+    ("mkdir create", errno.ENOSPC),
+]
+
+
+def save(kind: str, model: DistributedModelParallel, folder: Path) -> None:
+    if kind == "save":
+        save_checkpoint(model, folder / "next")
+    elif kind == "async":
+        async_save(model, folder / "next").wait()
+    elif kind == "delta":
+        save_checkpoint(model, folder / "next", delta_of=folder / "first")
+    else:
+        save_checkpoint(model, folder / "first", overwrite=True)
+
+
+def assert_loads(path: Path, expected: list[Any], sharding: str) -> None:
+    model = models.recstore(sharding)
+    load_checkpoint(model, path)
+    models.assert_holds(model, expected)
+
+
+class Saves:
+    """Saves of a model while the disk of one rank fails."""
+
+    def __init__(self, folder: Path, failing_rank: int) -> None:
+        self.folder = folder
+        self.fails_here = dist.get_rank() == failing_rank
+        self.sharding = "row_wise" if dist.get_world_size() > 1 else "table_wise"
+        self.tried: Counter[str] = Counter()
+        self.raised: Counter[str] = Counter()
+
+    def begin(self) -> None:
+        """Writes the checkpoint ``first``, and trains on."""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir()
+        dist.barrier()
+        self.model = models.recstore(self.sharding)
+        models.train(self.model)
+        save_checkpoint(self.model, self.folder / "first")
+        self.first = models.shards(self.model)
+        models.train(self.model, steps=2, distinct=60)
+
+    def failing(self, kind: str, names: str, error: int, first: int, count: int) -> int:
+        """Makes a save of this kind while calls fail. Returns the number of calls of this rank that could fail."""
+        before = models.shards(self.model)
+        files = sorted(path.name for path in self.folder.iterdir())
+        raised = None
+        with failing_calls(self.folder, names, first, count if self.fails_here else 0, error) as failures:
+            try:
+                save(kind, self.model, self.folder)
+            except Exception as failure:
+                raised = failure
+            calls = failures.calls
+        dist.barrier()
+        self.tried[names] += 1
+        models.assert_holds(self.model, before)
+        if raised is None:  # All failures were at calls that the save can do without, or on the other rank.
+            assert_loads(self.folder / ("first" if kind == "overwrite" else "next"), before, self.sharding)
+        else:
+            self.raised[names] += 1
+            message = str(raised)
+            assert str(self.folder) in message, (kind, names, first, repr(raised))
+            assert os.strerror(error) in message, (kind, names, first, repr(raised))
+            assert sorted(path.name for path in self.folder.iterdir()) == files, (kind, names, first, count)
+            assert_loads(self.folder / "first", self.first, self.sharding)
+            # Training goes on, and the same save works.
+            models.train(self.model, steps=1)
+            now = models.shards(self.model)
+            save(kind, self.model, self.folder)
+            assert_loads(self.folder / ("first" if kind == "overwrite" else "next"), now, self.sharding)
+        dist.barrier()
+        assert not list(self.folder.glob(".*")), sorted(self.folder.glob(".*"))
+        if kind == "overwrite":
+            self.first = models.shards(self.model)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder / "next", ignore_errors=True)
+        dist.barrier()
+        return calls
+
+    def run(self, kind: str, step: int) -> None:
+        """Has each call fail in turn, once and for ever."""
+        for names, error in FAILURES:
+            self.begin()
+            calls = torch.tensor(self.failing(kind, names, error, 0, 0) if self.fails_here else 0)
+            dist.all_reduce(calls)
+            for first in range(0, int(calls), step):
+                for count in (1, FOR_EVER):
+                    self.failing(kind, names, error, first, count)
+
+
+def main(rank: int, folder: Path, ranks: int, step: int) -> None:
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    rendezvous = folder / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    for failing_rank in range(ranks):
+        saves = Saves(folder / "saves", failing_rank)
+        for kind in ("save", "async", "delta", "overwrite"):
+            saves.run(kind, step)
+        if rank == 0:
+            for names, _ in FAILURES:
+                print(f"{names}: {saves.tried[names]} saves, {saves.raised[names]} failed", flush=True)
+            assert sum(saves.raised.values()) > (20 if step == 1 else 0)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    directory, world_size, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    function = partial(main, folder=directory, ranks=world_size, step=every)
+    mp.start_processes(function, (), world_size, start_method="spawn")
