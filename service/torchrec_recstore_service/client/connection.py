@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -369,6 +369,7 @@ class Connection:
         left = min(most, timeout_s or self._access.timeout_s)
         backoff: Backoff | None = None
         unreached: grpc.RpcError | None = None
+        answers: dict[Side, str] = {}  # the last one of each server of a pair
         while True:
             known, side = self._epoch.runs, self._side
             try:
@@ -381,11 +382,12 @@ class Connection:
                     backoff = Backoff(self._access.timeout_s if timeout_s is not None else end - time.monotonic())
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
                     unreached = error
+                    answers[side] = error.details() or ""
                 hangs = is_pair and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 if (error.code() not in _PASSING and not hangs) or backoff.left_s <= 0:
                     # The last attempt has only the rest of the time, which may end while it connects.
                     late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is None
-                    raised = self._error(table, unreached if late and unreached else error)
+                    raised = self._error(table, unreached if late and unreached else error, answers)
                     if isinstance(raised, ServerRestartedError):
                         raised.repeated = repeated
                     raise raised from None
@@ -400,7 +402,7 @@ class Connection:
             backoff.pause()
             left = min(most, timeout_s or max(0.001, backoff.left_s))
 
-    def _error(self, table: str, error: grpc.RpcError) -> Exception:
+    def _error(self, table: str, error: grpc.RpcError, answers: Mapping[Side, str] | None = None) -> Exception:
         code, details = error.code(), error.details() or ""
         kind = _kind(error)
         named = self._named(table)
@@ -409,6 +411,8 @@ class Connection:
         if kind in REMOTE_ERRORS:
             return REMOTE_ERRORS[kind](f"{named}: {details}")
         if code is grpc.StatusCode.UNAVAILABLE:
+            if answers is not None and len(answers) > 1:
+                details = "; ".join(f"{side.address}: {answer}" for side, answer in answers.items())
             return ServiceError(f"{named} cannot be reached for {self._access.timeout_s:g} s: {details}")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return ServiceError(f"{named} has not answered within {self._access.timeout_s:g} s")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 import threading
 import time
@@ -28,6 +27,7 @@ from typing import Any
 import grpc
 from torch import Tensor
 
+from torchrec_recstore.checkpoint.files import write_synced
 from torchrec_recstore.network import host_of
 from torchrec_recstore_service.client.connection import Access, channel_of
 from torchrec_recstore_service.client.row_port import rows_addresses
@@ -52,6 +52,8 @@ _MARGIN_S = 0.5  # by which the primary stops to answer before its lease ends
 _CALL_S, _LONG_CALL_S = 5.0, 24 * 3600.0
 _ALIVE_S = 1.0  # how often a server that joins says so
 _GONE_S = 5.0  # the time without it after which the primary does not wait for it any more
+_FREE_S = 2 * TTL_S  # how long the lease must be free before --take-over counts
+_LOST_SIGHT_S = 1.0  # a longer time between two looks at the lease, in which it may have been held
 
 _log = logging.getLogger(__name__)
 
@@ -130,6 +132,43 @@ class _Peer:
         self._channel.close()
 
 
+class _TakeOver:
+    """What --take-over lets a server do once: begin as the primary without all rows.
+
+    A living server with all rows takes a free lease at once. So --take-over counts when the lease has been free for some
+    time. It does not count any more when the record has changed: then a server has been the primary since, this one or
+    the other one, and has acknowledged writes that this server may lack.
+    """
+
+    def __init__(self) -> None:
+        self._first_record: Record | None = None
+        self._last_look: float | None = None
+        self._free_since: float | None = None
+        self.has_ended = False
+        """Whether the record has changed."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the server may begin now."""
+        if self.has_ended or self._free_since is None or self._last_look is None:
+            return False
+        return self._last_look - self._free_since >= _FREE_S
+
+    def look(self, holder: str, record: Record | None, now: float) -> None:
+        """Notes what the lease and the record are at a time in seconds."""
+        if self._last_look is None:
+            self._first_record = record
+        elif now - self._last_look > _LOST_SIGHT_S:
+            self._free_since = None
+        self._last_look = now
+        if record != self._first_record:
+            self.has_ended = True
+        if holder:
+            self._free_since = None
+        elif self._free_since is None:
+            self._free_since = now
+
+
 class Pair(Native):
     """The part of a server in its pair. Without :meth:`start`, the server is in none, and nothing here costs time."""
 
@@ -195,6 +234,7 @@ class Pair(Native):
         self._options, self._listening, self._server = options, listening, server
         self._state, self._directory, self._rows, self._serving = state, directory, rows, serving
         self._lease = Lease(options.lease, options.name, self._id)
+        self._taking_over = _TakeOver() if options.take_over else None
         self._file = directory.path / "pair.json"
         host, port = options.address.rpartition(":")[::2]
         # Port 0 of --listen is a free port.
@@ -266,11 +306,10 @@ class Pair(Native):
     def check_primary(self) -> None:
         """Raises CallRefusedError if the server is one of a pair, and not the primary, or its lease has ended."""
         if self._on and (self.role < Role.ALONE or self._state.gate.has_ended):
-            raise CallRefusedError(
-                grpc.StatusCode.UNAVAILABLE,
-                f"the server is not the primary of the pair {self._options.name!r} at present",
-                NOT_PRIMARY,
-            )
+            message = f"the server is not the primary of the pair {self._options.name!r} at present"
+            if self._said:
+                message = f"{message}: {self._said}"
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, message, NOT_PRIMARY)
 
     @contextmanager
     def turn(self, from_primary: bool = False) -> Iterator[None]:
@@ -558,6 +597,8 @@ class Pair(Native):
             return
         self._stopping.wait(_LOOK_S)
         holder, record = self._lease.read()
+        if self._taking_over is not None:
+            self._taking_over.look(holder, record, time.monotonic())
         with self._lock:
             if self._stopping.is_set() or self.role >= Role.ALONE:
                 return
@@ -571,22 +612,48 @@ class Pair(Native):
                 self._set_role(Role.STANDBY)
         if self.role is Role.STANDBY and record is not None:
             if not holder:
-                raise RuntimeError(
-                    "no server with all rows is there, and this one waits for one: if it is lost for good, start this "
-                    "server with --take-over, and it begins with its last save"
-                )
+                raise RuntimeError(self._why_it_waits())
             self._join(record)
+
+    def _why_it_waits(self) -> str:
+        taking_over = self._taking_over
+        if taking_over is not None and not taking_over.has_ended:
+            return (
+                f"--take-over: this server begins with {self._rows_of_start()}, if no server with all rows is there "
+                f"within {_FREE_S:g} s"
+            )
+        begin = "this server with --take-over"
+        if taking_over is not None:
+            begin = "this server again with --take-over, which counts once"
+        return (
+            f"no server with all rows is there, and this one waits for one: the rows of {self._directory.path} are older. "
+            f"Start the server that has all rows. If it is lost for good, start {begin}, and it begins with "
+            f"{self._rows_of_start()}"
+        )
+
+    def _rows_of_start(self) -> str:
+        """Describes the rows with which this server would begin."""
+        path = self._directory.path
+        if self._directory.stopped is not None:
+            return f"the rows of its last stop in {path}"
+        if self._directory.last is not None:
+            return f"its last save {str(self._directory.last)!r} in {path}"
+        return f"no rows, because {path} has no save"
 
     def _may_begin(self, record: Record | None) -> bool:
         """Returns whether this server may become the primary with the rows that it has started with."""
-        if self._options.take_over:
+        if self._taking_over is not None and self._taking_over.counts:
+            self._say(f"--take-over: this server begins with {self._rows_of_start()}. All other writes are lost")
             return True
         starts = self._starts()
         if record is None:
+            if starts and self._taking_over is not None and not self._taking_over.has_ended:
+                raise RuntimeError(self._why_it_waits())
             if starts:
                 raise RuntimeError(
-                    "--lease has no record of this pair, which it had before: if no other server has newer rows, start "
-                    "this one with --take-over"
+                    "--lease has no record of this pair, which it had before: if no other server has newer rows than "
+                    f"{self._directory.path}, start this one with --take-over, and it begins with "
+                    f"{self._rows_of_start()}"
                 )
             return True
         # The last server that had all rows has saved them when it stopped, in this directory.
@@ -605,10 +672,8 @@ class Pair(Native):
         if self._id in starts:
             return
         staging = self._file.with_name(".pair.json")
-        with staging.open("w") as file:
-            json.dump({"pair": self._options.name, "starts": [*starts[-1:], self._id]}, file)
-            file.flush()
-            os.fsync(file.fileno())
+        document = {"pair": self._options.name, "starts": [*starts[-1:], self._id]}
+        write_synced(staging, json.dumps(document).encode())
         staging.replace(self._file)
 
     def _set_role(self, role: Role) -> None:
