@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
+from torchrec_recstore.ownership import open_own, refuse_foreign
 from torchrec_recstore.utils import warn_user
 
 _RUN = re.compile(r"run-[0-9a-f]{12}")
@@ -37,13 +38,15 @@ class RunDirectory:
     def __init__(self, root: str, shard: str, number: str) -> None:
         self._root = Path(root).absolute()
         self._root.mkdir(parents=True, exist_ok=True)
+        refuse_foreign(self._root / shard)
         # Only one process works here at a time. Otherwise it could remove a directory that another process has created
         # and not locked yet.
         with _locked(self._root):
             _remove_dead(self._root)
             self.path = self._root / shard / f"run-{number}"
-            self.path.mkdir(parents=True)
-            self._lock: int | None = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self.path.parent.mkdir(exist_ok=True)
+            self.path.mkdir(mode=0o700)
+            self._lock: int | None = open_own(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             _open.add(self)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             os.write(self._lock, f"{os.getpid()} {socket.gethostname()}".encode())
@@ -128,7 +131,7 @@ def _runs(root: Path) -> list[Path]:
 
 @contextmanager
 def _locked(root: Path, how: int = fcntl.LOCK_EX, mode: int = os.O_RDWR | os.O_CREAT) -> Iterator[None]:
-    file = os.open(root / _LOCK, mode, 0o644)
+    file = open_own(root / _LOCK, mode, 0o644)
     try:
         fcntl.flock(file, how)
         yield
@@ -139,7 +142,7 @@ def _locked(root: Path, how: int = fcntl.LOCK_EX, mode: int = os.O_RDWR | os.O_C
 def _owner(run: Path) -> str | None:
     """Returns what the process that uses a directory has written, or None. The caller has locked the root."""
     try:
-        file = os.open(run / _LOCK, os.O_RDONLY)
+        file = os.open(run / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:  # it is not being created, because the root is locked
         return None
     except PermissionError:  # the directory of another user, whose process may live

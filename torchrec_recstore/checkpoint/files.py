@@ -22,6 +22,8 @@ import xxhash
 from safetensors import SafetensorError
 from torch import Tensor
 
+from torchrec_recstore.ownership import open_own
+
 _UNKNOWN_HOLDER_S = 1.0  # The time to wait until a new holder of a lock has written its name.
 _STAGING = re.compile(r"\..+\.saving-[0-9a-f]{12}")
 _BLOCK = 1 << 20  # bytes
@@ -99,7 +101,7 @@ class FileLock(AbstractContextManager["FileLock"]):
     def _acquire(self) -> bool:
         """Takes the lock if it is free, and returns whether it was."""
         while True:
-            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = open_own(self._file, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(descriptor, (fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 if self._is_at_its_path(descriptor):  # Otherwise the previous holder has removed the file: try again.
@@ -329,7 +331,7 @@ def whole_file(path: Path) -> Iterator[Path]:
             for rest in leftovers(path):
                 rest.unlink()
             try:
-                beside.touch()
+                beside.touch(exist_ok=False)
                 mode = beside.stat().st_mode
                 yield beside
                 sync(beside)

@@ -29,7 +29,7 @@ Held& held() {
 
 FileLock::FileLock(const std::string& path, const std::string& refusal) {
   const std::lock_guard<std::mutex> lock(held().mutex);
-  file_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  file_ = ::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC);
   if (file_ < 0) throw StorageError(path + " cannot be opened: " + std::strerror(errno));
   if (::flock(file_, LOCK_EX | LOCK_NB) != 0) {
     const int error = errno;

@@ -121,7 +121,7 @@ void replace(std::string& source, const std::string& word, const std::string& fi
 // The processes that compile wait for each other. The kernel gives the lock back when a process ends.
 class FileLock {
  public:
-  explicit FileLock(const fs::path& path) : file_(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600)) {
+  explicit FileLock(const fs::path& path) : file_(open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600)) {
     int failed = file_ < 0;
     while (!failed && flock(file_, LOCK_EX) != 0) failed = errno != EINTR;
     if (failed) throw InvalidArgument("cannot lock " + path.string() + ": " + std::strerror(errno));
@@ -133,6 +133,48 @@ class FileLock {
  private:
   int file_;
 };
+
+// Throws InvalidArgument if another user may change what is in a folder, or has made it: the libraries in it are code
+// that runs in this process. A folder of the path that all users may write has the sticky bit, as /tmp has.
+void check_folder(const fs::path& folder) {
+  struct stat of_root {};
+  if (::stat("/", &of_root) != 0) throw InvalidArgument(std::string("/ cannot be read: ") + std::strerror(errno));
+  for (fs::path part = folder; ; part = part.parent_path()) {
+    struct stat status {};
+    if (::lstat(part.c_str(), &status) != 0) {
+      throw InvalidArgument(part.string() + " cannot be read: " + std::strerror(errno));
+    }
+    const bool is_own = status.st_uid == ::geteuid() || (part != folder && (status.st_uid == 0 || status.st_uid == of_root.st_uid));
+    const mode_t others = part == folder ? S_IWGRP | S_IWOTH : S_IWOTH;
+    const bool is_open = (status.st_mode & others) != 0 && (part == folder || (status.st_mode & S_ISVTX) == 0);
+    if (!S_ISDIR(status.st_mode) || !is_own || is_open) {
+      throw InvalidArgument(part.string() + " can be changed by another user, and libraries below it run in this process: set "
+                            "XDG_CACHE_HOME to a folder that only user " + std::to_string(::geteuid()) + " may write");
+    }
+    if (part == part.parent_path()) return;
+  }
+}
+
+// Returns whether the library exists, and no other user has written it, for example before the folder was closed to others.
+bool is_own_library(const fs::path& library) {
+  struct stat status {};
+  if (::lstat(library.c_str(), &status) != 0) return false;
+  return S_ISREG(status.st_mode) && status.st_uid == ::geteuid() && (status.st_mode & (S_IWGRP | S_IWOTH)) == 0;
+}
+
+// Creates the folder of the libraries, which other users may neither read nor write.
+fs::path library_folder(const fs::path& cache) {
+  fs::create_directories(cache);
+  const fs::path folder = fs::canonical(cache) / "torchrec_recstore";
+  if (::mkdir(folder.c_str(), S_IRWXU) != 0 && errno != EEXIST) {
+    throw InvalidArgument(folder.string() + " cannot be created: " + std::strerror(errno));
+  }
+  struct stat status {};
+  const bool is_own = ::lstat(folder.c_str(), &status) == 0 && S_ISDIR(status.st_mode) && status.st_uid == ::geteuid();
+  if (is_own && (status.st_mode & (S_IRWXG | S_IRWXO)) != 0) fs::permissions(folder, fs::perms::owner_all);
+  check_folder(folder);
+  return folder;
+}
 
 // Runs a command, and returns its output and its exit status.
 std::pair<std::string, int> run(const std::string& command) {
@@ -184,13 +226,11 @@ std::string compile_row_code(const RowCode& code) try {
   const std::string processor = " x86_64 ";
 #endif
   if (cache.empty() && home.empty()) throw InvalidArgument("a RowOptimizer needs HOME or XDG_CACHE_HOME for its library");
-  const fs::path folder = (cache.empty() ? fs::path(home) / ".cache" : fs::path(cache)) / "torchrec_recstore";
+  const fs::path folder = library_folder(cache.empty() ? fs::path(home) / ".cache" : fs::path(cache));
   const fs::path library = folder / (code.name + "-" + digest(compiler + processor + source) + ".so");
-  if (fs::exists(library)) return library.string();
-  fs::create_directories(folder);
-  fs::permissions(folder, fs::perms::owner_all);  // what others write there would run in this process
+  if (is_own_library(library)) return library.string();
   const FileLock lock(folder / "lock");
-  if (!fs::exists(library)) compile(code.name, compiler, source, library);  // another process has not done so meanwhile
+  if (!is_own_library(library)) compile(code.name, compiler, source, library);  // another process has not done so meanwhile
   return library.string();
 } catch (const std::system_error& error) {
   throw InvalidArgument("RowOptimizer '" + code.name + "' cannot be compiled: " + error.what());

@@ -79,7 +79,7 @@ SsdEnd::~SsdEnd() { close(); }
 
 void SsdEnd::open() {
   close();
-  file_ = ::open(path_.c_str(), O_RDWR | O_CLOEXEC);
+  file_ = ::open(path_.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC);
   if (file_ < 0 && errno != ENOENT) throw StorageError(path_ + " cannot be opened: " + std::strerror(errno));
 }
 
@@ -116,7 +116,8 @@ std::optional<SsdEnd::State> SsdEnd::read() {
 
 void SsdEnd::replace(const State& state) {
   const std::string beside = path_ + ".new";
-  const int file = ::open(beside.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  ::unlink(beside.c_str());  // of a process that was killed
+  const int file = ::open(beside.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (file < 0) throw StorageError(beside + " cannot be created: " + std::strerror(errno));
   try {
     Record record{kMagic, state.sequence, state.row_bytes, state.used, static_cast<uint32_t>(state.segments.size()), 0};

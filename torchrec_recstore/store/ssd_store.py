@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.options import SSDStore
+from torchrec_recstore.ownership import refuse_foreign
 from torchrec_recstore.run_directories import RunDirectory
 from torchrec_recstore.store.arguments import check_ids, check_rows
 from torchrec_recstore.store.cold_store import ColdStoreError, escaped_name, new_run
@@ -45,7 +46,9 @@ class SSDColdStore:
                 path = self._directory.path / "rows"
             else:
                 folder = Path(options.path, "shared", escaped_name(options.shared), escaped_name(name))
+                refuse_foreign(folder)
                 folder.mkdir(parents=True, exist_ok=True)
+                refuse_foreign(folder)
                 path = folder.resolve() / "rows"
         except OSError as error:
             raise ColdStoreError(f"{self._name}: {error}") from error

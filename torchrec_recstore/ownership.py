@@ -1,0 +1,78 @@
+"""Files that this process writes at names that another user may guess, in folders that all users may write.
+
+In a folder with the sticky bit, such as ``/tmp`` and ``/dev/shm``, another user can create an entry first: a folder of
+his own, in which he can replace all files later, or a symbolic link to a file of this user. Files of one process alone
+have random names and are made exclusively (``tempfile``, ``memfd_create``). This module is for the other ones: locks,
+and the directories of cold stores, checkpoints and servers. It imports no torch.
+
+Tests: tests/test_ownership.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_SHARED = stat.S_ISVTX | stat.S_IWOTH
+
+
+def refuse_foreign(path: str | Path) -> None:
+    """Refuses a path of which a part was made by another user in a folder that all users may write.
+
+    The user may be that of this process, root, or the owner of the folder. A mount point may belong to anybody, because
+    only root can mount there.
+
+    Args:
+        path: A path to which this process writes. It need not exist.
+
+    Raises:
+        PermissionError: Another user can change what is written there. The error names the part.
+    """
+    absolute = Path(path).absolute()
+    real = Path(os.path.realpath(absolute))
+    for part in dict.fromkeys([absolute, *absolute.parents, real, *real.parents]):
+        folder = part.parent
+        try:
+            of_part, of_folder = part.lstat(), folder.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if of_folder.st_mode & _SHARED != _SHARED or of_part.st_uid in (os.geteuid(), 0, of_folder.st_uid):
+            continue
+        if part.is_symlink() or not os.path.ismount(part):
+            raise PermissionError(
+                errno.EPERM,
+                f"belongs to user {of_part.st_uid}, who can change what this process writes there, because all "
+                f"users may write {folder}: use a path that only user {os.geteuid()} may write",
+                os.fspath(part),
+            )
+
+
+def open_own(path: Path, flags: int, mode: int) -> int:
+    """Opens or creates a file at a name that another user may guess. Returns the file descriptor.
+
+    Args:
+        path: The path of the file.
+        flags: The flags of ``os.open``.
+        mode: The mode of a file that is created.
+
+    Raises:
+        PermissionError: The file is a symbolic link or no file, or another user has made it. See refuse_foreign.
+        OSError: The file cannot be opened.
+    """
+    refuse_foreign(path)
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        reason = "is a symbolic link, and a file is needed: delete it, or use another path"
+        raise PermissionError(errno.EPERM, reason, os.fspath(path)) from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(descriptor)
+        kind = "has another name, too" if stat.S_ISREG(status.st_mode) else "is no file"
+        reason = f"{kind}, and a file with one name is needed: delete it, or use another path"
+        raise PermissionError(errno.EPERM, reason, os.fspath(path))
+    return descriptor
