@@ -77,6 +77,7 @@ class Saves:
         """Makes a save of this kind while calls fail. Returns the number of calls of this rank that could fail."""
         before = models.shards(self.model)
         files = sorted(path.name for path in self.folder.iterdir())
+        dist.barrier()
         raised = None
         with failing_calls(self.folder, names, first, count if self.fails_here else 0, error) as failures:
             try:
@@ -94,7 +95,9 @@ class Saves:
             message = str(raised)
             assert str(self.folder) in message, (kind, names, first, repr(raised))
             assert os.strerror(error) in message, (kind, names, first, repr(raised))
-            assert sorted(path.name for path in self.folder.iterdir()) == files, (kind, names, first, count)
+            left = sorted(path.name for path in self.folder.iterdir())
+            assert left == files, (kind, names, first, count, left)
+            dist.barrier()
             assert_loads(self.folder / "first", self.first, self.sharding)
             # Training goes on, and the same save works.
             models.train(self.model, steps=1)
@@ -111,13 +114,15 @@ class Saves:
         dist.barrier()
         return calls
 
-    def run(self, kind: str, step: int) -> None:
-        """Has each call fail in turn, once and for ever."""
+    def run(self, kind: str, step: int, offset: int) -> None:
+        """Has each call fail in turn, or one of ``step`` calls from the one of this number on, once and for ever."""
         for names, error in FAILURES:
             self.begin()
-            calls = torch.tensor(self.failing(kind, names, error, 0, 0) if self.fails_here else 0)
+            own_calls = self.failing(kind, names, error, 0, 0)
+            calls = torch.tensor(own_calls if self.fails_here else 0)
             dist.all_reduce(calls)
-            for first in range(0, int(calls), step):
+            begin = min(offset, int(calls) - 1)
+            for first in range(begin, int(calls), step):
                 for count in (1, FOR_EVER):
                     self.failing(kind, names, error, first, count)
 
@@ -131,8 +136,8 @@ def main(rank: int, folder: Path, ranks: int, step: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     for failing_rank in range(ranks):
         saves = Saves(folder / "saves", failing_rank)
-        for kind in ("save", "async", "delta", "overwrite"):
-            saves.run(kind, step)
+        for number, kind in enumerate(("save", "async", "delta", "overwrite")):
+            saves.run(kind, step, offset=(2 * number + failing_rank) % step)
         if rank == 0:
             for names, _ in FAILURES:
                 print(f"{names}: {saves.tried[names]} saves, {saves.raised[names]} failed", flush=True)
