@@ -18,7 +18,7 @@ from torchrec_recstore.plugins import commands, missing
 try:
     import typer
 
-    from torchrec_recstore.commands.checkpoints import compact, diff, inspect
+    from torchrec_recstore.commands.checkpoints import compact, diff, inspect, sign
     from torchrec_recstore.commands.doctor import doctor
     from torchrec_recstore.commands.explore import neighbours, top
     from torchrec_recstore.commands.output import errors_in_one_line, print_error, status_of
@@ -88,7 +88,7 @@ for _name, _entry in commands().items():
             {"hidden": True, "context_settings": _PASS_ON} if _command.__module__ == __name__ else {}
         )
         app.command(_name, rich_help_panel=JOBS, **_says_why)(_command)
-for _of_checkpoints in (inspect, diff, compact, top, neighbours):
+for _of_checkpoints in (inspect, diff, compact, sign, top, neighbours):
     app.command(rich_help_panel=CHECKPOINTS)(_of_checkpoints)
 app.command(rich_help_panel=MACHINE)(doctor)
 app.command(rich_help_panel=MACHINE)(bench)

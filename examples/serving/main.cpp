@@ -1,7 +1,7 @@
 // Serves an exported model with libtorch alone: no Python, no torchrec_recstore.
 //
 //   main MODEL.pt INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta DELTA.safetensors]... [--key FILE]
-//   main MODEL.pt2 INPUTS.pt OUTPUT.pt [--library LIB.so]...
+//   main MODEL.pt2 INPUTS.pt OUTPUT.pt [--library LIB.so]... [--key FILE]
 //   main --follow DIRECTORY [--library LIB.so]... [--key FILE]
 //
 // MODEL.pt is a file of export_for_inference, and MODEL.pt2 a package that AOTInductor has made of such a model.
@@ -71,9 +71,11 @@ class Key {
     if (library_ == nullptr) throw std::runtime_error(dlerror());
   }
 
-  // Throws if the bytes of a file are not signed with the key.
-  void check(const std::vector<char>& file, const std::string& name, bool is_delta) const {
-    const std::string before = is_delta ? "\"recstore signature\":\"" : "recstore signature ", sum = is_delta ? "\"recstore delta\":\"0001 " : "recstore export 0001 ";
+  // Throws if the bytes of a file are not signed with the key. kind: "export", "package" or "delta".
+  void check(const std::vector<char>& file, const std::string& name, const std::string& kind) const {
+    const bool is_delta = kind == "delta";
+    const std::string before = is_delta ? "\"recstore signature\":\"" : "recstore signature ";
+    const std::string sum = is_delta ? "\"recstore delta\":\"0001 " : "recstore " + kind + " 0001 ";
     // The digits of an export are its last bytes, and those of a delta are in its header.
     const std::string_view text(file.data(), file.size());
     const size_t first = is_delta ? 8 : file.size() - std::min(file.size(), before.size() + kDigits + 1 + sum.size() + kSumDigits);
@@ -81,7 +83,7 @@ class Key {
     if (found == text.npos || found_sum == text.npos || found + before.size() + kDigits > file.size()) throw std::runtime_error(name + " has no signature, and the key " + path_ + " is required");
     const size_t signature = found + before.size(), place = found_sum + sum.size();
     const size_t end = place + kSumDigits >= file.size() ? place : file.size();
-    const std::string what = std::string(is_delta ? "delta " : "export ") + std::to_string(place) + " " + std::to_string(signature);
+    const std::string what = kind + " " + std::to_string(place) + " " + std::to_string(signature);
     std::vector<std::string_view> parts = {{what.c_str(), what.size() + 1}};
     const std::string zeros(kDigits, '0');  // in the place of the signature and of the checksum
     size_t at = 0;
@@ -263,7 +265,7 @@ c10::Dict<std::string, at::Tensor> tensors_of(const std::vector<char>& file) {
 
 c10::Dict<std::string, at::Tensor> read_delta(const std::string& path) {
   const std::vector<char> file = bytes_of(path);
-  if (required_key != nullptr) required_key->check(file, path, /*is_delta=*/true);
+  if (required_key != nullptr) required_key->check(file, path, "delta");
   try {
     return tensors_of(file);
   } catch (const std::exception& error) {
@@ -275,7 +277,7 @@ c10::Dict<std::string, at::Tensor> read_delta(const std::string& path) {
 std::shared_ptr<torch::jit::Module> loaded(const std::string& path) {
   if (required_key != nullptr) {
     const std::vector<char> file = bytes_of(path);
-    required_key->check(file, path, /*is_delta=*/false);
+    required_key->check(file, path, "export");
     std::istringstream checked(std::string(file.begin(), file.end()));
     return std::make_shared<torch::jit::Module>(torch::jit::load(checked));
   }
@@ -319,10 +321,35 @@ void answer(const Served& served, const std::string& inputs_path, const std::str
   answer(model, inputs_path, output_path);
 }
 
+// A copy of a package that others cannot change, if there is a key. The loader takes the path of a file only.
+class Copy {
+ public:
+  explicit Copy(const std::string& path) : path_(path) {
+    if (required_key == nullptr) return;
+    const std::vector<char> file = bytes_of(path);
+    required_key->check(file, path, "package");
+    std::string folder = (std::filesystem::temp_directory_path() / "recstore-package-XXXXXX").string();
+    if (mkdtemp(folder.data()) == nullptr) throw std::runtime_error("cannot create " + folder);
+    folder_ = folder;
+    path_ = folder_ / "model.pt2";
+    std::ofstream(path_, std::ios::binary).write(file.data(), static_cast<std::streamsize>(file.size()));
+  }
+  ~Copy() {
+    if (!folder_.empty()) std::filesystem::remove_all(folder_);
+  }
+  Copy(const Copy&) = delete;
+  Copy& operator=(const Copy&) = delete;
+  std::string path() const { return path_.string(); }
+
+ private:
+  std::filesystem::path path_, folder_;
+};
+
 void answer_by_package(const std::string& path, const std::string& inputs_path, const std::string& output_path) {
   // Otherwise a package reads inputs of another type as if they had the type that it was compiled for.
   setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", /*overwrite=*/0);
-  torch::inductor::AOTIModelPackageLoader package(path);
+  const Copy copy(path);
+  torch::inductor::AOTIModelPackageLoader package(copy.path());
   const Model model = [&](const std::vector<at::Tensor>& inputs) { return package.run(inputs).at(0); };
   answer(model, inputs_path, output_path);
 }
@@ -462,7 +489,6 @@ int run(const std::vector<std::string>& arguments) {
   if (files.size() != 3 || !directory.empty()) throw std::runtime_error("usage: main MODEL.pt|MODEL.pt2 INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta FILE]... [--key FILE], or main --follow DIRECTORY");
   c10::InferenceMode inference;
   if (std::filesystem::path(files[0]).extension() == ".pt2") {
-    if (required_key != nullptr) throw std::runtime_error(files[0] + " has no signature, and --key requires one");
     if (!deltas.empty()) throw std::runtime_error(files[0] + " takes no deltas: serve the file of export_for_inference, or make a new package");
     answer_by_package(files[0], files[1], files[2]);
     return 0;

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchrec_recstore_serving.follower_state import FollowerState
     from torchrec_recstore_serving.from_checkpoint import export_checkpoint, export_checkpoint_delta
     from torchrec_recstore_serving.library import load_library
+    from torchrec_recstore_serving.packages import load_package, sign_package
     from torchrec_recstore_serving.publish import DeltaPublisher
     from torchrec_recstore_serving.retrieval import Retrieval
     from torchrec_recstore_serving.retrieval_export import export_retrieval
@@ -36,8 +37,10 @@ _MODULES = {
     "export_retrieval": "retrieval_export",
     "follow": "follower",
     "load_library": "library",
+    "load_package": "packages",
     "read_delta": "delta",
     "scriptable": "served_model",
+    "sign_package": "packages",
     "verify": "verification",
 }
 
@@ -56,8 +59,10 @@ __all__ = [
     "export_retrieval",
     "follow",
     "load_library",
+    "load_package",
     "read_delta",
     "scriptable",
+    "sign_package",
     "verify",
 ]
 

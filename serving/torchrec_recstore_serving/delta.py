@@ -353,7 +353,7 @@ def write_tensors(tensors: Mapping[str, Tensor], base: str, version: str, path: 
 
 
 def described(path: Path) -> dict[str, Any]:
-    """Describes an exported model or a delta, in values that ``json`` can write.
+    """Describes an exported model, a package or a delta, in values that ``json`` can write.
 
     The file is not verified: see :func:`torchrec_recstore.inference.verify`.
 
@@ -364,13 +364,17 @@ def described(path: Path) -> dict[str, Any]:
         For both kinds: ``path``, ``kind`` (``"export"`` or ``"delta"``), ``format``, ``version``, ``tables`` by name,
         ``dense`` (the names of the other parameters and buffers) and ``bytes``. For an exported model also ``index``
         (``"sorted"`` or ``"hash"``) and ``dtype``, the data type of the rows. For a delta also ``base``, the version to
-        which it can be applied.
+        which it can be applied. For a package with a checksum only ``path``, ``kind`` (``"package"``), ``format`` and
+        ``bytes``.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: The file is neither an exported model nor a delta, or it is damaged.
     """
-    return _delta(path) if kind_of(path) == "delta" else _export(path)
+    kind = kind_of(path)
+    if kind == "package":
+        return {"path": str(path), "kind": kind, "format": FORMAT, "bytes": path.stat().st_size}
+    return _delta(path) if kind == "delta" else _export(path)
 
 
 def _export(path: Path) -> dict[str, Any]:

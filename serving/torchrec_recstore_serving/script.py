@@ -30,7 +30,7 @@ from torchrec_recstore_serving.verification import (  # noqa: F401  (the methods
     checksum_of_strings,
     compiling,
     hexadecimal,
-    sign_export,
+    sign_zip,
 )
 
 _METHODS = (
@@ -81,7 +81,7 @@ def save_script(script: torch.jit.ScriptModule, path: Path, key: Key | None = No
             with rows_apart(mapped) as records:
                 script.save(str(beside))
                 append_records(beside, records)
-            sign_export(beside, key)
+            sign_zip(beside, key)
     except OSError as error:
         if error.strerror is None:
             raise

@@ -26,31 +26,29 @@ from torchrec_recstore_serving.signing import Key, damaged, key_at, no_signature
 FORMAT = 1
 """The number of the format of exported models and deltas."""
 
-Kind = Literal["export", "delta"]
+Kind = Literal["export", "package", "delta"]
 
 _BLOCK_BYTES = 1 << 19
 """The block size of :func:`checksum_after`. Data that is passed in several calls is split at multiples of it."""
 
-_EXPORT = b"recstore export %04d " % FORMAT
+_OF_ZIP = {kind: b"recstore %s %04d " % (kind.encode(), FORMAT) for kind in ("export", "package")}
+"""What stands before the checksum in the comment of a zip file: an exported model, or a package of AOTInductor."""
+
 _SIGNATURE = "recstore signature"
 _DIGITS = 16
 _SIGNATURE_DIGITS = 64
-_COMMENT_BYTES = len(_EXPORT) + _DIGITS
+_COMMENT_BYTES = max(map(len, _OF_ZIP.values())) + _DIGITS
 _SIGNATURE_BYTES = len(_SIGNATURE) + 1 + _SIGNATURE_DIGITS + 1
 _NO_DIGITS = b"0" * _DIGITS
 _END = b"PK\x05\x06"  # The signature of the last record of a zip file: 22 bytes, and then the comment.
 _END_BYTES = 22
 
-_PATTERNS = {
-    "export": re.compile(
-        _END + rb".{18}(?:recstore signature [0-9a-f]{64} )?recstore export (\d{4}) [0-9a-f]{16}\Z", re.DOTALL
-    ),
-    "delta": re.compile(rb'"recstore delta":"(\d{4}) [0-9a-f]{16}"'),
-}
-_SIGNATURES = {
-    "export": re.compile(_END + rb".{18}recstore signature ([0-9a-f]{64}) ", re.DOTALL),
-    "delta": re.compile(rb'"recstore signature":"([0-9a-f]{64})"'),
-}
+_ZIP = re.compile(
+    _END + rb".{18}(?:recstore signature [0-9a-f]{64} )?recstore (export|package) (\d{4}) [0-9a-f]{16}\Z", re.DOTALL
+)
+_DELTA = re.compile(rb'"recstore (delta)":"(\d{4}) [0-9a-f]{16}"')
+_ZIP_SIGNATURE = re.compile(_END + rb".{18}recstore signature ([0-9a-f]{64}) ", re.DOTALL)
+_DELTA_SIGNATURE = re.compile(rb'"recstore signature":"([0-9a-f]{64})"')
 
 
 def delta_metadata(key: Key | None) -> dict[str, str]:
@@ -173,7 +171,7 @@ def check_file_bytes(file: Tensor) -> None:
 
 
 def verify(path: str | Path, *, key: str | Path | None = None) -> None:
-    """Reads an exported model or a delta and compares the file with its checksum, and with its signature.
+    """Reads an exported model, a package or a delta and compares it with its checksum, and with its signature.
 
     The file's tensors and code are not loaded. ``torch.jit.load`` does not check a file, and loads files with flipped
     bits. So a server should call this function, or, if this package is not installed, the method ``verify`` of the
@@ -184,7 +182,7 @@ def verify(path: str | Path, *, key: str | Path | None = None) -> None:
 
     Args:
         path: A file that ``export_for_inference``, ``export_checkpoint``, ``export_delta`` or
-            ``export_checkpoint_delta`` has written.
+            ``export_checkpoint_delta`` has written, or a package to which ``sign_package`` has added a checksum.
         key: The file of the key with which the file must have been signed. Default: None, the signature is not checked.
 
     Raises:
@@ -220,35 +218,62 @@ def check_file(file: BinaryIO, name: str, key: Key | None, on_block: Callable[[]
 
 
 def kind_of(path: str | Path) -> Kind:
-    """Returns whether a file is an exported model or a delta. The checksum is not compared.
+    """Returns whether a file is an exported model, a package or a delta. The checksum is not compared.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is neither of them, or it is of another format.
+        ValueError: The file is none of them, or it is of another format.
     """
     with Path(path).open("rb") as file:
         return _places(file, str(path)).kind
 
 
-def sign_export(path: Path, key: Key | None = None) -> None:
-    """Appends the checksum to a zip file that ``torch.jit.save`` has written, as the comment of the zip file.
+def sign_zip(
+    path: Path, key: Key | None = None, *, kind: Literal["export", "package"] = "export", name: str | None = None
+) -> None:
+    """Appends the checksum to a zip file that torch has written, as the comment of the zip file.
 
     Args:
         path: The file.
         key: The key with which the file is signed. The signature is in the comment, too. Default: None, no signature.
+        kind: What the file is. Default: ``"export"``.
+        name: The name of the file in errors. Default: None, the path.
+
+    Raises:
+        OSError: The file cannot be written.
+        ValueError: The file is no zip file, or has a comment.
+    """
+    signature = b"" if key is None else f"{_SIGNATURE} {'0' * _SIGNATURE_DIGITS} ".encode()
+    comment = signature + _OF_ZIP[kind] + _NO_DIGITS
+    with path.open("r+b") as file:
+        end = b""
+        if file.seek(0, os.SEEK_END) >= _END_BYTES:
+            file.seek(-_END_BYTES, os.SEEK_END)
+            end = file.read()
+        if not end.startswith(_END):  # torch writes zip files without a comment (2.13)
+            raise ValueError(f"{path if name is None else name} is no zip file as torch writes it")
+        file.seek(-2, os.SEEK_END)
+        file.write(len(comment).to_bytes(2, "little") + comment)
+    sign(path, key)
+
+
+def remove_comment(path: Path) -> None:
+    """Removes what :func:`sign_zip` has appended to a file. Nothing happens if it has appended nothing.
 
     Raises:
         OSError: The file cannot be written.
     """
-    signature = b"" if key is None else f"{_SIGNATURE} {'0' * _SIGNATURE_DIGITS} ".encode()
-    comment = signature + _EXPORT + _NO_DIGITS
     with path.open("r+b") as file:
-        file.seek(-_END_BYTES, os.SEEK_END)
-        end = file.read()
-        assert end.startswith(_END), "torch writes zip files without a comment (2.13)"
-        file.seek(-2, os.SEEK_END)
-        file.write(len(comment).to_bytes(2, "little") + comment)
-    sign(path, key)
+        size = file.seek(0, os.SEEK_END)
+        first = max(0, size - _END_BYTES - _COMMENT_BYTES - _SIGNATURE_BYTES)
+        file.seek(first)
+        appended = _ZIP.search(file.read())
+        if appended is None:
+            return
+        end = first + appended.start() + _END_BYTES
+        file.seek(end - 2)
+        file.write(bytes(2))
+        file.truncate(end)
 
 
 def sign(path: Path, key: Key | None = None) -> None:
@@ -274,7 +299,7 @@ class _Places:
     """The kind of a file, and the positions of its digits.
 
     Args:
-        kind: Whether the file is an exported model or a delta.
+        kind: Whether the file is an exported model, a package or a delta.
         checksum: The position of the checksum.
         signature: The position of the signature. None: the file has none.
     """
@@ -288,17 +313,21 @@ def _places(file: BinaryIO, name: str) -> _Places:
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     begin = file.read(9)
-    kind: Kind = "delta" if begin[8:] == b"{" and not begin.startswith(b"PK") else "export"
-    first = 8 if kind == "delta" else max(0, size - _END_BYTES - _COMMENT_BYTES - _SIGNATURE_BYTES)
+    is_delta = begin[8:] == b"{" and not begin.startswith(b"PK")
+    first = 8 if is_delta else max(0, size - _END_BYTES - _COMMENT_BYTES - _SIGNATURE_BYTES)
     file.seek(first)
     searched = file.read(min(int.from_bytes(begin[:8], "little"), 100_000_000))  # safetensors' own limit of a header
-    found = _PATTERNS[kind].search(searched)
+    found = (_DELTA if is_delta else _ZIP).search(searched)
     if found is None:
-        raise ValueError(f"{name} is neither an exported model nor a delta, or it is damaged: it has no checksum")
-    if int(found[1]) != FORMAT:
-        raise ValueError(not_known(f"{name} has the format {int(found[1])}"))
-    signature = _SIGNATURES[kind].search(searched)
-    return _Places(kind, first + found.end(1) + 1, None if signature is None else first + signature.start(1))
+        raise ValueError(
+            f"{name} is neither an exported model nor a delta, or it is damaged: it has no checksum (sign_package adds "
+            "one to a package of AOTInductor)"
+        )
+    if int(found[2]) != FORMAT:
+        raise ValueError(not_known(f"{name} has the format {int(found[2])}"))
+    kind: Kind = found[1].decode()  # type: ignore[assignment]
+    signature = (_DELTA_SIGNATURE if is_delta else _ZIP_SIGNATURE).search(searched)
+    return _Places(kind, first + found.end(2) + 1, None if signature is None else first + signature.start(1))
 
 
 def _digits(file: BinaryIO, place: int | None, count: int) -> bytes:

@@ -24,7 +24,7 @@ from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBagCol
 from torchrec_recstore.options import LRU, MinFrequency, TableOptions
 from torchrec_recstore_serving.delta import DeltaTable
 from torchrec_recstore_serving.from_checkpoint import ExportInfo
-from torchrec_recstore_serving.verification import checksum_of, scripted_function, sign_export
+from torchrec_recstore_serving.verification import checksum_of, scripted_function, sign_zip
 
 from ..checkpoint.models import DIM, recstore
 from .models import BAGS, Model, batch, train
@@ -199,7 +199,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for use in (read_delta, lambda path: export_delta(model, tmp_path / "x", base=path)):
         with pytest.raises(ValueError, match="first is neither an exported model nor a delta, or it is damaged"):
             use(tmp_path / "first")
-    sign_export(tmp_path / "first")
+    sign_zip(tmp_path / "first")
     with pytest.raises(ValueError, match=r"first cannot be loaded as an exported model: ."):
         export_delta(model, tmp_path / "x", base=tmp_path / "first")
     with pytest.raises(OSError, match="/proc/x cannot be written: "):  # No file can be created there.

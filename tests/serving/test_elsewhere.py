@@ -29,6 +29,7 @@ from torchrec_recstore.inference import (
     export_for_inference,
     load_library,
     scriptable,
+    sign_package,
 )
 from torchrec_recstore.modules import RecStoreEmbedding
 from torchrec_recstore_serving.script import save_script, scripted
@@ -219,6 +220,12 @@ def test_package_in_cpp(program: Path, tmp_path: Path, index: str, dtype: str) -
         assert done.returncode == 0, done.stderr
         for output in (loaded(*inputs), torch.load(files[2])):
             assert torch.equal(output, scripted(*inputs))
+    key = write_secret(tmp_path / "key", "0123456789abcdef" * 2)
+    assert "has no signature" in run(program, *files, *libraries, "--key", key).stderr
+    sign_package(package, key=key)
+    done = run(program, *files, *libraries, "--key", key)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(files[2]), scripted(*inputs))
     for number, wrong in ((1, inputs[1].float()), (1, inputs[1].int()), (2, inputs[2].int())):
         torch.save([*inputs[:number], wrong, *inputs[number + 1 :]], files[1])
         done = run(program, *files, *libraries)

@@ -25,7 +25,7 @@ from torchrec_recstore.inference import (
 )
 from torchrec_recstore.utils import RecStoreWarning
 from torchrec_recstore_serving.delta import load_export
-from torchrec_recstore_serving.verification import sign_export
+from torchrec_recstore_serving.verification import sign_zip
 
 from ..processes import ForkedCommand
 from ..redis_server import needs_redis, redis_server
@@ -71,7 +71,7 @@ def evil_export(target: Path, path: Path) -> None:
     """Writes an export with a checksum that fits, which everyone can compute."""
     script = torch.jit.script(Evil(str(target)))
     script.save(str(path))
-    sign_export(path)
+    sign_zip(path)
 
 
 def test_a_file_of_somebody_else_runs_code_only_without_a_key(key: Path, tmp_path: Path) -> None:

@@ -51,6 +51,14 @@ def _rows_of(checkpoints: Sequence[CheckpointInfo]) -> int:
 def inspect(
     path: Annotated[Path, argument("PATH", _INSPECTED)],
     verify: Annotated[bool, typer.Option(help="Read every file and verify its checksum.")] = True,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with the secret key that must have signed the exported model, the delta or the package.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the contents of a checkpoint, of an exported model or of an exported delta, and verify all checksums.
@@ -63,8 +71,11 @@ def inspect(
 
     Exit status: 0, or 2 if a file is damaged or missing. One line on stderr then names the file.
     """
+    if key is not None and not (path.is_file() and verify):
+        with errors_in_one_line():
+            raise ValueError("--key needs the file of an exported model, a delta or a package, and no --no-verify")
     if path.is_file():
-        _inspect_served_file(path, verify, as_json)
+        _inspect_served_file(path, verify, key, as_json)
         return
     from torchrec_recstore.checkpoint.compare import nonfinite_rows
     from torchrec_recstore.checkpoint.info import METADATA, read_chain, read_info
@@ -112,11 +123,11 @@ def _print_run(path: Path, checkpoints: Sequence[CheckpointInfo], cold: Sequence
         print_line(f"remove those of processes that have ended: {command}")
 
 
-def _inspect_served_file(path: Path, verify: bool, as_json: bool) -> None:
+def _inspect_served_file(path: Path, verify: bool, key: Path | None, as_json: bool) -> None:
     with errors_in_one_line(), missing_in_one_line():
         serving = plugin("serving")
         if verify:
-            serving.verify(path)
+            serving.verify(path, key=key)
         told = {**serving.described(path), "verified": verify}
     if as_json:
         print_json(told)
@@ -124,14 +135,39 @@ def _inspect_served_file(path: Path, verify: bool, as_json: bool) -> None:
     for name, value in told.items():
         if name not in ("tables", "dense", "bytes", "verified"):
             print_line(f"{name:<15} {value}")
-    print_line(f"dense tensors   {len(told['dense'])}")
+    if "dense" in told:
+        print_line(f"dense tensors   {len(told['dense'])}")
     print_line(f"size            {decimal(told['bytes'])}")
-    tables: dict[str, dict[str, int]] = told["tables"]
+    if "tables" in told:
+        _print_served_tables(told["tables"])
+    print_line(f"checksum        {'good' if verify else 'not verified'}")
+    if key is not None:
+        print_line(f"signature       good, of {key}")
+
+
+def _print_served_tables(tables: dict[str, dict[str, int]]) -> None:
     rows = []
     for name, table in in_order(tables):
         rows.append([name, *(decimal(n) if key == "bytes" else f"{n:,}" for key, n in table.items())])
     print_table(["table", *(next(iter(tables.values()), {}))], rows)
-    print_line(f"checksum        {'good' if verify else 'not verified'}")
+
+
+def sign(
+    package: Annotated[Path, argument("PACKAGE.pt2", "Package of AOTInductor, or exported program of torch.")],
+    key: Annotated[Path, typer.Option(metavar="FILE", help="File with the secret key.", show_default=False)],
+) -> None:
+    """Sign a package, so that those who have the key know who has written it.
+
+    The package is replaced by one with a checksum and a signature, which torch and Triton load as before. Exported
+    models are signed by recstore export --key.
+
+    Example: recstore sign model.pt2 --key publish.key
+
+    Exit status: 0, or 2 if the file is no package or cannot be written. One line on stderr then says why.
+    """
+    with errors_in_one_line(), missing_in_one_line():
+        plugin("serving").sign_package(package, key=key)
+    print_line(f"signed {package} with the key {key}")
 
 
 def _print_checkpoint(chain: Sequence[CheckpointInfo]) -> None:
