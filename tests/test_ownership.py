@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrec_recstore import SSDStore
+from torchrec_recstore import SSDStore, ownership
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import path_lock, whole_file
 from torchrec_recstore.ownership import open_own, refuse_foreign
@@ -81,6 +81,19 @@ def test_a_planted_lock_of_a_checkpoint(shared: Path, kind: str) -> None:
     assert victim.read_text() == "of this user"
     assert not made.exists()
     assert os.listdir(shared) == [".next.lock"]
+
+
+def test_a_file_that_is_planted_after_the_check(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = ownership.refuse_foreign
+    lock = shared / "lock"
+
+    def check_and_plant(path: Path) -> None:
+        check(path)
+        _as_other_user(lambda: lock.touch(0o666))
+
+    monkeypatch.setattr(ownership, "refuse_foreign", check_and_plant)
+    with pytest.raises(PermissionError, match="belongs to user 12345"):
+        open_own(lock, os.O_RDWR | os.O_CREAT, 0o600)
 
 
 def test_a_hard_link_and_a_link_of_the_same_user(shared: Path) -> None:

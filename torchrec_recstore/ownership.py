@@ -38,15 +38,23 @@ def refuse_foreign(path: str | Path) -> None:
             of_part, of_folder = part.lstat(), folder.stat()
         except (FileNotFoundError, NotADirectoryError):
             continue
-        if of_folder.st_mode & _SHARED != _SHARED or of_part.st_uid in (os.geteuid(), 0, of_folder.st_uid):
-            continue
-        if part.is_symlink() or not os.path.ismount(part):
-            raise PermissionError(
-                errno.EPERM,
-                f"belongs to user {of_part.st_uid}, who can change what this process writes there, because all "
-                f"users may write {folder}: use a path that only user {os.geteuid()} may write",
-                os.fspath(part),
-            )
+        if _is_foreign(of_part, of_folder) and (part.is_symlink() or not os.path.ismount(part)):
+            raise _foreign(part, of_part)
+
+
+def _is_foreign(of_entry: os.stat_result, of_folder: os.stat_result) -> bool:
+    """Returns whether an entry of a folder that all users may write was made by another user."""
+    is_shared = of_folder.st_mode & _SHARED == _SHARED
+    return is_shared and of_entry.st_uid not in (os.geteuid(), 0, of_folder.st_uid)
+
+
+def _foreign(path: Path, status: os.stat_result) -> PermissionError:
+    return PermissionError(
+        errno.EPERM,
+        f"belongs to user {status.st_uid}, who can change what this process writes there, because all users may write "
+        f"{path.parent}: use a path that only user {os.geteuid()} may write",
+        os.fspath(path),
+    )
 
 
 def open_own(path: Path, flags: int, mode: int) -> int:
@@ -70,6 +78,9 @@ def open_own(path: Path, flags: int, mode: int) -> int:
         reason = "is a symbolic link, and a file is needed: delete it, or use another path"
         raise PermissionError(errno.EPERM, reason, os.fspath(path)) from None
     status = os.fstat(descriptor)
+    if _is_foreign(status, path.parent.stat()):  # It has been made since the check above.
+        os.close(descriptor)
+        raise _foreign(path, status)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(descriptor)
         kind = "has another name, too" if stat.S_ISREG(status.st_mode) else "is no file"

@@ -46,6 +46,7 @@ class RunDirectory:
             self.path = self._root / shard / f"run-{number}"
             self.path.parent.mkdir(exist_ok=True)
             self.path.mkdir(mode=0o700)
+            refuse_foreign(self.path)
             self._lock: int | None = open_own(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             _open.add(self)
             fcntl.flock(self._lock, fcntl.LOCK_EX)

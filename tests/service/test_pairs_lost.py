@@ -225,6 +225,28 @@ def test_taking_over_counts_once(pair: ServerPair) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_both_are_killed_and_redis_has_forgotten_everything(pair: ServerPair) -> None:
+    with pair.client() as client:
+        _make(client)
+        pair.primary()
+        _count(client, 1)
+        client.save("first")
+        _count(client, 1)
+    _kill(pair)
+    pair.lease.kill()
+    pair.lease.start()
+    for server in range(2):
+        _start(pair, server)
+    _assert_refuse(pair, 0, 1)
+    assert not _primaries(pair)
+    pair.servers[1].kill()
+    _start(pair, 1, take_over=True)
+    assert pair.primary() == 1
+    with pair.client() as client:
+        assert _counted(client) == 1
+
+
+@pytest.mark.timeout(120)
 def test_taking_over_on_both_at_once(pair: ServerPair) -> None:
     """One of both becomes the primary, and the other one copies its rows."""
     with pair.client() as client:
