@@ -1,4 +1,4 @@
-"""Saves while the disk is full or fails, at each call in turn: failing_saves.py, with the library of failing_disk.py."""
+"""Saves while the disk is full or fails, at each call in turn: failing_saves.py, with the library of failing_disk."""
 
 from __future__ import annotations
 

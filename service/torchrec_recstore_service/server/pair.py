@@ -135,9 +135,9 @@ class _Peer:
 class _TakeOver:
     """What --take-over lets a server do once: begin as the primary without all rows.
 
-    A living server with all rows takes a free lease at once. So --take-over counts when the lease has been free for some
-    time. It does not count any more when the record has changed: then a server has been the primary since, this one or
-    the other one, and has acknowledged writes that this server may lack.
+    A living server with all rows takes a free lease at once. So --take-over counts when the lease has been free for
+    some time. It does not count any more when the record has changed: then a server has been the primary since, this
+    one or the other one, and has acknowledged writes that this server may lack.
     """
 
     def __init__(self) -> None:
@@ -626,8 +626,8 @@ class Pair(Native):
         if taking_over is not None:
             begin = "this server again with --take-over, which counts once"
         return (
-            f"no server with all rows is there, and this one waits for one: the rows of {self._directory.path} are older. "
-            f"Start the server that has all rows. If it is lost for good, start {begin}, and it begins with "
+            f"no server with all rows is there, and this one waits for one: the rows of {self._directory.path} are "
+            f"older. Start the server that has all rows. If it is lost for good, start {begin}, and it begins with "
             f"{self._rows_of_start()}"
         )
 
