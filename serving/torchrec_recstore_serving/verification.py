@@ -369,7 +369,7 @@ def _digests(
 def _checksum_function() -> Callable[[Tensor, Tensor], Tensor]:
     """Returns :func:`checksum_after` for the bytes of a file.
 
-    The library computes it several times as fast, but a process that serves models with a sorted index has no need of it.
+    The library computes it fifty times as fast, but a process that serves models with a sorted index need not have it.
     """
     try:
         load_library()

@@ -224,9 +224,7 @@ def loaded_tables(
                 saved_dim = chain[-1].tables[saved_name].dim
                 without_state = RowsWithoutState(name, table.optimizer, saved_dim, table.dim, function)
             expected_rows = chain[-1].tables[saved_name].rows if owned is None else 0
-            load_rows(
-                table, saved_name, chain, owned, without_state=without_state, expected_rows=expected_rows
-            )
+            load_rows(table, saved_name, chain, owned, without_state=without_state, expected_rows=expected_rows)
             if owned is None:
                 check_rows(chain, saved_name, held_rows(table))
     except BaseException:
