@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from torchrec_recstore.network import host_of
 from torchrec_recstore.options import (
     LFU,
     LRU,
@@ -75,6 +76,7 @@ EVERYTHING = TableOptions(
             r"ServerStore\.servers must be HOST:PORT, got 'host:0'",
         ),
         (lambda: ServerStore("host:65536"), ValueError, r"ServerStore\.servers must be .*'host:65536'"),
+        (lambda: ServerStore("a\0b:80"), ValueError, r"ServerStore\.servers must be HOST:PORT, got 'a\\x00b:80'"),
         (lambda: ServerStore("h:1, h:1"), ValueError, r"ServerStore\.servers must differ, got h:1, h:1"),
         (lambda: ServerStore("h:1", shared=True), TypeError, r"ServerStore\.shared must be a str, got bool"),
         (lambda: ServerStore("h:1", shared=""), ValueError, r"ServerStore\.shared must not be empty"),
@@ -162,3 +164,14 @@ def test_a_bound_on_rows_is_a_bound_on_what_is_expected() -> None:
 def test_a_bound_does_not_change_what_is_learned() -> None:
     assert default_initializer(TableOptions(max_rows=4)) == default_initializer(TableOptions())
     assert default_initializer(TableOptions(max_rows=4), 100) == UniformInit(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("host", ["h", "my_host-1.example.org", "10.0.0.1", "[::1]", "::1", "[fe80::1%eth0]"])
+def test_the_host_of_an_address(host: str) -> None:
+    assert host_of(f"{host}:80") == host
+
+
+@pytest.mark.parametrize("address", ["unix:/run/x:80", "../x:80", "h:80\n", "h:\u0661", ":80", "h:99999", "a b:80"])
+def test_an_address_is_a_host_and_a_port(address: str) -> None:
+    with pytest.raises(ValueError, match="must be HOST:PORT"):
+        host_of(address)

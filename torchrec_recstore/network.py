@@ -8,11 +8,28 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+_PORT = re.compile(r"[0-9]{1,5}")
+_HOST = re.compile(
+    r"""
+    [\w.-]+                                # a name, or an IPv4 address
+    | \[?[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]?    # an IPv6 address
+    """,
+    re.ASCII | re.VERBOSE,
+)
+
 
 def host_of(address: str, least_port: int = 1) -> str:
-    """Returns the host of ``host:port``. Raises ValueError for another form, or a port out of range."""
+    """Returns the host of ``host:port``.
+
+    A host is a name or an IP address. It is never the path of a socket, to which gRPC would connect:
+    ``unix:/run/socket:80`` is refused.
+
+    Raises:
+        ValueError: The address has another form, or its port is out of range.
+    """
     host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdecimal() and least_port <= int(port) < 2**16):
+    has_form = _HOST.fullmatch(host) and _PORT.fullmatch(port)
+    if not has_form or not least_port <= int(port) < 2**16:
         raise ValueError(f"must be HOST:PORT, got {address!r}")
     return host
 

@@ -12,7 +12,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from tests.service.fuzz_phases import DIM, IDS, KEPT, Phases
+from tests.service.in_process import Methods, called
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore_service import RecStoreClient
@@ -164,43 +165,6 @@ class Messages:
         return b"" if KEPT.encode() in changed and self.epoch.encode() in changed else bytes(changed)
 
 
-class _RefusedError(Exception):
-    pass
-
-
-class _Context:
-    """The context of a call that does not come from gRPC."""
-
-    code: grpc.StatusCode | None = None
-    details = ""
-
-    def abort(self, code: grpc.StatusCode, details: str) -> None:
-        self.code, self.details = code, details
-        raise _RefusedError
-
-    def is_active(self) -> bool:
-        return True
-
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
-
-    def set_trailing_metadata(self, metadata: object) -> None:
-        pass
-
-    def cancel(self) -> None:
-        pass
-
-
-class _Methods:
-    """Takes the place of a ``grpc.Server``, and keeps the handlers."""
-
-    def __init__(self) -> None:
-        self.handlers: dict[str, Any] = {}
-
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        self.handlers.update(handlers)
-
-
 def fuzz(calls: int, seed: int, directory: Path, report: Callable[[str], object] = lambda line: None) -> Counter[str]:
     """Makes ``calls`` calls and checks what they leave. Returns the number of calls by status.
 
@@ -227,14 +191,14 @@ def fuzz(calls: int, seed: int, directory: Path, report: Callable[[str], object]
     chosen = random.Random(seed + 1)
     phases = Phases(chosen, tables, data)
     messages = Messages(seed, phases.label)
-    methods, memory = _Methods(), RequestMemory(1 << 30)
+    methods, memory = Methods(), RequestMemory(1 << 30)
     threads = CallThreads(1, "fuzz")
     add_ParameterServerServicer_to_server(service, Handlers(methods, {"": threads}, memory, frozenset()))
     statuses: Counter[str] = Counter()
     begin = time.monotonic()
 
     def in_process(method: str, sent: list[bytes]) -> tuple[grpc.StatusCode, str, list[bytes]]:
-        answer = _called(methods.handlers[method], sent)
+        answer = called(methods.handlers[method], sent)
         assert memory.held == threads.running == 0
         return answer
 
@@ -274,20 +238,6 @@ def fuzz(calls: int, seed: int, directory: Path, report: Callable[[str], object]
     server.stop()
     service.close()
     return statuses
-
-
-def _called(handler: Any, messages: list[bytes]) -> tuple[grpc.StatusCode, str, list[bytes]]:
-    context = _Context()
-    raw: Iterator[bytes] = iter(messages)
-    try:
-        if handler.response_streaming:
-            replies = list(handler.stream_stream(raw, context))
-        else:
-            replies = [handler.stream_unary(raw, context)]
-    except _RefusedError:
-        assert context.code is not None
-        return context.code, context.details, []
-    return grpc.StatusCode.OK, "", [each if isinstance(each, bytes) else each.SerializeToString() for each in replies]
 
 
 def _count(statuses: Counter[str], code: grpc.StatusCode, details: str, method: str, messages: list[bytes]) -> None:

@@ -18,6 +18,7 @@ from tests.recstore_server import Proxy, RecStoreServer
 from tests.redis_server import free_port
 from tests.service.test_limits import METADATA, SERVICE, numbers, resident_mb
 from torchrec_recstore_service import RecStoreClient, ServiceError
+from torchrec_recstore_service.client.connection import Access, channel_of
 
 
 def _channel(server: RecStoreServer, stack: ExitStack) -> grpc.Channel:
@@ -99,3 +100,18 @@ def test_connections_whose_clients_are_silent_are_closed(tmp_path: Path) -> None
         proxy.close()
     for server in (plain, tls):
         server.kill()
+
+
+def test_an_address_never_names_a_socket_of_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For gRPC alone, "unix:80" is the socket "80" in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("80")
+        listener.listen()
+        listener.settimeout(0)
+        channel = channel_of("unix:80", Access(timeout_s=1.0))
+        with pytest.raises(grpc.FutureTimeoutError):
+            grpc.channel_ready_future(channel).result(timeout=2)
+        channel.close()
+        with pytest.raises(BlockingIOError):
+            listener.accept()

@@ -459,8 +459,11 @@ def _kind(error: grpc.RpcError) -> str:
 
 def channel_of(address: str, access: Access) -> Any:
     """Returns a channel of gRPC to a server. Raises OSError if a file of ``access`` cannot be read."""
+    # Without a scheme, gRPC takes the host of "unix:80" for one, and connects to the socket "80" in the
+    # working directory. Servers name addresses to each other, so an address is a host and a port only.
+    target = f"dns:///{address}"
     if access.tls_ca is None:
-        return grpc.insecure_channel(address, _OPTIONS)
+        return grpc.insecure_channel(target, _OPTIONS)
 
     def content(file: str | Path | None) -> bytes | None:
         return None if file is None else Path(file).read_bytes()
@@ -468,7 +471,7 @@ def channel_of(address: str, access: Access) -> Any:
     credentials = grpc.ssl_channel_credentials(
         content(access.tls_ca), content(access.tls_key), content(access.tls_cert)
     )
-    return grpc.secure_channel(address, credentials, _OPTIONS)
+    return grpc.secure_channel(target, credentials, _OPTIONS)
 
 
 def _tls(access: Access) -> ssl.SSLContext:

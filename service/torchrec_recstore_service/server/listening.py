@@ -204,9 +204,13 @@ def check_advertised_rows(text: str) -> None:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Returns the two parts of ``host:port``, without the brackets of an IPv6 address."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+    """Returns the two parts of ``host:port``, without the brackets of an IPv6 address.
+
+    Raises:
+        ValueError: ``address`` is not ``host:port``. The port may be 0.
+    """
+    host = host_of(address, least_port=0)
+    return host.strip("[]"), int(address.rpartition(":")[2])
 
 
 class StopSignals:

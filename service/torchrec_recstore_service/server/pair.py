@@ -408,7 +408,8 @@ class Pair(Native):
     # The primary.
 
     def _copy(self, request: pb.ReplicateRequest) -> pb.ReplicateReply:
-        host_and_port(request.rows)  # raises ValueError
+        for address in (request.rows, request.address):  # this server connects to both
+            host_and_port(address)  # raises ValueError
         with self._copying:
             with self._lock:
                 if self.role is Role.SYNCED:  # the end of the last start of the backup was not seen yet
