@@ -5,13 +5,18 @@ his own, in which he can replace all files later, or a symbolic link to a file o
 have random names and are made exclusively (``tempfile``, ``memfd_create``). This module is for the other ones: locks,
 and the directories of cold stores, checkpoints and servers. It imports no torch.
 
-Tests: tests/test_ownership.py.
+An archive that was unpacked can leave a link at such a name, too. A lock that is taken through the link empties a file
+elsewhere, and a directory that is deleted through it loses files elsewhere. Links that a user makes, to a data directory
+or to a checkpoint, are followed as everywhere.
+
+Tests: tests/test_ownership.py, tests/outside/test_links.py.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -57,17 +62,17 @@ def _foreign(path: Path, status: os.stat_result) -> PermissionError:
     )
 
 
-def open_own(path: Path, flags: int, mode: int) -> int:
+def open_own(path: str | Path, flags: int, mode: int = 0o666) -> int:
     """Opens or creates a file at a name that another user may guess. Returns the file descriptor.
 
     Args:
         path: The path of the file.
         flags: The flags of ``os.open``.
-        mode: The mode of a file that is created.
+        mode: The mode of a file that is created. Default: 0o666.
 
     Raises:
-        PermissionError: The file is a symbolic link or no file, or another user has made it. See refuse_foreign.
-        OSError: The file cannot be opened.
+        PermissionError: The path is no file, or another user has made it. See refuse_foreign.
+        OSError: The file is a link, or it cannot be opened.
     """
     refuse_foreign(path)
     try:
@@ -75,8 +80,8 @@ def open_own(path: Path, flags: int, mode: int) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        reason = "is a symbolic link, and a file is needed: delete it, or use another path"
-        raise PermissionError(errno.EPERM, reason, os.fspath(path)) from None
+        raise _link_error(path) from None
+    path = Path(path)
     status = os.fstat(descriptor)
     if _is_foreign(status, path.parent.stat()):  # It has been made since the check above.
         os.close(descriptor)
@@ -87,3 +92,33 @@ def open_own(path: Path, flags: int, mode: int) -> int:
         reason = f"{kind}, and a file with one name is needed: delete it, or use another path"
         raise PermissionError(errno.EPERM, reason, os.fspath(path))
     return descriptor
+
+
+def refuse_link(path: str | Path) -> None:
+    """Raises OSError if there is a link at ``path``."""
+    if os.path.islink(path):
+        raise _link_error(path)
+
+
+def refuse_links_below(directory: str | Path) -> None:
+    """Raises OSError if a directory is a link, or has one at any depth. The directory need not exist."""
+    refuse_link(directory)
+    for folder, folders, files in os.walk(directory):
+        for name in (*folders, *files):
+            refuse_link(os.path.join(folder, name))
+
+
+def remove(path: str | Path) -> None:
+    """Deletes a file, a link or a directory with all of its files. What a link names stays. Errors are ignored."""
+    try:
+        is_directory = os.path.isdir(path) and not os.path.islink(path)
+        if is_directory:
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.unlink(path)
+    except OSError:
+        pass
+
+
+def _link_error(path: str | Path) -> OSError:
+    return OSError(errno.ELOOP, "is a link, which this package never makes: delete it", os.fspath(path))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from torchrec_recstore.ownership import open_own, refuse_foreign
+from torchrec_recstore.ownership import open_own, refuse_foreign, refuse_link
 from torchrec_recstore.utils import warn_user
 
 _RUN = re.compile(r"run-[0-9a-f]{12}")
@@ -44,6 +44,7 @@ class RunDirectory:
         with _locked(self._root):
             _remove_dead(self._root)
             self.path = self._root / shard / f"run-{number}"
+            refuse_link(self.path.parent)
             self.path.parent.mkdir(exist_ok=True)
             self.path.mkdir(mode=0o700)
             refuse_foreign(self.path)
@@ -127,7 +128,13 @@ def removal(runs: Sequence[Run]) -> str:
 
 
 def _runs(root: Path) -> list[Path]:
-    return sorted(run for run in root.glob("*/run-*") if _RUN.fullmatch(run.name))
+    """Returns the run directories. A link is none: what it names was not made by a store."""
+    runs = []
+    for run in root.glob("*/run-*"):
+        is_link = run.is_symlink() or run.parent.is_symlink()
+        if _RUN.fullmatch(run.name) and not is_link:
+            runs.append(run)
+    return sorted(runs)
 
 
 @contextmanager
@@ -142,6 +149,8 @@ def _locked(root: Path, how: int = fcntl.LOCK_EX, mode: int = os.O_RDWR | os.O_C
 
 def _owner(run: Path) -> str | None:
     """Returns what the process that uses a directory has written, or None. The caller has locked the root."""
+    if (run / _LOCK).is_symlink():  # a store has not made it
+        return None
     try:
         file = os.open(run / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:  # it is not being created, because the root is locked
@@ -182,7 +191,7 @@ def _delete(run: Path) -> None:
     with suppress(FileNotFoundError):
         for path in run.iterdir():
             if path.name != _LOCK:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         shutil.rmtree(run)
 
 

@@ -221,6 +221,20 @@ def test_a_file_whose_name_leads_out_of_the_checkpoint(saved: Path, name: str) -
     assert_refused(saved / "full", "the name of a file")
 
 
+@pytest.mark.parametrize("value", ["../victim", None, [], {}, {"$type": "SSDStore", "path": "../victim"}])
+@pytest.mark.parametrize("field", ["optimizer", "options"])
+def test_an_optimizer_and_options_are_of_their_types(saved: Path, field: str, value: object) -> None:
+    change(saved / "full", set_value("tables", "item", field, to=value))
+    assert_refused(saved / "full", f"metadata.json: the {field} of table 'item' must be ")
+
+
+@pytest.mark.parametrize("store", [{"$type": "SSDStore", "path": "../victim"}, "../victim"])
+def test_a_checkpoint_chooses_no_cold_store(saved: Path, store: object) -> None:
+    """A table with the options of a checkpoint would open files at the path, and delete old ones."""
+    change(saved / "full", set_value("tables", "user", "options", "cold_store", to=store))
+    assert_refused(saved / "full", "metadata.json: (the options of table 'user' name the cold|.*cold_store must be)")
+
+
 @pytest.mark.parametrize("field", ["step", "row", "once"])
 def test_code_of_an_optimizer_is_not_taken_from_a_file(saved: Path, field: str) -> None:
     code = {"$type": "RowOptimizer", "lr": 0.1, "name": "mine", "states": {}, field: "system(0);"}

@@ -88,11 +88,11 @@ class Sandbox:
         return [path for path in sorted(self.root.rglob(VICTIM)) if self.data not in path.parents]
 
     @contextmanager
-    def watched(self, readable: tuple[Path, ...] = ()) -> Iterator[Watch]:
+    def watched(self, readable: frozenset[str] = frozenset()) -> Iterator[Watch]:
         """Returns a context in which no file outside of :attr:`data` may be read or changed.
 
         Args:
-            readable: Directories outside of :attr:`data` that may be read.
+            readable: The names of files that may be read outside of :attr:`data`. Default: none.
 
         Raises:
             AssertionError: A file was read, or something was created, changed or deleted.
@@ -117,11 +117,7 @@ class Sandbox:
             return
         created = sorted(present.keys() - self._entries.keys())
         deleted = sorted(self._entries.keys() - present.keys())
-        changed = sorted(
-            path
-            for path in present.keys() & self._entries.keys()
-            if present[path] != self._entries[path]
-        )
+        changed = sorted(path for path in present.keys() & self._entries.keys() if present[path] != self._entries[path])
         raise AssertionError(f"created: {created}, deleted: {deleted}, changed: {changed}")
 
     def owns(self, path: str) -> bool:
@@ -147,28 +143,31 @@ class Watch:
 
     Args:
         sandbox: The sandbox.
-        readable: Directories that may be read.
+        readable: The names of files that may be read.
     """
 
-    def __init__(self, sandbox: Sandbox, readable: tuple[Path, ...]) -> None:
+    def __init__(self, sandbox: Sandbox, readable: frozenset[str]) -> None:
         self._sandbox = sandbox
         self._readable = readable
         self.seen: list[tuple[str, str]] = []
         """The events and paths outside of the directory that is fuzzed."""
 
-    def note(self, event: str, path: str) -> None:
+    def note(self, event: str, path: str, follows: bool) -> None:
         """Adds an event, unless the path is in the directory that is fuzzed, or far away.
 
-        A link that is removed or replaced is not followed.
+        Args:
+            event: The name of the event.
+            path: The path.
+            follows: Whether a link at the path is followed. One that is removed is not.
         """
-        if event in _READS:
+        if follows:
             target = os.path.realpath(path)
         else:
             target = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
         target = os.path.normpath(target)
         if not _is_below(target, self._sandbox.root) or self._sandbox.owns(target):
             return
-        if event in _READS and any(_is_below(target, folder) for folder in self._readable):
+        if event in _READS and os.path.basename(target) in self._readable:
             return
         self.seen.append((event, target))
 
@@ -214,8 +213,11 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         text = os.fsdecode(path)
         if "/" not in text:
             continue  # it may be relative to the descriptor of a directory
+        follows = event in _READS
+        if event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_NOFOLLOW:
+            follows = False
         for watch in list(_watches):
-            watch.note(event, text)
+            watch.note(event, text, follows)
 
 
 sys.addaudithook(_audit)

@@ -79,6 +79,25 @@ def test_a_repeated_request_waits_for_the_first() -> None:
     assert after.once("a", 1, 1, _never) == 5
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "b",
+        {"answers": {}},
+        {"done_before": "1", "answers": {}},
+        {"done_before": 1, "answers": {"x": 1}},
+        {"done_before": 1, "answers": {"1": "../victim"}},
+    ],
+)
+def test_a_damaged_document_changes_nothing(entry: object) -> None:
+    applied = AppliedRequests()
+    applied.once("a", 1, 1, lambda: 5)
+    with pytest.raises(ValueError, match="the list of the requests that were carried out is damaged"):
+        applied.from_json({"b": {"done_before": 1, "answers": {}}, "c": entry})
+    assert applied.once("a", 1, 1, _never) == 5
+    assert applied.clients == 1
+
+
 def test_clients_that_come_and_go_take_no_memory() -> None:
     applied = AppliedRequests(most_clients=1000, kept_s=0.0)
     for client in range(1200):

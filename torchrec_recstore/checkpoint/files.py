@@ -101,7 +101,7 @@ class FileLock(AbstractContextManager["FileLock"]):
     def _acquire(self) -> bool:
         """Takes the lock if it is free, and returns whether it was."""
         while True:
-            descriptor = open_own(self._file, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = open_own(self._file, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(descriptor, (fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 if self._is_at_its_path(descriptor):  # Otherwise the previous holder has removed the file: try again.
@@ -290,8 +290,14 @@ def sync(path: Path) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Writes a file, and syncs it to the disk. An error names the file."""
-    with naming(path), path.open("wb") as file:
+    """Writes a file with a name of this package, and syncs it to the disk. A file or a link there is replaced.
+
+    Raises:
+        OSError: The file cannot be written. The error names it.
+    """
+    path.unlink(missing_ok=True)
+    descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    with naming(path), os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

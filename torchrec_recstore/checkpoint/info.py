@@ -257,9 +257,16 @@ def _table(name: str, entry: dict[str, Any]) -> TableInfo:
     where = f"table {name!r}"
     check_fields(where, entry, TableInfo)
     times = entry["times"]
+    options = _of_type(TableOptions, f"the options of {where}", entry["options"])
+    if options.cold_store is not None:
+        # A table with these options would open files at the path of the cold store, and delete old ones.
+        raise ValueError(
+            f"the options of {where} name the cold store {options.cold_store!r}, which checkpoints never "
+            "have: the file was not written by this package"
+        )
     values = {
-        "optimizer": decode(entry["optimizer"], {}),
-        "options": decode(entry["options"], {}),
+        "optimizer": _of_type(Optimizer, f"the optimizer of {where}", entry["optimizer"]),
+        "options": options,
         "columns": tuple((begin, end) for begin, end in entry["columns"]),
         "parts": tuple(_part(where, part) for part in entry["parts"]),
         "removed": tuple(_part(where, part) for part in entry["removed"]),
@@ -267,6 +274,18 @@ def _table(name: str, entry: dict[str, Any]) -> TableInfo:
         "times": None if times is None else tuple(times),
     }
     return TableInfo(**{**entry, **values})
+
+
+def _of_type(kind: type[_Entry], what: str, encoded: Any) -> _Entry:
+    """Returns a value that :func:`encode` has converted.
+
+    Raises:
+        ValueError: The value is of another type.
+    """
+    value = decode(encoded, {})
+    if not isinstance(value, kind):
+        raise ValueError(f"{what} must be of the type {kind.__name__}, got {value!r}")
+    return value
 
 
 def _part(table: str, entry: dict[str, Any]) -> PartInfo:

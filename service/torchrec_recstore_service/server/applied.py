@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_uint64
@@ -97,9 +98,21 @@ class AppliedRequests(Native):
         return document
 
     def from_json(self, document: dict[str, Any]) -> None:
-        """Replaces the requests by those that another server has carried out."""
+        """Replaces the requests by those that another server has carried out.
+
+        Raises:
+            ValueError: The document is damaged. Nothing has changed.
+        """
+        requests: list[tuple[bytes, int, int, int]] = []
+        try:
+            for name, entry in document.items():
+                done_before = operator.index(entry["done_before"])
+                requests.append((name.encode(), done_before, -1, 0))
+                for number, deleted in entry["answers"].items():
+                    answer = (int(number), operator.index(deleted))
+                    requests.append((name.encode(), done_before, *answer))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the list of the requests that were carried out is damaged: {error}") from error
         self.invoke("clear")
-        for name, entry in document.items():
-            self.invoke("add", name.encode(), entry["done_before"], -1, 0)
-            for number, deleted in entry["answers"].items():
-                self.invoke("add", name.encode(), entry["done_before"], int(number), deleted)
+        for request in requests:
+            self.invoke("add", *request)

@@ -6,7 +6,6 @@ Tests: tests/service/test_faults.py.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import CheckpointError, FileLock, make_directory, sync, write_synced
 from torchrec_recstore.checkpoint.info import read_info
 from torchrec_recstore.encoding import check_fields
+from torchrec_recstore.ownership import remove
 from torchrec_recstore_service.server.save_names import SaveId, SaveName
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.agreement import epoch_label, run_label
@@ -135,16 +135,14 @@ class DataDirectory:
         self._saves: dict[SaveName, pb.Saved] = {}
         self._prepared: dict[SaveId, pb.Saved] = {}
         for entry in self._path.iterdir():
-            if entry.name.startswith(_RECEIVED):
-                shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name.startswith(f".{_PREPARED}"):  # the files and the lock of a part that was being written
-                entry.unlink() if entry.is_file() else shutil.rmtree(entry, ignore_errors=True)
+            if entry.name.startswith(_RECEIVED) or entry.name.startswith(f".{_PREPARED}"):
+                remove(entry)
             elif entry.name.startswith(_PREPARED):
-                saved = _manifest_of(entry)
+                saved = None if entry.is_symlink() else _manifest_of(entry)
                 # A part changes places with the save that it replaces. The server was killed before it had deleted the
                 # old save.
                 if saved is None or entry.name != f"{_PREPARED}{saved.id}":
-                    shutil.rmtree(entry, ignore_errors=True)
+                    remove(entry)
                 else:
                     self._prepared[SaveId(saved.id)] = saved
             elif entry.is_dir() and not entry.name.startswith("."):
@@ -188,6 +186,13 @@ class DataDirectory:
         """Returns the path to which a part of a save is written before it counts."""
         return self._path / f"{_PREPARED}{save_id}"
 
+    def new_staging(self, save_id: SaveId) -> Path:
+        """Returns :meth:`staging` for a part that is written now. A link that is there is deleted."""
+        path = self.staging(save_id)
+        if path.is_symlink():
+            path.unlink()
+        return path
+
     def received(self, save_id: SaveId) -> Path:
         """Returns the path to which the parts of a save of other servers are written."""
         return self._path / f"{_RECEIVED}{save_id}"
@@ -230,14 +235,14 @@ class DataDirectory:
 
     def discard(self, save_id: SaveId) -> None:
         """Deletes a prepared part, and what was received for it."""
-        shutil.rmtree(self.received(save_id), ignore_errors=True)
+        remove(self.received(save_id))
         if self._prepared.pop(save_id, None) is not None:
-            shutil.rmtree(self.staging(save_id), ignore_errors=True)
+            remove(self.staging(save_id))
 
     def forget(self, name: SaveName) -> None:
         """Deletes a save, unless the server starts from it."""
         if name != self.last and self._saves.pop(name, None) is not None:
-            shutil.rmtree(self.checkpoint(name), ignore_errors=True)
+            remove(self.checkpoint(name))
 
     def set_last(self, name: SaveName | None, stopped: dict[str, Any] | None = None) -> None:
         """Writes the name of the save to start from to the disk, with the state of a server that has stopped."""

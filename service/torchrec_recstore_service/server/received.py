@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 
 from torchrec_recstore.checkpoint.files import naming
+from torchrec_recstore.ownership import open_own, refuse_link, remove
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.deadline import Deadline
 from torchrec_recstore_service.server.native import CallRefusedError
@@ -61,9 +62,12 @@ class ReceivedFiles:
         if request.part >= SLOTS:
             raise ValueError(f"a save has at most {SLOTS} parts")
         name = SavedFileName(request.file)
-        path = self._directory.received(save_id) / str(request.part) / name
+        root = self._directory.received(save_id)
+        path = root / str(request.part) / name
         with self._lock:
             self._begin(save_id)
+            for place in (root, path.parent, path):
+                refuse_link(place)
             is_new = not path.exists()
             if is_new and self._files >= FILES:
                 raise ValueError(f"a save has at most {FILES} files")
@@ -90,7 +94,7 @@ class ReceivedFiles:
     def forget(self, save_id: SaveId) -> None:
         """Deletes the files of a save."""
         with self._lock:
-            shutil.rmtree(self._directory.received(save_id), ignore_errors=True)
+            remove(self._directory.received(save_id))
             if save_id == self._id:
                 self._deadline.cancel()
                 self._id = None
@@ -104,7 +108,7 @@ class ReceivedFiles:
                 grpc.StatusCode.UNAVAILABLE, "the server receives the files of another save: repeat the call"
             )
         if self._id is not None:
-            shutil.rmtree(self._directory.received(self._id), ignore_errors=True)
+            remove(self._directory.received(self._id))
         self._id = save_id
         self._files = self.bytes = self._left = 0
         self._heard = 0.0
@@ -117,7 +121,7 @@ class ReceivedFiles:
 
 def _write(path: Path, content: bytes, offset: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    file = open_own(path, os.O_WRONLY | os.O_CREAT)
     try:
         left = memoryview(content)
         with naming(path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import stat
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import grpc
 from torch import Tensor
 
 from torchrec_recstore.checkpoint.files import make_directory, naming
+from torchrec_recstore.ownership import open_own, refuse_links_below, remove
 from torchrec_recstore_service.client.hosted import HostedTables, Loaded
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.data_directory import MANIFEST, DataDirectory, Membership, membership_of
@@ -147,7 +148,7 @@ class SetCalls:
             # The name must differ from the last checkpoint, from which the next server starts if this save fails.
             name = next(name for name in STOPPED if name != self._directory.last)
             path = self._directory.checkpoint(name)
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
             self._tables.save(path)
             stopped = {"checkpoint": name, "epoch": member.label, "applied": self._applied.to_json()}
             self._directory.set_last(name, stopped)
@@ -277,7 +278,7 @@ class SetCalls:
     def forget_copy(self) -> None:
         """Deletes the copy."""
         if self._copy is not None:
-            shutil.rmtree(self._directory.received(self._copy), ignore_errors=True)
+            remove(self._directory.received(self._copy))
             self._copy = None
 
     def follow(self, copy: pb.Saved, state: Mapping[str, Any], read: Callable[[str, int], pb.ReadFileReply]) -> None:
@@ -298,6 +299,7 @@ class SetCalls:
                 "data directory"
             )
         path = self._directory.received(SaveId(copy.id))
+        remove(path)
         make_directory(path)
         try:
             for file in read("", 0).files:
@@ -310,7 +312,7 @@ class SetCalls:
                         offset, last = offset + len(piece.content), piece.last
             loaded = self._tables.read(path, exact=True)
         finally:
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
         with self._saving, self.gate.exclusive():
             self._forget_next()
             self._run = ""
@@ -476,7 +478,7 @@ class SetCalls:
         name = SavedFileName(request.file)
         if name not in files:
             raise FileNotFoundError(f"the save {request.save.name!r} has no file {name!r}")
-        with (path / name).open("rb") as file:
+        with _opened_file(path / name) as file:
             file.seek(request.offset)
             content = file.read(PART_BYTES)
             return pb.ReadFileReply(content=content, last=len(content) < PART_BYTES)
@@ -494,13 +496,15 @@ class SetCalls:
             return
         save_id, name = _checked(saved)
         directory.check_free(name, overwrite=True)
-        info, specs = joined(directory.received(save_id), request.parts)
+        received = directory.received(save_id)
+        refuse_links_below(received)
+        info, specs = joined(received, request.parts)
         shard = (request.member, request.members)
         self._tables.write_part(
             info,
             {name: replace(spec, shard=shard) for name, spec in specs.items()},
             owned_by(request.member, request.slots),
-            directory.staging(save_id),
+            directory.new_staging(save_id),
             {MANIFEST: _manifest(saved, request.set, request.epoch, request.member, [], request.slots)},
         )
         directory.add_prepared(saved)
@@ -633,7 +637,7 @@ class SetCalls:
         member = directory.membership
         assert member is not None
         manifest = _manifest(saved, member.set, member.epoch, member.member, request.servers, member.slots)
-        self._tables.save(directory.staging(save_id), more={MANIFEST: manifest})
+        self._tables.save(directory.new_staging(save_id), more={MANIFEST: manifest})
         directory.add_prepared(saved)
 
     def _commit(self, request: pb.SaveRequest) -> None:
@@ -681,6 +685,17 @@ def _check_parts(request: pb.LoadRequest, specs: Mapping[str, TableSpec]) -> Non
                 f"server {request.member + 1} of {request.members}: start the servers with set.json of their save, or "
                 "use recstore servers restore --to"
             )
+
+
+def _opened_file(path: Path) -> BinaryIO:
+    """Opens a file of a save. A link or a pipe is no file that a save has, and what it names may be secret.
+
+    Raises:
+        OSError: There is something else, or the file cannot be read.
+    """
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(f"{path} is no regular file, and a save has no others: copy the file there, or delete it")
+    return os.fdopen(open_own(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
 
 
 def _check_offset(offset: int) -> None:
