@@ -23,6 +23,7 @@ from torchrec_recstore.utils import warn_user
 
 _RUN = re.compile(r"run-[0-9a-f]{12}")
 _LOCK = "lock"
+_SHARED = "shared"  # the directory in which SSDStore has the rows that tables share
 _open: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
 
@@ -43,7 +44,7 @@ class RunDirectory:
         # and not locked yet.
         with _locked(self._root):
             _remove_dead(self._root)
-            self.path = self._root / shard / f"run-{number}"
+            self.path = self._root / _directory_name(shard) / f"run-{number}"
             refuse_link(self.path.parent)
             self.path.parent.mkdir(exist_ok=True)
             self.path.mkdir(mode=0o700)
@@ -127,12 +128,19 @@ def removal(runs: Sequence[Run]) -> str:
     return shlex.join(["rm", "-r", *dead]) if dead else ""
 
 
+def _directory_name(shard: str) -> str:
+    """Returns the name of the directory of a shard, which is no other name in the path of a store."""
+    if shard in (_LOCK, _SHARED):
+        return f"%{ord(shard[0]):02X}{shard[1:]}"  # what escaped_name() would do with another character
+    return shard
+
+
 def _runs(root: Path) -> list[Path]:
     """Returns the run directories. A link is none: what it names was not made by a store."""
     runs = []
     for run in root.glob("*/run-*"):
         is_link = run.is_symlink() or run.parent.is_symlink()
-        if _RUN.fullmatch(run.name) and not is_link:
+        if _RUN.fullmatch(run.name) and not is_link and run.parent.name != _SHARED:
             runs.append(run)
     return sorted(runs)
 

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
-from torchrec_recstore.options import RocksDBStore
+from torchrec_recstore.options import RocksDBStore, SSDStore
 from torchrec_recstore.run_directories import RunDirectory, run_directories
 from torchrec_recstore.store import ColdStore, open_cold_store
 from torchrec_recstore.utils import RecStoreWarning
@@ -134,3 +135,19 @@ def test_directories_are_listed_without_torch(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["1", "False"]
     mine.close()
+
+
+@pytest.mark.parametrize("name", ["lock", "shared", "%6Cock", "lock "])
+def test_a_table_with_the_name_of_a_file_of_the_store(tmp_path: Path, name: str) -> None:
+    """The path of a store also has its lock, and the rows of SSDStore that are shared."""
+    shared = SSDStore(str(tmp_path), shared="run-0123456789ab")
+    with closing(open_cold_store(shared, name="t", row_bytes=8)) as rows:
+        rows.put(torch.tensor([7]), torch.full((1, 8), 3, dtype=torch.uint8))
+    options = SSDStore(str(tmp_path))
+    with closing(open_cold_store(options, name=name, row_bytes=8)):
+        (run,) = run_directories(tmp_path)
+        assert run.shard == name
+        with closing(open_cold_store(options, name="other", row_bytes=8)):
+            pass
+    with closing(open_cold_store(shared, name="t", row_bytes=8)) as rows:
+        assert rows.get(torch.tensor([7]))[0].all()
