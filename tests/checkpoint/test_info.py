@@ -15,10 +15,11 @@ import torch
 import xxhash
 
 from tests.formats.fixed import CHECKPOINTS
+from tests.outside.files import with_checksum
 from torchrec_recstore import CheckpointError
 from torchrec_recstore.checkpoint.files import file_info
 from torchrec_recstore.checkpoint.fold import check_rows, compact_checkpoint
-from torchrec_recstore.checkpoint.info import METADATA, VERSION, read_chain
+from torchrec_recstore.checkpoint.info import METADATA, VERSION, read_chain, read_info
 from torchrec_recstore.checkpoint.reader import held_rows, load_rows
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.store import Table
@@ -226,6 +227,37 @@ def test_a_file_whose_name_leads_out_of_the_checkpoint(saved: Path, name: str) -
 def test_an_optimizer_and_options_are_of_their_types(saved: Path, field: str, value: object) -> None:
     change(saved / "full", set_value("tables", "item", field, to=value))
     assert_refused(saved / "full", f"metadata.json: the {field} of table 'item' must be ")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("step",),
+        ("world_size",),
+        ("delta_of", "path"),
+        ("files", "dense.safetensors", "xxh3_128"),
+        ("tables", "item", "dim"),
+        ("tables", "item", "dtype"),
+        ("tables", "item", "rows"),
+        ("tables", "item", "steps"),
+        ("tables", "item", "optimizer_steps"),
+        ("tables", "item", "times"),
+        ("tables", "item", "columns", 0, 1),
+        (*PART, "file"),
+        (*PART, "rank"),
+        (*PART, "columns", 0),
+        (*PART, "first_id"),
+    ],
+)
+@pytest.mark.parametrize("value", [["7"], {"$type": "LRU"}, 1.5, True])
+def test_a_value_of_another_type(saved: Path, path: tuple[Any, ...], value: object) -> None:
+    how = set_value(*path, to=value)
+    file = saved / "delta" / METADATA
+    document = json.loads(file.read_bytes())
+    how(document)
+    file.write_text(with_checksum(document))
+    with pytest.raises(CheckpointError, match=r"metadata\.json: "):
+        read_info(saved / "delta")
 
 
 @pytest.mark.parametrize("store", [{"$type": "SSDStore", "path": "../victim"}, "../victim"])

@@ -147,9 +147,12 @@ def changed_document(document: Any, chosen: random.Random, name: str) -> Any:
     for key in place:
         inner = inner[key]
     how = chosen.random()
-    if how < 0.5 and isinstance(inner, str):
+    if how < 0.1:
+        # A value of a type that has a path, as the package's own files encode it.
+        return with_value(document, place, {"$type": "SSDStore", "path": name})
+    if how < 0.55 and isinstance(inner, str):
         return renamed(document, inner, name)
-    if how < 0.75 and any(isinstance(part, str) for part in place):
+    if how < 0.8 and any(isinstance(part, str) for part in place):
         at = max(index for index, part in enumerate(place) if isinstance(part, str))
-        return renamed(document, place[at], name) if how < 0.65 else with_key(document, place, name)
+        return renamed(document, place[at], name) if how < 0.7 else with_key(document, place, name)
     return with_value(document, place, name)

@@ -86,6 +86,10 @@ class HostileNames:
         begins = ("", *(f"{name}/" for name in self._begins))
         return [f"{begin}{'../' * ups}{VICTIM}" for begin in begins for ups in range(1, _UPS)]
 
+    def escape(self) -> str:
+        """Returns one of :meth:`escapes`."""
+        return self._random.choice(self.escapes())
+
     def text(self) -> str:
         """Returns a name. It may have lone surrogates, which stand for bytes that are no UTF-8."""
         makers = (

@@ -146,9 +146,7 @@ class Journeys:
         if not self._server.label:
             yield "Load", [self._load("COMMIT", values, pb.Saved())]
         spec = TableSpec(DIM, torch.float32, SGD(lr=1.0), TableOptions(max_rows=100))
-        request = pb.CreateRequest(
-            table=values.table, spec=spec.to_json(), epoch=self._epoch(values)
-        )
+        request = pb.CreateRequest(table=values.table, spec=spec.to_json(), epoch=self._epoch(values))
         yield "Create", [request]
         yield (
             "WriteFile",
@@ -346,9 +344,7 @@ class Results:
 
 def hostile_fields() -> list[tuple[str, Path]]:
     """Returns each string and each bytes of each request of the service, with its method."""
-    return [
-        (method.name, path) for method in SERVICE.methods for path in text_fields(method.input_type)
-    ]
+    return [(method.name, path) for method in SERVICE.methods for path in text_fields(method.input_type)]
 
 
 class Fuzzer:
@@ -360,9 +356,7 @@ class Fuzzer:
         make_server: A function that starts a server.
     """
 
-    def __init__(
-        self, sandbox: Sandbox, chosen: random.Random, make_server: Callable[[], Server]
-    ) -> None:
+    def __init__(self, sandbox: Sandbox, chosen: random.Random, make_server: Callable[[], Server]) -> None:
         self._sandbox = sandbox
         self._random = chosen
         self._make_server = make_server
@@ -463,9 +457,7 @@ class Fuzzer:
             outcomes.append((method, code, details))
             replies = answers if code is grpc.StatusCode.OK else None
 
-    def _watched_call(
-        self, method: str, sent: list[bytes]
-    ) -> tuple[grpc.StatusCode, str, list[bytes]]:
+    def _watched_call(self, method: str, sent: list[bytes]) -> tuple[grpc.StatusCode, str, list[bytes]]:
         """Makes a call, and checks the victims.
 
         Raises:

@@ -20,7 +20,7 @@ from torchrec_recstore_service.server.save_names import SaveId
 from torchrec_recstore_service.server.set_calls import SetCalls
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture
@@ -57,9 +57,7 @@ def test_no_field_of_a_call_leads_out_of_the_data_directory(sandbox: Sandbox) ->
 def test_no_field_of_a_call_to_a_pair_leads_out(sandbox: Sandbox, tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis") as redis:
         options = PairOptions("pair", redis.url, "127.0.0.1:0")
-        results = _fuzz(
-            sandbox, lambda: Server(sandbox, options), 2 * len(hostile_fields())
-        ).results
+        results = _fuzz(sandbox, lambda: Server(sandbox, options), 2 * len(hostile_fields())).results
     replicated = {path for method, path in hostile_fields() if method == "Replicate"}
     assert all(results.fields["Replicate", path] for path in replicated)
     assert {"OK", "INVALID_ARGUMENT"} <= results.statuses.keys()
@@ -83,24 +81,18 @@ def test_a_server_calls_no_socket_that_a_client_names(
     assert "must be HOST:PORT" in details
 
 
-def test_the_fuzzer_finds_names_that_nothing_has_checked(
-    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fuzzer_finds_names_that_nothing_has_checked(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the check of the ids of saves, a client could delete a directory beside the server's."""
     monkeypatch.setattr(SaveId, "check", lambda name: None)
     with pytest.raises(AssertionError, match=r"created: .*own/"):
         _fuzz(sandbox, lambda: Server(sandbox), 2 * len(hostile_fields()))
 
 
-def test_the_fuzzer_finds_the_deletion_of_a_directory_beside(
-    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fuzzer_finds_the_deletion_of_a_directory_beside(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """One unchecked call is enough: the abort of a save discards what was received for it."""
     checked_save = SetCalls.save
 
-    def save(
-        calls: SetCalls, request: pb.SaveRequest, is_active: Callable[[], bool]
-    ) -> pb.SaveReply:
+    def save(calls: SetCalls, request: pb.SaveRequest, is_active: Callable[[], bool]) -> pb.SaveReply:
         if request.phase == pb.SaveRequest.ABORT:
             received_for_it = calls._directory.path / f".received-{request.save.id}"
             shutil.rmtree(received_for_it, ignore_errors=True)

@@ -9,11 +9,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.outside.files import with_checksum
 from tests.service.test_set_calls import EPOCH, Server
+from torchrec_recstore.checkpoint import CheckpointError
+from torchrec_recstore.optim import SGD
+from torchrec_recstore.options import TableOptions
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.save_names import SavedFileName, SaveId, SaveName
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.table_spec import TableSpec
 
 NO_IDS = [
     "",
@@ -30,7 +36,7 @@ NO_IDS = [
     "x" * 4096,
 ]
 NO_NAMES = ["", ".", "..", ".hidden", "x/../../victim", "a/b", "a\0b", "\udc80", "lock", "set.json", "x" * 201]
-NO_FILES = ["", ".", "..", ".hidden", "../../victim/file", "a/b", "a\0b", "\udc80", "x" * 256]
+NO_FILES = ["", ".", "..", "../../victim/file", "a/b", "a\0b", "\udc80", "x" * 256]
 
 
 @pytest.fixture
@@ -122,6 +128,57 @@ def test_a_file_of_a_save_has_a_plain_name(server: Server, victim: Path, file: s
     with pytest.raises(ValueError, match="the name of a file of a save"):
         server.write("x", file=file)
     assert _files_below(victim.parent) == files
+
+
+@pytest.mark.parametrize("table", [".t", "..", "../victim", "a/b", "\n", "t" * 1000])
+def test_the_rows_of_a_table_of_any_name_go_to_other_servers(server: Server, table: str) -> None:
+    server.tables.create(table, TableSpec(4, torch.float32, SGD(lr=1.0), TableOptions()))
+    server.tables.push(table, torch.arange(3), torch.ones(3, 4))
+    number = server.save("reserve", "first")
+    server.save("prepare", "first", number)
+    server.save("commit", "first", number)
+    saved = server.directory.at
+    files = server.calls.read_file(pb.ReadFileRequest(save=saved)).files
+    assert len(files) == 3
+    for file in files:
+        reply = server.calls.read_file(pb.ReadFileRequest(save=saved, file=file))
+        server.write("copy", file=file, content=reply.content)
+
+
+@pytest.mark.parametrize("base", ["../victim", "../../victim", "/victim", "monday"])
+def test_what_another_server_sends_is_no_delta_of_a_checkpoint_here(server: Server, tmp_path: Path, base: str) -> None:
+    """The path of a base would lead to rows that the other server does not have."""
+    other = Server(tmp_path / "other")
+    copy = pb.Saved(name="copy", id="copy1")
+    state = other.calls.copy(SaveId(copy.id), lambda: None)
+
+    def read(file: str, offset: int) -> pb.ReadFileReply:
+        reply = other.calls.read_file(pb.ReadFileRequest(save=copy, file=file, offset=offset))
+        if file == "metadata.json":
+            document = json.loads(reply.content)
+            document["delta_of"] = {"path": base, "checksum": "0" * 32}
+            return pb.ReadFileReply(content=with_checksum(document).encode(), last=True)
+        return reply
+
+    with pytest.raises(CheckpointError, match=r"is a delta of .*, and servers send whole saves only"):
+        server.calls.follow(copy, state, read)
+    for file in read("", 0).files:
+        server.write("x", file=file, content=read(file, 0).content)
+    with pytest.raises(CheckpointError, match=r"is a delta of .*, and servers send whole saves only"):
+        server.calls.load(
+            pb.LoadRequest(
+                phase=pb.LoadRequest.RESHARD,
+                token="token",
+                save=pb.Saved(name="tuesday", id="x"),
+                set="set",
+                members=1,
+                epoch=2,
+                slots=[0],
+                parts=1,
+            )
+        )
+    other.tables.close()
+    other.directory.close()
 
 
 @pytest.mark.parametrize(("kind", "bad"), [(SaveId, NO_IDS), (SaveName, NO_NAMES), (SavedFileName, NO_FILES)])

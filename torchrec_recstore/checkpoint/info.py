@@ -9,8 +9,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -37,6 +37,8 @@ _DOCUMENT = (
 
 DTYPES = ("float32", "float16", "bfloat16", "int8")
 """The data types that weights can have."""
+
+_PLAIN_TYPES: dict[Any, type] = {"int": int, "str": str}  # by the annotation of a field
 
 _Entry = TypeVar("_Entry")
 
@@ -216,6 +218,7 @@ def read_info(path: str | Path) -> CheckpointInfo:
 
 def _info(path: Path, document: dict[str, Any], checksum: str) -> CheckpointInfo:
     check_fields("it", document, _DOCUMENT)
+    _integers("step and world_size", (document["step"], document["world_size"]))
     # Every other name of a file in the metadata is one of these, see _check_info().
     files: dict[str, FileInfo] = {
         FileName(name): _entry(f"the file {name}", FileInfo, entry) for name, entry in document["files"].items()
@@ -267,12 +270,13 @@ def _table(name: str, entry: dict[str, Any]) -> TableInfo:
     values = {
         "optimizer": _of_type(Optimizer, f"the optimizer of {where}", entry["optimizer"]),
         "options": options,
-        "columns": tuple((begin, end) for begin, end in entry["columns"]),
+        "columns": tuple(_columns(where, columns) for columns in entry["columns"]),
         "parts": tuple(_part(where, part) for part in entry["parts"]),
         "removed": tuple(_part(where, part) for part in entry["removed"]),
         "sightings": tuple(entry["sightings"]),
-        "times": None if times is None else tuple(times),
+        "times": None if times is None else _integers(f"the times of {where}", times),
     }
+    _check_plain(where, TableInfo, entry)
     return TableInfo(**{**entry, **values})
 
 
@@ -289,13 +293,44 @@ def _of_type(kind: type[_Entry], what: str, encoded: Any) -> _Entry:
 
 
 def _part(table: str, entry: dict[str, Any]) -> PartInfo:
-    begin, end = entry["columns"]
-    return _entry(f"a part of {table}", PartInfo, {**entry, "columns": (begin, end)})
+    return _entry(f"a part of {table}", PartInfo, {**entry, "columns": _columns(table, entry["columns"])})
 
 
 def _entry(where: str, kind: type[_Entry], entry: dict[str, Any]) -> _Entry:
     check_fields(where, entry, kind)
+    _check_plain(where, kind, entry)
     return kind(**entry)
+
+
+def _check_plain(where: str, kind: Any, values: Mapping[str, Any]) -> None:
+    """Checks the values of fields that are annotated as int or str.
+
+    Raises:
+        ValueError: A value is of another type.
+    """
+    for plain in fields(kind):
+        wanted = _PLAIN_TYPES.get(plain.type)
+        if wanted is not None and type(values[plain.name]) is not wanted:
+            value = values[plain.name]
+            raise ValueError(f"the {plain.name!r} of {where} must be of the type {plain.type}, got {value!r}")
+
+
+def _integers(where: str, values: Iterable[Any]) -> tuple[int, ...]:
+    """Returns a list of numbers as a tuple.
+
+    Raises:
+        ValueError: A value is no int.
+    """
+    numbers = tuple(values)
+    for number in numbers:
+        if type(number) is not int:
+            raise ValueError(f"{where} must be of the type int, got {number!r}")
+    return numbers
+
+
+def _columns(where: str, values: Iterable[Any]) -> tuple[int, int]:
+    begin, end = _integers(f"the columns of {where}", values)
+    return begin, end
 
 
 def _check_info(info: CheckpointInfo) -> None:

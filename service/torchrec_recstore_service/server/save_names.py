@@ -47,14 +47,7 @@ class SaveName(FileName):
 
 
 class SavedFileName(FileName):
-    """The name of a file of a save. It does not begin with a dot, because hidden files are the server's own."""
+    """The name of a file of a save. It may begin with a dot, because names of tables do."""
 
     __slots__ = ()
     description: ClassVar[str] = "the name of a file of a save"
-
-    @classmethod
-    def check(cls, name: str) -> None:
-        """See :meth:`FileName.check`."""
-        super().check(name)
-        if name.startswith("."):
-            raise ValueError(f"{cls.description} does not begin with a dot, got {shortened(name)}")

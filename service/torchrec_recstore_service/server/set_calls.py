@@ -27,7 +27,7 @@ from torchrec_recstore_service.server.pair import Pair, Role
 from torchrec_recstore_service.server.received import ReceivedFiles
 from torchrec_recstore_service.server.reservations import Reservations
 from torchrec_recstore_service.server.save_names import SavedFileName, SaveId, SaveName
-from torchrec_recstore_service.server.set_resharding import joined, owned_by
+from torchrec_recstore_service.server.set_resharding import joined, owned_by, sent_info
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.agreement import first_run, same_runs
 from torchrec_recstore_service.wire.protocol import (
@@ -310,6 +310,7 @@ class SetCalls:
                         piece = read(file, offset)
                         to.write(piece.content)
                         offset, last = offset + len(piece.content), piece.last
+            sent_info(path)  # it names no other directory
             loaded = self._tables.read(path, exact=True)
         finally:
             remove(path)

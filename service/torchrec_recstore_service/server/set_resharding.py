@@ -21,6 +21,19 @@ from torchrec_recstore_service.client.hosted_checkpoints import saved_specs
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
 
+def sent_info(path: Path) -> CheckpointInfo:
+    """Reads the metadata of a checkpoint that another server or a client has sent.
+
+    Raises:
+        CheckpointError: It is damaged, or it is a delta: the path of its base would be one on this machine.
+        FileNotFoundError: There is none.
+    """
+    info = read_info(path)
+    if info.delta_of is not None:
+        raise CheckpointError(f"{path} is a delta of {info.delta_of.path}, and servers send whole saves only")
+    return info
+
+
 def joined(root: Path, parts: int) -> tuple[CheckpointInfo, dict[str, TableSpec]]:
     """Returns the parts of a save as one checkpoint.
 
@@ -35,7 +48,7 @@ def joined(root: Path, parts: int) -> tuple[CheckpointInfo, dict[str, TableSpec]
         CheckpointError: A part is damaged or given twice, or the parts do not have the same tables.
         FileNotFoundError: A part is missing.
     """
-    infos = [read_info(root / str(part)) for part in range(parts)]
+    infos = [sent_info(root / str(part)) for part in range(parts)]
     written = [saved_specs(info) for info in infos]
     for name in written[0]:
         shards = sorted(specs[name].shard for specs in written if name in specs)
