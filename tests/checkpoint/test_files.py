@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_recstore.checkpoint.files import whole_file
+from torchrec_recstore.checkpoint.files import CheckpointError, FileInfo, check_file, whole_file
 
 
 def test_one_process_at_a_time_writes_a_file(tmp_path: Path) -> None:
@@ -30,3 +30,17 @@ def test_one_process_at_a_time_writes_a_file(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device", str(beside))
     assert path.read_text() == "new"
     assert set(tmp_path.iterdir()) == {path, foreign}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    """A pipe would never be opened, and a device never end."""
+    path = tmp_path / "rows.safetensors"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(CheckpointError, match=r"rows\.safetensors is no regular file"):
+        check_file(path, FileInfo(3, "0" * 32))

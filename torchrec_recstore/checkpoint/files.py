@@ -263,6 +263,8 @@ def file_info(path: Path, on_bytes: Callable[[int], object] = lambda count: None
 
 def check_file(path: Path, expected: FileInfo, on_bytes: Callable[[int], object] = lambda count: None) -> None:
     """Refuses a file that is missing or has another size or another checksum. See :func:`file_info`."""
+    if path.exists() and not path.is_file():  # a pipe would never be opened, and a device never end
+        raise CheckpointError(f"{path} is no regular file")
     try:
         found = file_info(path, on_bytes)
     except FileNotFoundError:
