@@ -17,8 +17,10 @@ from tests.outside.sandbox import MARKER, Sandbox
 from tests.service.test_set_calls import Server
 from torchrec_recstore.checkpoint.files import path_lock, whole_file
 from torchrec_recstore.optim import SGD
-from torchrec_recstore.options import TableOptions
+from torchrec_recstore.options import SSDStore, TableOptions
 from torchrec_recstore.run_directories import RunDirectory, run_directories
+from torchrec_recstore.store.cold_store import ColdStoreError
+from torchrec_recstore.store.ssd_store import SSDColdStore
 from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.save_names import SaveId
@@ -233,3 +235,17 @@ def test_locks_of_run_directories_are_not_links(sandbox: Sandbox, kind: str) -> 
     with sandbox.watched():
         _run_directory(sandbox).remove()
     assert not os.path.lexists(sandbox.data / "t" / RUN)
+
+
+@pytest.mark.parametrize("name", ["rows", "rows.end", "rows.end.new"])
+@pytest.mark.parametrize("kind", ["file", "nothing"])
+def test_files_of_shared_rows_are_not_links(sandbox: Sandbox, name: str, kind: str) -> None:
+    options = SSDStore(str(sandbox.data), shared="kept")
+    folder = sandbox.data / "shared" / "kept" / "t"
+    folder.mkdir(parents=True)
+    (folder / name).symlink_to(_victim(sandbox, kind))
+    with sandbox.watched():
+        with pytest.raises(ColdStoreError, match=rf"{name} .*is a link"):
+            SSDColdStore(options, name="t", row_bytes=8)
+        (folder / name).unlink()
+        SSDColdStore(options, name="t", row_bytes=8).close()

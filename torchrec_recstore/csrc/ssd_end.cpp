@@ -73,6 +73,10 @@ bool read_all(int file, const std::string& path, void* data, size_t n, int64_t a
 
 }  // namespace
 
+std::string open_error(int code) {
+  return code == ELOOP ? "it is a link, which a store never makes: delete it" : std::strerror(code);
+}
+
 SsdEnd::SsdEnd(std::string rows) : rows_(std::move(rows)), path_(rows_ + ".end") {}
 
 SsdEnd::~SsdEnd() { close(); }
@@ -80,7 +84,7 @@ SsdEnd::~SsdEnd() { close(); }
 void SsdEnd::open() {
   close();
   file_ = ::open(path_.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC);
-  if (file_ < 0 && errno != ENOENT) throw StorageError(path_ + " cannot be opened: " + std::strerror(errno));
+  if (file_ < 0 && errno != ENOENT) throw StorageError(path_ + " cannot be opened: " + open_error(errno));
 }
 
 void SsdEnd::close() {
@@ -118,7 +122,7 @@ void SsdEnd::replace(const State& state) {
   const std::string beside = path_ + ".new";
   ::unlink(beside.c_str());  // of a process that was killed
   const int file = ::open(beside.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-  if (file < 0) throw StorageError(beside + " cannot be created: " + std::strerror(errno));
+  if (file < 0) throw StorageError(beside + " cannot be created: " + open_error(errno));
   try {
     Record record{kMagic, state.sequence, state.row_bytes, state.used, static_cast<uint32_t>(state.segments.size()), 0};
     record.check = check_of(record);

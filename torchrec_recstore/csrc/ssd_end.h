@@ -7,6 +7,10 @@
 
 namespace recstore {
 
+// Returns why a file of a store cannot be opened. With O_NOFOLLOW, a link has the code ELOOP: another user can have left
+// it there, and what it names would be overwritten.
+std::string open_error(int code);
+
 // What a kept SsdStore has acknowledged, in a file beside its rows, PATH.end. It tells damage apart from what a killed
 // process has left at the end: the rows of a call count from the moment in which this file says so.
 //

@@ -251,7 +251,7 @@ SsdStore::SsdStore(std::string path, int64_t row_bytes, bool keep)
       per_segment_(static_cast<uint32_t>((segment_bytes_ - static_cast<int64_t>(sizeof(SegmentHeader))) / stride_)),
       end_(path_) {
   file_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC | (keep ? 0 : O_TRUNC), 0600);
-  if (file_ < 0) throw StorageError(path_ + " cannot be opened: " + std::strerror(errno));
+  if (file_ < 0) throw StorageError(path_ + " cannot be opened: " + open_error(errno));
   try {
     lock_.emplace(path_, path_ + " is in use by another process: one process at a time can have these rows, so give each its own path");
     ::posix_fadvise(file_, 0, 0, POSIX_FADV_RANDOM);  // the kernel reads no more than is asked for
