@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from torchrec_recstore import (
     Scored,
     TableOptions,
     left_ids,
+    load_checkpoint,
+    save_checkpoint,
     set_scores,
 )
 from torchrec_recstore.ops import encoded_score
@@ -111,6 +114,33 @@ def test_eager_tables_by_their_full_names_beside_others() -> None:
         left_ids(model, "a")
     with pytest.raises(RuntimeError, match="meta"):
         left_ids(model, "empty")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_load_takes_no_table_whose_name_several_have(tmp_path: Path) -> None:
+    model = nn.ModuleDict(
+        {
+            "sharded": sharded(collection(bag("a", ["f"]))),
+            "eager": RecStoreEmbeddingBagCollection([bag("a", ["f"])]),
+        }
+    )
+    step(model["sharded"], f=[[1], [2]])
+    step(model["eager"], f=[[3]])
+    save_checkpoint(model["sharded"], tmp_path / "saved")
+    (sharded_table,) = model["sharded"].module.recstore_tables()
+    eager_table = model["eager"].embedding_bags["a"].table
+    saved = sharded_table.read_rows(sharded_table.ids())["weight"]
+    step(model["sharded"], f=[[1], [2]])
+    several = r"2 RecStore tables 'a': name one of 'sharded\.a', 'eager\.a'"
+    for arguments in ({"tables": ["a"]}, {"rename": {"a": "a"}}, {"rows": {"a": torch.clone}, "optimizer": False}):
+        with pytest.raises(ValueError, match=several):
+            load_checkpoint(model, tmp_path / "saved", **arguments)
+    assert not torch.equal(sharded_table.read_rows(sharded_table.ids())["weight"], saved)
+    load_checkpoint(model, tmp_path / "saved", tables=["sharded.a"])
+    assert torch.equal(sharded_table.read_rows(sharded_table.ids())["weight"], saved)
+    assert eager_table.ids().tolist() == [3]
+    load_checkpoint(model, tmp_path / "saved", tables=["eager.a"], rename={"a": "eager.a"}, optimizer=False)
+    assert torch.equal(eager_table.read_rows(sharded_table.ids())["weight"], saved)
 
 
 @pytest.mark.usefixtures("one_rank")

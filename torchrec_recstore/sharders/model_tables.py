@@ -206,9 +206,6 @@ def any_table_named(model: nn.Module, name: str) -> ModelTable | EagerModelTable
     """
     sharded = recstore_tables(model)
     tables: list[ModelTable | EagerModelTable] = [*sharded, *eager_tables(model, sharded)]
-    same = [repr(table.full_name) for table in tables if table.config_name == name]
-    if len(same) > 1:  # A sharded table keeps its name beside eager ones in checkpoints, but here no table goes first.
-        raise ValueError(f"the model has {len(same)} RecStore tables {name!r}: name one of {', '.join(same)}")
     return named_among(tables, [name])[name]
 
 
@@ -218,7 +215,9 @@ def named_among(tables: Sequence[_Table], names: Iterable[str]) -> dict[str, _Ta
     for name in names:
         fitting = [table for table in tables if name in (table.name, table.full_name)]
         same = [repr(table.full_name) for table in tables if table.config_name == name]
-        if not fitting and same:
+        # A sharded table keeps its name in checkpoints beside eager ones, but here no table goes first.
+        is_ambiguous = len(same) > 1 and repr(name) not in same
+        if is_ambiguous or (same and not fitting):
             raise ValueError(f"the model has {len(same)} RecStore tables {name!r}: name one of {', '.join(same)}")
         if not fitting:
             known = ", ".join(repr(table.name) for table in tables)
