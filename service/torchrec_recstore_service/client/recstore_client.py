@@ -610,9 +610,9 @@ class RecStoreClient(metaclass=_OneOfProcess):
             opened.load(path)
         else:
             raise ValueError(
-                "load: optimizer, tables, rename and rows need a client without servers, because an epoch of servers "
-                "begins with a whole save: load the checkpoint with load_checkpoint into a module without sharding, "
-                "and write the rows of its table to the servers with push(table, ids, rows)"
+                "load: optimizer, tables, rename and rows need a client without servers. Servers replace all of their "
+                "tables by those of a save. To take over a part of a checkpoint, load it with load_checkpoint into a "
+                "module without sharding, and write the rows of its table to the servers with push(table, ids, rows)"
             )
         self._specs.clear()
 
