@@ -5,9 +5,9 @@ his own, in which he can replace all files later, or a symbolic link to a file o
 have random names and are made exclusively (``tempfile``, ``memfd_create``). This module is for the other ones: locks,
 and the directories of cold stores, checkpoints and servers. It imports no torch.
 
-An archive that was unpacked can leave a link at such a name, too. A lock that is taken through the link empties a file
-elsewhere, and a directory that is deleted through it loses files elsewhere. Links that a user makes, to a data directory
-or to a checkpoint, are followed as everywhere.
+An archive that was unpacked can leave a link at such a name, too. A lock that is taken through it empties a file
+elsewhere, and a directory that is deleted through it loses files elsewhere. Links that a user makes, to a data
+directory or to a checkpoint, are followed as everywhere.
 
 Tests: tests/test_ownership.py, tests/outside/test_links.py.
 """

@@ -237,7 +237,7 @@ def test_locks_of_run_directories_are_not_links(sandbox: Sandbox, kind: str) -> 
     assert not os.path.lexists(sandbox.data / "t" / RUN)
 
 
-@pytest.mark.parametrize("name", ["rows", "rows.end", "rows.end.new"])
+@pytest.mark.parametrize("name", ["rows", "rows.end"])
 @pytest.mark.parametrize("kind", ["file", "nothing"])
 def test_files_of_shared_rows_are_not_links(sandbox: Sandbox, name: str, kind: str) -> None:
     options = SSDStore(str(sandbox.data), shared="kept")
@@ -249,3 +249,13 @@ def test_files_of_shared_rows_are_not_links(sandbox: Sandbox, name: str, kind: s
             SSDColdStore(options, name="t", row_bytes=8)
         (folder / name).unlink()
         SSDColdStore(options, name="t", row_bytes=8).close()
+
+
+@pytest.mark.parametrize("kind", ["file", "nothing"])
+def test_a_link_in_place_of_an_unfinished_file_is_replaced(sandbox: Sandbox, kind: str) -> None:
+    folder = sandbox.data / "shared" / "kept" / "t"
+    folder.mkdir(parents=True)
+    (folder / "rows.end.new").symlink_to(_victim(sandbox, kind))
+    with sandbox.watched():
+        SSDColdStore(SSDStore(str(sandbox.data), shared="kept"), name="t", row_bytes=8).close()
+    assert not os.path.lexists(folder / "rows.end.new")
