@@ -51,6 +51,44 @@ def test_rows_and_their_bookkeeping_stay_as_they_are_while_the_table_grows() -> 
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+def test_a_table_with_reserved_room_does_not_grow_while_rows_arrive() -> None:
+    table, ids = Table(8), torch.randperm(100_000)
+    few = torch.arange(-10, 0)
+    table.lookup(few, train=True)
+    before = table.read_rows(few)
+    table.reserve(100_010)
+    reserved = table.stats().bytes
+    for part in ids.split(7000):
+        table.lookup(part, train=True)
+    bytes_of_rows = 100_000 * table.image_bytes
+    grown = table.stats().bytes - reserved
+    assert bytes_of_rows <= grown < bytes_of_rows + 20_000, "the index is as large as it was; slots have a bit each"
+    after = table.read_rows(few)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    table.reserve(10)  # there is room for more already
+    assert table.stats().bytes - reserved == grown
+
+
+def test_no_more_room_is_reserved_than_a_table_may_have_rows() -> None:
+    table = Table(8, options=TableOptions(max_rows=1000))
+    table.reserve(10**15)
+    assert table.stats().bytes < 100_000
+
+
+def test_room_that_cannot_be_reserved_is_an_error_and_changes_nothing() -> None:
+    table = Table(8)
+    table.lookup(torch.arange(10), train=True)
+    before = table.stats()
+    with pytest.raises(ValueError, match="rows must be at least 0, got -1"):
+        table.reserve(-1)
+    with pytest.raises(MemoryError):
+        table.reserve(2**32)
+    with pytest.raises(MemoryError):
+        table.reserve(2**32 - 2)
+    assert table.stats() == before
+    assert len(table.lookup(torch.arange(20), train=True)) == 20
+
+
 def test_a_row_depends_on_seed_name_id_and_column_alone() -> None:
     ids = torch.tensor([3, -3, 2**63 - 1, -(2**63), 0])
     init = TableOptions(missing="init")
