@@ -289,7 +289,7 @@ table_mark: Callable[[int], int] = _ops.table_mark.default
 table_locate_rows: Callable[[int], None] = _ops.table_locate_rows.default
 """(table). Records where the index has each row, so that a snapshot of changed rows takes time for these rows only."""
 table_reserve: Callable[[int, int], None] = _ops.table_reserve.default
-"""(table, rows). Makes room for this many rows in all, at most max_rows, so that nothing grows while they arrive."""
+"""(table, rows). Grows the index for this many rows in all, at most max_rows: no entries move while they arrive."""
 table_shrink: Callable[[int], None] = _ops.table_shrink.default
 """(table). Returns the memory of removed rows to the system. Does nothing while a snapshot or a backward is pending."""
 

@@ -269,6 +269,27 @@ void parts_are_emptied_in_parallel() {
   check_equal(index, expected);
 }
 
+// An index that has grown for inserts neither grows nor moves entries while they arrive, also if it was growing before.
+void room_for_inserts() {
+  for (const int64_t before : {0, 1000, 50000, 50300}) {
+    Index index(5);
+    Oracle expected;
+    const auto add = [&](int64_t id) {
+      index.reserve(1);
+      insert(index, id, static_cast<Slot>(id));
+      expected[id] = static_cast<Slot>(id);
+    };
+    for (int64_t id = 0; id < before; ++id) add(id);
+    index.grow_for(70000);
+    check_equal(index, expected);
+    const int64_t bytes = index.bytes();
+    for (int64_t id = before; id < before + 70000; ++id) add(id);
+    CHECK(index.bytes() == bytes);
+    CHECK(bytes < (before + 70000) * 18 + (1 << 16));
+    check_equal(index, expected);
+  }
+}
+
 // A new index has one line for each part, so that each of its lines may be home to ids of two parts.
 void parts_do_not_share_lines() {
   Index index(11);
@@ -311,6 +332,7 @@ int main() {
   for (const int64_t count : {20000, 23000, 25000}) searches_stay_short(count);
   parts_fill_in_parallel();
   parts_are_emptied_in_parallel();
+  room_for_inserts();
   parts_do_not_share_lines();
   crafted_ids();
   std::puts("test_index passed");

@@ -190,8 +190,8 @@ def load_rows(
 
     Rows of another data type are converted: exactly to float32, otherwise rounded to nearest. ``on_rows`` gets the
     number of rows of each part, those of other shards included. ``without_state`` is given if the states of the
-    optimizer are not loaded. ``expected_rows`` is the number of rows that the shard will have, if it is known, about:
-    room for them is made first, because an index that grows moves its entries.
+    optimizer are not loaded. ``expected_rows`` is about the number of rows that the shard will have, or 0 if it is not
+    known: the index is made for them first, because an index that grows moves its entries.
     """
     table.reserve(expected_rows)
     # The state comes first: eviction computes the age of the rows from it.

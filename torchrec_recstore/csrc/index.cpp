@@ -187,12 +187,21 @@ void Index::reserve_lines(uint64_t count) {
   region_.reserve(wanted * sizeof(IndexLine));
 }
 
+void Index::grow_for(int64_t count) {
+  begin_growths(size() + count);
+  while (unmoved_ > 0) move_next_line();
+}
+
+void Index::begin_growths(int64_t entries) {
+  while (entries > capacity(lines_above_)) {
+    while (unmoved_ > 0) move_next_line();
+    begin_growth(entries);
+  }
+}
+
 void Index::reserve(int64_t count) {
   const int64_t wanted = size() + count;
-  while (wanted > capacity(lines_above_)) {
-    while (unmoved_ > 0) move_next_line();
-    begin_growth(wanted);
-  }
+  begin_growths(wanted);
   if (unmoved_ > 0) {
     const auto before = static_cast<double>(capacity(lines_below_)), after = static_cast<double>(capacity(lines_above_));
     const double moved = kHaste * (static_cast<double>(wanted) - before) / (after - before);

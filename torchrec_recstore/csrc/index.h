@@ -50,6 +50,8 @@ class Index {
 
   // Makes room for `count` inserts. Entries may move. Throws OutOfMemory.
   void reserve(int64_t count);
+  // Grows so that `count` inserts move no entries. Each of them needs reserve() all the same. Throws OutOfMemory.
+  void grow_for(int64_t count);
   // Makes the entry of an id that has none.
   void insert(int64_t id, uint64_t hash, Slot slot) noexcept;
   // Like insert(), but changes only lines to which no other part has access. If the entry needs another line, nothing
@@ -135,6 +137,7 @@ class Index {
   Place passer_of(uint32_t line, Lines within, int32_t& left) const;
   Place free_place(uint32_t home, uint32_t end) const;
   void reserve_lines(uint64_t count);
+  void begin_growths(int64_t entries);  // until there are places for so many entries
   void begin_growth(int64_t entries);
   void move_next_line();
 

@@ -159,17 +159,18 @@ size_t available_memory(const std::string& root) {
   return available;
 }
 
+void check_available(size_t bytes) {
+  const bool enough = bytes <= available_memory() || (BufferPool::instance().free_idle() > 0 && bytes <= available_memory());
+  if (!enough) throw OutOfMemory(std::to_string(bytes) + " more bytes are not available on this machine");
+}
+
 Region::~Region() {
   if (data_ != nullptr) munmap(data_, bytes_);
 }
 
 void Region::reserve(size_t bytes) {
   if (bytes > kMostBytes) throw OutOfMemory(std::to_string(bytes) + " bytes are more than any machine has");
-  if (bytes > promised_) {
-    const size_t wanted = bytes - promised_;
-    const bool enough = wanted <= available_memory() || (BufferPool::instance().free_idle() > 0 && wanted <= available_memory());
-    if (!enough) throw OutOfMemory(std::to_string(wanted) + " more bytes are not available on this machine");
-  }
+  if (bytes > promised_) check_available(bytes - promised_);
   if (bytes > bytes_) grow(bytes);
   promised_ = std::max(promised_, (bytes + kPromise - 1) / kPromise * kPromise);
 }

@@ -15,6 +15,9 @@ constexpr size_t kMostBytes = size_t{1} << 46;  // more than any machine has; su
 // root: precedes every path that is read; tests pass a directory.
 size_t available_memory(const std::string& root = "");
 
+// Throws OutOfMemory if this process cannot touch so many more bytes, also after idle buffers have been freed.
+void check_available(size_t bytes);
+
 // One growable block of zeroed memory. The kernel commits its pages as they are touched.
 //
 // To grow, a region reserves a larger address range and moves its page tables there. Beyond the first 512 KiB no byte

@@ -15,18 +15,19 @@ Rows::Rows(const TableConfig& config)
       states_(config.optimizer.states()),
       stride_(weight_floats(type_, columns_) + state_floats(state_type_, columns_ * config.optimizer.element_states())) {}
 
-void Rows::reserve(int64_t slots) {
+void Rows::check_room(int64_t slots) const {
   if (slots > int64_t{kNoSlot}) throw OutOfMemory("a shard holds at most 2**32 - 1 rows");
-  data_.reserve(static_cast<size_t>(slots * stride_) * sizeof(float));
-  asides_.reserve(static_cast<size_t>(slots * aside_bytes()));
-  if (changes_.tracks()) changes_.reserve(slots);
+  if (slots > high_water_) check_available(static_cast<size_t>((slots - high_water_) * image_bytes()));
 }
 
 void Rows::take(int64_t count, std::vector<Slot>& out) {
   const bool compacts = is_compacting() && count <= free_.size() - free_above_;
   const int64_t again = std::min(count, free_.size());
   const int64_t grown = high_water_ + count - again;
-  reserve(grown);
+  if (grown > int64_t{kNoSlot}) throw OutOfMemory("a shard holds at most 2**32 - 1 rows");
+  data_.reserve(static_cast<size_t>(grown * stride_) * sizeof(float));
+  asides_.reserve(static_cast<size_t>(grown * aside_bytes()));
+  if (changes_.tracks()) changes_.reserve(grown);
   free_.reserve(grown);
   out.reserve(out.size() + static_cast<size_t>(count));
   if (!compacts) {  // the slots from the limit on are needed

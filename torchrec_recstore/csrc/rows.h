@@ -63,8 +63,8 @@ class Rows {
   // Sets a mark: from now on it is known which rows change. Throws OutOfMemory.
   Changes::Mark mark();
 
-  // Makes room for `slots` slots in all. Throws OutOfMemory, and changes nothing then.
-  void reserve(int64_t slots);
+  // Throws OutOfMemory if the machine has no memory for `slots` slots in all now. No memory is promised to them.
+  void check_room(int64_t slots) const;
   // Appends `count` free slots to `out`, the lowest first. Throws OutOfMemory, and changes nothing then.
   void take(int64_t count, std::vector<Slot>& out);
   // Frees a slot that no pending pass refers to.

@@ -55,8 +55,8 @@ void Table::check_open() const {
 void Table::reserve(int64_t rows) {
   if (config_.bounds.max_rows > 0) rows = std::min(rows, config_.bounds.max_rows);
   if (rows <= size()) return;
-  rows_.reserve(rows);
-  index_.reserve(rows - size());
+  rows_.check_room(rows);
+  index_.grow_for(rows - size());
 }
 
 int64_t Table::remove(const int64_t* ids, int64_t n) {

@@ -141,8 +141,8 @@ class Table {
   // The caller holds both locks. Throws InvalidArgument if the shapes differ or a table has a snapshot, OutOfMemory.
   void exchange_rows(Table& other);
 
-  // Makes room for `rows` rows in all, at most max_rows, so that neither the index nor the memory of rows grows while they
-  // arrive. Throws OutOfMemory.
+  // Grows the index for `rows` rows in all, at most max_rows, so that no entries move while they arrive. The memory of the
+  // rows grows with them, and is checked then. Throws OutOfMemory if the rows cannot fit now.
   void reserve(int64_t rows);
   // Removes the rows of ids (n,). Returns the number of removed rows. Throws std::bad_alloc; nothing is removed then.
   int64_t remove(const int64_t* ids, int64_t n);

@@ -361,11 +361,13 @@ class Table(AbstractContextManager["Table"]):
             ops.table_locate_rows(self.handle)
 
     def reserve(self, rows: int) -> None:
-        """Makes room for ``rows`` rows in all, at most ``max_rows``, so that nothing grows while they arrive.
+        """Grows the index for ``rows`` rows in all, at most ``max_rows``, so that no entries move while they arrive.
+
+        The memory of the rows themselves grows with them, and is checked again then: other processes may take it.
 
         Raises:
             ValueError: ``rows`` is negative.
-            MemoryError: There is no memory for so many rows. The table is unchanged.
+            MemoryError: There is no memory for so many rows now. The rows are unchanged.
         """
         with ops.native_errors(self._who):
             ops.table_reserve(self.handle, rows)
