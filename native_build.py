@@ -1,5 +1,6 @@
 """What the three setup.py share: how native code is compiled, and how a plugin's sdist gets files of the core."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -63,7 +64,8 @@ class Progress:
         with self._lock:
             self._compiled += 1
             if path:
-                with open(path, "a") as log:
+                # A terminal of another user and a socket cannot be opened again: the build goes on in silence.
+                with contextlib.suppress(OSError), open(path, "a") as log:
                     log.write(f"compiled {self._compiled} of {self._files} files: {os.path.basename(file)}\n")
 
 

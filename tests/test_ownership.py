@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,14 @@ def shared() -> Iterator[Path]:
     folder.chmod(0o1777)
     yield folder
     shutil.rmtree(outer)
+
+
+def _open_to_all(shared: Path) -> Path:
+    """Makes a folder without the sticky bit that all users may write, as an emptyDir of Kubernetes is."""
+    folder = shared / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    return folder
 
 
 def _as_other_user(work: Callable[[], object]) -> None:
@@ -109,6 +118,48 @@ def test_a_hard_link_and_a_link_of_the_same_user(shared: Path) -> None:
     with pytest.raises(OSError, match="is a link"):
         path_lock(shared / "next")
     assert victim.read_text() == "of this user"
+
+
+def test_a_file_with_several_names_and_one_of_another_user_can_be_read(shared: Path) -> None:
+    """A save that was backed up by hard links, or that a colleague has made, is read as any file."""
+    saved = shared / "saved"
+    _as_other_user(lambda: saved.write_text("rows"))
+    (shared / "backup").hardlink_to(saved)
+    descriptor = open_own(saved, os.O_RDONLY)
+    assert os.read(descriptor, 10) == b"rows"
+    os.close(descriptor)
+
+
+def test_users_that_are_trusted(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    team = shared / "team"
+    _as_other_user(lambda: team.mkdir(0o777))
+    with pytest.raises(PermissionError, match=f"set RECSTORE_TRUSTED_USERS={OTHER} if you trust that user"):
+        refuse_foreign(team / "1000")
+    monkeypatch.setenv("RECSTORE_TRUSTED_USERS", f"7, {OTHER}")
+    refuse_foreign(team / "1000")
+    Destination(team / "1000").close()
+
+
+def test_a_filesystem_that_gives_files_to_another_user(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS with root squash does; here, each new file is given away."""
+    mine = shared / "mine"
+    mine.mkdir()
+    os.chown(mine, OTHER, OTHER)
+    with pytest.raises(PermissionError, match=f"belongs to user {OTHER}"):
+        refuse_foreign(mine)
+    temporary = tempfile.TemporaryFile
+
+    def given_away(dir: Path) -> Any:
+        file = temporary(dir=dir)
+        os.fchown(file.fileno(), OTHER, OTHER)
+        return file
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", given_away)
+    refuse_foreign(mine)
+    lock = mine.parent / "lock"
+    lock.touch()
+    os.chown(lock, OTHER, OTHER)
+    os.close(open_own(lock, os.O_RDWR))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -209,6 +260,18 @@ def test_a_planted_library_of_an_optimizer_does_not_run(shared: Path) -> None:
     assert f"{planted}" in refused.stderr
     assert "can be changed by another user" in refused.stderr
     assert "set XDG_CACHE_HOME" in refused.stderr
+
+    trusting = subprocess.run(
+        [sys.executable, "-c", _OPTIMIZER],
+        env={**os.environ, "XDG_CACHE_HOME": str(_open_to_all(shared)), "RECSTORE_TRUST_CACHE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        umask=0o002,
+    )
+    assert trusting.returncode == 0, trusting.stderr
+    (compiled,) = (shared / "open" / "torchrec_recstore").glob("*.so")
+    assert stat.S_IMODE(compiled.stat().st_mode) == 0o700, "otherwise it would be compiled anew in every process"
 
     # A library of another user in a folder of this one, which was open to all for some time, is replaced.
     library.write_bytes(b"code of another user")

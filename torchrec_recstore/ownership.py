@@ -18,6 +18,7 @@ import errno
 import os
 import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 _SHARED = stat.S_ISVTX | stat.S_IWOTH
@@ -26,8 +27,9 @@ _SHARED = stat.S_ISVTX | stat.S_IWOTH
 def refuse_foreign(path: str | Path) -> None:
     """Refuses a path of which a part was made by another user in a folder that all users may write.
 
-    The user may be that of this process, root, or the owner of the folder. A mount point may belong to anybody, because
-    only root can mount there.
+    The user may be that of this process, root, the owner of the folder, or one that ``RECSTORE_TRUSTED_USERS`` names:
+    numbers with commas between. A mount point may belong to anybody, because only root can mount there. Where a
+    filesystem gives the files of this process to another user, as NFS with root squash does, that user is trusted.
 
     Args:
         path: A path to which this process writes. It need not exist.
@@ -43,21 +45,52 @@ def refuse_foreign(path: str | Path) -> None:
             of_part, of_folder = part.lstat(), folder.stat()
         except (FileNotFoundError, NotADirectoryError):
             continue
-        if _is_foreign(of_part, of_folder) and (part.is_symlink() or not os.path.ismount(part)):
+        if not _is_foreign(of_part, of_folder):
+            continue
+        is_mount = not part.is_symlink() and _is_mount(part)
+        if not is_mount and not _is_squashed(folder, of_part.st_uid):
             raise _foreign(part, of_part)
 
 
 def _is_foreign(of_entry: os.stat_result, of_folder: os.stat_result) -> bool:
     """Returns whether an entry of a folder that all users may write was made by another user."""
     is_shared = of_folder.st_mode & _SHARED == _SHARED
-    return is_shared and of_entry.st_uid not in (os.geteuid(), 0, of_folder.st_uid)
+    return is_shared and of_entry.st_uid not in (os.geteuid(), 0, of_folder.st_uid, *_trusted_users())
+
+
+def _trusted_users() -> list[int]:
+    numbers = os.environ.get("RECSTORE_TRUSTED_USERS", "").split(",")
+    return [int(number) for number in numbers if number.strip().isdecimal()]
+
+
+def _is_mount(path: Path) -> bool:
+    """Returns whether a path is a mount point. ``os.path.ismount`` misses a part of the same filesystem."""
+    if os.path.ismount(path):
+        return True
+    try:
+        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:
+        return False
+    # proc_pid_mountinfo(5): the fifth field is the mount point, in which a space is \\040.
+    mount_points = {os.fsdecode(line.split()[4]) for line in lines}
+    return os.fspath(path).replace("\\", "\\134").replace(" ", "\\040") in mount_points
+
+
+def _is_squashed(folder: Path, user: int) -> bool:
+    """Returns whether a file that this process makes in a folder belongs to another user, who is ``user``."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as made:
+            return os.fstat(made.fileno()).st_uid == user
+    except OSError:
+        return False
 
 
 def _foreign(path: Path, status: os.stat_result) -> PermissionError:
     return PermissionError(
         errno.EPERM,
         f"belongs to user {status.st_uid}, who can change what this process writes there, because all users may write "
-        f"{path.parent}: use a path that only user {os.geteuid()} may write",
+        f"{path.parent}: use a path that only user {os.geteuid()} may write, or set "
+        f"RECSTORE_TRUSTED_USERS={status.st_uid} if you trust that user",
         os.fspath(path),
     )
 
@@ -71,27 +104,38 @@ def open_own(path: str | Path, flags: int, mode: int = 0o666) -> int:
         mode: The mode of a file that is created. Default: 0o666.
 
     Raises:
-        PermissionError: The path is no file, or another user has made it. See refuse_foreign.
+        PermissionError: The path is no file; or it is opened to be written, and has several names or was made by
+            another user. See refuse_foreign.
         OSError: The file is a link, or it cannot be opened.
     """
-    refuse_foreign(path)
+    writes = flags & os.O_ACCMODE != os.O_RDONLY
+    if writes:
+        refuse_foreign(path)
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         raise _link_error(path) from None
-    path = Path(path)
-    status = os.fstat(descriptor)
-    if _is_foreign(status, path.parent.stat()):  # It has been made since the check above.
+    try:
+        _check_opened(Path(path), os.fstat(descriptor), writes=writes, is_new=bool(flags & os.O_EXCL))
+    except BaseException:
         os.close(descriptor)
-        raise _foreign(path, status)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-        os.close(descriptor)
-        kind = "has another name, too" if stat.S_ISREG(status.st_mode) else "is no file"
-        reason = f"{kind}, and a file with one name is needed: delete it, or use another path"
-        raise PermissionError(errno.EPERM, reason, os.fspath(path))
+        raise
     return descriptor
+
+
+def _check_opened(path: Path, status: os.stat_result, *, writes: bool, is_new: bool) -> None:
+    """Refuses an open file that is no file or has another name, or that another user has made since the first check."""
+    is_foreign = writes and not is_new and _is_foreign(status, path.parent.stat())
+    if is_foreign and not _is_squashed(path.parent, status.st_uid):
+        raise _foreign(path, status)
+    if not stat.S_ISREG(status.st_mode):
+        reason = "is no file, and a file is needed: delete it, or use another path"
+        raise PermissionError(errno.EPERM, reason, os.fspath(path))
+    if writes and status.st_nlink > 1:
+        reason = "has another name, too, and a file with one name is needed: delete it, or use another path"
+        raise PermissionError(errno.EPERM, reason, os.fspath(path))
 
 
 def refuse_link(path: str | Path) -> None:

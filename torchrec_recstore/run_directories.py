@@ -157,7 +157,7 @@ def _locked(root: Path, how: int = fcntl.LOCK_EX, mode: int = os.O_RDWR | os.O_C
 
 def _owner(run: Path) -> str | None:
     """Returns what the process that uses a directory has written, or None. The caller has locked the root."""
-    if (run / _LOCK).is_symlink():  # a store has not made it
+    if os.path.islink(run / _LOCK):  # a store has not made it
         return None
     try:
         file = os.open(run / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -37,10 +37,12 @@ def sign_package(path: str | Path, *, key: str | Path | None = None) -> None:
         OSError: The file or the key cannot be read, or the file cannot be written. The file is as it was.
         ValueError: The file is no zip file of torch, or it is an exported model, or the key cannot be used.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # The file that a link names is replaced, not the link.
     secret = key_at(key)
-    with path.open("rb") as source, whole_file(path) as beside:
-        with beside.open("wb") as copy:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no package at {path}")
+    with whole_file(path, keeps_mode=True) as beside:
+        with path.open("rb") as source, beside.open("wb") as copy:
             shutil.copyfileobj(source, copy, 1 << 24)
         _check_package(beside, path)
         remove_comment(beside)

@@ -371,10 +371,11 @@ def _checksum_function() -> Callable[[Tensor, Tensor], Tensor]:
 
     The library computes it fifty times as fast, but a process that serves models with a sorted index need not have it.
     """
-    try:
-        load_library()
-    except ImportError:
-        return scripted_function(checksum_after)  # type: ignore[no-any-return]
+    if not hasattr(torch.ops.recstore, "checksum_after"):  # A process may have loaded the library by its path.
+        try:
+            load_library()
+        except (ImportError, OSError):
+            return scripted_function(checksum_after)  # type: ignore[no-any-return]
     return torch.ops.recstore.checksum_after
 
 

@@ -22,6 +22,7 @@ from torchrec_recstore.checkpoint.files import (
     sync,
 )
 from torchrec_recstore.checkpoint.info import METADATA, CheckpointInfo
+from torchrec_recstore.ownership import remove
 
 _AT_FDCWD = -100  # linux/fcntl.h
 _RENAME_EXCHANGE = 2  # linux/fs.h
@@ -98,7 +99,7 @@ class Destination(AbstractContextManager["Destination"]):
         """Deletes the unpublished directory or the replaced checkpoint, and releases the locks."""
         with self._locks:
             if self._staging is not None:
-                shutil.rmtree(self._staging, ignore_errors=True)
+                remove(self._staging)  # A save that was replaced may have been a link.
                 self._staging = None
 
     def __exit__(self, *error: object) -> None:

@@ -327,10 +327,11 @@ def check_path(path: Path) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def whole_file(path: Path, *, keeps_mode: bool = False) -> Iterator[Path]:
     """Yields the path of an empty file for the body to write, and then renames that file to ``path``.
 
     ``path`` is locked meanwhile, and after an error it is as it was. Raises BlockingIOError if it is locked already.
+    With ``keeps_mode``, the file has the mode of the one that it replaces.
     """
     check_path(path)
     beside = path.with_name(staging_name(path))
@@ -340,7 +341,7 @@ def whole_file(path: Path) -> Iterator[Path]:
                 rest.unlink()
             try:
                 beside.touch(exist_ok=False)
-                mode = beside.stat().st_mode
+                mode = (path if keeps_mode else beside).stat().st_mode
                 yield beside
                 sync(beside)
                 beside.chmod(mode)  # Files of safetensors are readable by their owner only.

@@ -95,7 +95,7 @@ class RowPort:
             try:
                 access = (self._token, self._context, offer.server)
                 return TcpConnection(host.strip("[]"), int(port), *access)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # UnicodeError: the host is no name
                 failures.append(f"{place}: {error}")
         reason = "; ".join(failures)
         self._warn(offer, reason, _OPEN_PORT)
