@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.recstore_server import ServerPair
-from tests.redis_server import needs_redis
+from tests.recstore_server import Proxy, ServerPair
+from tests.redis_server import free_port, needs_redis
 from torchrec_recstore import SGD, RecStoreClient, ServerRestartedError, ServiceError
 
 pytestmark = [needs_redis, pytest.mark.slow]
@@ -236,6 +236,41 @@ def test_taking_over_counts_once(pair: ServerPair) -> None:
         time.sleep(2 * FREE_S)
         _assert_refuse(pair, first)
         assert not _primaries(pair)
+
+
+@pytest.mark.timeout(120)
+def test_taking_over_does_not_count_with_rows_of_a_primary_that_was_joined(
+    pair: ServerPair, request: pytest.FixtureRequest
+) -> None:
+    """The primary is killed while the other server, which has copied its rows, is not its backup yet."""
+    first = pair.primary()
+    second = 1 - first
+    pair.servers[second].kill()
+    rows_port = str(free_port())
+    mapping = Proxy(f"127.0.0.1:{rows_port}")
+    request.addfinalizer(mapping.close)
+    mapping.held.set()  # the first call of the primary gets no answer
+    outside = mapping.address.rpartition(":")[2]
+    with pair.client(timeout_s=30.0) as client:
+        _make(client)
+        _count(client, 1)
+        pair.servers[second]._flags += ("--rows-port", rows_port, "--advertise-rows", outside)
+        _start(pair, second, take_over=True)
+        end = time.monotonic() + 30
+        while not mapping._open:  # then the server has copied the rows
+            assert time.monotonic() < end, pair.servers[second].stderr
+            time.sleep(0.02)
+        _count(client, 2)  # on the primary only, which does not wait for a server that joins
+        pair.servers[first].kill()
+        time.sleep(3 * FREE_S)
+        assert not _primaries(pair)
+        _assert_refuse(pair, second)
+        assert "which counts once" in pair.servers[second].stderr
+        pair.servers[second].kill()
+        _start(pair, second, take_over=True)
+        pair.wait_for("is the primary", second)
+        with pytest.raises(ServerRestartedError):
+            client.pull("t", IDS)
 
 
 @pytest.mark.timeout(120)

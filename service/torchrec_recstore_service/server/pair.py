@@ -137,7 +137,9 @@ class _TakeOver:
 
     A living server with all rows takes a free lease at once. So --take-over counts when the lease has been free for
     some time. It does not count any more when the record has changed: then a server has been the primary since, this
-    one or the other one, and has acknowledged writes that this server may lack.
+    one or the other one, and has acknowledged writes that this server may lack. Neither does it when this server has
+    copied the tables of a primary: its rows are not those of its last save any more, and lack what this primary has
+    acknowledged since.
     """
 
     def __init__(self) -> None:
@@ -145,7 +147,7 @@ class _TakeOver:
         self._last_look: float | None = None
         self._free_since: float | None = None
         self.has_ended = False
-        """Whether the record has changed."""
+        """Whether the record has changed, or the tables are those of another server."""
 
     @property
     def counts(self) -> bool:
@@ -600,6 +602,8 @@ class Pair(Native):
         holder, record = self._lease.read()
         if self._taking_over is not None:
             self._taking_over.look(holder, record, time.monotonic())
+            if self._state.follows:
+                self._taking_over.has_ended = True
         with self._lock:
             if self._stopping.is_set() or self.role >= Role.ALONE:
                 return
@@ -650,7 +654,7 @@ class Pair(Native):
         if record is None:
             if starts and self._taking_over is not None and not self._taking_over.has_ended:
                 raise RuntimeError(self._why_it_waits())
-            if starts:
+            if starts or self._state.follows:
                 raise RuntimeError(
                     "--lease has no record of this pair, which it had before: if no other server has newer rows than "
                     f"{self._directory.path}, start this one with --take-over, and it begins with "
@@ -658,7 +662,9 @@ class Pair(Native):
                 )
             return True
         # The last server that had all rows has saved them when it stopped, in this directory.
-        return self._directory.stopped is not None and bool(set(starts) & set(record.in_sync))
+        if self._state.follows or self._directory.stopped is None:
+            return False
+        return bool(set(starts) & set(record.in_sync))
 
     def _starts(self) -> list[str]:
         """Returns the last starts of a server on this data directory in which it had all rows."""

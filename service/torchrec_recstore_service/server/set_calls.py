@@ -316,12 +316,12 @@ class SetCalls:
             remove(path)
         with self._saving, self.gate.exclusive():
             self._forget_next()
-            self._run = ""
+            # Before the tables change: what follows can fail, for example because the disk is full.
+            self._run, self._clean, self.follows = "", False, True
             self._tables.replace(loaded)
             self._applied.from_json(state["applied"])
             self._directory.set_last(self._directory.last)  # the rows of its last stop, if it has stopped, are old
             self.set_place(state)
-            self.follows = True
 
     def describe(self) -> pb.DescribeReply:
         """Returns the state of the server. See ``Describe`` in recstore.proto."""
