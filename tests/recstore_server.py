@@ -76,11 +76,16 @@ class ServerPair:
     """Two servers that are one, and the Redis server that says which of them answers."""
 
     def __init__(
-        self, folder: Path, name: str = "first", lease: RedisServer | None = None, flags: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        name: str = "first",
+        lease: RedisServer | None = None,
+        flags: tuple[str, ...] = (),
+        own: tuple[tuple[str, ...], ...] = ((), ()),  # the flags of one server each
     ) -> None:
         self.lease = lease or RedisServer(folder / "redis")
         flags = ("--replicate", name, "--lease", self.lease.url, *flags)
-        self.servers = [RecStoreServer(folder / f"{name}-{i}", *flags) for i in range(2)]
+        self.servers = [RecStoreServer(folder / f"{name}-{i}", *flags, *own[i]) for i in range(2)]
         self.address = "/".join(server.address for server in self.servers)
 
     def client(self, **arguments: object) -> RecStoreClient:

@@ -242,7 +242,7 @@ def test_taking_over_counts_once(pair: ServerPair) -> None:
 def test_taking_over_does_not_count_with_rows_of_a_primary_that_was_joined(
     pair: ServerPair, request: pytest.FixtureRequest
 ) -> None:
-    """The primary is killed while the other server, which has copied its rows, is not its backup yet."""
+    """The primary is killed when its rows were copied, but before it has a backup."""
     first = pair.primary()
     second = 1 - first
     pair.servers[second].kill()

@@ -149,7 +149,7 @@ def test_rows_go_through_a_mapping_that_changes_the_ports(
         assert client.rows_addresses() == [rows_outside]
     # A client on the network of the server reaches the port itself, and not the one outside.
     with _use([server.address], "of the same network") as client:
-        assert client.rows_addresses() == [f"127.0.0.2:{_port(rows_outside)}"]
+        assert client.rows_addresses() == [f"127.0.0.2:{rows_port}"]
     assert _warnings(caplog) == []
 
 
@@ -214,6 +214,34 @@ def test_the_other_server_of_a_pair_refuses_connections(stack: ExitStack, tmp_pa
             offer.rows_port = _offer(pair.servers[1 - server].address, port_only=True).rows_port
             with pytest.raises(OSError, match="has reached another server"):
                 RowPort(address, None, None, lambda _: pb.AttachReply()).connect(offer)
+
+
+@needs_redis
+def test_servers_of_a_pair_reach_each_other_inside_a_mapping(
+    stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody listens on the advertised ports where the servers call each other."""
+    outside, rows_outside, rows_inside, flags = [], [], [], []
+    for host in ("127.0.0.2", "127.0.0.3"):
+        inside = f"{host}:{free_port()}"
+        rows_inside.append(f"{host}:{free_port()}")
+        outside.append(_mapped(stack, inside))
+        rows_outside.append(_mapped(stack, rows_inside[-1]))
+        ports = ("--rows-port", _port(rows_inside[-1]), "--advertise-rows", _port(rows_outside[-1]))
+        flags.append(("--listen", inside, *ports))
+    pair = ServerPair(tmp_path, own=tuple(flags))
+    stack.callback(pair.close)
+    primary = pair.primary()
+    assert "cannot be reached" not in pair.servers[primary].stderr
+    with _use(["/".join(outside)]) as client:
+        assert client.rows_addresses() == ["/".join(rows_outside)]
+        pair.primary()  # the backup copies the tables again for the epoch of the client
+        rows = client.pull("t", IDS)
+        with pair.client() as within:
+            assert within.rows_addresses() == ["/".join(rows_inside)]
+        pair.servers[primary].kill()
+        assert torch.equal(client.pull("t", IDS), rows)
+    assert _warnings(caplog) == []
 
 
 class Stranger:

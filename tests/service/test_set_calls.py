@@ -109,6 +109,36 @@ def test_a_server_that_is_killed_starts_from_the_save_that_counts(
     assert newest == sorted(newest)
 
 
+def test_tables_of_another_server_are_known_as_such_when_the_disk_is_full(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = server.save("reserve", "first")
+    server.save("prepare", "first", number)
+    server.save("commit", "first", number)
+    server.load("commit", "again", "monday", epoch=2)
+    primary = Server(tmp_path / "primary")
+    primary.tables.push("t", IDS, torch.full((100, 4), 2.0))
+    copy = pb.Saved(name="copy", id="copy1")
+    state = primary.calls.copy(SaveId(copy.id), lambda: None)
+
+    def read(file: str, offset: int) -> pb.ReadFileReply:
+        return primary.calls.read_file(pb.ReadFileRequest(save=copy, file=file, offset=offset))
+
+    def full(*args: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(DataDirectory, "set_last", full)
+    with pytest.raises(OSError, match="No space left"):
+        server.calls.follow(copy, state, read)
+    monkeypatch.undo()
+    assert torch.equal(server.tables.pull("t", IDS), torch.full((100, 4), 2.0))
+    assert server.calls.follows
+    server.load("commit", "again", "monday", epoch=3)  # reads the save again
+    assert torch.equal(server.tables.pull("t", IDS), torch.ones(100, 4))
+    primary.tables.close()
+    primary.directory.close()
+
+
 def test_a_save_whose_client_has_stopped_gives_way(server: Server) -> None:
     stopped = [server.save("reserve", "stopped")]
     assert server.save("reserve", "next") == stopped[0] + 1  # after a second

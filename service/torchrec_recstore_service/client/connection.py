@@ -21,7 +21,7 @@ from torch import Tensor
 from torchrec_recstore.network import check_token
 from torchrec_recstore.utils import leave_to_parent
 from torchrec_recstore_service.client.client_epoch import ClientEpoch, Runs, writes_lost
-from torchrec_recstore_service.client.row_port import RowPort, rows_addresses
+from torchrec_recstore_service.client.row_port import RowPort
 from torchrec_recstore_service.client.shared_memory import DoesNotFitError, RowConnections, ServedError, shared_memory
 from torchrec_recstore_service.client.streams import Streams
 from torchrec_recstore_service.client.tcp_rows import TcpConnection
@@ -141,10 +141,10 @@ class Connection:
 
         def port(side: Side) -> str:
             offer = self._call("", lambda left: side.unary("Attach", pb.AttachRequest(port=True), left))
-            addresses = rows_addresses(side.address, offer)
-            if not addresses:
+            address = side.row_port.address(offer)
+            if address is None:
                 raise ValueError(f"server {side.address} takes no calls on rows by TCP")
-            return addresses[0]
+            return address
 
         return "/".join(map(port, self._sides))
 
@@ -435,7 +435,7 @@ class Side:
         self.streams = Streams(self._channel, self.metadata)
         makers = [(shared_memory, _BY_MEMORY)] if access.shared_memory else []
         attach = partial(self.unary, "Attach", pb.AttachRequest())
-        self._row_port = RowPort(address, access.token, context, attach)
+        self.row_port = RowPort(address, access.token, context, attach)
         self.roads = [RowConnections(attach, make, most) for make, most in [*makers, (self._by_tcp, _BY_TCP)]]
 
     def unary(self, method: str, request: Any, left: float) -> Any:
@@ -443,7 +443,7 @@ class Side:
         return getattr(self.stub, method)(request, timeout=left, metadata=self.metadata)
 
     def _by_tcp(self, offer: pb.AttachReply) -> TcpConnection | None:
-        return self._row_port.connect(offer)
+        return self.row_port.connect(offer)
 
     def close(self) -> None:
         """Closes the channel and the connections."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import grpc
 
 from torchrec_recstore.network import host_of
-from torchrec_recstore_service.client.tcp_rows import TcpConnection
+from torchrec_recstore_service.client.tcp_rows import RefusedError, TcpConnection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 
 _ATTACH_S = 5.0
@@ -91,15 +91,44 @@ class RowPort:
             raise OSError(reason)
         failures: list[str] = []
         for place in addresses:
-            host, _, port = place.rpartition(":")
             try:
-                access = (self._token, self._context, offer.server)
-                return TcpConnection(host.strip("[]"), int(port), *access)
+                return self._connected(place, offer)
             except (OSError, ValueError) as error:  # UnicodeError: the host is no name
                 failures.append(f"{place}: {error}")
         reason = "; ".join(failures)
         self._warn(offer, reason, _OPEN_PORT)
         raise OSError(reason)
+
+    def address(self, offer: pb.AttachReply) -> str | None:
+        """Returns the address for rows by which other programs reach the server of an offer.
+
+        This is the one that the server advertises. If it advertises a port without a host, and is
+        not reached by this port on the host of the client's own address, because this client does
+        not go through the mapping, it is the port that the server listens on.
+
+        Returns:
+            The address. None if the server takes no calls on rows by TCP.
+        """
+        addresses = rows_addresses(self._address, offer)
+        if not addresses:
+            return None
+        if ":" in offer.rows_address or len(addresses) == 1:
+            return addresses[0]
+        return next((each for each in addresses if self._reaches(each, offer)), addresses[0])
+
+    def _connected(self, place: str, offer: pb.AttachReply) -> TcpConnection:
+        host, _, port = place.rpartition(":")
+        access = (self._token, self._context, offer.server)
+        return TcpConnection(host.strip("[]"), int(port), *access)
+
+    def _reaches(self, place: str, offer: pb.AttachReply) -> bool:
+        try:
+            self._connected(place, offer).close()
+            return True
+        except RefusedError as error:
+            return error.is_from_it
+        except (OSError, ValueError):
+            return False
 
     def _warn(self, offer: pb.AttachReply, reason: str, remedy: str) -> None:
         """Logs once that the port cannot be used, unless the server itself has gone."""

@@ -30,6 +30,15 @@ _MESSAGE = 32  # bytes of a reply without an error, or more
 _PIECE = 1 << 18  # bytes that are written to a TLS connection at once
 
 
+class RefusedError(OSError):
+    """A server has refused a connection."""
+
+    def __init__(self, error: ServedError) -> None:
+        super().__init__(str(error))
+        self.is_from_it = error.code() is grpc.StatusCode.UNAVAILABLE
+        """Whether the connection has reached its server, which is not the primary of its pair."""
+
+
 class TcpConnection:
     """A connection to a server for one call at a time. See :class:`Streams` for the methods.
 
@@ -75,7 +84,8 @@ class TcpConnection:
                 raise OSError("another program has answered")
         except CallError as error:
             raw.close()
-            raise OSError(str(error)) from None
+            refused = isinstance(error, ServedError)
+            raise (RefusedError(error) if refused else OSError(str(error))) from None
         except BaseException:
             raw.close()
             raise

@@ -266,16 +266,16 @@ void Replica::wait(uint64_t number) {
 
 void Replica::follow(const std::string& host, int port, const std::string& secret, const std::string& name, TlsContext* tls) {
   auto socket = std::make_shared<Socket>();
+  socket->connect(host, port, tls);
+  // A backup of an earlier release has no name.
+  const uint32_t version = name.empty() ? kUnnamedVersion : kVersion;
+  const uint32_t numbers[] = {version, static_cast<uint32_t>(secret.size()), static_cast<uint32_t>(name.size())};
+  socket->send({{const_cast<char*>(kMagic), 8},
+                {const_cast<uint32_t*>(numbers), name.empty() ? size_t{8} : size_t{12}},
+                {const_cast<char*>(secret.data()), secret.size()},
+                {const_cast<char*>(name.data()), name.size()}});
+  if (server_of(socket->reply()) != name) fail("another server answers at the address for rows of the backup");
   try {
-    socket->connect(host, port, tls);
-    // A backup of an earlier release has no name.
-    const uint32_t version = name.empty() ? kUnnamedVersion : kVersion;
-    const uint32_t numbers[] = {version, static_cast<uint32_t>(secret.size()), static_cast<uint32_t>(name.size())};
-    socket->send({{const_cast<char*>(kMagic), 8},
-                  {const_cast<uint32_t*>(numbers), name.empty() ? size_t{8} : size_t{12}},
-                  {const_cast<char*>(secret.data()), secret.size()},
-                  {const_cast<char*>(name.data()), name.size()}});
-    if (server_of(socket->reply()) != name) fail("another server answers at the address for rows of the backup");
     while (true) {
       std::vector<Frame> frames;
       {

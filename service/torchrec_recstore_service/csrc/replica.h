@@ -53,9 +53,10 @@ class Replica {
 
   // Connects to the rows' port of a backup, and sends what has been sent since kJoining began, and more while writes come.
   // Returns when the backup has everything; each write waits for it from then on. tls: null for no encryption. Throws
-  // std::runtime_error; the role is kAlone then, unless it is another than kJoining.
+  // std::runtime_error. The role is still kJoining then if the backup was not reached at this address, so that it can be
+  // called at another one; otherwise it is kAlone, unless it is another than kJoining.
   void follow(const std::string& host, int port, const std::string& secret, const std::string& name, TlsContext* tls);
-  // Notes that the backup has not done what the primary has done.
+  // Notes that the backup has not done what the primary has done, or that it has not been reached.
   void lose();
   // Why the backup was lost, after wait_lost() and until the next role is set.
   const char* reason() const { return reason_.c_str(); }

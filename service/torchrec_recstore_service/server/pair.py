@@ -113,7 +113,7 @@ class _Peer:
     def __init__(self, address: str, access: Access, secret: str = "") -> None:
         self.server = ""
         self.address = address
-        self.rows = ""
+        self.rows: list[str] = []  # the addresses at which it may take calls on rows, best first
         self.rows_server = ""  # the name of the server in connections for rows
         self.secret = secret
         self._channel = channel_of(address, access)
@@ -137,9 +137,9 @@ class _TakeOver:
 
     A living server with all rows takes a free lease at once. So --take-over counts when the lease has been free for
     some time. It does not count any more when the record has changed: then a server has been the primary since, this
-    one or the other one, and has acknowledged writes that this server may lack. Neither does it when this server has
-    copied the tables of a primary: its rows are not those of its last save any more, and lack what this primary has
-    acknowledged since.
+    one or the other one, and has acknowledged writes that this server may lack.
+    Neither does it when this server has copied the tables of a primary: its rows are not those of
+    its last save any more, and lack what this primary has acknowledged since.
     """
 
     def __init__(self) -> None:
@@ -410,7 +410,8 @@ class Pair(Native):
     # The primary.
 
     def _copy(self, request: pb.ReplicateRequest) -> pb.ReplicateReply:
-        for address in (request.rows, request.address):  # this server connects to both
+        rows = [each for each in (request.rows, request.rows_unmapped) if each]
+        for address in (*rows, request.address):  # this server connects to them
             host_and_port(address)  # raises ValueError
         with self._copying:
             with self._lock:
@@ -419,7 +420,7 @@ class Pair(Native):
                     raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the server has a backup: repeat the call")
                 self._forget_peer()
                 peer = _Peer(request.address, self._access, request.secret)
-                peer.server, peer.rows = request.server, request.rows
+                peer.server, peer.rows = request.server, rows
                 peer.rows_server = request.rows_server
                 self._peer = peer
             copy_id = SaveId(uuid.uuid4().hex)
@@ -430,7 +431,6 @@ class Pair(Native):
 
     def _follow(self, peer: _Peer) -> None:
         """Sends the backup what it lacks, and lets each write wait for it."""
-        host, port = host_and_port(peer.rows)
         listening, ca = self._listening, self._options.tls_ca
         files = [] if ca is None else [ca, listening.tls_cert, listening.tls_key]
         if listening.client_ca is None:
@@ -438,8 +438,8 @@ class Pair(Native):
         files += [""] * (3 - len(files))
         with self._keeping():
             libssl = self._rows.libssl if ca else ""
-            texts = (host, port, peer.secret, peer.rows_server, libssl, *files)
-            self.checked("follow", *(each if isinstance(each, int) else str(each).encode() for each in texts))
+            texts = [str(each).encode() for each in (peer.secret, peer.rows_server, libssl, *files)]
+            self._connect(peer, texts)
         with self._lock:
             assert self._record is not None
             after = Record(self._address, (self._id, peer.server))
@@ -449,6 +449,21 @@ class Pair(Native):
             self._record = after
             self._state.forget_copy()
         self._say(f"{peer.address} is the backup")
+
+    def _connect(self, peer: _Peer, texts: Sequence[bytes]) -> None:
+        """Calls ``Replica::follow`` with the first address for rows at which the peer answers."""
+        failures: list[str] = []
+        for address in peer.rows:
+            host, port = host_and_port(address)
+            try:
+                self.checked("follow", host.encode(), port, *texts)
+                return
+            except OSError as error:
+                if self.role is not Role.JOINING:  # the peer was reached, or does not join any more
+                    raise
+                failures.append(f"{address}: {error}")
+        self._end_joining()
+        raise OSError("; ".join(failures))
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
@@ -539,11 +554,13 @@ class Pair(Native):
                 with suppress(grpc.RpcError):
                     peer.call("Replicate", phases(phase=phases.ALIVE, server=self._id))
 
+        rows, unmapped, *_ = [*rows_addresses(self._address, self._rows.port_offer()), ""]
         try:
             request = phases(
                 phase=phases.COPY,
                 server=self._id,
-                rows=rows_addresses(self._address, self._rows.port_offer())[0],
+                rows=rows,
+                rows_unmapped=unmapped,
                 rows_server=self._rows.name,
                 address=self._address,
                 secret=secret,

@@ -388,7 +388,7 @@ class SegmentReply(_message.Message):
     def __init__(self, code: _Optional[int] = ..., details: _Optional[str] = ..., error: _Optional[str] = ..., found: _Optional[int] = ..., rows: _Optional[int] = ..., deleted: _Optional[int] = ..., last: _Optional[bool] = ..., server: _Optional[str] = ...) -> None: ...
 
 class ReplicateRequest(_message.Message):
-    __slots__ = ("phase", "server", "rows", "address", "secret", "state", "rows_server")
+    __slots__ = ("phase", "server", "rows", "address", "secret", "state", "rows_server", "rows_unmapped")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[ReplicateRequest.Phase]
@@ -410,6 +410,7 @@ class ReplicateRequest(_message.Message):
     SECRET_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ROWS_SERVER_FIELD_NUMBER: _ClassVar[int]
+    ROWS_UNMAPPED_FIELD_NUMBER: _ClassVar[int]
     phase: ReplicateRequest.Phase
     server: str
     rows: str
@@ -417,7 +418,8 @@ class ReplicateRequest(_message.Message):
     secret: str
     state: str
     rows_server: str
-    def __init__(self, phase: _Optional[_Union[ReplicateRequest.Phase, str]] = ..., server: _Optional[str] = ..., rows: _Optional[str] = ..., address: _Optional[str] = ..., secret: _Optional[str] = ..., state: _Optional[str] = ..., rows_server: _Optional[str] = ...) -> None: ...
+    rows_unmapped: str
+    def __init__(self, phase: _Optional[_Union[ReplicateRequest.Phase, str]] = ..., server: _Optional[str] = ..., rows: _Optional[str] = ..., address: _Optional[str] = ..., secret: _Optional[str] = ..., state: _Optional[str] = ..., rows_server: _Optional[str] = ..., rows_unmapped: _Optional[str] = ...) -> None: ...
 
 class ReplicateReply(_message.Message):
     __slots__ = ("copy", "state")
