@@ -251,6 +251,18 @@ def test_files_of_shared_rows_are_not_links(sandbox: Sandbox, name: str, kind: s
         SSDColdStore(options, name="t", row_bytes=8).close()
 
 
+@pytest.mark.parametrize("part", ["shared", "shared/kept", "shared/kept/t"])
+def test_directories_of_shared_rows_are_not_links(sandbox: Sandbox, part: str) -> None:
+    elsewhere = sandbox.data.parent / "elsewhere"
+    elsewhere.mkdir()
+    link = sandbox.data / part
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(elsewhere)
+    with pytest.raises(ColdStoreError, match="is a link"):
+        SSDColdStore(SSDStore(str(sandbox.data), shared="kept"), name="t", row_bytes=8)
+    assert not list(elsewhere.iterdir())
+
+
 @pytest.mark.parametrize("kind", ["file", "nothing"])
 def test_a_link_in_place_of_an_unfinished_file_is_replaced(sandbox: Sandbox, kind: str) -> None:
     folder = sandbox.data / "shared" / "kept" / "t"

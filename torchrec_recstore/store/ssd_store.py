@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.options import SSDStore
-from torchrec_recstore.ownership import refuse_foreign
+from torchrec_recstore.ownership import refuse_foreign, refuse_link
 from torchrec_recstore.run_directories import RunDirectory
 from torchrec_recstore.store.arguments import check_ids, check_rows
 from torchrec_recstore.store.cold_store import ColdStoreError, escaped_name, new_run
@@ -47,6 +47,8 @@ class SSDColdStore:
             else:
                 folder = Path(options.path, "shared", escaped_name(options.shared), escaped_name(name))
                 refuse_foreign(folder)
+                for part in (folder.parent.parent, folder.parent, folder):
+                    refuse_link(part)
                 folder.mkdir(parents=True, exist_ok=True)
                 refuse_foreign(folder)
                 path = folder.resolve() / "rows"
