@@ -4,6 +4,7 @@ PYTHON ?= python3
 ARM_CXX ?= aarch64-linux-gnu-g++
 ARM_RUN ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
 VENV := .venv
+HOURS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # Slow tests wait for half of their time: for processes that are killed, for leases, for clicks.
@@ -16,7 +17,7 @@ CORE := $(notdir $(wildcard torchrec_recstore/csrc/*.cpp $(SERVING)/*.cpp) $(fil
 INCLUDES := -I torchrec_recstore/csrc -I $(SERVING) -I $(SERVICE)
 vpath %.cpp torchrec_recstore/csrc $(SERVING) $(SERVICE)
 
-.PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-arm test-arm-python test-mutations parity matrix lint proto bench big span docs wheels try-wheels package clean
+.PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-arm test-arm-python test-mutations parity matrix lint proto bench big soak span docs wheels try-wheels package clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -151,6 +152,9 @@ proto: $(VENV)/.dev-requirements  ## generate the Python code of the protocols
 
 big: build $(VENV)/.dev-requirements  ## 40 minutes: 50 M samples over 200 M ids, with a kill in the middle (runs/big)
 	$(BIN)/python benchmarks/big.py runs/big $(ARGS)
+
+soak: build $(VENV)/.dev-requirements  ## HOURS=2: everything together, with kills; fails if something is not exact, or if memory, files or threads grow (runs/soak)
+	$(BIN)/python benchmarks/soak.py run runs/soak --hours $(HOURS) $(ARGS)
 
 bench: build $(VENV)/.dev-requirements  ## run the benchmarks; writes benchmarks/results.json and the tables of the README and the docs
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -1,0 +1,209 @@
+"""The clients of soak.py, each of which is a process: python benchmarks/soak_clients.py rows|again|cold|asks FOLDER.
+
+- ``rows``: updates and reads rows of a pair of parameter servers and of a server. Each read is compared with an oracle.
+- ``again``: compares all rows with those that ``rows`` has left, after the servers were stopped and started.
+- ``cold``: updates and reads a table whose rows are in a shared SSDStore, and opens it again each minute.
+- ``asks``: asks the follower of the online example for predictions over gRPC, and reads its state over HTTP.
+
+A client works until ``FOLDER/stop`` exists, and then writes ``FOLDER/<name>.json``. Rows begin at 0, gradients are
+whole numbers, and the optimizer is SGD with the rate 1, so that a row is minus the sum of its gradients, exactly. The
+oracle is this sum, an array of NumPy.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrec_recstore import SGD, ConstantInit, RecStoreClient, SSDStore, Table, TableOptions
+
+IDS = 20_000
+MAX_ROWS = 5_000
+DIM = 16
+BATCH = 200
+PAUSE_S = 0.15
+REOPEN_S = 60.0
+SPREAD = 2**40 + 7
+"""The distance between two ids, so that they are spread over the numbers of 64 bits."""
+
+
+class Oracle:
+    """The exact value of each row.
+
+    Args:
+        seed: The seed of the ids and of the gradients.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rows = np.zeros((IDS, DIM), np.float32)
+        self.updates = 0
+        self.reads = 0
+        self._random = np.random.default_rng(seed)
+
+    def some_ids(self) -> Tensor:
+        """Returns places of ids, (BATCH,), in which a small part of the ids is frequent."""
+        places = (self._random.random(2 * BATCH) ** 3 * IDS).astype(np.int64)
+        return torch.from_numpy(np.unique(places)[:BATCH])
+
+    def step(self, update: Callable[[Tensor, Tensor], None], read: Callable[[Tensor], Tensor]) -> None:
+        """Makes one update and one read.
+
+        Args:
+            update: Takes ids, (N,), and gradients, (N, DIM).
+            read: Takes ids, (N,), and returns rows, (N, DIM).
+        """
+        places = self.some_ids()
+        grads = self._random.integers(-3, 4, (len(places), DIM)).astype(np.float32)
+        update(places * SPREAD, torch.from_numpy(grads))
+        self.rows[places.numpy()] -= grads
+        self.updates += 1
+        self.check(read, self.some_ids())
+
+    def check(self, read: Callable[[Tensor], Tensor], places: Tensor) -> None:
+        """Compares rows with the oracle.
+
+        Raises:
+            AssertionError: A row is not exact.
+        """
+        rows = read(places * SPREAD).numpy()
+        wrong = (rows != self.rows[places.numpy()]).any(axis=1)
+        self.reads += 1
+        if wrong.any():
+            place = int(places[int(wrong.argmax())])
+            raise AssertionError(f"{int(wrong.sum())} of {len(places)} rows are not exact, first that of place {place}")
+
+    def check_all(self, read: Callable[[Tensor], Tensor]) -> None:
+        """Compares all rows."""
+        for places in torch.arange(IDS).split(4 * BATCH):
+            self.check(read, places)
+
+    def report(self) -> dict[str, Any]:
+        """Returns what was compared."""
+        return {"updates": self.updates, "reads": self.reads, "exact": True}
+
+
+def rows(folder: Path) -> dict[str, Any]:
+    """See the module."""
+    oracles = []
+    with ExitStack() as stack:
+        clients = _clients(folder, stack)
+        for seed, client in enumerate(clients):
+            _open_table(client)
+            oracles.append(Oracle(seed))
+        while not (folder / "stop").exists():
+            for client, oracle in zip(clients, oracles, strict=True):
+                oracle.step(partial(client.update, "t"), partial(client.pull, "t"))
+            time.sleep(PAUSE_S)
+        for number, (client, oracle) in enumerate(zip(clients, oracles, strict=True)):
+            oracle.check_all(partial(client.pull, "t"))
+            client.save("end")
+            np.save(folder / f"rows-{number}.npy", oracle.rows)
+        stats = clients[-1].stats("t")
+    reports = [oracle.report() for oracle in oracles]
+    return {
+        "updates": sum(report["updates"] for report in reports),
+        "reads": sum(report["reads"] for report in reports),
+        "exact": all(report["exact"] for report in reports),
+        "rows": stats.rows,
+        "cold_rows": stats.cold_rows,
+    }
+
+
+def again(folder: Path) -> dict[str, Any]:
+    """See the module."""
+    with ExitStack() as stack:
+        for number, client in enumerate(_clients(folder, stack)):
+            oracle = Oracle(number)
+            oracle.rows = np.load(folder / f"rows-{number}.npy")
+            oracle.check_all(partial(client.pull, "t"))
+    return {"rows": 2 * IDS, "exact": True}
+
+
+def _clients(folder: Path, stack: ExitStack) -> list[RecStoreClient]:
+    """Opens a client of the pair, and one of the server with cold rows."""
+    addresses = (folder / "servers").read_text().split()
+    return [stack.enter_context(RecStoreClient([address], timeout_s=60.0)) for address in addresses]
+
+
+def _open_table(client: RecStoreClient) -> None:
+    options = TableOptions(initializer=ConstantInit(0.0))
+    client.init_data("t", (IDS, DIM), torch.float32, optimizer=SGD(lr=1.0), options=options)
+
+
+def cold(folder: Path) -> dict[str, Any]:
+    """See the module."""
+    oracle = Oracle(2)
+    opened = 0
+    while not (folder / "stop").exists():
+        with _cold_table(folder) as table:
+            opened += 1
+            until = time.monotonic() + REOPEN_S
+            while time.monotonic() < until and not (folder / "stop").exists():
+                oracle.step(table.update, table.lookup)
+                time.sleep(PAUSE_S)
+    with _cold_table(folder) as table:
+        oracle.check_all(table.lookup)
+    return oracle.report() | {"opened": opened}
+
+
+def _cold_table(folder: Path) -> Table:
+    store = SSDStore(str(folder / "cold"), shared="soak")
+    options = TableOptions(initializer=ConstantInit(0.0), max_rows=MAX_ROWS, cold_store=store)
+    return Table(DIM, optimizer=SGD(lr=1.0), options=options, name="soak")
+
+
+def asks(folder: Path) -> dict[str, Any]:
+    """See the module. A follower that was killed does not answer for some seconds, which is counted."""
+    import grpc
+
+    from torchrec_recstore_serving import predictor_pb2 as messages
+    from torchrec_recstore_serving.predictor_pb2_grpc import PredictorStub
+
+    settings = json.loads((folder / "online" / "settings.json").read_text())
+    lengths = messages.Array(dtype="int32", shape=[4], data=np.ones(4, np.int32).tobytes())
+    outcomes = {"answered": 0, "unanswered": 0, "states": 0}
+    ids = np.random.default_rng(3)
+    with grpc.insecure_channel(settings["grpc"]) as channel:
+        stub = PredictorStub(channel)
+        while not (folder / "stop").exists():
+            values = messages.Array(dtype="int64", shape=[4], data=ids.integers(0, 2**40, 4).tobytes())
+            features = messages.Jagged(keys=["user", "item"], values=values, lengths=lengths)
+            request = messages.PredictRequest(arguments={"features": messages.Argument(jagged=features)})
+            try:
+                (output,) = stub.Predict(request, timeout=5.0).outputs.values()
+                logits = np.frombuffer(output.data, np.float32)
+                if len(logits) != 2 or not np.isfinite(logits).all():
+                    raise AssertionError(f"the follower has answered {logits}")
+                outcomes["answered"] += 1
+                with urllib.request.urlopen(f"http://{settings['http']}/state", timeout=5.0) as answer:
+                    json.load(answer)
+                outcomes["states"] += 1
+            except (grpc.RpcError, OSError, HTTPException):
+                outcomes["unanswered"] += 1
+            time.sleep(2 * PAUSE_S)
+    return outcomes | {"exact": outcomes["answered"] > 0}
+
+
+def main() -> None:
+    """Runs one client until the end, and writes its report."""
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    clients = {"rows": rows, "again": again, "cold": cold, "asks": asks}
+    report = clients[name](folder)
+    (folder / f"{name}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""What soak.py measures of processes, and how it judges it. This module does not import torch.
+
+A sample has the memory, files and threads of one process at one moment. The samples of one process, from its start to
+its end, are a series. A process that was killed and started again begins a new one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+MEMORY = {"rss": "VmRSS", "anon": "RssAnon", "file": "RssFile", "shmem": "RssShmem"}
+"""The kinds of resident memory, and their names in /proc/PID/status."""
+COUNTS = ("files", "threads", "children")
+WARM_UP = 1 / 12
+"""The share of a run after the start of a process in which its samples are not judged."""
+SHORTEST = 1 / 12
+"""The share of a run that the samples of a half must span, so that their slope is judged."""
+MB_AN_HOUR = 6.0
+"""The slope of anonymous and of shared memory in the last half up to which memory counts as flat."""
+MORE = 2
+"""The number of files, threads or children that a process may have more at the end than after its warm-up."""
+POINTS = 150
+"""The number of points of a series that are kept for the plot."""
+TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One process at one moment.
+
+    Attributes:
+        second: The time since the start of the run, in seconds.
+        process: The name of the process.
+        pid: The id of the process.
+        rss: The resident memory in bytes, which is the sum of the next three.
+        anon: The memory that the process has allocated, in bytes.
+        file: The pages of files that the process has mapped, in bytes. They are the system's, and no leak.
+        shmem: The pages of shared memory, in bytes.
+        files: The number of open files.
+        threads: The number of threads.
+        children: The number of processes that the process has started and that run.
+        processor_s: The processor time of the process so far, in seconds.
+    """
+
+    second: float
+    process: str
+    pid: int
+    rss: int
+    anon: int
+    file: int
+    shmem: int
+    files: int
+    threads: int
+    children: int
+    processor_s: float
+
+
+def sample_of(process: str, pid: int, second: float) -> Sample | None:
+    """Reads a sample from /proc. Returns None if the process does not run.
+
+    Args:
+        process: The name of the process.
+        pid: The id of the process.
+        second: The time since the start of the run, in seconds.
+    """
+    folder = Path("/proc", str(pid))
+    try:
+        status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+        files = len(list((folder / "fd").iterdir()))
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    if "VmRSS" not in status:  # a process that has ended and that nobody has waited for
+        return None
+    memory = {name: 1024 * int(status[key].split()[0]) for name, key in MEMORY.items()}
+    ticks = int(fields[11]) + int(fields[12])  # utime and stime
+    return Sample(
+        second=round(second, 1),
+        process=process,
+        pid=pid,
+        **memory,
+        files=files,
+        threads=int(status["Threads"]),
+        children=len(children_of(pid)),
+        processor_s=ticks / TICKS_A_SECOND,
+    )
+
+
+def children_of(pid: int) -> list[int]:
+    """Returns the ids of the processes that a process has started."""
+    children: list[int] = []
+    try:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            children += map(int, (thread / "children").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):
+        return children
+    return children
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the samples of one process say.
+
+    Attributes:
+        process: The name of the process.
+        series: The number of series: 1, and one for each new start.
+        anon_mb: The anonymous memory after the warm-up of the longest series, and at its end, in MB.
+        rss_mb: The same for the resident memory.
+        first: The slope of each kind of memory in the first half of the run, in MB an hour. None: too few samples.
+        last: The slope of each kind of memory in the last half.
+        counts: The number of files, of threads and of children, after the warm-up of the longest series and at its end.
+        problems: A line for each thing that grows. Empty: the process is flat.
+    """
+
+    process: str
+    series: int
+    anon_mb: tuple[float, float]
+    rss_mb: tuple[float, float]
+    first: dict[str, float | None]
+    last: dict[str, float | None]
+    counts: dict[str, tuple[float, float]]
+    problems: list[str]
+
+
+def series_of(samples: Iterable[Sample]) -> dict[str, list[list[Sample]]]:
+    """Returns the series of each process, in the order of their starts."""
+    series: dict[tuple[str, int], list[Sample]] = {}
+    for sample in samples:
+        series.setdefault((sample.process, sample.pid), []).append(sample)
+    by_process: dict[str, list[list[Sample]]] = {}
+    for (process, _), points in series.items():
+        by_process.setdefault(process, []).append(points)
+    return by_process
+
+
+def slope(series: Sequence[Sequence[tuple[float, float]]]) -> float | None:
+    """Returns the slope of lines through several series, by least squares.
+
+    The lines have one slope, and each of them has a height of its own: a process that was started again may have more
+    or less memory than before.
+
+    Args:
+        series: The points (x, y) of each series.
+
+    Returns:
+        The slope, or None if no series has two points with different x.
+    """
+    products = 0.0
+    squares = 0.0
+    for points in series:
+        if not points:
+            continue
+        mean_x = sum(x for x, _ in points) / len(points)
+        mean_y = sum(y for _, y in points) / len(points)
+        products += sum((x - mean_x) * (y - mean_y) for x, y in points)
+        squares += sum((x - mean_x) ** 2 for x, _ in points)
+    return products / squares if squares > 0 else None
+
+
+def judge(samples: Sequence[Sample], mb_an_hour: float = MB_AN_HOUR) -> list[Judgement]:
+    """Judges the samples of a run, process by process.
+
+    Args:
+        samples: All samples of the run.
+        mb_an_hour: The slope up to which memory counts as flat.
+    """
+    end = max(sample.second for sample in samples)
+    begin = min(sample.second for sample in samples)
+    length = end - begin
+    warm_up = length * WARM_UP
+    middle = begin + length / 2
+    judgements = []
+    for process, series in series_of(samples).items():
+        warm = [[point for point in points if point.second >= points[0].second + warm_up] for points in series]
+        first = [[point for point in points if point.second < middle] for points in warm]
+        last = [[point for point in points if point.second >= middle] for points in warm]
+        longest = max(warm, key=_span)
+        judgements.append(_judged(process, longest, first, last, length * SHORTEST, mb_an_hour, len(series)))
+    return judgements
+
+
+def _judged(
+    process: str,
+    longest: list[Sample],
+    first: list[list[Sample]],
+    last: list[list[Sample]],
+    shortest_s: float,
+    mb_an_hour: float,
+    series: int,
+) -> Judgement:
+    problems = []
+    slopes_of_last = _slopes(last, shortest_s)
+    for name in ("anon", "shmem"):
+        value = slopes_of_last[name]
+        if value is None:
+            problems.append(f"{process}: too few samples in the last half to judge {MEMORY[name]}")
+        elif value > mb_an_hour:
+            problems.append(f"{process}: {MEMORY[name]} grows by {value:.1f} MB an hour, of {mb_an_hour:g} allowed")
+    counts = {}
+    for name in COUNTS:
+        begins, ends = _ends(longest, lambda point, name=name: getattr(point, name))  # type: ignore[misc]
+        counts[name] = (begins, ends)
+        if ends > begins + MORE:
+            problems.append(f"{process}: {name} grow from {begins:g} to {ends:g}, by {MORE} allowed")
+    return Judgement(
+        process=process,
+        series=series,
+        anon_mb=_ends(longest, lambda point: point.anon / 1e6),
+        rss_mb=_ends(longest, lambda point: point.rss / 1e6),
+        first=_slopes(first, shortest_s),
+        last=slopes_of_last,
+        counts=counts,
+        problems=problems,
+    )
+
+
+def _slopes(series: list[list[Sample]], shortest_s: float) -> dict[str, float | None]:
+    """Returns the slope of each kind of memory in MB an hour, or None if all series together are too short."""
+    measured_s = sum(_span(points) for points in series)
+    slopes: dict[str, float | None] = {}
+    for name in MEMORY:
+        lines = [[(point.second / 3600, getattr(point, name) / 1e6) for point in points] for points in series]
+        slopes[name] = slope(lines) if measured_s >= shortest_s else None
+    return slopes
+
+
+def _span(points: list[Sample]) -> float:
+    return points[-1].second - points[0].second if points else 0.0
+
+
+def _ends(points: list[Sample], value_of: Callable[[Sample], float]) -> tuple[float, float]:
+    """Returns the medians of the first and of the last fifth of the points. NaN: there is no point."""
+    if not points:
+        return float("nan"), float("nan")
+    count = max(1, len(points) // 5)
+    begins = median(value_of(point) for point in points[:count])
+    ends = median(value_of(point) for point in points[-count:])
+    return begins, ends
+
+
+def thinned(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Returns at most ``POINTS`` points of each series for the plot, as columns for JSON."""
+    columns = ("second", *MEMORY, *COUNTS)
+    series = []
+    for process, every in series_of(samples).items():
+        for points in every:
+            step = -(-len(points) // POINTS)
+            kept = [asdict(point) for point in points[::step]]
+            series.append({"process": process} | {name: [point[name] for point in kept] for name in columns})
+    return series
+
+
+def plot(series: Sequence[dict[str, Any]], kills: Sequence[tuple[float, str]], path: Path) -> None:
+    """Draws memory, files and threads of each process over the time.
+
+    Args:
+        series: The columns of each series; see :func:`thinned`.
+        kills: The second and the name of each process that was killed.
+        path: The file of the plot.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    panels = {
+        "rss": ("resident memory, MB", 1e-6),
+        "anon": ("of it anonymous, MB", 1e-6),
+        "files": ("open files", 1.0),
+        "threads": ("threads", 1.0),
+    }
+    names = list(dict.fromkeys(one["process"] for one in series))
+    colours = pyplot.get_cmap("tab20")
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=(9, 12), sharex=True, layout="constrained")
+    for axis, (column, (label, scale)) in zip(axes, panels.items(), strict=True):
+        drawn = set()
+        for one in series:
+            hours = [second / 3600 for second in one["second"]]
+            values = [value * scale for value in one[column]]
+            name = one["process"]
+            axis.plot(
+                hours,
+                values,
+                color=colours(names.index(name)),
+                linewidth=1.3,
+                label=None if name in drawn else name,
+            )
+            drawn.add(name)
+        for second, _ in kills:
+            axis.axvline(second / 3600, color="grey", linewidth=0.6, linestyle=":")
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
+    axes[-1].set_xlabel("hours; a dotted line is a process that was killed and started again")
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
