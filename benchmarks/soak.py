@@ -13,10 +13,13 @@ A soak runs these processes, and kills some of them in the first 55 % of the tim
 - a process whose table evicts to a shared SSDStore that it opens again each minute;
 - a client that asks the follower for predictions over gRPC.
 
-Every few seconds it reads each process's memory, files, threads and children from /proc. At the end it compares: the
-online model with that of an undisturbed run, to the bit; each row that the clients have read with an exact oracle; and
-all rows of the servers again, after these were stopped and started. The folder gets ``samples.jsonl``, which grows while
-the run goes on, ``soak.json`` and ``soak.png``.
+Every few seconds it reads each process's memory, files, threads and children from /proc. At the end it compares:
+
+- the online model with that of an undisturbed run, to the bit;
+- each row that the clients have read with an exact oracle;
+- all rows of the servers again, after these were stopped and started.
+
+The folder gets ``samples.jsonl``, which grows while the run goes on, ``soak.json`` and ``soak.png``.
 
 Exit status: 0 if all of this was exact and flat, otherwise 1. ``soak_series.py`` says what counts as flat.
 """
