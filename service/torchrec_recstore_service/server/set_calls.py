@@ -7,6 +7,7 @@ import stat
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -91,6 +92,9 @@ class SetCalls:
         self._directory = directory
         self._applied = applied
         self._saving = threading.Lock()  # one save or load at a time
+        # malloc keeps the memory that a thread has freed for this thread's next calls: if each thread of calls made
+        # saves, each of them would keep the buffers of one.
+        self._rows_thread = ThreadPoolExecutor(1, "recstore-saves")
         self.gate = RunGate()
         """The run of the server."""
         self._next: _Next | None = None  # what was read for a load
@@ -272,7 +276,7 @@ class SetCalls:
             begun()
 
         self._copy = copy_id
-        self._tables.save(self._directory.received(copy_id), begun=begin)
+        self._rows_thread.submit(self._tables.save, self._directory.received(copy_id), begun=begin).result()
         return state
 
     def forget_copy(self) -> None:
@@ -311,7 +315,7 @@ class SetCalls:
                         to.write(piece.content)
                         offset, last = offset + len(piece.content), piece.last
             sent_info(path)  # it names no other directory
-            loaded = self._tables.read(path, exact=True)
+            loaded = self._read(path, exact=True)
         finally:
             remove(path)
         with self._saving, self.gate.exclusive():
@@ -399,7 +403,7 @@ class SetCalls:
             if self._next is None or not self._next.is_for(request):
                 self._forget_next()
                 unchanged = not self._run and self._clean and request.save == self._directory.at
-                loaded = None if unchanged else self._tables.read(self._path_of(request.save), request.exact)
+                loaded = None if unchanged else self._read(self._path_of(request.save), request.exact)
                 self._next = None if loaded is None else _Next(request.token, request.save, request.exact, loaded)
                 self._next_deadline.begin(partial(self._forget_late, request.token))
                 try:
@@ -501,13 +505,14 @@ class SetCalls:
         refuse_links_below(received)
         info, specs = joined(received, request.parts)
         shard = (request.member, request.members)
-        self._tables.write_part(
+        self._rows_thread.submit(
+            self._tables.write_part,
             info,
             {name: replace(spec, shard=shard) for name, spec in specs.items()},
             owned_by(request.member, request.slots),
             directory.new_staging(save_id),
             {MANIFEST: _manifest(saved, request.set, request.epoch, request.member, [], request.slots)},
-        )
+        ).result()
         directory.add_prepared(saved)
         self._received.forget(save_id)
 
@@ -567,6 +572,9 @@ class SetCalls:
             raise ValueError(f"a set has at most as many servers as slots, got {request.members}")
         if member is not None and (member.set != request.set or member.epoch >= request.epoch):
             raise ServerRestartedError(f"the server is in the epoch {member.label}, and another epoch was begun")
+
+    def _read(self, path: Path | None, exact: bool) -> Loaded:
+        return self._rows_thread.submit(self._tables.read, path, exact).result()
 
     def _path_of(self, saved: pb.Saved) -> Path | None:
         if not saved.name:
@@ -638,7 +646,8 @@ class SetCalls:
         member = directory.membership
         assert member is not None
         manifest = _manifest(saved, member.set, member.epoch, member.member, request.servers, member.slots)
-        self._tables.save(directory.new_staging(save_id), more={MANIFEST: manifest})
+        staging = directory.new_staging(save_id)
+        self._rows_thread.submit(self._tables.save, staging, more={MANIFEST: manifest}).result()
         directory.add_prepared(saved)
 
     def _commit(self, request: pb.SaveRequest) -> None:
