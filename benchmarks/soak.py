@@ -162,7 +162,7 @@ class Soak:
 
     def _start_servers(self) -> None:
         replicate = ["--replicate", "soak", "--lease", f"redis://127.0.0.1:{self._lease_port}/0"]
-        bounded = ["--max-rows", "5000", "--cold-store", str(self.folder / "server-cold")]
+        bounded = ["--max-rows", "2000", "--cold-store", str(self.folder / "server-cold")]
         for name, address in self._addresses.items():
             command = [sys.executable, "-m", "torchrec_recstore.cli", "serve", "--listen", address]
             command += ["--data", str(self.folder / name), *(bounded if name == "server" else replicate)]

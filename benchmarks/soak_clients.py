@@ -30,7 +30,7 @@ from torch import Tensor
 from torchrec_recstore import SGD, ConstantInit, RecStoreClient, SSDStore, Table, TableOptions
 
 IDS = 20_000
-MAX_ROWS = 5_000
+MAX_ROWS = 2_000
 DIM = 16
 BATCH = 200
 PAUSE_S = 0.15
@@ -53,9 +53,9 @@ class Oracle:
         self._random = np.random.default_rng(seed)
 
     def some_ids(self) -> Tensor:
-        """Returns places of ids, (BATCH,), in which a small part of the ids is frequent."""
-        places = (self._random.random(2 * BATCH) ** 3 * IDS).astype(np.int64)
-        return torch.from_numpy(np.unique(places)[:BATCH])
+        """Returns distinct places of ids, at most ``BATCH``, of which a small part is frequent."""
+        places = (self._random.random(BATCH) ** 3 * IDS).astype(np.int64)
+        return torch.from_numpy(np.unique(places))
 
     def step(self, update: Callable[[Tensor, Tensor], None], read: Callable[[Tensor], Tensor]) -> None:
         """Makes one update and one read.
@@ -146,6 +146,8 @@ def cold(folder: Path) -> dict[str, Any]:
     """See the module."""
     oracle = Oracle(2)
     opened = 0
+    evicted = 0
+    cold_hits = 0
     while not (folder / "stop").exists():
         with _cold_table(folder) as table:
             opened += 1
@@ -153,9 +155,12 @@ def cold(folder: Path) -> dict[str, Any]:
             while time.monotonic() < until and not (folder / "stop").exists():
                 oracle.step(table.update, table.lookup)
                 time.sleep(PAUSE_S)
+            stats = table.stats()
+            evicted += stats.evicted
+            cold_hits += stats.cold_hits
     with _cold_table(folder) as table:
         oracle.check_all(table.lookup)
-    return oracle.report() | {"opened": opened}
+    return oracle.report() | {"opened": opened, "evicted": evicted, "cold_hits": cold_hits}
 
 
 def _cold_table(folder: Path) -> Table:
