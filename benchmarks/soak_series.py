@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +24,7 @@ SHORTEST = 1 / 12
 MB_AN_HOUR = 6.0
 """The slope of anonymous and of shared memory in the last half up to which memory counts as flat."""
 MORE = 2
-"""The number of files, threads or children that a process may have more at the end than after its warm-up."""
+"""The number of files, threads or children that a process may have more at the end of the last half than before."""
 POINTS = 150
 """The number of points of a series that are kept for the plot."""
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
@@ -114,6 +115,8 @@ class Judgement:
         first: The slope of each kind of memory in the first half of the run, in MB an hour. None: too few samples.
         last: The slope of each kind of memory in the last half.
         counts: The number of files, of threads and of children, after the warm-up of the longest series and at its end.
+            A server has other numbers when it becomes the primary of its pair because the other one was killed.
+        counts_of_last: The same of the longest series in the last half.
         problems: A line for each thing that grows. Empty: the process is flat.
     """
 
@@ -124,6 +127,7 @@ class Judgement:
     first: dict[str, float | None]
     last: dict[str, float | None]
     counts: dict[str, tuple[float, float]]
+    counts_of_last: dict[str, tuple[float, float]]
     problems: list[str]
 
 
@@ -201,10 +205,8 @@ def _judged(
             problems.append(f"{process}: too few samples in the last half to judge {MEMORY[name]}")
         elif value > mb_an_hour:
             problems.append(f"{process}: {MEMORY[name]} grows by {value:.1f} MB an hour, of {mb_an_hour:g} allowed")
-    counts = {}
-    for name in COUNTS:
-        begins, ends = _ends(longest, lambda point, name=name: getattr(point, name))  # type: ignore[misc]
-        counts[name] = (begins, ends)
+    counts_of_last = _counts(max(last, key=_span))
+    for name, (begins, ends) in counts_of_last.items():
         if ends > begins + MORE:
             problems.append(f"{process}: {name} grow from {begins:g} to {ends:g}, by {MORE} allowed")
     return Judgement(
@@ -214,9 +216,18 @@ def _judged(
         rss_mb=_ends(longest, lambda point: point.rss / 1e6),
         first=_slopes(first, shortest_s),
         last=slopes_of_last,
-        counts=counts,
+        counts=_counts(longest),
+        counts_of_last=counts_of_last,
         problems=problems,
     )
+
+
+def _counts(points: list[Sample]) -> dict[str, tuple[float, float]]:
+    """Returns the number of files, of threads and of children at the beginning and at the end."""
+    counts = {}
+    for name in COUNTS:
+        counts[name] = _ends(points, attrgetter(name))
+    return counts
 
 
 def _slopes(series: list[list[Sample]], shortest_s: float) -> dict[str, float | None]:
@@ -275,7 +286,7 @@ def plot(series: Sequence[dict[str, Any]], kills: Sequence[tuple[float, str]], p
         "threads": ("threads", 1.0),
     }
     names = list(dict.fromkeys(one["process"] for one in series))
-    colours = pyplot.get_cmap("tab20")
+    colours = pyplot.get_cmap("tab10")
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(9, 12), sharex=True, layout="constrained")
     for axis, (column, (label, scale)) in zip(axes, panels.items(), strict=True):
         drawn = set()
@@ -286,7 +297,8 @@ def plot(series: Sequence[dict[str, Any]], kills: Sequence[tuple[float, str]], p
             axis.plot(
                 hours,
                 values,
-                color=colours(names.index(name)),
+                color=colours(names.index(name) % 10),
+                linestyle="-" if names.index(name) < 10 else "--",
                 linewidth=1.3,
                 label=None if name in drawn else name,
             )
@@ -296,7 +308,7 @@ def plot(series: Sequence[dict[str, Any]], kills: Sequence[tuple[float, str]], p
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=7)
     axes[-1].set_xlabel("hours; a dotted line is a process that was killed and started again")
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

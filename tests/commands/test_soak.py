@@ -123,12 +123,21 @@ def test_the_growth_of_a_young_process_is_not_judged() -> None:
 
 
 def test_files_and_threads_that_grow_fail() -> None:
+    def at_three_quarters(more: int) -> Callable[[float], int]:
+        return lambda second: 10 if second < 1.5 * HOUR_S else 10 + more
+
     for name in ("files", "threads"):
-        by_three = {name: lambda second: 10 + int(second * 3.5) // (2 * HOUR_S)}
-        by_one = {name: lambda second: 10 + second // HOUR_S}
-        (problem,) = judged(series(lambda second: FLAT, **by_three)).problems
-        assert problem == f"trainer: {name} grow from 10 to 13, by 2 allowed"
-        assert judged(series(lambda second: FLAT, **by_one)).problems == []
+        judgement = judged(series(lambda second: FLAT, **{name: at_three_quarters(3)}))
+        assert judgement.counts[name] == judgement.counts_of_last[name] == (10, 13)
+        assert judgement.problems == [f"trainer: {name} grow from 10 to 13, by 2 allowed"]
+        assert judged(series(lambda second: FLAT, **{name: at_three_quarters(2)})).problems == []
+
+
+def test_files_of_a_new_role_in_the_first_half_are_no_growth() -> None:
+    judgement = judged(series(lambda second: FLAT, files=lambda second: 10 if second < HOUR_S / 2 else 14))
+    assert judgement.counts["files"] == (10, 14)
+    assert judgement.counts_of_last["files"] == (14, 14)
+    assert judgement.problems == []
 
 
 def test_a_process_without_a_series_that_is_long_enough_fails() -> None:
