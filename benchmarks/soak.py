@@ -40,6 +40,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -222,6 +223,8 @@ class Soak:
         with (self.folder / "samples.jsonl").open("a") as file:
             for sample in new:
                 print(json.dumps(asdict(sample)), file=file)
+        with (self.folder / "loads").open("a") as file:
+            print(os.getloadavg()[0], file=file)
 
     def _pids(self) -> dict[str, int]:
         """Returns the processes that run, by name."""
@@ -328,7 +331,7 @@ def print_judgements(judgements: Sequence[Judgement]) -> None:
     from rich.table import Table
 
     table = Table(title="after the warm-up -> at the end; slopes in MB an hour")
-    slopes = ("first half", "last half", "shmem, last half")
+    slopes = ("first half", "last half", "last quarter", "shmem, last half")
     for title in ("process", "starts", "RSS, MB", "RssAnon, MB", *slopes, "files", "threads"):
         table.add_column(title, justify="left" if title == "process" else "right")
 
@@ -343,10 +346,11 @@ def print_judgements(judgements: Sequence[Judgement]) -> None:
             f"{one.anon_mb[0]:.1f} -> {one.anon_mb[1]:.1f}",
             shown(one.first["anon"]),
             shown(one.last["anon"]),
+            shown(one.last_quarter["anon"]),
             shown(one.last["shmem"]),
             *(f"{begins:g} -> {ends:g}" for begins, ends in (one.counts["files"], one.counts["threads"])),
         )
-    Console(width=130).print(table)
+    Console(width=145).print(table)
 
 
 def finish(folder: Path, document: dict[str, Any], bound: float) -> bool:
@@ -357,6 +361,9 @@ def finish(folder: Path, document: dict[str, Any], bound: float) -> bool:
     judgements = judge(samples, bound)
     problems = [problem for one in judgements for problem in one.problems]
     series = thinned(samples)
+    loads = folder / "loads"
+    if loads.exists():
+        document = document | {"median_load": median(map(float, loads.read_text().split()))}
     document = document | {
         "kills": killed,
         "mb_an_hour": bound,

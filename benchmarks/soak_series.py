@@ -113,7 +113,8 @@ class Judgement:
         anon_mb: The anonymous memory after the warm-up of the longest series, and at its end, in MB.
         rss_mb: The same for the resident memory.
         first: The slope of each kind of memory in the first half of the run, in MB an hour. None: too few samples.
-        last: The slope of each kind of memory in the last half.
+        last: The slope of each kind of memory in the last half, which is judged.
+        last_quarter: The slope of each kind of memory in the last quarter, which tells whether growth has ended.
         counts: The number of files, of threads and of children, after the warm-up of the longest series and at its end.
             A server has other numbers when it becomes the primary of its pair because the other one was killed.
         counts_of_last: The same of the longest series in the last half.
@@ -126,6 +127,7 @@ class Judgement:
     rss_mb: tuple[float, float]
     first: dict[str, float | None]
     last: dict[str, float | None]
+    last_quarter: dict[str, float | None]
     counts: dict[str, tuple[float, float]]
     counts_of_last: dict[str, tuple[float, float]]
     problems: list[str]
@@ -183,8 +185,10 @@ def judge(samples: Sequence[Sample], mb_an_hour: float = MB_AN_HOUR) -> list[Jud
         warm = [[point for point in points if point.second >= points[0].second + warm_up] for points in series]
         first = [[point for point in points if point.second < middle] for points in warm]
         last = [[point for point in points if point.second >= middle] for points in warm]
+        last_quarter = [[point for point in points if point.second >= middle + length / 4] for points in warm]
         longest = max(warm, key=_span)
-        judgements.append(_judged(process, longest, first, last, length * SHORTEST, mb_an_hour, len(series)))
+        judgement = _judged(process, longest, first, last, last_quarter, length * SHORTEST, mb_an_hour, len(series))
+        judgements.append(judgement)
     return judgements
 
 
@@ -193,6 +197,7 @@ def _judged(
     longest: list[Sample],
     first: list[list[Sample]],
     last: list[list[Sample]],
+    last_quarter: list[list[Sample]],
     shortest_s: float,
     mb_an_hour: float,
     series: int,
@@ -216,6 +221,7 @@ def _judged(
         rss_mb=_ends(longest, lambda point: point.rss / 1e6),
         first=_slopes(first, shortest_s),
         last=slopes_of_last,
+        last_quarter=_slopes(last_quarter, shortest_s),
         counts=_counts(longest),
         counts_of_last=counts_of_last,
         problems=problems,

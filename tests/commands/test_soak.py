@@ -100,6 +100,9 @@ def test_growth_that_ends_passes() -> None:
     assert judgement.first["anon"] > 30
     assert judgement.last["anon"] == pytest.approx(0, abs=1e-6)
     assert judgement.problems == []
+    late = judged(series(lambda second: FLAT + min(second, 0.7 * 2 * HOUR_S) * 1e4))
+    assert late.last["anon"] > soak_series.MB_AN_HOUR
+    assert late.last_quarter["anon"] == pytest.approx(0, abs=1e-6)
 
 
 def test_a_step_of_a_process_that_was_started_again_is_no_growth() -> None:
