@@ -19,7 +19,8 @@ Every few seconds it reads each process's memory, files, threads and children fr
 - each row that the clients have read with an exact oracle;
 - all rows of the servers again, after these were stopped and started.
 
-The folder gets ``samples.jsonl``, which grows while the run goes on, ``soak.json`` and ``soak.png``.
+The folder gets ``samples.jsonl``, which grows while the run goes on, ``soak.json`` and ``soak.png``. The files
+benchmarks/soak.json and docs/soak.png are those of the run that docs/operations.md describes.
 
 Exit status: 0 if all of this was exact and flat, otherwise 1. ``soak_series.py`` says what counts as flat.
 """
@@ -431,7 +432,7 @@ def run_command(
             exact[name] = bool(json.loads((folder / f"{name}.json").read_text())["exact"])
         exact["online"] = compare_online(folder / "online")
     except (SoakError, DataError) as error:
-        raise SystemExit(f"soak: {error}") from error
+        raise SystemExit(f"soak: {error}; soak.py report {folder} judges what was measured") from error
     from measure import conditions
 
     (folder / "exact.json").write_text(json.dumps({"exact": exact, "conditions": conditions()}))
@@ -448,7 +449,10 @@ def report(
     ends = folder / "exact.json"
     if ends.exists():
         document |= json.loads(ends.read_text())
-        document["reports"] = {name: json.loads((folder / f"{name}.json").read_text()) for name in (*CLIENTS, "again")}
+        for name in (*CLIENTS, "again"):
+            written = folder / f"{name}.json"
+            if written.exists():
+                document.setdefault("reports", {})[name] = json.loads(written.read_text())
     if not finish(folder, document, bound):
         raise SystemExit(1)
 

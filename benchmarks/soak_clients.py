@@ -35,6 +35,8 @@ DIM = 16
 BATCH = 200
 PAUSE_S = 0.15
 REOPEN_S = 60.0
+PATIENCE_S = 600.0
+"""The time for which a call is repeated. A machine that is overloaded is no reason to end a soak."""
 SPREAD = 2**40 + 7
 """The distance between two ids, so that they are spread over the numbers of 64 bits."""
 
@@ -134,7 +136,7 @@ def again(folder: Path) -> dict[str, Any]:
 def _clients(folder: Path, stack: ExitStack) -> list[RecStoreClient]:
     """Opens a client of the pair, and one of the server with cold rows."""
     addresses = (folder / "servers").read_text().split()
-    return [stack.enter_context(RecStoreClient([address], timeout_s=60.0)) for address in addresses]
+    return [stack.enter_context(RecStoreClient([address], timeout_s=PATIENCE_S)) for address in addresses]
 
 
 def _open_table(client: RecStoreClient) -> None:

@@ -7,7 +7,7 @@ its end, are a series. A process that was killed and started again begins a new 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -270,6 +270,39 @@ def thinned(samples: Sequence[Sample]) -> list[dict[str, Any]]:
             kept = [asdict(point) for point in points[::step]]
             series.append({"process": process} | {name: [point[name] for point in kept] for name in columns})
     return series
+
+
+def table_lines(processes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the lines of the table of docs/operations.md.
+
+    Args:
+        processes: The judgements as they are in ``soak.json``.
+    """
+
+    def slope_of(value: float | None) -> str:
+        return "-" if value is None else f"{value:+.1f}"
+
+    def change(values: Sequence[float]) -> str:
+        begins, ends = (round(value) for value in values)
+        return f"{begins}" if begins == ends else f"{begins} to {ends}"
+
+    columns = ("process", "starts", "resident", "anonymous", "first half", "last half", "last quarter")
+    rows = [(*columns, "files", "threads"), ("---",) * (len(columns) + 2)]
+    for process in processes:
+        rows.append(
+            (
+                process["process"],
+                str(process["series"]),
+                change(process["rss_mb"]),
+                change(process["anon_mb"]),
+                slope_of(process["first"]["anon"]),
+                slope_of(process["last"]["anon"]),
+                slope_of(process["last_quarter"]["anon"]),
+                change(process["counts"]["files"]),
+                change(process["counts"]["threads"]),
+            )
+        )
+    return [f"| {' | '.join(row)} |" for row in rows]
 
 
 def plot(series: Sequence[dict[str, Any]], kills: Sequence[tuple[float, str]], path: Path) -> None:

@@ -199,6 +199,12 @@ def test_what_the_plot_has(tmp_path: Path) -> None:
     assert (tmp_path / "soak.png").stat().st_size > 10_000
 
 
+def test_the_page_has_the_table_of_the_results() -> None:
+    document = json.loads((ROOT / "benchmarks" / "soak.json").read_text())
+    page = (ROOT / "docs" / "operations.md").read_text()
+    assert "\n".join(soak_series.table_lines(document["processes"])) in page
+
+
 @needs_redis
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
