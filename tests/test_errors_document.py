@@ -22,7 +22,8 @@ CLASSES = {situation.kind for situation in SITUATIONS.values()}
 # Ends of iterators and of commands, no errors.
 CONTROL_FLOW = {"StopIteration", "SystemExit", "Exit"}
 # The client's connection turns them into errors of the situations, as it does with the errors of gRPC.
-OF_SHARED_MEMORY = {"CallError", "DoesNotFitError", "ServedError"}
+# Errors of connections for rows, which their callers catch.
+OF_CONNECTIONS = {"CallError", "DoesNotFitError", "ServedError", "RefusedError"}
 # Only its subclasses are raised, ColdStoreError and ServiceError.
 BASES = {"StorageError"}
 
@@ -87,7 +88,7 @@ def own_classes(kind: type[BaseException]) -> set[str]:
 def test_every_class_of_ours_is_known_and_public() -> None:
     warnings = own_classes(Warning)
     assert warnings == {"RecStoreWarning"} == warnings & set(torchrec_recstore.__all__)
-    own = own_classes(BaseException) - warnings - OF_SHARED_MEMORY - BASES
+    own = own_classes(BaseException) - warnings - OF_CONNECTIONS - BASES
     assert own == CLASSES - vars(builtins).keys() - {"PlannerError", "DataError"}
     assert own - {"ServerStoppingError", "CallRefusedError"} == own & set(torchrec_recstore.__all__)
 
@@ -125,7 +126,7 @@ def test_every_raise_is_of_a_class_of_a_situation() -> None:
     raised = list(raised_classes())
     assert len(raised) > 200
     passed_on = (
-        CONTROL_FLOW | OF_SHARED_MEMORY | {"Exception"}
+        CONTROL_FLOW | OF_CONNECTIONS | {"Exception"}
     )  # what a function returns that makes errors of several classes
     assert [(name, where) for name, where in raised if name not in passed_on and not is_known(name)] == []
 

@@ -73,7 +73,7 @@ def test_sdist_of_a_plugin_holds_its_files_and_what_it_compiles(copy: Path, proj
     assert {f"core/{name}" for name in core} <= names
 
 
-SCRIPTS = {f"benchmarks/{name}.json" for name in ("results", "quality", "scale")}
+SCRIPTS = {f"benchmarks/{name}.json" for name in ("results", "quality", "scale", "soak")}
 
 
 @pytest.mark.parametrize(
