@@ -10,7 +10,6 @@ import random
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,9 +47,7 @@ ELSEWHERE = {
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
-    sandbox = Sandbox(tmp_path / "sandbox")
-    monkeypatch.chdir(sandbox.cwd)
+def sandbox(sandbox: Sandbox) -> Sandbox:
     shutil.copytree(fixed.CHECKPOINTS / "full", sandbox.data / "full")
     return sandbox
 

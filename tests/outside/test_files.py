@@ -16,13 +16,6 @@ from tests.redis_server import needs_redis, redis_server
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
-@pytest.fixture
-def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
-    sandbox = Sandbox(tmp_path / "sandbox")
-    monkeypatch.chdir(sandbox.cwd)
-    return sandbox
-
-
 @pytest.fixture(
     params=[
         files.Checkpoints,

@@ -31,13 +31,6 @@ RUN = "run-0123456789ab"
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
-    sandbox = Sandbox(tmp_path / "sandbox")
-    monkeypatch.chdir(sandbox.cwd)
-    return sandbox
-
-
-@pytest.fixture
 def server(sandbox: Sandbox) -> Iterator[Server]:
     server = Server(sandbox.data)
     yield server

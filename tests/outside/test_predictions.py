@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import quote
 
 import grpc
@@ -39,13 +38,6 @@ class Addresses:
 
     grpc: str
     http: str
-
-
-@pytest.fixture
-def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
-    sandbox = Sandbox(tmp_path / "sandbox")
-    monkeypatch.chdir(sandbox.cwd)
-    return sandbox
 
 
 @pytest.fixture

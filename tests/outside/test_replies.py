@@ -34,13 +34,6 @@ IDS = torch.arange(5)
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
-    sandbox = Sandbox(tmp_path / "sandbox")
-    monkeypatch.chdir(sandbox.cwd)
-    return sandbox
-
-
-@pytest.fixture
 def names(sandbox: Sandbox) -> HostileNames:
     print(f"RECSTORE_TEST_SEED={SEED} RECSTORE_TEST_NAMES={ROUNDS}")
     return HostileNames(random.Random(SEED), sandbox.root, ("x", "monday", "stopped-0"))

@@ -24,9 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
-    sandbox = Sandbox(tmp_path / "sandbox")
-    monkeypatch.chdir(sandbox.cwd)
+def sandbox(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     monkeypatch.setattr(reservations, "UNPREPARED_S", 0.0)  # no save waits for another
     monkeypatch.setattr(reservations, "SILENT_S", 0.0)
     monkeypatch.setattr(received, "GIVES_WAY_S", 0.0)
