@@ -1,4 +1,6 @@
-"""What the three setup.py share: how native code is compiled, and how a plugin's sdist gets files of the core."""
+"""What the three setup.py share: how native code is compiled, and how a plugin's sdist
+gets files of the core.
+"""
 
 import contextlib
 import importlib.util
@@ -15,12 +17,15 @@ from setuptools.command.sdist import sdist
 FLAGS = [
     "-std=c++17",
     "-O3",
-    # The library contains the code for several instruction sets and selects one of them at run time, so there is no
-    # -march. Without fused multiply-adds, all of them give the same bits.
+    # The library contains the code for several instruction sets and selects one of them
+    # at run time, so there is no -march. Without fused multiply-adds, all of them give
+    # the same bits.
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fvisibility=hidden",
-    "-g0",  # the flags of the interpreter may request debug information, which makes the library ten times larger
+    # the flags of the interpreter may request debug information, which makes the
+    # library ten times larger
+    "-g0",
     "-Wall",
     "-Wextra",
     "-Wno-psabi",
@@ -30,25 +35,33 @@ FLAGS = [
 
 
 def torch_folder() -> "str | None":
-    """Returns the folder of torch in this environment, or else in that of the `build` or `pip` that runs the build.
+    """Returns the folder of torch in this environment, or else in that of the `build`
+    or `pip` that runs the build.
 
-    Torch is not a requirement of the build, because pip would then install a torch of its own choice, with several GB
-    of CUDA. A library on the stable ABI works with the torch that it was built with and with later versions.
+    Torch is not a requirement of the build, because pip would then install a torch of
+    its own choice, with several GB of CUDA. A library on the stable ABI works with the
+    torch that it was built with and with later versions.
     """
     spec = importlib.util.find_spec("torch")
     if spec is not None and spec.origin is not None:
         return os.path.dirname(spec.origin)
     with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
         builder = os.fsdecode(file.read().split(b"\0")[0])
-    # An isolated environment puts its own packages first through PYTHONPATH or PATH. The option -I ignores these, so
-    # that the packages of the builder are found.
-    asked = [builder, "-I", "-c", "import importlib.util; print(importlib.util.find_spec('torch').origin)"]
+    # An isolated environment puts its own packages first through PYTHONPATH or PATH.
+    # The option -I ignores these, so that the packages of the builder are found.
+    asked = [
+        builder,
+        "-I",
+        "-c",
+        "import importlib.util; print(importlib.util.find_spec('torch').origin)",
+    ]
     answer = subprocess.run(asked, capture_output=True, text=True, check=False)
     return os.path.dirname(answer.stdout.strip()) if answer.returncode == 0 else None
 
 
 class Progress:
-    """Tells how many files are compiled, in the file that RECSTORE_BUILD_PROGRESS names: pip hides what a build prints.
+    """Tells how many files are compiled, in the file that RECSTORE_BUILD_PROGRESS
+    names: pip hides what a build prints.
 
     ``make build`` names its own standard error.
     """
@@ -64,20 +77,26 @@ class Progress:
         with self._lock:
             self._compiled += 1
             if path:
-                # A terminal of another user and a socket cannot be opened again: the build goes on in silence.
+                # A terminal of another user and a socket cannot be opened again: the
+                # build goes on in silence.
                 with contextlib.suppress(OSError), open(path, "a") as log:
-                    log.write(f"compiled {self._compiled} of {self._files} files: {os.path.basename(file)}\n")
+                    log.write(
+                        f"compiled {self._compiled} of {self._files} files:"
+                        f" {os.path.basename(file)}\n"
+                    )
 
 
 class BuildOnTorch(build_ext):
-    """Finds torch's headers only when the extension is compiled, so that metadata and the sdist need no torch."""
+    """Finds torch's headers only when the extension is compiled, so that metadata and
+    the sdist need no torch.
+    """
 
     def build_extensions(self) -> None:
         root = torch_folder()
         if root is None:
             raise SystemExit(
-                "to build torchrec_recstore, torch must be installed in the Python that runs the build: "
-                "pip install -r requirements/base.txt"
+                "to build torchrec_recstore, torch must be installed in the Python that"
+                " runs the build: pip install -r requirements/base.txt"
             )
         for extension in self.extensions:
             extension.extra_compile_args += ["-isystem", os.path.join(root, "include")]
@@ -85,8 +104,11 @@ class BuildOnTorch(build_ext):
         compile_files = self.compiler.compile
 
         def compile_together(files: "list[str]", **options: Any) -> "list[str]":
-            """Compiles one file on each core; setuptools would compile them one after the other."""
-            # The files that take the compiler longest are the first ones, so that no core waits for them at the end.
+            """Compiles one file on each core; setuptools would compile them one after
+            the other.
+            """
+            # The files that take the compiler longest are the first ones, so that no
+            # core waits for them at the end.
             longest_first = sorted(files, key=lambda file: "row_kernels_" not in file)
             progress = Progress(len(files))
 
@@ -97,14 +119,20 @@ class BuildOnTorch(build_ext):
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 for _ in pool.map(compile_one, longest_first):
                     pass
-            return list(self.compiler.object_filenames(files, output_dir=options.get("output_dir") or ""))
+            return list(
+                self.compiler.object_filenames(
+                    files, output_dir=options.get("output_dir") or ""
+                )
+            )
 
         self.compiler.compile = compile_together
         super().build_extensions()
 
 
 class WithCore(sdist):
-    """Adds the files of the repository that the library of a plugin is made of, in the folder `core` of its sdist."""
+    """Adds the files of the repository that the library of a plugin is made of, in the
+    folder `core` of its sdist.
+    """
 
     core = ""
     """The folder of the repository, or of these files in an sdist."""
@@ -112,8 +140,11 @@ class WithCore(sdist):
     """Their paths, each beginning with `core`."""
 
     def make_release_tree(self, base_dir: str, files: "list[str]") -> None:
-        # The release tree would have the sources of the core beside itself, in the checkout.
-        super().make_release_tree(base_dir, [path for path in files if not path.startswith("..")])
+        # The release tree would have the sources of the core beside itself, in the
+        # checkout.
+        super().make_release_tree(
+            base_dir, [path for path in files if not path.startswith("..")]
+        )
         for path in (f"{self.core}/native_build.py", *self.core_files):
             target = os.path.join(base_dir, "core", os.path.relpath(path, self.core))
             os.makedirs(os.path.dirname(target), exist_ok=True)

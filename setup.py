@@ -1,4 +1,6 @@
-"""Builds the native extension and adds the scripts that `recstore` runs; setup.cfg has all other settings."""
+"""Builds the native extension and adds the scripts that `recstore` runs; setup.cfg has
+all other settings.
+"""
 
 import glob
 import os
@@ -15,7 +17,8 @@ from native_build import FLAGS, BuildOnTorch
 class ShipScripts(build_py):
     """Copies the scripts of `recstore train` and `recstore bench` into the package.
 
-    An editable installation does not need the copies, because the scripts are next to the package.
+    An editable installation does not need the copies, because the scripts are next to
+    the package.
     """
 
     def run(self) -> None:
@@ -25,7 +28,9 @@ class ShipScripts(build_py):
         for folder in ("examples", "benchmarks"):
             target = os.path.join(self.build_lib, "torchrec_recstore", folder)
             shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(folder, target, ignore=shutil.ignore_patterns("__pycache__", "*.json"))
+            shutil.copytree(
+                folder, target, ignore=shutil.ignore_patterns("__pycache__", "*.json")
+            )
 
 
 CSRC = "torchrec_recstore/csrc"
@@ -39,7 +44,8 @@ setup(
             libraries=["torch", "torch_cpu", "c10", "dl"],
             define_macros=[
                 ("Py_LIMITED_API", "0x030a0000"),
-                # torch 2.11: the first stable ABI in which from_blob() takes a deleter, which recycles the outputs.
+                # torch 2.11: the first stable ABI in which from_blob() takes a deleter,
+                # which recycles the outputs.
                 ("TORCH_TARGET_VERSION", "0x020b000000000000"),
             ],
             py_limited_api=True,

@@ -1,4 +1,7 @@
-"""The sides of ``cuda.py``. A side makes its tables and returns a function that runs training step ``i``."""
+"""The sides of ``cuda.py``.
+
+A side makes its tables and returns a function that runs training step ``i``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ Step = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of the model and of a batch. Each bag has one id, and each table ``rows`` rows."""
+    """The sizes of the model and of a batch.
+
+    Each bag has one id, and each table ``rows`` rows.
+    """
 
     tables: int
     dim: int
@@ -56,21 +62,29 @@ class DensePart(nn.Module):
         torch.manual_seed(0)
         self.bottom = _layers([DENSE_FEATURES, 512, 256, shape.dim])
         vectors = shape.tables + 1
-        self.top = _layers([shape.dim + vectors * (vectors - 1) // 2, 512, 512, 256, 1])[:-1]
-        self.register_buffer("pairs", torch.triu_indices(vectors, vectors, 1), persistent=False)
+        self.top = _layers(
+            [shape.dim + vectors * (vectors - 1) // 2, 512, 512, 256, 1]
+        )[:-1]
+        self.register_buffer(
+            "pairs", torch.triu_indices(vectors, vectors, 1), persistent=False
+        )
         self.to(shape.device)
 
     def forward(self, dense: Tensor, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Returns the loss, ()."""
         bottom = self.bottom(dense)
         vectors = torch.cat([bottom[:, None], embeddings], 1)
-        products = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        products = torch.bmm(vectors, vectors.transpose(1, 2))[
+            :, self.pairs[0], self.pairs[1]
+        ]
         logits = self.top(torch.cat([bottom, products], 1)).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 
 def _layers(sizes: list[int]) -> nn.Sequential:
-    return nn.Sequential(*[each for i, o in pairwise(sizes) for each in (nn.Linear(i, o), nn.ReLU())])
+    return nn.Sequential(
+        *[each for i, o in pairwise(sizes) for each in (nn.Linear(i, o), nn.ReLU())]
+    )
 
 
 def batches(shape: Shape) -> list[HostBatch]:
@@ -79,25 +93,35 @@ def batches(shape: Shape) -> list[HostBatch]:
     made = [
         HostBatch(
             torch.rand(shape.batch_size, DENSE_FEATURES, generator=generator),
-            torch.randint(0, shape.rows, (shape.tables * shape.batch_size,), generator=generator),
+            torch.randint(
+                0, shape.rows, (shape.tables * shape.batch_size,), generator=generator
+            ),
             torch.randint(0, 2, (shape.batch_size,), generator=generator).float(),
         )
         for _ in range(BATCHES)
     ]
     if shape.device.type == "cpu":
         return made
-    return [HostBatch(*(each.pin_memory() for each in (b.dense, b.ids, b.labels))) for b in made]
+    return [
+        HostBatch(*(each.pin_memory() for each in (b.dense, b.ids, b.labels)))
+        for b in made
+    ]
 
 
 def _trained(shape: Shape, embeddings: Callable[[HostBatch], Tensor]) -> Step:
-    """Returns the step of a model whose embeddings, (B, tables, dim) on the device, come from a function."""
+    """Returns the step of a model whose embeddings, (B, tables, dim) on the device,
+    come from a function.
+    """
     part, host = DensePart(shape), batches(shape)
     optimizer = torch.optim.SGD(part.parameters(), lr=LEARNING_RATE)
 
     def step(i: int) -> None:
         batch = host[i % BATCHES]
         optimizer.zero_grad(set_to_none=True)
-        dense, labels = (each.to(shape.device, non_blocking=True) for each in (batch.dense, batch.labels))
+        dense, labels = (
+            each.to(shape.device, non_blocking=True)
+            for each in (batch.dense, batch.labels)
+        )
         part(dense, embeddings(batch), labels).backward()
         optimizer.step()
 
@@ -105,8 +129,14 @@ def _trained(shape: Shape, embeddings: Callable[[HostBatch], Tensor]) -> Step:
 
 
 def dense_alone(shape: Shape) -> Step:
-    """The dense part, above embeddings that are on the device. They get gradients and no update."""
-    rows = torch.randn(shape.batch_size, shape.tables, shape.dim, device=shape.device) * 0.01
+    """The dense part, above embeddings that are on the device.
+
+    They get gradients and no update.
+    """
+    rows = (
+        torch.randn(shape.batch_size, shape.tables, shape.dim, device=shape.device)
+        * 0.01
+    )
     return _trained(shape, lambda batch: rows.detach().requires_grad_())
 
 
@@ -116,8 +146,14 @@ def _fill(table: Table, shape: Shape) -> None:
 
 
 def kernel(shape: Shape) -> Step:
-    """RecStore's kernel with the ids of the host batch. The pooled rows are copied to the device."""
-    tables = [Table(shape.dim, optimizer=RowWiseAdagrad(LEARNING_RATE), name=f"t{i}") for i in range(shape.tables)]
+    """RecStore's kernel with the ids of the host batch.
+
+    The pooled rows are copied to the device.
+    """
+    tables = [
+        Table(shape.dim, optimizer=RowWiseAdagrad(LEARNING_RATE), name=f"t{i}")
+        for i in range(shape.tables)
+    ]
     for table in tables:
         _fill(table, shape)
     pooled = PooledKernel(tables, range(shape.tables), "sum")
@@ -132,23 +168,36 @@ def kernel(shape: Shape) -> Step:
 
 
 def eager(shape: Shape) -> Step:
-    """One ``RecStoreEmbeddingBag`` for each table, with ids on the device, as in a model that was moved there."""
+    """One ``RecStoreEmbeddingBag`` for each table, with ids on the device, as in a
+    model that was moved there.
+    """
     bags = [
-        RecStoreEmbeddingBag(shape.rows, shape.dim, mode="sum", optimizer=RowWiseAdagrad(LEARNING_RATE), name=f"t{i}")
+        RecStoreEmbeddingBag(
+            shape.rows,
+            shape.dim,
+            mode="sum",
+            optimizer=RowWiseAdagrad(LEARNING_RATE),
+            name=f"t{i}",
+        )
         for i in range(shape.tables)
     ]
     for bag in bags:
         _fill(bag.table, shape)
 
     def embeddings(batch: HostBatch) -> Tensor:
-        ids = batch.ids.to(shape.device, non_blocking=True).view(shape.tables, shape.batch_size, 1)
+        ids = batch.ids.to(shape.device, non_blocking=True).view(
+            shape.tables, shape.batch_size, 1
+        )
         return torch.stack([bag(each) for bag, each in zip(bags, ids, strict=True)], 1)
 
     return _trained(shape, embeddings)
 
 
 class _Model(nn.Module):
-    """TorchRec's collection below the dense part. Takes a ``torchrec.datasets.utils.Batch``."""
+    """TorchRec's collection below the dense part.
+
+    Takes a ``torchrec.datasets.utils.Batch``.
+    """
 
     def __init__(self, shape: Shape, collection: nn.Module) -> None:
         super().__init__()
@@ -162,8 +211,11 @@ class _Model(nn.Module):
         return loss, loss.detach()
 
 
-def _torchrec(shape: Shape, compute_kernel: str | None) -> tuple[Any, torch.optim.Optimizer, list[Any]]:
-    """Returns a sharded model, the optimizer of its dense part, and TorchRec's batches, on the host.
+def _torchrec(
+    shape: Shape, compute_kernel: str | None
+) -> tuple[Any, torch.optim.Optimizer, list[Any]]:
+    """Returns a sharded model, the optimizer of its dense part, and TorchRec's batches,
+    on the host.
 
     Args:
         shape: The sizes.
@@ -176,7 +228,10 @@ def _torchrec(shape: Shape, compute_kernel: str | None) -> tuple[Any, torch.opti
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import Topology
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+    from torchrec.distributed.sharding_plan import (
+        construct_module_sharding_plan,
+        table_wise,
+    )
     from torchrec.distributed.types import ShardingPlan
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -184,36 +239,59 @@ def _torchrec(shape: Shape, compute_kernel: str | None) -> tuple[Any, torch.opti
 
     names = [f"f{i}" for i in range(shape.tables)]
     tables = [
-        EmbeddingBagConfig(name=f"t_{n}", embedding_dim=shape.dim, num_embeddings=shape.rows, feature_names=[n])
+        EmbeddingBagConfig(
+            name=f"t_{n}",
+            embedding_dim=shape.dim,
+            num_embeddings=shape.rows,
+            feature_names=[n],
+        )
         for n in names
     ]
     module = _Model(shape, EmbeddingBagCollection(tables, device=torch.device("meta")))
-    params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": LEARNING_RATE}
+    params = {
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "learning_rate": LEARNING_RATE,
+    }
     if compute_kernel is None:
         sharder: Any = RecStoreSharder(fused_params=params)
         planner = RecStorePlanner(topology=Topology(world_size=1, compute_device="cpu"))
         plan = planner.collective_plan(module, [sharder], dist.group.WORLD)
     else:
         sharder = EmbeddingBagCollectionSharder(fused_params=params)
-        placed = {table.name: table_wise(rank=0, compute_kernel=compute_kernel) for table in tables}
+        placed = {
+            table.name: table_wise(rank=0, compute_kernel=compute_kernel)
+            for table in tables
+        }
         of_module = construct_module_sharding_plan(
-            module.ebc, placed, sharder, local_size=1, world_size=1, device_type=shape.device.type
+            module.ebc,
+            placed,
+            sharder,
+            local_size=1,
+            world_size=1,
+            device_type=shape.device.type,
         )
         plan = ShardingPlan({"ebc": of_module})
-    model = DistributedModelParallel(module, plan=plan, sharders=[sharder], device=shape.device)
+    model = DistributedModelParallel(
+        module, plan=plan, sharders=[sharder], device=shape.device
+    )
     if compute_kernel is None:
         for table in model.module.ebc.recstore_tables():
             _fill(table, shape)
     dense = dict(in_backward_optimizer_filter(model.named_parameters())).values()
     lengths = torch.ones(shape.tables * shape.batch_size, dtype=torch.int32)
-    made = [Batch(b.dense, KeyedJaggedTensor(names, b.ids, lengths=lengths), b.labels) for b in batches(shape)]
+    made = [
+        Batch(b.dense, KeyedJaggedTensor(names, b.ids, lengths=lengths), b.labels)
+        for b in batches(shape)
+    ]
     if shape.device.type != "cpu":
         made = [batch.pin_memory() for batch in made]
     return model, torch.optim.SGD(dense, lr=LEARNING_RATE), made
 
 
 def sharded(compute_kernel: str | None) -> Callable[[Shape], Step]:
-    """A model that TorchRec has sharded, with RecStore tables or with a compute kernel of TorchRec."""
+    """A model that TorchRec has sharded, with RecStore tables or with a compute kernel
+    of TorchRec.
+    """
 
     def side(shape: Shape) -> Step:
         model, optimizer, host = _torchrec(shape, compute_kernel)
@@ -229,7 +307,9 @@ def sharded(compute_kernel: str | None) -> Callable[[Shape], Step]:
 
 
 def pipeline(shape: Shape) -> Step:
-    """RecStore tables in ``RecStorePrefetchPipeline``, which copies the batches to the device."""
+    """RecStore tables in ``RecStorePrefetchPipeline``, which copies the batches to the
+    device.
+    """
     from torchrec_recstore import RecStorePrefetchPipeline
 
     model, optimizer, host = _torchrec(shape, None)

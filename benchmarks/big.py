@@ -3,15 +3,18 @@
     make big                                      # 50 M samples over 200 M ids, 4 GiB of rows in memory
     python benchmarks/big.py runs/big --samples 200000 --ids 600000 --memory-mb 12 --every 20480
 
-A model with four tables trains on generated samples. The popularity of the ids is a power law, and it drifts: in the
-course of the run, new ids take the places of a fifth of all ids. The rows that memory has no room for are in RocksDB.
-A row that is unused for four intervals of ``--every`` samples expires. After each interval a checkpoint is written.
-Each fifth one is full, and takes the place of those before it. The others are deltas. The run is made twice. The second
-one is killed in the middle of an interval by SIGKILL, and resumes from its newest checkpoint. Both must end with the
-same rows to the bit.
+A model with four tables trains on generated samples. The popularity of the ids is a
+power law, and it drifts: in the course of the run, new ids take the places of a fifth
+of all ids. The rows that memory has no room for are in RocksDB. A row that is unused
+for four intervals of ``--every`` samples expires. After each interval a checkpoint is
+written. Each fifth one is full, and takes the place of those before it. The others are
+deltas. The run is made twice. The second one is killed in the middle of an interval by
+SIGKILL, and resumes from its newest checkpoint. Both must end with the same rows to the
+bit.
 
-The folder gets ``big.json`` (all points of both runs) and ``big.png``. It needs room for the cold rows and the
-checkpoints of one run, about 40 GB by default; they are deleted when a run has ended.
+The folder gets ``big.json`` (all points of both runs) and ``big.png``. It needs room
+for the cold rows and the checkpoints of one run, about 40 GB by default; they are
+deleted when a run has ended.
 """
 
 from __future__ import annotations
@@ -36,10 +39,14 @@ from tqdm import tqdm
 BATCH = 4096
 DIM = 32
 SHARES = {"user": 0.3, "item": 0.3, "ad": 0.1, "query": 0.3}  # of all ids
-BAGS = {"user": 1, "item": 12, "ad": 1, "query": 2}  # ids of a sample; the items are a history
-MEMORY = {"user": 0.104, "item": 0.632, "ad": 0.086, "query": 0.178}  # of the rows: all tables fill it at the same time
+# ids of a sample; the items are a history
+BAGS = {"user": 1, "item": 12, "ad": 1, "query": 2}
+# of the rows: all tables fill it at the same time
+MEMORY = {"user": 0.104, "item": 0.632, "ad": 0.086, "query": 0.178}
 EXPONENT = 1.05
-REPLACED = 0.2  # the share of the ids, popular or rare, in whose place others have come after the whole run
+# the share of the ids, popular or rare, in whose place others have come after the whole
+# run
+REPLACED = 0.2
 KEPT = 4  # intervals after which an unused row expires
 WARM_UP = 6  # intervals until the first expired rows have been deleted from RocksDB
 CHAIN = 5  # checkpoints of a chain: a full one and its deltas
@@ -47,7 +54,9 @@ POINTS = 100  # a run has this number of points, at most
 
 
 class Size(NamedTuple):
-    """The size of a run: training samples, different ids at a time, rows in memory, samples of an interval."""
+    """The size of a run: training samples, different ids at a time, rows in memory,
+    samples of an interval.
+    """
 
     samples: int
     ids: int
@@ -59,26 +68,35 @@ class Size(NamedTuple):
 
 
 def _mixed(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Hashes 64-bit values bijectively. Source: the finaliser of splitmix64 (Steele et al. 2014)."""
+    """Hashes 64-bit values bijectively.
+
+    Source: the finaliser of splitmix64 (Steele et al. 2014).
+    """
     x = values.view(np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (x ^ (x >> np.uint64(31))).view(np.int64)
 
 
-def samples_of(step: int, size: Size) -> tuple[dict[str, npt.NDArray[np.int64]], npt.NDArray[np.float32]]:
-    """Returns the ids of each table, (4096 * ids of a sample,), and the labels, (4096,), of a step."""
+def samples_of(
+    step: int, size: Size
+) -> tuple[dict[str, npt.NDArray[np.int64]], npt.NDArray[np.float32]]:
+    """Returns the ids of each table, (4096 * ids of a sample,), and the labels,
+    (4096,), of a step.
+    """
     random = np.random.default_rng([7, step])
     logits = np.zeros(BATCH, np.float32)
     ids = {}
     for number, (table, share) in enumerate(SHARES.items()):
         population = max(2, int(size.ids * share))
-        # The inverse of the distribution function of a bounded power law: the rank 1 is the most popular.
+        # The inverse of the distribution function of a bounded power law: the rank 1 is
+        # the most popular.
         power = 1 - EXPONENT
         uniform = random.random(BATCH * BAGS[table])
         rank = (((population + 1.0) ** power - 1) * uniform + 1) ** (1 / power)
         rank = rank.astype(np.int64) + (number << 40)
-        # The id of a rank is replaced by a new one in a moment of the run that its hash tells, or after the run.
+        # The id of a rank is replaced by a new one in a moment of the run that its hash
+        # tells, or after the run.
         moment = (_mixed(rank).view(np.uint64) >> np.uint64(11)) * 2.0**-53
         replaced = moment < REPLACED * step * BATCH / size.samples
         ids[table] = _mixed(rank + (replaced.astype(np.int64) << 60))
@@ -92,7 +110,10 @@ def samples_of(step: int, size: Size) -> tuple[dict[str, npt.NDArray[np.int64]],
 
 
 def train(folder: Path, size: Size) -> None:
-    """Trains, from the newest checkpoint if there is one. Appends the points of the run to ``points.jsonl``."""
+    """Trains, from the newest checkpoint if there is one.
+
+    Appends the points of the run to ``points.jsonl``.
+    """
     import logging
     import warnings
 
@@ -124,17 +145,25 @@ def train(folder: Path, size: Size) -> None:
             super().__init__()
             self.tables = EmbeddingBagCollection(
                 tables=[
-                    EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=size.ids, feature_names=[name])
+                    EmbeddingBagConfig(
+                        name=name,
+                        embedding_dim=DIM,
+                        num_embeddings=size.ids,
+                        feature_names=[name],
+                    )
                     for name in SHARES
                 ],
                 device=torch.device("meta"),
             )
-            self.dense = nn.Sequential(nn.Linear(DIM * len(SHARES), 64), nn.ReLU(), nn.Linear(64, 1))
+            self.dense = nn.Sequential(
+                nn.Linear(DIM * len(SHARES), 64), nn.ReLU(), nn.Linear(64, 1)
+            )
 
         def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
             return self.dense(self.tables(features).values()).squeeze(1)  # type: ignore[no-any-return]
 
-    warnings.simplefilter("ignore")  # docs/errors.md explains what TorchRec and torch warn of
+    # docs/errors.md explains what TorchRec and torch warn of
+    warnings.simplefilter("ignore")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     torch.manual_seed(0)
@@ -147,13 +176,23 @@ def train(folder: Path, size: Size) -> None:
     constraints = {}
     for name, share in MEMORY.items():
         cold = RocksDBStore(str(folder / "cold" / name))
-        options = TableOptions(max_rows=int(size.max_rows * share), expiry=Expiry(KEPT * every), cold_store=cold)
+        options = TableOptions(
+            max_rows=int(size.max_rows * share),
+            expiry=Expiry(KEPT * every),
+            cold_store=cold,
+        )
         constraints[name] = RecStoreConstraints(options=options)
-    planner = RecStorePlanner(topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints)
+    planner = RecStorePlanner(
+        topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints
+    )
     plan = planner.collective_plan(module, [sharder], dist.group.WORLD)
-    model = DistributedModelParallel(module, plan=plan, sharders=[sharder], device=torch.device("cpu"))
+    model = DistributedModelParallel(
+        module, plan=plan, sharders=[sharder], device=torch.device("cpu")
+    )
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
-    adam = KeyedOptimizerWrapper(parameters, lambda params: torch.optim.Adam(params, lr=0.001))
+    adam = KeyedOptimizerWrapper(
+        parameters, lambda params: torch.optim.Adam(params, lr=0.001)
+    )
 
     checkpoints = folder / "checkpoints"
     saved = sorted(checkpoints.glob("step-*"))
@@ -164,11 +203,19 @@ def train(folder: Path, size: Size) -> None:
         state = load_checkpoint(model, newest).training_state or {}
         adam.load_state_dict(state["dense"])
         step = state["step"]
-        kept = [line for line in points.read_text().splitlines() if json.loads(line)["samples"] <= step * BATCH]
+        kept = [
+            line
+            for line in points.read_text().splitlines()
+            if json.loads(line)["samples"] <= step * BATCH
+        ]
         points.write_text("".join(f"{line}\n" for line in kept))
     lengths = torch.cat([torch.full((BATCH,), BAGS[name]) for name in SHARES])
     a_point = max(1, steps // POINTS)
-    before, begin, losses = combined(table_stats(model).values()), time.perf_counter(), []
+    before, begin, losses = (
+        combined(table_stats(model).values()),
+        time.perf_counter(),
+        [],
+    )
     generating = 0.0
     with points.open("a") as out:
         while step < steps:
@@ -177,14 +224,19 @@ def train(folder: Path, size: Size) -> None:
             generating += time.perf_counter()
             values = torch.cat([torch.from_numpy(ids[name]) for name in SHARES])
             logits = model(KeyedJaggedTensor(list(SHARES), values, lengths=lengths))
-            loss = nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(labels))
+            loss = nn.functional.binary_cross_entropy_with_logits(
+                logits, torch.from_numpy(labels)
+            )
             adam.zero_grad()
             loss.backward()
             adam.step()
             losses.append(loss.item())
             step += 1
             if step % a_point == 0:
-                seconds, now = time.perf_counter() - begin, combined(table_stats(model).values())
+                seconds, now = (
+                    time.perf_counter() - begin,
+                    combined(table_stats(model).values()),
+                )
                 looked = now.lookups - before.lookups
                 point = {
                     "samples": step * BATCH,
@@ -205,14 +257,21 @@ def train(folder: Path, size: Size) -> None:
                 path = checkpoints / f"step-{step:08}"
                 state = {"step": step, "dense": adam.state_dict()}
                 full = (step // every - 1) % CHAIN == 0
-                save_checkpoint(model, path, training_state=state, delta_of=None if full else newest)
+                save_checkpoint(
+                    model, path, training_state=state, delta_of=None if full else newest
+                )
                 for old in checkpoints.iterdir() if full else ():
                     if old != path:
                         shutil.rmtree(old)
                 newest = path
-                begin += time.perf_counter() - pause  # checkpoints are measured by themselves
-    final = save_checkpoint(model, folder / "final", training_state={"dense": adam.state_dict()})
-    rows = {name: each.rows + each.cold_rows for name, each in table_stats(model).items()}
+                # checkpoints are measured by themselves
+                begin += time.perf_counter() - pause
+    final = save_checkpoint(
+        model, folder / "final", training_state={"dense": adam.state_dict()}
+    )
+    rows = {
+        name: each.rows + each.cold_rows for name, each in table_stats(model).items()
+    }
     (folder / "end.json").write_text(json.dumps({"rows": rows, "bytes": final.bytes}))
 
 
@@ -220,19 +279,23 @@ def train(folder: Path, size: Size) -> None:
 
 
 def run(folder: Path, size: Size, kill_at: int | None) -> dict[str, Any]:
-    """Makes one run in a process of its own, and returns its points, its end, and the checksums of its files.
+    """Makes one run in a process of its own, and returns its points, its end, and the
+    checksums of its files.
 
     Args:
         folder: The folder of the run.
         size: The size of the run.
-        kill_at: The number of samples after which the process is killed. None: it is not killed.
+        kill_at: The number of samples after which the process is killed. None: it is
+            not killed.
     """
     folder.mkdir(parents=True)
     points = folder / "points.jsonl"
     command = [sys.executable, __file__, "--train", str(folder), *map(str, size)]
     begin, kills = time.perf_counter(), 0
     process = subprocess.Popen(command)
-    with tqdm(desc=folder.name, total=size.samples, unit=" samples", unit_scale=True) as bar:
+    with tqdm(
+        desc=folder.name, total=size.samples, unit=" samples", unit_scale=True
+    ) as bar:
         while (status := process.poll()) is None:
             time.sleep(0.05)
             bar.update(_last(points) - bar.n)
@@ -267,16 +330,20 @@ def _last(points: Path) -> int:
 
 
 def warm(points: list[dict[str, Any]], every: int) -> list[dict[str, Any]]:
-    """Returns the points after the warm-up of a run with intervals of ``every`` samples."""
+    """Returns the points after the warm-up of a run with intervals of ``every``
+    samples.
+    """
     return [point for point in points if point["samples"] > WARM_UP * every]
 
 
 def spread_of(points: list[dict[str, Any]], name: str, every: int) -> float:
-    """Returns by how much a value leaves its median after the warm-up, at most, as a share of the median.
+    """Returns by how much a value leaves its median after the warm-up, at most, as a
+    share of the median.
 
-    The value of an interval of ``every`` samples, the time between two checkpoints, is the mean of its points. The
-    speed of an interval is the harmonic mean, which is its samples over its time, because points have as many samples.
-    The generation of the samples is the same work in each step: its speed tells how steady the machine is.
+    The value of an interval of ``every`` samples, the time between two checkpoints, is
+    the mean of its points. The speed of an interval is the harmonic mean, which is its
+    samples over its time, because points have as many samples. The generation of the
+    samples is the same work in each step: its speed tells how steady the machine is.
     """
     intervals: dict[int, list[float]] = {}
     for each in warm(points, every):
@@ -299,11 +366,15 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
         "rss": ("resident memory, GiB", 2**-30),
         "hit_rate": ("ids found in memory, percent", 100.0),
     }
-    figure, axes = pyplot.subplots(len(shown), 1, figsize=(8, 7), sharex=True, layout="constrained")
+    figure, axes = pyplot.subplots(
+        len(shown), 1, figsize=(8, 7), sharex=True, layout="constrained"
+    )
     for axis, (name, (label, scale)) in zip(axes, shown.items(), strict=True):
         for run_name, each in runs.items():
             x = [point["samples"] / 1e6 for point in each["points"]]
-            axis.plot(x, [point[name] * scale for point in each["points"]], label=run_name)
+            axis.plot(
+                x, [point[name] * scale for point in each["points"]], label=run_name
+            )
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
@@ -314,21 +385,39 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 def main(
     folder: Annotated[Path, typer.Argument(help="New folder for the runs.")],
-    samples: Annotated[int, typer.Option(help="Training samples.", min=2 * BATCH)] = 50_000_000,
-    ids: Annotated[int, typer.Option(help="Different ids at a time.", min=100)] = 200_000_000,
-    memory_mb: Annotated[int, typer.Option(help="Memory for rows in MiB.", min=1)] = 4096,
-    every: Annotated[int, typer.Option(help="Samples between two checkpoints.", min=BATCH)] = 5_000_000,
+    samples: Annotated[
+        int, typer.Option(help="Training samples.", min=2 * BATCH)
+    ] = 50_000_000,
+    ids: Annotated[
+        int, typer.Option(help="Different ids at a time.", min=100)
+    ] = 200_000_000,
+    memory_mb: Annotated[
+        int, typer.Option(help="Memory for rows in MiB.", min=1)
+    ] = 4096,
+    every: Annotated[
+        int, typer.Option(help="Samples between two checkpoints.", min=BATCH)
+    ] = 5_000_000,
 ) -> None:
-    """Train on more ids than memory has room for, undisturbed and with a kill, and compare the ends."""
+    """Train on more ids than memory has room for, undisturbed and with a kill, and
+    compare the ends.
+    """
     from measure import conditions
 
     if folder.exists():
         raise SystemExit(f"{folder} exists: name a new folder")
     if samples // every <= WARM_UP:
-        raise SystemExit(f"--samples {samples} is too little: the first {WARM_UP} intervals are the warm-up")
+        raise SystemExit(
+            f"--samples {samples} is too little: the first {WARM_UP} intervals are the"
+            " warm-up"
+        )
     size = Size(samples, ids, memory_mb * 2**20 // _row_bytes(), every)
-    if any(size.max_rows * share < BATCH * BAGS[name] for name, share in MEMORY.items()):
-        raise SystemExit(f"--memory-mb {memory_mb} is too little: each table must have room for the ids of a step")
+    if any(
+        size.max_rows * share < BATCH * BAGS[name] for name, share in MEMORY.items()
+    ):
+        raise SystemExit(
+            f"--memory-mb {memory_mb} is too little: each table must have room for the"
+            " ids of a step"
+        )
     runs = {"undisturbed": run(folder / "undisturbed", size, None)}
     runs["killed"] = run(folder / "killed", size, samples // 2 + every // 2)
     document = {"size": size._asdict(), "conditions": conditions(), "runs": runs}
@@ -336,17 +425,27 @@ def main(
     plot(runs, folder / "big.png")
     for line in _lines(runs, every):
         print(line)
-    if runs["killed"]["kills"] != 1 or runs["killed"]["files"] != runs["undisturbed"]["files"]:
+    if (
+        runs["killed"]["kills"] != 1
+        or runs["killed"]["files"] != runs["undisturbed"]["files"]
+    ):
         raise SystemExit("the killed run has not ended as the undisturbed one")
 
 
 def _lines(runs: dict[str, dict[str, Any]], every: int) -> Iterator[str]:
     for name, each in runs.items():
         points = warm(each["points"], every)
-        yield f"{name}: {each['seconds']:,.0f} s, {sum(each['rows'].values()):,} rows; after the warm-up:"
+        yield (
+            f"{name}: {each['seconds']:,.0f} s, {sum(each['rows'].values()):,} rows;"
+            " after the warm-up:"
+        )
         for key, scale, unit in (
             ("samples_per_second", 1, "samples/s"),
-            ("generated_per_second", 1, "samples/s generated before, which is the same work in each step"),
+            (
+                "generated_per_second",
+                1,
+                "samples/s generated before, which is the same work in each step",
+            ),
             ("rss", 2**-30, "GiB"),
             ("hit_rate", 100, "% of the ids found in memory"),
         ):
@@ -354,7 +453,10 @@ def _lines(runs: dict[str, dict[str, Any]], every: int) -> Iterator[str]:
             spread = spread_of(each["points"], key, every)
             yield f"  {median:,.2f} {unit}, between two checkpoints within {spread:.0%}"
     same = runs["killed"]["files"] == runs["undisturbed"]["files"]
-    yield f"rows, states and dense part of the killed run are {'equal to the bit' if same else 'DIFFERENT'}"
+    yield (
+        "rows, states and dense part of the killed run are"
+        f" {'equal to the bit' if same else 'DIFFERENT'}"
+    )
 
 
 def _row_bytes() -> int:

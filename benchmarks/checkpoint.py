@@ -1,15 +1,20 @@
-"""Measures checkpoints of a large table: speed, memory, deltas, and training steps during a save.
+"""Measures checkpoints of a large table: speed, memory, deltas, and training steps
+during a save.
 
     python benchmarks/checkpoint.py [--rows 15000000] [--folder .]
 
-The model is a DLRM with one table of dim 64 for 26 features, trained with row-wise Adagrad. Prints JSON rows:
+The model is a DLRM with one table of dim 64 for 26 features, trained with row-wise
+Adagrad. Prints JSON rows:
 
-- ``checkpoint``: The bytes per second of a save and a load, divided by those of plain files of the same sizes. Plain
-  files are written and synced, or read from a cold cache. The runs alternate, and medians are reported.
-  ``load_into_touched_memory`` is a load into a table whose memory was used before. The memory besides the tables is the
+- ``checkpoint``: The bytes per second of a save and a load, divided by those of plain
+  files of the same sizes. Plain files are written and synced, or read from a cold
+  cache. The runs alternate, and medians are reported. ``load_into_touched_memory`` is a
+  load into a table whose memory was used before. The memory besides the tables is the
   peak of this process's anonymous memory.
-- ``delta``: The time and the size of a delta after a part of the rows has changed, divided by those of a full save.
-- ``async_save``: The time of a training step during a save, divided by the time of a step without a save.
+- ``delta``: The time and the size of a delta after a part of the rows has changed,
+  divided by those of a full save.
+- ``async_save``: The time of a training step during a save, divided by the time of a
+  step without a save.
 """
 
 from __future__ import annotations
@@ -33,7 +38,14 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.distributed import DistributedModelParallel
 from torchrec.models.dlrm import DLRM
 
-from torchrec_recstore import CheckpointInfo, RecStoreSharder, Table, async_save, load_checkpoint, save_checkpoint
+from torchrec_recstore import (
+    CheckpointInfo,
+    RecStoreSharder,
+    Table,
+    async_save,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 DIM, FEATURES, BATCH = 64, 26, 2048
 BLOCK = 16 << 20
@@ -44,24 +56,39 @@ NAMES = [f"f{i}" for i in range(FEATURES)]
 def build() -> DistributedModelParallel:
     """Builds a DLRM with one RecStore table."""
     torch.manual_seed(0)
-    config = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=2**40, feature_names=NAMES)
+    config = EmbeddingBagConfig(
+        name="t", embedding_dim=DIM, num_embeddings=2**40, feature_names=NAMES
+    )
     dlrm = DLRM(
-        embedding_bag_collection=EmbeddingBagCollection(tables=[config], device=torch.device("meta")),
+        embedding_bag_collection=EmbeddingBagCollection(
+            tables=[config], device=torch.device("meta")
+        ),
         dense_in_features=13,
         dense_arch_layer_sizes=[512, 256, DIM],
         over_arch_layer_sizes=[512, 512, 256, 1],
     )
-    sharder = RecStoreSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.01})
-    return DistributedModelParallel(dlrm, sharders=[sharder], device=torch.device("cpu"))
+    sharder = RecStoreSharder(
+        fused_params={
+            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "learning_rate": 0.01,
+        }
+    )
+    return DistributedModelParallel(
+        dlrm, sharders=[sharder], device=torch.device("cpu")
+    )
 
 
 def table_of(model: DistributedModelParallel) -> Table:
     """Returns the only table of a model."""
-    return next(iter(model.module.sparse_arch.embedding_bag_collection.recstore_tables()))
+    return next(
+        iter(model.module.sparse_arch.embedding_bag_collection.recstore_tables())
+    )
 
 
 def id_of(numbers: torch.Tensor) -> torch.Tensor:
-    """Returns distinct ids without a pattern: the numbers times an odd multiplier, modulo 2**64."""
+    """Returns distinct ids without a pattern: the numbers times an odd multiplier,
+    modulo 2**64.
+    """
     return numbers * -7046029254386353131
 
 
@@ -74,10 +101,12 @@ def fill(table: Table, rows: int) -> None:
 
 @contextmanager
 def peak_memory(interval: float = 0.002) -> Iterator[list[int]]:
-    """Measures the peak of the anonymous memory in the body, minus the memory at its beginning.
+    """Measures the peak of the anonymous memory in the body, minus the memory at its
+    beginning.
 
     Args:
-        interval: The time between samples in seconds. Each sample slows the measured work down. Default: 0.002.
+        interval: The time between samples in seconds. Each sample slows the measured
+            work down. Default: 0.002.
 
     Yields:
         A list. Its only entry is the peak in bytes.
@@ -125,8 +154,13 @@ def read_plain(folder: Path) -> None:
 
 
 def full(model: DistributedModelParallel, folder: Path) -> CheckpointInfo:
-    """Alternately saves and loads the model and plain files of the same sizes. Leaves a checkpoint at ``full``."""
-    seconds: dict[str, list[float]] = {key: [] for key in ("save", "write", "load", "read", "load_touched", "touch")}
+    """Alternately saves and loads the model and plain files of the same sizes.
+
+    Leaves a checkpoint at ``full``.
+    """
+    seconds: dict[str, list[float]] = {
+        key: [] for key in ("save", "write", "load", "read", "load_touched", "touch")
+    }
     memory: dict[str, list[int]] = {"save": [], "load": []}
     info: CheckpointInfo | None = None
     for _ in range(ROUNDS):
@@ -138,22 +172,35 @@ def full(model: DistributedModelParallel, folder: Path) -> CheckpointInfo:
             seconds["save"].append(clock() - begin)
         memory["save"].append(peak[0])
         sizes = [file.bytes for file in info.files.values()]
-        seconds["write"].append(timed(lambda sizes=sizes: write_plain(folder / "plain", sizes)))  # type: ignore[misc]
+        seconds["write"].append(
+            timed(lambda sizes=sizes: write_plain(folder / "plain", sizes))
+        )  # type: ignore[misc]
         forget(folder / "plain")
         seconds["read"].append(timed(lambda: read_plain(folder / "plain")))
         load(folder / "full", info.bytes * 3 // 2, seconds, memory["load"])
     assert info is not None
-    rate = {key: info.bytes / statistics.median(values) / 1e9 for key, values in seconds.items()}
+    rate = {
+        key: info.bytes / statistics.median(values) / 1e9
+        for key, values in seconds.items()
+    }
     emit(
         {
             "benchmark": "checkpoint",
             "rows": len(table_of(model)),
             "bytes": info.bytes,
-            **{f"{key}_gb_per_second": round(value, 3) for key, value in rate.items() if key != "touch"},
-            "first_touch_gb_per_second": [round(info.bytes * 1.5 / value / 1e9, 2) for value in seconds["touch"]],
+            **{
+                f"{key}_gb_per_second": round(value, 3)
+                for key, value in rate.items()
+                if key != "touch"
+            },
+            "first_touch_gb_per_second": [
+                round(info.bytes * 1.5 / value / 1e9, 2) for value in seconds["touch"]
+            ],
             "save_over_disk": round(rate["save"] / rate["write"], 3),
             "load_over_disk": round(rate["load"] / rate["read"], 3),
-            "load_into_touched_memory_over_disk": round(rate["load_touched"] / rate["read"], 3),
+            "load_into_touched_memory_over_disk": round(
+                rate["load_touched"] / rate["read"], 3
+            ),
             "save_mb_beside_table": round(max(memory["save"]) / 1e6),
             "load_mb_beside_table": round(max(memory["load"]) / 1e6),
         }
@@ -162,12 +209,18 @@ def full(model: DistributedModelParallel, folder: Path) -> CheckpointInfo:
 
 
 def touch(size: int) -> None:
-    """Touches memory and frees it, so that the host of a virtual machine has allocated it."""
+    """Touches memory and frees it, so that the host of a virtual machine has allocated
+    it.
+    """
     torch.empty(size, dtype=torch.uint8).fill_(1)
 
 
-def load(path: Path, size: int, seconds: dict[str, list[float]], memory: list[int]) -> None:
-    """Loads into new models: once into fresh memory, and once into memory that was touched before."""
+def load(
+    path: Path, size: int, seconds: dict[str, list[float]], memory: list[int]
+) -> None:
+    """Loads into new models: once into fresh memory, and once into memory that was
+    touched before.
+    """
     for key in ("load", "load_touched"):
         if key == "load_touched":
             seconds["touch"].append(timed(lambda: touch(size)))
@@ -195,7 +248,9 @@ def deltas(model: DistributedModelParallel, folder: Path, base: CheckpointInfo) 
             {
                 "benchmark": "delta",
                 "rows": rows,
-                "rows_changed_and_left": sum(p.rows for t in info.tables.values() for p in (*t.parts, *t.removed)),
+                "rows_changed_and_left": sum(
+                    p.rows for t in info.tables.values() for p in (*t.parts, *t.removed)
+                ),
                 "bytes_over_full": round(info.bytes / base.bytes, 5),
                 "seconds": round(seconds, 3),
                 "seconds_over_full": round(seconds / full_seconds, 5),
@@ -207,17 +262,23 @@ def deltas(model: DistributedModelParallel, folder: Path, base: CheckpointInfo) 
 def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
     """Measures training steps alternately without a save and during a save."""
     rows = len(table_of(model))
-    optimizer = torch.optim.Adam([p for n, p in model.named_parameters() if "embedding" not in n], lr=0.001)
+    optimizer = torch.optim.Adam(
+        [p for n, p in model.named_parameters() if "embedding" not in n], lr=0.001
+    )
     dense = torch.randn(BATCH, 13)
     ones = torch.ones(FEATURES * BATCH, dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
 
     def step() -> float:
-        # Log-uniform over the rows, which is Zipf's law with exponent 1. The ids of click logs follow it.
+        # Log-uniform over the rows, which is Zipf's law with exponent 1. The ids of
+        # click logs follow it.
         numbers = torch.exp(
-            torch.rand(FEATURES * BATCH, generator=generator, dtype=torch.float64) * torch.tensor(rows).log()
+            torch.rand(FEATURES * BATCH, generator=generator, dtype=torch.float64)
+            * torch.tensor(rows).log()
         )
-        features = KeyedJaggedTensor(keys=NAMES, values=id_of(numbers.long() - 1), lengths=ones)
+        features = KeyedJaggedTensor(
+            keys=NAMES, values=id_of(numbers.long() - 1), lengths=ones
+        )
         begin = clock()
         optimizer.zero_grad()
         model(dense, features).sum().backward()
@@ -250,10 +311,16 @@ def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
             "step_ms": round(statistics.mean(alone) * 1e3, 2),
             "step_ms_during_a_save": round(statistics.mean(during) * 1e3, 2),
             "steps_during_a_save": len(during) // 2,
-            "mean_step_over_alone": round(statistics.mean(during) / statistics.mean(alone), 3),
-            "median_step_over_alone": round(statistics.median(during) / statistics.median(alone), 3),
+            "mean_step_over_alone": round(
+                statistics.mean(during) / statistics.mean(alone), 3
+            ),
+            "median_step_over_alone": round(
+                statistics.median(during) / statistics.median(alone), 3
+            ),
             "p99_step_ms": round(sorted(alone)[len(alone) * 99 // 100] * 1e3, 2),
-            "p99_step_ms_during_a_save": round(sorted(during)[len(during) * 99 // 100] * 1e3, 2),
+            "p99_step_ms_during_a_save": round(
+                sorted(during)[len(during) * 99 // 100] * 1e3, 2
+            ),
             "call_ms": round(snapshot * 1e3, 2),
             "save_seconds": round(statistics.mean(saves), 2),
             "mb_beside_table": round(max(memory) / 1e6),
@@ -263,9 +330,18 @@ def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
 
 def main() -> None:
     """Runs the measurements and prints the JSON rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=15_000_000, help="number of rows of the table; a row has 284 bytes")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="folder on the disk to measure")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=15_000_000,
+        help="number of rows of the table; a row has 284 bytes",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path.cwd(), help="folder on the disk to measure"
+    )
     parser.add_argument("--only", default="full,deltas,steps", help="parts to measure")
     arguments = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -274,7 +350,11 @@ def main() -> None:
     only = arguments.only.split(",")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as directory:
         folder = Path(directory)
-        base = full(model, folder) if "full" in only else save_checkpoint(model, folder / "full")
+        base = (
+            full(model, folder)
+            if "full" in only
+            else save_checkpoint(model, folder / "full")
+        )
         if "deltas" in only:
             deltas(model, folder, base)
         if "steps" in only:

@@ -1,22 +1,30 @@
-"""Measures a training step of DLRM on a CUDA device above tables in host memory, and above TorchRec's tables.
+"""Measures a training step of DLRM on a CUDA device above tables in host memory, and
+above TorchRec's tables.
 
-    python benchmarks/cuda.py [--sides kernel,eager] [--dim 64] [--batch-size 8192] [--rows 1000000]
+    python benchmarks/cuda.py [--sides kernel,eager] [--dim 64] [--batch-size 8192]
+    [--rows 1000000]
 
-``kernel`` and ``eager`` need torch alone: RecStore's kernel and modules with rows on the host, and the dense part on
-the device. The other sides need TorchRec and FBGEMM's CUDA build: RecStore's sharded tables (``recstore``), the same in
-``RecStorePrefetchPipeline`` (``pipeline``), and TorchRec's tables in device memory (``fused``), in unified memory
-(``fused_uvm``) and there with a cache on the device (``fused_uvm_caching``). Prints a JSON row for each side and then a
-table: the time of a step over a step of the dense part alone, the copies over the bus, and their overlap with kernels.
+``kernel`` and ``eager`` need torch alone: RecStore's kernel and modules with rows on
+the host, and the dense part on the device. The other sides need TorchRec and FBGEMM's
+CUDA build: RecStore's sharded tables (``recstore``), the same in
+``RecStorePrefetchPipeline`` (``pipeline``), and TorchRec's tables in device memory
+(``fused``), in unified memory (``fused_uvm``) and there with a cache on the device
+(``fused_uvm_caching``). Prints a JSON row for each side and then a table: the time of a
+step over a step of the dense part alone, the copies over the bus, and their overlap
+with kernels.
 
-Where there is no CUDA device, the script prints one line and ends with status 1. ``--device cpu`` runs all of it but
-the copies on the CPU, to test the script.
+Where there is no CUDA device, the script prints one line and ends with status 1.
+``--device cpu`` runs all of it but the copies on the CPU, to test the script.
 """
 
 import sys
 from pathlib import Path
 
-# This file is found first where torch looks for the package cuda-bindings, whose modules are cuda.bindings and others.
-__path__ = [str(folder) for each in sys.path if (folder := Path(each) / "cuda").is_dir()]
+# This file is found first where torch looks for the package cuda-bindings, whose
+# modules are cuda.bindings and others.
+__path__ = [
+    str(folder) for each in sys.path if (folder := Path(each) / "cuda").is_dir()
+]
 
 if __name__ == "__main__":
     from accelerator import main

@@ -1,4 +1,5 @@
-"""Whether this machine has a CUDA device and FBGEMM's kernels for it, and the copies in a trace of ``torch.profiler``.
+"""Whether this machine has a CUDA device and FBGEMM's kernels for it, and the copies in
+a trace of ``torch.profiler``.
 
 The benchmark ``cuda.py`` and the tests of ``tests/cuda`` use this module.
 """
@@ -27,7 +28,9 @@ def no_device() -> str | None:
 
 
 def no_fbgemm() -> str | None:
-    """Returns the reason why TorchRec's sharded modules cannot run on CUDA here, or None."""
+    """Returns the reason why TorchRec's sharded modules cannot run on CUDA here, or
+    None.
+    """
     if reason := no_device():
         return reason
     missing = "FBGEMM's CUDA build is not installed"
@@ -36,13 +39,17 @@ def no_fbgemm() -> str | None:
         import torchrec  # noqa: F401
     except (ImportError, OSError):
         return missing
-    has = torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::asynchronous_complete_cumsum", "CUDA")
+    has = torch._C._dispatch_has_kernel_for_dispatch_key(
+        "fbgemm::asynchronous_complete_cumsum", "CUDA"
+    )
     return None if has else missing
 
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies of one direction: the bytes of each, and how many of them use memory that is not pinned."""
+    """The copies of one direction: the bytes of each, and how many of them use memory
+    that is not pinned.
+    """
 
     sizes: list[int]
     pageable: int
@@ -55,10 +62,11 @@ class Timeline:
     Args:
         up: The copies from the host to the device.
         down: The copies from the device to the host.
-        overlap: The share of the time of the copies in which a kernel runs on the device. None: there are no copies.
-            Kernels of NCCL are not counted.
-        waits: How often the host waits for the device within the annotation :data:`STEPS`, by the name of the call,
-            for example ``cudaEventSynchronize``.
+        overlap: The share of the time of the copies in which a kernel runs on the
+            device. None: there are no copies. Kernels of NCCL are not counted.
+        waits: How often the host waits for the device within the annotation
+            :data:`STEPS`, by the name of the call, for example
+            ``cudaEventSynchronize``.
     """
 
     up: Copies
@@ -75,7 +83,9 @@ def traced(steps: Callable[[], None], device: torch.device) -> Timeline:
         device: The device of the steps. A trace of the CPU has no copies.
     """
     on_cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    ) as profiler:
         with record_function(STEPS):
             steps()
         synchronize(device)  # after the annotation: it is no wait of the steps
@@ -94,24 +104,52 @@ def synchronize(device: torch.device) -> None:
 def timeline(events: list[dict[str, Any]]) -> Timeline:
     """Returns the timeline of the events of a Chrome trace.
 
-    Source: the categories and names that Kineto writes (torch 2.13, ``kineto/libkineto/src/output_json.cpp``).
+    Source: the categories and names that Kineto writes (torch 2.13,
+    ``kineto/libkineto/src/output_json.cpp``).
     """
     events = [event for event in events if event.get("ph") == "X"]
     of = {
-        way: [each for each in events if each.get("cat") == "gpu_memcpy" and f" {way} " in each["name"]]
+        way: [
+            each
+            for each in events
+            if each.get("cat") == "gpu_memcpy" and f" {way} " in each["name"]
+        ]
         for way in ("HtoD", "DtoH")
     }
-    kernels = _union([_interval(e) for e in events if e.get("cat") == "kernel" and "nccl" not in e["name"].lower()])
+    kernels = _union(
+        [
+            _interval(e)
+            for e in events
+            if e.get("cat") == "kernel" and "nccl" not in e["name"].lower()
+        ]
+    )
     copies = [_interval(each) for way in of.values() for each in way]
     copying = sum(end - begin for begin, end in copies)
-    hidden = sum(max(0.0, min(end, k[1]) - max(begin, k[0])) for begin, end in copies for k in kernels)
-    ranges = [_interval(each) for each in events if each.get("cat") == "user_annotation" and each["name"] == STEPS]
+    hidden = sum(
+        max(0.0, min(end, k[1]) - max(begin, k[0]))
+        for begin, end in copies
+        for k in kernels
+    )
+    ranges = [
+        _interval(each)
+        for each in events
+        if each.get("cat") == "user_annotation" and each["name"] == STEPS
+    ]
     waits: dict[str, int] = {}
     for each in events:
         within = any(begin <= each["ts"] <= end for begin, end in ranges)
-        if within and each.get("cat") in ("cuda_runtime", "cuda_driver") and "Synchronize" in each["name"]:
+        if (
+            within
+            and each.get("cat") in ("cuda_runtime", "cuda_driver")
+            and "Synchronize" in each["name"]
+        ):
             waits[each["name"]] = waits.get(each["name"], 0) + 1
-    return Timeline(_copies(of["HtoD"]), _copies(of["DtoH"]), hidden / copying if copying else None, waits)
+    return Timeline(
+        _copies(of["HtoD"]),
+        _copies(of["DtoH"]),
+        hidden / copying if copying else None,
+        waits,
+    )
 
 
 def _interval(event: dict[str, Any]) -> Interval:
@@ -119,7 +157,10 @@ def _interval(event: dict[str, Any]) -> Interval:
 
 
 def _copies(events: list[dict[str, Any]]) -> Copies:
-    return Copies([int(each["args"]["bytes"]) for each in events], sum("Pageable" in each["name"] for each in events))
+    return Copies(
+        [int(each["args"]["bytes"]) for each in events],
+        sum("Pageable" in each["name"] for each in events),
+    )
 
 
 def _union(intervals: list[Interval]) -> list[Interval]:

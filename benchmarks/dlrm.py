@@ -1,9 +1,11 @@
-"""Measures a whole training step of TorchRec's DLRM with RecStore tables, with FUSED tables, and without tables.
+"""Measures a whole training step of TorchRec's DLRM with RecStore tables, with FUSED
+tables, and without tables.
 
     python benchmarks/dlrm.py [--dim 64] [--batch-size 2048] [--steps 30]
 
-Without tables, the dense part trains on embeddings that were computed before. The three sides are interleaved in one
-process. Prints one JSON row with the milliseconds per step and the ratios.
+Without tables, the dense part trains on embeddings that were computed before. The three
+sides are interleaved in one process. Prints one JSON row with the milliseconds per step
+and the ratios.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class DenseAlone(nn.Module):
         return nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
 
 
-def settings_of(backend: Literal["recstore", "fused"], dim: int, batch_size: int, **limits: Any) -> Settings:
+def settings_of(
+    backend: Literal["recstore", "fused"], dim: int, batch_size: int, **limits: Any
+) -> Settings:
     """Returns the settings of the example, with generated rows."""
     return Settings(backend=backend, dim=dim, batch_size=batch_size, **limits)
 
@@ -56,7 +60,11 @@ def settings_of(backend: Literal["recstore", "fused"], dim: int, batch_size: int
 def make_batches(settings: Settings, modulo: int | None) -> list[Batch]:
     """Returns the first batches of the generator."""
     rows = BATCHES * settings.batch_size
-    return list(batches_of_rank(cut(Generator(rows, 0).rows(0, rows), settings.batch_size), modulo=modulo))
+    return list(
+        batches_of_rank(
+            cut(Generator(rows, 0).rows(0, rows), settings.batch_size), modulo=modulo
+        )
+    )
 
 
 def sharded_side(settings: Settings) -> Callable[[int], tuple[float]]:
@@ -77,7 +85,10 @@ def sharded_side(settings: Settings) -> Callable[[int], tuple[float]]:
 
 
 def dense_side(settings: Settings) -> Callable[[int], tuple[float]]:
-    """Returns a function that runs a training step of the dense part only. Embeddings get gradients but no update."""
+    """Returns a function that runs a training step of the dense part only.
+
+    Embeddings get gradients but no update.
+    """
     model = DenseAlone(settings.dim)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.dense_lr)
     batches = make_batches(settings, None)
@@ -87,7 +98,9 @@ def dense_side(settings: Settings) -> Callable[[int], tuple[float]]:
         batch = batches[i % BATCHES]
         begin = clock()
         optimizer.zero_grad(set_to_none=True)
-        model(batch.dense_features, embeddings.detach().requires_grad_(), batch.labels).backward()
+        model(
+            batch.dense_features, embeddings.detach().requires_grad_(), batch.labels
+        ).backward()
         optimizer.step()
         return (clock() - begin,)
 
@@ -96,13 +109,17 @@ def dense_side(settings: Settings) -> Callable[[int], tuple[float]]:
 
 def main() -> None:
     """Runs the measurement and prints the JSON row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1
+        )
     shape = (arguments.dim, arguments.batch_size)
     sides = {
         "recstore": sharded_side(settings_of("recstore", *shape)),
@@ -110,8 +127,11 @@ def main() -> None:
         "dense": dense_side(settings_of("recstore", *shape)),
     }
     timings = interleave(sides, arguments.steps, warm_up=BATCHES)
-    milliseconds = {name: spread([t[0] for t in values]) for name, values in timings.items()}
-    # Ratios of consecutive steps, so that a drift of the machine's speed does not matter.
+    milliseconds = {
+        name: spread([t[0] for t in values]) for name, values in timings.items()
+    }
+    # Ratios of consecutive steps, so that a drift of the machine's speed does not
+    # matter.
     ratio = {}
     for name in ("fused", "dense"):
         pairs = zip(timings[name], timings["recstore"], strict=True)

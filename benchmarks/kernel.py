@@ -1,11 +1,14 @@
-"""Compares RecStore's pooled kernel with FBGEMM's CPU tables and with the limit of the machine.
+"""Compares RecStore's pooled kernel with FBGEMM's CPU tables and with the limit of the
+machine.
 
-    python benchmarks/kernel.py [--cases criteo,big] [--optimizers rowwise_adagrad] [--steps 20]
+    python benchmarks/kernel.py [--cases criteo,big] [--optimizers rowwise_adagrad]
+    [--steps 20]
 
-Prints one JSON row for each case and optimizer, with the milliseconds of forward and backward and the ratios
-FBGEMM / RecStore. Both sides get the same ids and gradients, and their steps are interleaved in one process.
-The side ``ahead`` is RecStore with slots that a prefetch has resolved before the measured step.
-The ratios to the limit are those of the forward to a gather and of the backward to a scatter of the same rows.
+Prints one JSON row for each case and optimizer, with the milliseconds of forward and
+backward and the ratios FBGEMM / RecStore. Both sides get the same ids and gradients,
+and their steps are interleaved in one process. The side ``ahead`` is RecStore with
+slots that a prefetch has resolved before the measured step. The ratios to the limit are
+those of the forward to a gather and of the backward to a scatter of the same rows.
 ``benchmarks/run.py`` runs the benchmark in each lane (see measure.py).
 """
 
@@ -34,7 +37,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 @dataclass(frozen=True)
 class Case:
-    """The shape of a case: ``tables`` x ``batch`` bags of ``length`` ids on average, and ``rows`` rows in a table."""
+    """The shape of a case: ``tables`` x ``batch`` bags of ``length`` ids on average,
+    and ``rows`` rows in a table.
+    """
 
     tables: int
     dim: int
@@ -48,9 +53,13 @@ class Case:
 
 
 CASES = {
-    "criteo": Case(26, 64, 8192, 300_000, optimizers=("sgd", "adagrad", "rowwise_adagrad")),
+    "criteo": Case(
+        26, 64, 8192, 300_000, optimizers=("sgd", "adagrad", "rowwise_adagrad")
+    ),
     "zipf": Case(26, 64, 8192, 300_000, zipf=True),
-    "big": Case(1, 64, 213_000, 8_000_000, optimizers=("sgd", "adagrad", "rowwise_adagrad")),
+    "big": Case(
+        1, 64, 213_000, 8_000_000, optimizers=("sgd", "adagrad", "rowwise_adagrad")
+    ),
     "big_7m": Case(1, 64, 213_000, 7_000_000, optimizers=("sgd", "rowwise_adagrad")),
     "big_3m3": Case(1, 64, 213_000, 3_300_000),
     "multihot": Case(8, 128, 2048, 300_000, length=20, weighted=True),
@@ -62,7 +71,11 @@ BATCHES = 8
 
 @dataclass
 class Batch:
-    """A batch. ``ids`` are for RecStore; ``rows`` are the same ids as row numbers of FBGEMM's fixed tables."""
+    """A batch.
+
+    ``ids`` are for RecStore; ``rows`` are the same ids as row numbers of FBGEMM's fixed
+    tables.
+    """
 
     ids: Tensor
     rows: Tensor
@@ -70,8 +83,12 @@ class Batch:
     weights: Tensor | None
 
 
-def zipf(n: int, generator: torch.Generator, exponent: float = 1.05, population: int = 2**40) -> Tensor:
-    """Returns (n,) int64 that follow a Zipf law over ``population``, by inverting the integral of its density."""
+def zipf(
+    n: int, generator: torch.Generator, exponent: float = 1.05, population: int = 2**40
+) -> Tensor:
+    """Returns (n,) int64 that follow a Zipf law over ``population``, by inverting the
+    integral of its density.
+    """
     u = torch.rand(n, generator=generator, dtype=torch.float64)
     tail = float(population) ** (1 - exponent)
     return (1 - u * (1 - tail)).pow(1 / (1 - exponent)).long().clamp(1, population)
@@ -85,39 +102,60 @@ def make_batches(case: Case, generator: torch.Generator) -> list[Batch]:
         if case.length == 1:
             lengths = torch.ones(bags, dtype=torch.int64)
         else:
-            lengths = torch.randint(0, 2 * case.length + 1, (bags,), generator=generator)
+            lengths = torch.randint(
+                0, 2 * case.length + 1, (bags,), generator=generator
+            )
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         n = int(offsets[-1])
-        ids = zipf(n, generator) if case.zipf else torch.randint(0, case.rows, (n,), generator=generator)
+        ids = (
+            zipf(n, generator)
+            if case.zipf
+            else torch.randint(0, case.rows, (n,), generator=generator)
+        )
         weights = torch.rand(n, generator=generator) if case.weighted else None
         batches.append(Batch(ids, ids % case.rows, offsets, weights))
     return batches
 
 
-def recstore(case: Case, batches: list[Batch], optimizer: Optimizer) -> tuple[list[Table], PooledKernel]:
-    """Returns tables that have all ids of the batches and as many rows as the case, and their kernel."""
-    tables = [Table(case.dim, optimizer=optimizer, name=f"t{i}") for i in range(case.tables)]
+def recstore(
+    case: Case, batches: list[Batch], optimizer: Optimizer
+) -> tuple[list[Table], PooledKernel]:
+    """Returns tables that have all ids of the batches and as many rows as the case, and
+    their kernel.
+    """
+    tables = [
+        Table(case.dim, optimizer=optimizer, name=f"t{i}") for i in range(case.tables)
+    ]
     for i, table in enumerate(tables):
         for part in torch.randperm(case.rows).split(1 << 20):
             table.lookup(part, train=True)
         for batch in batches:
-            begin, end = batch.offsets[i * case.batch], batch.offsets[(i + 1) * case.batch]
+            begin, end = (
+                batch.offsets[i * case.batch],
+                batch.offsets[(i + 1) * case.batch],
+            )
             table.lookup(batch.ids[begin:end], train=True)
     return tables, PooledKernel(tables, range(case.tables), "sum")
 
 
 def fbgemm(case: Case, optimizer: str) -> Any:
-    """Returns FBGEMM tables of ``case.rows`` rows, which are initialized as in TorchRec."""
+    """Returns FBGEMM tables of ``case.rows`` rows, which are initialized as in
+    TorchRec.
+    """
     # threads.py, which shares the other functions, needs torch alone.
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+        EmbeddingLocation,
+        PoolingMode,
+    )
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
         ComputeDevice,
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
     module = SplitTableBatchedEmbeddingBagsCodegen(
-        [(case.rows, case.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)] * case.tables,
+        [(case.rows, case.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)]
+        * case.tables,
         optimizer=EmbOptimType[f"EXACT_{optimizer.upper()}"],
         learning_rate=0.01,
         eps=1e-8,
@@ -129,8 +167,13 @@ def fbgemm(case: Case, optimizer: str) -> Any:
     return module
 
 
-def step(forward: Callable[[], Tensor], grads: dict[torch.Size, Tensor]) -> tuple[float, float]:
-    """Returns the seconds of forward and of backward. The output is freed after both."""
+def step(
+    forward: Callable[[], Tensor], grads: dict[torch.Size, Tensor]
+) -> tuple[float, float]:
+    """Returns the seconds of forward and of backward.
+
+    The output is freed after both.
+    """
     begin = clock()
     out = forward()
     middle = clock()
@@ -139,13 +182,19 @@ def step(forward: Callable[[], Tensor], grads: dict[torch.Size, Tensor]) -> tupl
 
 
 def limits(case: Case, batches: list[Batch]) -> Callable[[int], tuple[float, float]]:
-    """Returns a function that measures the limit: a gather, and a gather and scatter, of rows in one array by slot."""
+    """Returns a function that measures the limit: a gather, and a gather and scatter,
+    of rows in one array by slot.
+    """
     rows = limit.empty(case.tables * case.rows, case.dim).uniform_(-0.01, 0.01)
     tables = torch.arange(case.tables).repeat_interleave(case.batch)
     slots = []
     for batch in batches:
         lengths = batch.offsets.diff()
-        slots.append((batch.rows + (tables.repeat_interleave(lengths) * case.rows)).to(torch.int32))
+        slots.append(
+            (batch.rows + (tables.repeat_interleave(lengths) * case.rows)).to(
+                torch.int32
+            )
+        )
     unique = [s.unique()[torch.randperm(len(s.unique()))] for s in slots]
     values = limit.empty(max(map(len, slots)), case.dim).zero_()
 
@@ -166,7 +215,10 @@ def run(name: str, optimizer: str, steps: int) -> None:
     batches = make_batches(case, generator)
     _tables, kernel = recstore(case, batches, OPTIMIZERS[optimizer])
     reference = fbgemm(case, optimizer)
-    shapes = [torch.Size((case.batch, case.tables * case.dim)), *(torch.Size((len(b.ids), case.dim)) for b in batches)]
+    shapes = [
+        torch.Size((case.batch, case.tables * case.dim)),
+        *(torch.Size((len(b.ids), case.dim)) for b in batches),
+    ]
     grads = {shape: torch.randn(shape, generator=generator) * 0.01 for shape in shapes}
 
     def ours_step(i: int) -> tuple[float, float]:
@@ -174,7 +226,8 @@ def run(name: str, optimizer: str, steps: int) -> None:
         return step(lambda: kernel(b.ids, b.offsets, b.weights, train=True), grads)
 
     def ahead_step(i: int) -> tuple[float, float]:
-        b = batches[(i + BATCHES // 2) % BATCHES]  # not the batch that has just been looked up
+        # not the batch that has just been looked up
+        b = batches[(i + BATCHES // 2) % BATCHES]
         kernel.prefetch(b.ids, b.offsets[:: case.batch].diff().tolist())
         return step(lambda: kernel(b.ids, b.offsets, b.weights, train=True), grads)
 
@@ -182,32 +235,56 @@ def run(name: str, optimizer: str, steps: int) -> None:
         b = batches[i % BATCHES]
         return step(lambda: reference(b.rows, b.offsets, b.weights), grads)
 
-    sides = {"recstore": ours_step, "fbgemm": theirs_step, "ahead": ahead_step, "limit": limits(case, batches)}
+    sides = {
+        "recstore": ours_step,
+        "fbgemm": theirs_step,
+        "ahead": ahead_step,
+        "limit": limits(case, batches),
+    }
     timings = interleave(sides, steps, warm_up=BATCHES)
-    row: dict[str, object] = {"benchmark": "kernel", "case": name, "optimizer": optimizer, "ids": len(batches[0].ids)}
+    row: dict[str, object] = {
+        "benchmark": "kernel",
+        "case": name,
+        "optimizer": optimizer,
+        "ids": len(batches[0].ids),
+    }
     medians = {}
     for side, values in timings.items():
         forward, backward = [v[0] for v in values], [v[1] for v in values]
         total = [v[0] + v[1] for v in values]
-        row[side] = {"forward_ms": spread(forward), "backward_ms": spread(backward), "total_ms": spread(total)}
+        row[side] = {
+            "forward_ms": spread(forward),
+            "backward_ms": spread(backward),
+            "total_ms": spread(total),
+        }
         medians[side] = [spread(each)["median"] for each in (forward, total, backward)]
     row["forward_over_fbgemm"] = round(medians["fbgemm"][0] / medians["recstore"][0], 2)
     row["total_over_fbgemm"] = round(medians["fbgemm"][1] / medians["recstore"][1], 2)
     row["forward_over_limit"] = round(medians["recstore"][0] / medians["limit"][0], 2)
-    row["forward_ahead_over_limit"] = round(medians["ahead"][0] / medians["limit"][0], 2)
+    row["forward_ahead_over_limit"] = round(
+        medians["ahead"][0] / medians["limit"][0], 2
+    )
     row["backward_over_limit"] = round(medians["recstore"][2] / medians["limit"][2], 2)
     emit(row)
 
 
 def main() -> None:
     """Runs the requested cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--optimizers", default="", help="default: the optimizers of each case")
+    parser.add_argument(
+        "--optimizers", default="", help="default: the optimizers of each case"
+    )
     parser.add_argument("--steps", type=int, default=24)
     arguments = parser.parse_args()
     for name in arguments.cases.split(","):
-        for optimizer in arguments.optimizers.split(",") if arguments.optimizers else CASES[name].optimizers:
+        for optimizer in (
+            arguments.optimizers.split(",")
+            if arguments.optimizers
+            else CASES[name].optimizers
+        ):
             run(name, optimizer, arguments.steps)
 
 

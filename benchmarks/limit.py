@@ -1,4 +1,7 @@
-"""Builds and calls limit.cpp, which gathers and scatters rows by known slots. This is the limit of the machine."""
+"""Builds and calls limit.cpp, which gathers and scatters rows by known slots.
+
+This is the limit of the machine.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 
 @cache
 def _library() -> ctypes.CDLL:
-    # The library is not written next to the source, which may belong to an installed package.
+    # The library is not written next to the source, which may belong to an installed
+    # package.
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "limit.so")
         flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-fopenmp"]
@@ -44,15 +48,21 @@ def _call(name: str, rows: Tensor, slots: Tensor, values: Tensor) -> None:
 def empty(*shape: int) -> Tensor:
     """Returns an uninitialized float32 tensor in huge pages."""
     tensor = torch.empty(*shape)
-    _library().use_huge_pages(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.nbytes))
+    _library().use_huge_pages(
+        ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.nbytes)
+    )
     return tensor
 
 
 def gather(rows: Tensor, slots: Tensor, out: Tensor) -> None:
-    """Computes ``out[i] = rows[slots[i]]``, with slots (n,) int32 and out (n, columns) float32."""
+    """Computes ``out[i] = rows[slots[i]]``, with slots (n,) int32 and out (n, columns)
+    float32.
+    """
     _call("gather", rows, slots, out)
 
 
 def scatter(rows: Tensor, slots: Tensor, grad: Tensor) -> None:
-    """Computes ``rows[slots[i]] -= grad[i]``, with slots (n,) int32 and grad (n, columns) float32."""
+    """Computes ``rows[slots[i]] -= grad[i]``, with slots (n,) int32 and grad (n,
+    columns) float32.
+    """
     _call("scatter", rows, slots, grad)

@@ -1,9 +1,11 @@
-"""Functions that the benchmarks share: conditions, interleaved timing, lanes and JSON rows.
+"""Functions that the benchmarks share: conditions, interleaved timing, lanes and JSON
+rows.
 
-There are three lanes. ``shipped`` is a process with default settings. In ``kept``, malloc is told to keep large blocks,
-so that the memory of outputs is not mapped afresh in each step and only the kernels are compared. ``avx2`` is ``kept``
-on a processor with AVX-512 that is told to use AVX2. A lane is set by environment variables, so each lane runs in a
-separate process.
+There are three lanes. ``shipped`` is a process with default settings. In ``kept``,
+malloc is told to keep large blocks, so that the memory of outputs is not mapped afresh
+in each step and only the kernels are compared. ``avx2`` is ``kept`` on a processor with
+AVX-512 that is told to use AVX2. A lane is set by environment variables, so each lane
+runs in a separate process.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ from typing import IO, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**28)}
+KEPT = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**36),
+    "MALLOC_TOP_PAD_": str(2**28),
+}
 ENVIRONMENTS = {"shipped": {}, "kept": KEPT, "avx2": {**KEPT, "RECSTORE_ISA": "avx2"}}
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,7 +45,10 @@ def lane() -> str:
 
 
 def run_lanes(
-    script: str, lanes: Sequence[str], flags: Sequence[str] = (), errors: IO[str] | None = None
+    script: str,
+    lanes: Sequence[str],
+    flags: Sequence[str] = (),
+    errors: IO[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Runs a benchmark in each lane and returns its JSON rows.
 
@@ -47,7 +56,8 @@ def run_lanes(
         script: The path of the script.
         lanes: The names of the lanes.
         flags: The flags of the script. Default: no flags.
-        errors: The file for the script's stderr. Default: None, the stderr of this process.
+        errors: The file for the script's stderr. Default: None, the stderr of this
+            process.
 
     Raises:
         subprocess.CalledProcessError: The script failed.
@@ -56,8 +66,17 @@ def run_lanes(
     for name in lanes:
         environment = {**os.environ, **ENVIRONMENTS[name]}
         command = [sys.executable, script, *flags]
-        run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, check=True)
-        rows += [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+        run = subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            check=True,
+        )
+        rows += [
+            json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")
+        ]
     return rows
 
 
@@ -73,7 +92,9 @@ def forget(folder: Path) -> None:
 
 @contextmanager
 def redis_server(folder: Path) -> Iterator[str | None]:
-    """Starts ``redis-server`` or ``valkey-server`` and yields its URL, or None if none is on this machine."""
+    """Starts ``redis-server`` or ``valkey-server`` and yields its URL, or None if none
+    is on this machine.
+    """
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         yield None
@@ -81,7 +102,17 @@ def redis_server(folder: Path) -> Iterator[str | None]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    command = [
+        program,
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--save",
+        "",
+        "--dir",
+        str(folder),
+    ]
     server = subprocess.Popen([*command, "--logfile", str(folder / "redis.log")])
     try:
         yield f"redis://127.0.0.1:{port}"
@@ -109,14 +140,20 @@ def commit() -> str:
     """Returns the commit of the checkout, or the version of the installed package."""
     if (ROOT / ".git").exists():
         command = ["git", "describe", "--always", "--dirty"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
     return version("torchrec-recstore")
 
 
 def conditions() -> dict[str, Any]:
-    """Returns the conditions that every row contains: commit or version, processor, torch, threads and lane."""
+    """Returns the conditions that every row contains: commit or version, processor,
+    torch, threads and lane.
+    """
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")]
+    names = [
+        line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")
+    ]
     return {
         "commit": commit(),
         "cpu": f"{names[0] if names else platform.processor()} x{os.cpu_count()}",
@@ -134,9 +171,11 @@ def emit(row: dict[str, Any]) -> None:
 def interleave(
     sides: dict[str, Callable[[int], tuple[float, ...]]], steps: int, warm_up: int
 ) -> dict[str, list[tuple[float, ...]]]:
-    """Runs step ``i`` of every side, then step ``i + 1``, and so on, and returns the timings after the warm-up.
+    """Runs step ``i`` of every side, then step ``i + 1``, and so on, and returns the
+    timings after the warm-up.
 
-    A side is a function of the step number that returns the timings of the step in seconds.
+    A side is a function of the step number that returns the timings of the step in
+    seconds.
     """
     timings: dict[str, list[tuple[float, ...]]] = {name: [] for name in sides}
     for i in range(warm_up + steps):
@@ -148,7 +187,8 @@ def interleave(
 
 
 def spread(values: Sequence[float], scale: float = 1e3) -> dict[str, float]:
-    """Returns the median and the 10th, 90th and 99th percentiles of ``values`` times ``scale``.
+    """Returns the median and the 10th, 90th and 99th percentiles of ``values`` times
+    ``scale``.
 
     With the default scale, seconds become milliseconds.
     """

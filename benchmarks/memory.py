@@ -1,8 +1,10 @@
-"""Compares the resident memory of a table with its payload, which is the weights and the optimizer state.
+"""Compares the resident memory of a table with its payload, which is the weights and
+the optimizer state.
 
     python benchmarks/memory.py [--rows 2000000,7000000]
 
-Prints one JSON row for each number of rows: the increase of the process's resident memory, divided by the payload.
+Prints one JSON row for each number of rows: the increase of the process's resident
+memory, divided by the payload.
 """
 
 from __future__ import annotations
@@ -27,10 +29,14 @@ def resident_bytes() -> int:
 
 def measure(rows: int) -> None:
     """Fills a table with this many rows and prints the JSON row."""
-    table, other = Table(DIM, optimizer=RowWiseAdagrad()), Table(DIM, optimizer=RowWiseAdagrad())
+    table, other = (
+        Table(DIM, optimizer=RowWiseAdagrad()),
+        Table(DIM, optimizer=RowWiseAdagrad()),
+    )
     step = 20_000
     ids = torch.empty(step, dtype=torch.int64)
-    # The steps of another table allocate the buffers of the process, which then count before and after.
+    # The steps of another table allocate the buffers of the process, which then count
+    # before and after.
     other.lookup(torch.arange(step, out=ids), train=True)
     for _ in range(100):
         other.lookup(ids, train=True)
@@ -52,7 +58,9 @@ def measure(rows: int) -> None:
 
 def main() -> None:
     """Runs the measurements."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", default="2000000,7000000")
     for rows in parser.parse_args().rows.split(","):
         measure(int(rows))

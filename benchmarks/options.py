@@ -1,21 +1,26 @@
-"""Measures the cost of each option of a table, compared with the same work without the option, for docs/options.md.
+"""Measures the cost of each option of a table, compared with the same work without the
+option, for docs/options.md.
 
-    python benchmarks/options.py [--rows 200000] [--batch 20000] [--dim 64] [--steps 300]
+    python benchmarks/options.py [--rows 200000] [--batch 20000] [--dim 64] [--steps
+    300]
 
-Prints a JSON row for each part. The sides of a part are interleaved in one process. Ratios are computed over blocks of
-consecutive steps, so that neither a drift of the machine's speed nor a single step matters. The benchmark uses one
-thread and measures its processor time, because it asks how much work an option adds.
+Prints a JSON row for each part. The sides of a part are interleaved in one process.
+Ratios are computed over blocks of consecutive steps, so that neither a drift of the
+machine's speed nor a single step matters. The benchmark uses one thread and measures
+its processor time, because it asks how much work an option adds.
 
-- options_training: Forward and backward of a kernel over one table of ``--rows`` rows. One twentieth of the ids of each
-  batch occur only once. Admission, expiry, narrow rows and states, stochastic rounding, the check of gradients and
-  other optimizers are compared with float32, row-wise Adagrad and no option.
-- options_new_rows: Training lookups of new ids with other initializers, compared with ``UniformInit``.
-- options_evaluation: Lookups in which half of the ids have no row, ``missing="init"`` compared with
-  ``missing="zeros"``.
-- options_routing: TorchRec's split of a batch's ids over ranks, with ``routing="hash"`` compared with
-  ``routing="block"``.
-- options_optimizers: ``Table.update`` with a user-defined optimizer (``RowOptimizer``), compared with the built-in one
-  of the same formula. Bar: 1.3. Needs g++.
+- options_training: Forward and backward of a kernel over one table of ``--rows`` rows.
+  One twentieth of the ids of each batch occur only once. Admission, expiry, narrow rows
+  and states, stochastic rounding, the check of gradients and other optimizers are
+  compared with float32, row-wise Adagrad and no option.
+- options_new_rows: Training lookups of new ids with other initializers, compared with
+  ``UniformInit``.
+- options_evaluation: Lookups in which half of the ids have no row, ``missing="init"``
+  compared with ``missing="zeros"``.
+- options_routing: TorchRec's split of a batch's ids over ranks, with ``routing="hash"``
+  compared with ``routing="block"``.
+- options_optimizers: ``Table.update`` with a user-defined optimizer (``RowOptimizer``),
+  compared with the built-in one of the same formula. Bar: 1.3. Needs g++.
 """
 
 from __future__ import annotations
@@ -31,13 +36,29 @@ from measure import emit, interleave, spread
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel
-from torchrec_recstore.optim import SGD, Adadelta, Adagrad, Adam, Optimizer, RowOptimizer, RowWiseAdagrad
-from torchrec_recstore.options import ConstantInit, Expiry, MinFrequency, NormalInit, TableOptions, UniformInit
+from torchrec_recstore.optim import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Optimizer,
+    RowOptimizer,
+    RowWiseAdagrad,
+)
+from torchrec_recstore.options import (
+    ConstantInit,
+    Expiry,
+    MinFrequency,
+    NormalInit,
+    TableOptions,
+    UniformInit,
+)
 from torchrec_recstore.store import Table
 
 ONCE = 0.05  # the fraction of a batch's ids that occur only once
 EXPIRY_STEPS = 40
-BLOCK_STEPS = 30  # a multiple of 10, because expired rows are searched for in every tenth step
+# a multiple of 10, because expired rows are searched for in every tenth step
+BLOCK_STEPS = 30
 RANKS = 2
 HINT = 2**40
 
@@ -56,7 +77,10 @@ BUILT_IN: dict[str, tuple[RowOptimizer, Optimizer]] = {
             name="row_wise_adagrad",
             states={"sum": "row"},
             hyperparameters={"eps": 1e-8},
-            row="sum += row_sum(g * g) / columns; const float rate = lr / (sqrt(sum) + eps);",
+            row=(
+                "sum += row_sum(g * g) / columns; const float rate = lr / (sqrt(sum) +"
+                " eps);"
+            ),
             step="w -= rate * g;",
         ),
         RowWiseAdagrad(),
@@ -102,15 +126,25 @@ BUILT_IN: dict[str, tuple[RowOptimizer, Optimizer]] = {
 Side = Callable[[int], tuple[float]]
 
 
-def over(sides: dict[str, Side], base: str, steps: int, warm_up: int) -> dict[str, dict[str, float]]:
-    """Returns the ratio of each side's time to the time of the base, over blocks of steps."""
+def over(
+    sides: dict[str, Side], base: str, steps: int, warm_up: int
+) -> dict[str, dict[str, float]]:
+    """Returns the ratio of each side's time to the time of the base, over blocks of
+    steps.
+    """
     timings = interleave(sides, steps, warm_up)
     blocks = {
-        name: [sum(t[0] for t in values[i : i + BLOCK_STEPS]) for i in range(0, steps, BLOCK_STEPS)]
+        name: [
+            sum(t[0] for t in values[i : i + BLOCK_STEPS])
+            for i in range(0, steps, BLOCK_STEPS)
+        ]
         for name, values in timings.items()
     }
     ratios = {
-        name: spread([mine / theirs for mine, theirs in zip(values, blocks[base], strict=True)], 1)
+        name: spread(
+            [mine / theirs for mine, theirs in zip(values, blocks[base], strict=True)],
+            1,
+        )
         for name, values in blocks.items()
     }
     base_ms = {"base_ms": spread([t[0] for t in timings[base]])}
@@ -139,7 +173,9 @@ def training(arguments: argparse.Namespace) -> None:
         "expiry": Table(dim, options=TableOptions(expiry=Expiry(EXPIRY_STEPS))),
         "float16": Table(dim, torch.float16),
         "bfloat16": Table(dim, torch.bfloat16),
-        "bfloat16, stochastic rounding": Table(dim, torch.bfloat16, stochastic_rounding=True),
+        "bfloat16, stochastic rounding": Table(
+            dim, torch.bfloat16, stochastic_rounding=True
+        ),
         "int8": Table(dim, torch.int8),
         "int8, state in float16": Table(dim, torch.int8, state_dtype=torch.float16),
         "state in float16": Table(dim, state_dtype=torch.float16),
@@ -147,9 +183,13 @@ def training(arguments: argparse.Namespace) -> None:
         'nonfinite="raise"': Table(dim, options=TableOptions(nonfinite="raise")),
         "SGD": Table(dim, optimizer=SGD()),
         "Adagrad": Table(dim, optimizer=Adagrad()),
-        "Adagrad, state in float16": Table(dim, optimizer=Adagrad(), state_dtype=torch.float16),
+        "Adagrad, state in float16": Table(
+            dim, optimizer=Adagrad(), state_dtype=torch.float16
+        ),
         "Adam": Table(dim, optimizer=Adam()),
-        "Adam, state in float16": Table(dim, optimizer=Adam(), state_dtype=torch.float16),
+        "Adam, state in float16": Table(
+            dim, optimizer=Adam(), state_dtype=torch.float16
+        ),
     }
     offsets = torch.arange(batch + 1)
     grads = torch.randn(batch, dim, generator=generator) * 0.01
@@ -159,7 +199,9 @@ def training(arguments: argparse.Namespace) -> None:
         if step not in batches:
             batches.clear()
             known = torch.randint(0, rows, (batch - once,), generator=generator)
-            ids = torch.cat([known, 2**40 + torch.arange(step * once, (step + 1) * once)])
+            ids = torch.cat(
+                [known, 2**40 + torch.arange(step * once, (step + 1) * once)]
+            )
             batches[step] = ids[torch.randperm(batch, generator=generator)]
         return batches[step]
 
@@ -175,8 +217,15 @@ def training(arguments: argparse.Namespace) -> None:
         return step
 
     for table in tables.values():
-        table.insert(torch.arange(rows), torch.randn(rows, dim, generator=generator) * 0.01)
-    measured = over({name: side(table) for name, table in tables.items()}, "plain", arguments.steps, EXPIRY_STEPS * 2)
+        table.insert(
+            torch.arange(rows), torch.randn(rows, dim, generator=generator) * 0.01
+        )
+    measured = over(
+        {name: side(table) for name, table in tables.items()},
+        "plain",
+        arguments.steps,
+        EXPIRY_STEPS * 2,
+    )
     stats = {name: table.stats() for name, table in tables.items()}
     emit(
         {
@@ -187,7 +236,9 @@ def training(arguments: argparse.Namespace) -> None:
             "ids_that_come_once": ONCE,
             "over_plain": measured,
             "resident": {name: each.rows for name, each in stats.items()},
-            "bytes_per_row": {name: round(each.bytes / each.rows, 1) for name, each in stats.items()},
+            "bytes_per_row": {
+                name: round(each.bytes / each.rows, 1) for name, each in stats.items()
+            },
         }
     )
 
@@ -204,11 +255,20 @@ def new_rows(arguments: argparse.Namespace) -> None:
 
     def side(initializer: Any) -> Side:
         table = Table(arguments.dim, options=TableOptions(initializer=initializer))
-        return timed(lambda i: table.lookup(torch.arange(i * new, (i + 1) * new), train=True))
+        return timed(
+            lambda i: table.lookup(torch.arange(i * new, (i + 1) * new), train=True)
+        )
 
     sides = {name: side(each) for name, each in initializers.items()}
     measured = over(sides, "UniformInit", arguments.steps, BLOCK_STEPS)
-    emit({"benchmark": "options_new_rows", "dim": arguments.dim, "batch": new, "over_uniform": measured})
+    emit(
+        {
+            "benchmark": "options_new_rows",
+            "dim": arguments.dim,
+            "batch": new,
+            "over_uniform": measured,
+        }
+    )
 
 
 def evaluation(arguments: argparse.Namespace) -> None:
@@ -222,9 +282,20 @@ def evaluation(arguments: argparse.Namespace) -> None:
         return timed(lambda i: table.lookup(ids[i % len(ids)]))
 
     ids = [torch.randint(0, 2 * rows, (batch,), generator=generator) for _ in range(16)]
-    measured = over({"zeros": side("zeros"), "init": side("init")}, "zeros", arguments.steps, BLOCK_STEPS)
+    measured = over(
+        {"zeros": side("zeros"), "init": side("init")},
+        "zeros",
+        arguments.steps,
+        BLOCK_STEPS,
+    )
     emit(
-        {"benchmark": "options_evaluation", "rows": rows, "dim": arguments.dim, "batch": batch, "over_zeros": measured}
+        {
+            "benchmark": "options_evaluation",
+            "rows": rows,
+            "dim": arguments.dim,
+            "batch": batch,
+            "over_zeros": measured,
+        }
     )
 
 
@@ -245,9 +316,19 @@ def routing(arguments: argparse.Namespace) -> None:
             my_size=RANKS,
         )
 
-    sides = {"block": timed(lambda i: split(ids)), "hash": timed(lambda i: split(ops.mix_ids(ids, False)))}
+    sides = {
+        "block": timed(lambda i: split(ids)),
+        "hash": timed(lambda i: split(ops.mix_ids(ids, False))),
+    }
     measured = over(sides, "block", arguments.steps, BLOCK_STEPS)
-    emit({"benchmark": "options_routing", "ranks": RANKS, "batch": batch, "over_block": measured})
+    emit(
+        {
+            "benchmark": "options_routing",
+            "ranks": RANKS,
+            "batch": batch,
+            "over_block": measured,
+        }
+    )
 
 
 def optimizers(arguments: argparse.Namespace) -> None:
@@ -259,32 +340,51 @@ def optimizers(arguments: argparse.Namespace) -> None:
 
     def side(optimizer: Optimizer, dtypes: dict[str, torch.dtype]) -> Side:
         table = Table(dim, optimizer=optimizer, **dtypes)
-        table.insert(torch.arange(rows), torch.randn(rows, dim, generator=generator) * 0.01)
+        table.insert(
+            torch.arange(rows), torch.randn(rows, dim, generator=generator) * 0.01
+        )
         return timed(lambda i: table.update(ids[i % len(ids)], grads))
 
-    def ratio(own: RowOptimizer, built_in: Optimizer, **dtypes: torch.dtype) -> dict[str, float]:
+    def ratio(
+        own: RowOptimizer, built_in: Optimizer, **dtypes: torch.dtype
+    ) -> dict[str, float]:
         sides = {"own": side(own, dtypes), "built-in": side(built_in, dtypes)}
         return over(sides, "built-in", arguments.steps, BLOCK_STEPS)["own"]
 
     measured = {name: ratio(*pair) for name, pair in BUILT_IN.items()}
     narrow = {"dtype": torch.bfloat16, "state_dtype": torch.float16}
-    measured |= {f"{name}, rows in bfloat16, state in float16": ratio(*BUILT_IN[name], **narrow) for name in BUILT_IN}
+    measured |= {
+        f"{name}, rows in bfloat16, state in float16": ratio(*BUILT_IN[name], **narrow)
+        for name in BUILT_IN
+    }
     emit(
-        {"benchmark": "options_optimizers", "rows": rows, "dim": dim, "batch": batch, "over_built_in": measured}
+        {
+            "benchmark": "options_optimizers",
+            "rows": rows,
+            "dim": dim,
+            "batch": batch,
+            "over_built_in": measured,
+        }
         | {"bar": 1.3}
     )
 
 
 def main() -> None:
     """Runs the measurements and prints the JSON rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--batch", type=int, default=20_000)
     parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=300, help=f"a multiple of {BLOCK_STEPS}")
+    parser.add_argument(
+        "--steps", type=int, default=300, help=f"a multiple of {BLOCK_STEPS}"
+    )
     arguments = parser.parse_args()
     if arguments.steps % BLOCK_STEPS:
-        parser.error(f"--steps must be a multiple of {BLOCK_STEPS}, got {arguments.steps}")
+        parser.error(
+            f"--steps must be a multiple of {BLOCK_STEPS}, got {arguments.steps}"
+        )
     torch.set_num_threads(1)
     for part in (training, new_rows, evaluation, routing, optimizers):
         part(arguments)

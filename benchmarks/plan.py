@@ -1,12 +1,15 @@
-"""Compares the plan of ``recstore plan`` with all table-wise and row-wise plans of four tables.
+"""Compares the plan of ``recstore plan`` with all table-wise and row-wise plans of four
+tables.
 
     python benchmarks/plan.py [--ranks 1,2,4] [--batch 1024] [--scale 1]
 
-The ranks are processes of this host with gloo and one thread each. The tables are measured first, by the processor time
-on all ranks together. The bandwidth is that of the processor time of an all-to-all, and the time of a sharding type is
-the processor time of steps with one sample. Each plan then trains, except for plans that differ by the numbers of the
-ranks alone. Prints one JSON row for each number of ranks: the processor time of a step on the slowest rank, of the
-chosen plan, of the best plan, of the worst plan, and as planned; and, for the rank where the difference is the largest,
+The ranks are processes of this host with gloo and one thread each. The tables are
+measured first, by the processor time on all ranks together. The bandwidth is that of
+the processor time of an all-to-all, and the time of a sharding type is the processor
+time of steps with one sample. Each plan then trains, except for plans that differ by
+the numbers of the ranks alone. Prints one JSON row for each number of ranks: the
+processor time of a step on the slowest rank, of the chosen plan, of the best plan, of
+the worst plan, and as planned; and, for the rank where the difference is the largest,
 the resident memory of the rows, with their inputs and outputs, over what was planned.
 """
 
@@ -35,9 +38,19 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 
-from torchrec_recstore import RecStoreConstraints, RecStorePlanner, RecStoreSharder, RowWiseAdagrad, TableOptions
+from torchrec_recstore import (
+    RecStoreConstraints,
+    RecStorePlanner,
+    RecStoreSharder,
+    RowWiseAdagrad,
+    TableOptions,
+)
 from torchrec_recstore.planner import TableStatistics, measure_statistics
-from torchrec_recstore.planner.forecast_inputs import ForecastTable, Machines, table_config
+from torchrec_recstore.planner.forecast_inputs import (
+    ForecastTable,
+    Machines,
+    table_config,
+)
 from torchrec_recstore.planner.forecasts import forecast
 from torchrec_recstore.planner.refining import REFINED
 
@@ -60,35 +73,57 @@ SHAPES = {
     "item": Shape(128, 3, 1_200_000),
 }
 TABLES = {
-    name: ForecastTable(shape.dim, OPTIMIZER, options=TableOptions(routing="hash")) for name, shape in SHAPES.items()
+    name: ForecastTable(shape.dim, OPTIMIZER, options=TableOptions(routing="hash"))
+    for name, shape in SHAPES.items()
 }
 Places = dict[str, tuple[int, ...]]
 """The ranks of each table: one, or all if it is row-wise."""
 
 
-def batches(shapes: dict[str, Shape], batch: int, seed: int, count: int) -> list[KeyedJaggedTensor]:
-    """Returns batches of uniform ids with one feature for each table, which has the table's name."""
+def batches(
+    shapes: dict[str, Shape], batch: int, seed: int, count: int
+) -> list[KeyedJaggedTensor]:
+    """Returns batches of uniform ids with one feature for each table, which has the
+    table's name.
+    """
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(count):
-        ids = [torch.randint(shape.rows, (batch * shape.bag,), generator=generator) for shape in shapes.values()]
-        lengths = [torch.full((batch,), shape.bag, dtype=torch.int32) for shape in shapes.values()]
-        made.append(KeyedJaggedTensor(list(shapes), torch.cat(ids), lengths=torch.cat(lengths)))
+        ids = [
+            torch.randint(shape.rows, (batch * shape.bag,), generator=generator)
+            for shape in shapes.values()
+        ]
+        lengths = [
+            torch.full((batch,), shape.bag, dtype=torch.int32)
+            for shape in shapes.values()
+        ]
+        made.append(
+            KeyedJaggedTensor(list(shapes), torch.cat(ids), lengths=torch.cat(lengths))
+        )
     return made
 
 
-def measured(shapes: dict[str, Shape], batch: int, ranks: int) -> dict[str, TableStatistics]:
-    """Measures the tables on all ranks at the same time, as they train, and returns the medians over the ranks."""
+def measured(
+    shapes: dict[str, Shape], batch: int, ranks: int
+) -> dict[str, TableStatistics]:
+    """Measures the tables on all ranks at the same time, as they train, and returns the
+    medians over the ranks.
+    """
     found = {}
     for name, shape in shapes.items():
         sample = batches({name: shape}, batch, 1, 4 * BATCHES)
         dist.barrier()
-        # The steps below are measured by the processor time, because there can be more ranks than cores.
+        # The steps below are measured by the processor time, because there can be more
+        # ranks than cores.
         with patch.object(time, "perf_counter_ns", time.process_time_ns):
-            (table,) = measure_statistics([table_config(name, TABLES[name], [name])], sample, OPTIMIZER).values()
+            (table,) = measure_statistics(
+                [table_config(name, TABLES[name], [name])], sample, OPTIMIZER
+            ).values()
         of_ranks: list[float] = [0.0] * ranks
         dist.all_gather_object(of_ranks, table.ns_per_id)
-        found[name] = replace(table, rows=shape.rows, ns_per_id=statistics.median(of_ranks))
+        found[name] = replace(
+            table, rows=shape.rows, ns_per_id=statistics.median(of_ranks)
+        )
     return found
 
 
@@ -107,11 +142,15 @@ def bytes_per_s(ranks: int) -> float:
 
 
 def every_plan(ranks: int) -> Iterator[Places]:
-    """Yields the plans, of which none has another's places with the ranks numbered anew."""
+    """Yields the plans, of which none has another's places with the ranks numbered
+    anew.
+    """
     everywhere = tuple(range(ranks))
     choices = dict.fromkeys([*((rank,) for rank in everywhere), everywhere])
     for places in itertools.product(choices, repeat=len(SHAPES)):
-        used = list(dict.fromkeys(ranks_of[0] for ranks_of in places if len(ranks_of) == 1))
+        used = list(
+            dict.fromkeys(ranks_of[0] for ranks_of in places if len(ranks_of) == 1)
+        )
         if used == list(range(len(used))):
             yield dict(zip(SHAPES, places, strict=True))
 
@@ -120,7 +159,8 @@ def sharded(places: Places, ranks: int) -> DistributedModelParallel:
     """Returns a new model with its tables on these ranks."""
     constraints = {
         name: RecStoreConstraints(
-            sharding_types=["table_wise" if len(places[name]) == 1 else "row_wise"], options=table.options
+            sharding_types=["table_wise" if len(places[name]) == 1 else "row_wise"],
+            options=table.options,
         )
         for name, table in TABLES.items()
     }
@@ -128,13 +168,19 @@ def sharded(places: Places, ranks: int) -> DistributedModelParallel:
     module = EmbeddingBagCollection(configs, device=torch.device("meta"))
     topology = Topology(world_size=ranks, local_world_size=ranks, compute_device="cpu")
     sharder = RecStoreSharder(optimizer=OPTIMIZER)
-    plan = RecStorePlanner(topology=topology, constraints=constraints, debug=False).plan(module, [sharder])
+    plan = RecStorePlanner(
+        topology=topology, constraints=constraints, debug=False
+    ).plan(module, [sharder])
     (tables,) = plan.plan.values()
     for name, sharding in tables.items():
         if len(places[name]) == 1:
-            sharding.sharding_spec.shards[0].placement = _remote_device(f"rank:{places[name][0]}/cpu")
+            sharding.sharding_spec.shards[0].placement = _remote_device(
+                f"rank:{places[name][0]}/cpu"
+            )
             sharding.ranks = list(places[name])
-    return DistributedModelParallel(module, plan=plan, sharders=[sharder], device=torch.device("cpu"))
+    return DistributedModelParallel(
+        module, plan=plan, sharders=[sharder], device=torch.device("cpu")
+    )
 
 
 def step(model: DistributedModelParallel, features: KeyedJaggedTensor) -> None:
@@ -161,12 +207,18 @@ def sharding_type_ms(ranks: int, shapes: dict[str, Shape]) -> dict[str, float]:
     inputs = batches(shapes, 1, 1, BATCHES)
     found = {}
     for kind, at in (("table_wise", (0,)), ("row_wise", tuple(range(ranks)))):
-        found[kind] = min(step_ms(dict.fromkeys(SHAPES, at), ranks, inputs) for _ in range(3))
+        found[kind] = min(
+            step_ms(dict.fromkeys(SHAPES, at), ranks, inputs) for _ in range(3)
+        )
     return found
 
 
-def memory_ratio(places: Places, ranks: int, shapes: dict[str, Shape], batch: int, planned: list[int]) -> float:
-    """Returns the resident memory over the planned one, of the rank where the difference is the largest."""
+def memory_ratio(
+    places: Places, ranks: int, shapes: dict[str, Shape], batch: int, planned: list[int]
+) -> float:
+    """Returns the resident memory over the planned one, of the rank where the
+    difference is the largest.
+    """
     rank = dist.get_rank()
     gc.collect()
     before = anonymous_bytes()
@@ -174,9 +226,18 @@ def memory_ratio(places: Places, ranks: int, shapes: dict[str, Shape], batch: in
     most = max(shape.rows // shape.bag for shape in shapes.values())
     for whole in range(0, most, ranks * batch):  # each rank has as many steps
         start = whole + rank * batch
-        ids = [torch.arange(start * shape.bag, (start + batch) * shape.bag) % shape.rows for shape in shapes.values()]
-        lengths = [torch.full((batch,), shape.bag, dtype=torch.int32) for shape in shapes.values()]
-        step(model, KeyedJaggedTensor(list(shapes), torch.cat(ids), lengths=torch.cat(lengths)))
+        ids = [
+            torch.arange(start * shape.bag, (start + batch) * shape.bag) % shape.rows
+            for shape in shapes.values()
+        ]
+        lengths = [
+            torch.full((batch,), shape.bag, dtype=torch.int32)
+            for shape in shapes.values()
+        ]
+        step(
+            model,
+            KeyedJaggedTensor(list(shapes), torch.cat(ids), lengths=torch.cat(lengths)),
+        )
     mine = torch.tensor((anonymous_bytes() - before) / planned[rank])
     everyone = [torch.empty_like(mine) for _ in range(ranks)]
     dist.all_gather(everyone, mine)
@@ -188,18 +249,36 @@ def rank_main(rank: int, ranks: int, batch: int, scale: float, directory: str) -
     os.environ.update(LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=ranks)
-    shapes = {name: shape._replace(rows=int(shape.rows * scale)) for name, shape in SHAPES.items()}
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=ranks,
+    )
+    shapes = {
+        name: shape._replace(rows=int(shape.rows * scale))
+        for name, shape in SHAPES.items()
+    }
     speed = bytes_per_s(ranks) if ranks > 1 else 1e9
     known = measured(shapes, batch, ranks)
-    types_ms = sharding_type_ms(ranks, shapes) if ranks > 1 else dict.fromkeys(REFINED, 0.0)
-    machines = Machines(ranks, 2**40, speed, speed, types_ms["table_wise"], types_ms["row_wise"])
+    types_ms = (
+        sharding_type_ms(ranks, shapes) if ranks > 1 else dict.fromkeys(REFINED, 0.0)
+    )
+    machines = Machines(
+        ranks, 2**40, speed, speed, types_ms["table_wise"], types_ms["row_wise"]
+    )
     found = forecast(TABLES, known, machines, ranks, batch)
     chosen = {table.name: table.ranks for table in found.tables}
-    memory = memory_ratio(chosen, ranks, shapes, batch, [each.memory_bytes for each in found.ranks])
+    memory = memory_ratio(
+        chosen, ranks, shapes, batch, [each.memory_bytes for each in found.ranks]
+    )
     inputs = batches(shapes, batch, 100 + rank, BATCHES)
-    of_plans = sorted(((step_ms(places, ranks, inputs), places) for places in every_plan(ranks)), key=itemgetter(0))
-    # The best plans and the chosen one are measured again in turns, because a single measurement finds lucky plans.
+    of_plans = sorted(
+        ((step_ms(places, ranks, inputs), places) for places in every_plan(ranks)),
+        key=itemgetter(0),
+    )
+    # The best plans and the chosen one are measured again in turns, because a single
+    # measurement finds lucky plans.
     finalists = [chosen, *(places for _, places in of_plans[:5])]
     again: list[list[float]] = [[] for _ in finalists]
     for _ in range(5):
@@ -231,7 +310,9 @@ def rank_main(rank: int, ranks: int, batch: int, scale: float, directory: str) -
 
 def main() -> None:
     """Runs the measurement and prints the JSON rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--scale", type=float, default=1.0, help="of the rows")

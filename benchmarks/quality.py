@@ -1,10 +1,12 @@
-"""Measures the test AUC of DLRM on a Criteo click log against the memory of its tables, RecStore's and TorchRec's.
+"""Measures the test AUC of DLRM on a Criteo click log against the memory of its tables,
+RecStore's and TorchRec's.
 
     python benchmarks/quality.py --data criteo_kaggle_sample.tsv.gz
 
-Each run is ``examples/dlrm/train.py`` with its default settings and one limit for each of the 26 tables. RecStore's
-tables take raw ids, keep at most this many rows, and evict the least frequently used ones. FUSED tables have this many
-rows, and take ids modulo this number. Both train with row-wise Adagrad, whose state counts as memory. Writes
+Each run is ``examples/dlrm/train.py`` with its default settings and one limit for each
+of the 26 tables. RecStore's tables take raw ids, keep at most this many rows, and evict
+the least frequently used ones. FUSED tables have this many rows, and take ids modulo
+this number. Both train with row-wise Adagrad, whose state counts as memory. Writes
 ``benchmarks/quality.json`` and the plot ``docs/quality.png``.
 """
 
@@ -28,10 +30,16 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PLOT = ROOT / "benchmarks" / "quality.json", ROOT / "docs" / "quality.png"
 SEEDS = (0, 1, 2)
-LIMITS = {"recstore": (600, 1_000, 2_000, 5_000, 15_000, None), "fused": (300, 1_000, 3_000, 10_000, 30_000, 100_000)}
+LIMITS = {
+    "recstore": (600, 1_000, 2_000, 5_000, 15_000, None),
+    "fused": (300, 1_000, 3_000, 10_000, 30_000, 100_000),
+}
 """The rows of each table by backend. RecStore needs at least the ids of a step, 512."""
 
-NAMES = {"recstore": "RecStore, raw ids", "fused": "TorchRec FUSED, ids modulo the rows"}
+NAMES = {
+    "recstore": "RecStore, raw ids",
+    "fused": "TorchRec FUSED, ids modulo the rows",
+}
 COLORS = {"recstore": "#0b6e99", "fused": "#b35c00"}
 
 
@@ -44,11 +52,25 @@ def measure(data: str, backend: str, limit: int | None, seed: int) -> dict[str, 
         flags += ["--max-rows", str(limit), "--eviction", "lfu"]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        script = [sys.executable, str(ROOT / "examples/dlrm/train.py"), "--data", data, "--no-log"]
-        subprocess.run([*script, *flags, "--json", str(result)], check=True, stdout=subprocess.DEVNULL)
+        script = [
+            sys.executable,
+            str(ROOT / "examples/dlrm/train.py"),
+            "--data",
+            data,
+            "--no-log",
+        ]
+        subprocess.run(
+            [*script, *flags, "--json", str(result)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         measured = json.loads(result.read_text())
     row = {"backend": backend, "limit": limit, "seed": seed}
-    return {**row, "bytes": sum(measured["bytes"].values()), "test_auc": measured["test_auc"]}
+    return {
+        **row,
+        "bytes": sum(measured["bytes"].values()),
+        "test_auc": measured["test_auc"],
+    }
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -56,13 +78,24 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
     for backend, name in NAMES.items():
         points = {
-            limit: [row for row in rows if (row["backend"], row["limit"]) == (backend, limit)]
+            limit: [
+                row
+                for row in rows
+                if (row["backend"], row["limit"]) == (backend, limit)
+            ]
             for limit in LIMITS[backend]
         }
         memory = [np.mean([row["bytes"] for row in of]) / 1e6 for of in points.values()]
         aucs = np.array([[row["test_auc"] for row in of] for of in points.values()])
         mean = aucs.mean(axis=1)
-        axes.fill_between(memory, aucs.min(axis=1), aucs.max(axis=1), color=COLORS[backend], alpha=0.18, linewidth=0)
+        axes.fill_between(
+            memory,
+            aucs.min(axis=1),
+            aucs.max(axis=1),
+            color=COLORS[backend],
+            alpha=0.18,
+            linewidth=0,
+        )
         axes.plot(memory, mean, "o-", color=COLORS[backend], label=name)
     axes.set_xscale("log")
     axes.set_xticks([1, 2, 5, 10, 20, 50, 100, 200])
@@ -79,12 +112,26 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Measures every limit with every seed, and writes the results and the plot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="Criteo TSV file, plain or gzip. Without it, only the plot is drawn again.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data",
+        help=(
+            "Criteo TSV file, plain or gzip. Without it, only the plot is drawn again."
+        ),
+    )
     data = parser.parse_args().data
     if data:
-        runs = [(backend, limit, seed) for backend, limits in LIMITS.items() for limit in limits for seed in SEEDS]
-        rows = [measure(data, *run) for run in tqdm(runs, disable=not sys.stderr.isatty())]
+        runs = [
+            (backend, limit, seed)
+            for backend, limits in LIMITS.items()
+            for limit in limits
+            for seed in SEEDS
+        ]
+        rows = [
+            measure(data, *run) for run in tqdm(runs, disable=not sys.stderr.isatty())
+        ]
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     plot(json.loads(RESULTS.read_text()), PLOT)
 

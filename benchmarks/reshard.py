@@ -1,12 +1,15 @@
-"""Measures how long ``reshard`` takes to move the rows of a table between ranks, and the memory that it needs.
+"""Measures how long ``reshard`` takes to move the rows of a table between ranks, and
+the memory that it needs.
 
     python benchmarks/reshard.py [--rows 1000000] [--dim 64] [--ranks 2]
 
-The ranks are processes of this host with gloo, with row-wise Adagrad and one thread each. The table goes from one rank
-to all ranks by rows, from there to other owners of the rows, to all ranks by columns, and back to one rank. Prints one
-JSON row for each move: the seconds; and, for the rank where it is the largest, the peak of the resident memory in the
-move over the bytes of the table on that rank before or after the move, whichever are more. The memory that the process
-had before the move besides the table is left out of the peak.
+The ranks are processes of this host with gloo, with row-wise Adagrad and one thread
+each. The table goes from one rank to all ranks by rows, from there to other owners of
+the rows, to all ranks by columns, and back to one rank. Prints one JSON row for each
+move: the seconds; and, for the rank where it is the largest, the peak of the resident
+memory in the move over the bytes of the table on that rank before or after the move,
+whichever are more. The memory that the process had before the move besides the table is
+left out of the peak.
 """
 
 from __future__ import annotations
@@ -61,7 +64,9 @@ class Peak:
             self.bytes = max(self.bytes, resident_bytes())
 
 
-def plan_of(kind: str, collection: EmbeddingBagCollection, sharder: RecStoreSharder, dim: int) -> ShardingPlan:
+def plan_of(
+    kind: str, collection: EmbeddingBagCollection, sharder: RecStoreSharder, dim: int
+) -> ShardingPlan:
     """Returns a plan with all of the table's shards of one kind of ``MOVES``."""
     options = TableOptions(routing="hash" if kind == "hash" else "block")
     constraints = {
@@ -86,16 +91,32 @@ def rank_main(rank: int, ranks: int, rows: int, dim: int, directory: str) -> Non
     """Runs one rank of the measurement."""
     os.environ.update(LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=ranks)
-    config = EmbeddingBagConfig(name="t", embedding_dim=dim, num_embeddings=rows, feature_names=["f"])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=ranks,
+    )
+    config = EmbeddingBagConfig(
+        name="t", embedding_dim=dim, num_embeddings=rows, feature_names=["f"]
+    )
     collection = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
-    sharder = RecStoreSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.01})
+    sharder = RecStoreSharder(
+        fused_params={
+            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "learning_rate": 0.01,
+        }
+    )
     plans = {kind: plan_of(kind, collection, sharder, dim) for kind in MOVES}
-    model = DistributedModelParallel(collection, plan=plans["table_wise"], sharders=[sharder])
+    model = DistributedModelParallel(
+        collection, plan=plans["table_wise"], sharders=[sharder]
+    )
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
     for ids in order.split(BATCH):
         mine = ids[rank::ranks].contiguous()
-        features = KeyedJaggedTensor(["f"], mine, lengths=torch.ones(len(mine), dtype=torch.int32))
+        features = KeyedJaggedTensor(
+            ["f"], mine, lengths=torch.ones(len(mine), dtype=torch.int32)
+        )
         values = model(features).values()
         values.backward(torch.ones(values.shape))
     before = "table_wise"
@@ -112,8 +133,21 @@ def rank_main(rank: int, ranks: int, rows: int, dim: int, directory: str) -> Non
         dist.all_reduce(ratio, dist.ReduceOp.MAX)
         assert table_stats(model)["t"].rows == rows
         if rank == 0:
-            row = {"benchmark": "reshard", "rows": rows, "dim": dim, "ranks": ranks, "from": before, "to": kind}
-            emit({**row, "seconds": round(seconds, 3), "peak_over_held": round(float(ratio), 3)})
+            row = {
+                "benchmark": "reshard",
+                "rows": rows,
+                "dim": dim,
+                "ranks": ranks,
+                "from": before,
+                "to": kind,
+            }
+            emit(
+                {
+                    **row,
+                    "seconds": round(seconds, 3),
+                    "peak_over_held": round(float(ratio), 3),
+                }
+            )
         before = kind
         time.sleep(0.2)
     end_rank()
@@ -121,13 +155,20 @@ def rank_main(rank: int, ranks: int, rows: int, dim: int, directory: str) -> Non
 
 def main() -> None:
     """Runs the measurement and prints the JSON rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        mp.start_processes(rank_main, (args.ranks, args.rows, args.dim, directory), args.ranks, start_method="spawn")
+        mp.start_processes(
+            rank_main,
+            (args.ranks, args.rows, args.dim, directory),
+            args.ranks,
+            start_method="spawn",
+        )
 
 
 if __name__ == "__main__":

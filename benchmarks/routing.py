@@ -1,10 +1,13 @@
-"""Measures how evenly ``TableOptions.routing`` distributes rows: the rows of the fullest rank divided by the mean.
+"""Measures how evenly ``TableOptions.routing`` distributes rows: the rows of the
+fullest rank divided by the mean.
 
     python benchmarks/routing.py [--ranks 8] [--data criteo.tsv.gz]
 
-Prints one JSON row for each pattern of ids: sequential ids, multiples of the number of ranks and, with ``--data``, the
-distinct ids of two categorical features of a Criteo log. These are the feature with the most ids, and the feature that
-hash routing distributes least evenly. The ids are split by TorchRec's op, with a ``num_embeddings`` of 2**40.
+Prints one JSON row for each pattern of ids: sequential ids, multiples of the number of
+ranks and, with ``--data``, the distinct ids of two categorical features of a Criteo
+log. These are the feature with the most ids, and the feature that hash routing
+distributes least evenly. The ids are split by TorchRec's op, with a ``num_embeddings``
+of 2**40.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ FIRST_CATEGORICAL = 14
 
 
 def imbalance(ids: torch.Tensor, ranks: int, routing: str) -> float:
-    """Returns the rows of the fullest rank divided by the mean, for (rows,) distinct int64 ids."""
+    """Returns the rows of the fullest rank divided by the mean, for (rows,) distinct
+    int64 ids.
+    """
     if routing == "hash":
         ids = ops.mix_ids(ids, False)
     rows, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
@@ -38,30 +43,55 @@ def imbalance(ids: torch.Tensor, ranks: int, routing: str) -> float:
 
 
 def criteo_ids(path: str) -> dict[str, torch.Tensor]:
-    """Returns the distinct ids of each categorical feature with at least 1,000 distinct ids."""
+    """Returns the distinct ids of each categorical feature with at least 1,000 distinct
+    ids.
+    """
     features: list[set[int]] = [set() for _ in range(26)]
     with gzip.open(path, "rt") if path.endswith(".gz") else open(path) as lines:
         for line in lines:
-            for known, field in zip(features, line.rstrip("\n").split("\t")[FIRST_CATEGORICAL:], strict=True):
+            for known, field in zip(
+                features, line.rstrip("\n").split("\t")[FIRST_CATEGORICAL:], strict=True
+            ):
                 known.add(int(field, 16) if field else 0)
-    return {f"C{i}": torch.tensor(sorted(ids)) for i, ids in enumerate(features, 1) if len(ids) >= 1000}
+    return {
+        f"C{i}": torch.tensor(sorted(ids))
+        for i, ids in enumerate(features, 1)
+        if len(ids) >= 1000
+    }
 
 
 def main() -> None:
     """Runs the measurements and prints the JSON rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--data", help="path of a Criteo log, plain or .gz")
     arguments = parser.parse_args()
     ranks = arguments.ranks
-    patterns = {"sequential": torch.arange(100_000), "multiples": torch.arange(100_000) * ranks + 2**50}
+    patterns = {
+        "sequential": torch.arange(100_000),
+        "multiples": torch.arange(100_000) * ranks + 2**50,
+    }
     if arguments.data:
         features = criteo_ids(arguments.data)
         patterns["criteo, most ids"] = max(features.values(), key=len)
-        patterns["criteo, worst under hash"] = max(features.values(), key=lambda ids: imbalance(ids, ranks, "hash"))
+        patterns["criteo, worst under hash"] = max(
+            features.values(), key=lambda ids: imbalance(ids, ranks, "hash")
+        )
     for name, ids in patterns.items():
-        both = {routing: imbalance(ids, ranks, routing) for routing in ("block", "hash")}
-        emit({"benchmark": "routing", "ids": name, "rows": len(ids), "ranks": ranks, **both})
+        both = {
+            routing: imbalance(ids, ranks, routing) for routing in ("block", "hash")
+        }
+        emit(
+            {
+                "benchmark": "routing",
+                "ids": name,
+                "rows": len(ids),
+                "ranks": ranks,
+                **both,
+            }
+        )
 
 
 if __name__ == "__main__":

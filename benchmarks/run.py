@@ -1,4 +1,5 @@
-"""Runs all benchmarks and writes ``benchmarks/results.json`` and the tables of the README and the docs.
+"""Runs all benchmarks and writes ``benchmarks/results.json`` and the tables of the
+README and the docs.
 
 python benchmarks/run.py [--only kernel,growth]
 """
@@ -34,7 +35,10 @@ FOLDER = Path(__file__).resolve().parent
 MEASURED = FOLDER / "results.json"
 BEGIN, END = "<!-- benchmarks: written by make bench -->", "<!-- end of benchmarks -->"
 BEGIN_BOUNDS = "<!-- benchmarks of bounds: written by make bench -->"
-BEGIN_RESULTS, END_RESULTS = "<!-- results: written by make bench -->", "<!-- end of results -->"
+BEGIN_RESULTS, END_RESULTS = (
+    "<!-- results: written by make bench -->",
+    "<!-- end of results -->",
+)
 
 
 def tables(rows: list[dict[str, Any]]) -> list[str]:
@@ -69,21 +73,36 @@ def conditions(rows: list[dict[str, Any]]) -> str:
     return f"{r['cpu']}, {threads}, torch {r['torch']}, commit {at}; medians."
 
 
-def write_tables(page: str, rows: list[dict[str, Any]], lines: list[str], mark: str = BEGIN) -> None:
-    """Writes the conditions of the rows and the lines of Markdown between the marks of a page."""
+def write_tables(
+    page: str, rows: list[dict[str, Any]], lines: list[str], mark: str = BEGIN
+) -> None:
+    """Writes the conditions of the rows and the lines of Markdown between the marks of
+    a page.
+    """
     write_between(page, mark, END, [conditions(rows), "", *lines])
 
 
 def main() -> None:
-    """Runs the requested benchmarks. The figures of other benchmarks are not changed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Runs the requested benchmarks.
+
+    The figures of other benchmarks are not changed.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default=",".join(SCRIPTS), help="benchmarks to run")
     only = parser.parse_args().only.split(",")
     rows = json.loads(MEASURED.read_text()) if MEASURED.exists() else []
-    rows = [row for row in rows if SCRIPT_OF.get(row["benchmark"], row["benchmark"]) not in only]
+    rows = [
+        row
+        for row in rows
+        if SCRIPT_OF.get(row["benchmark"], row["benchmark"]) not in only
+    ]
     for name in tqdm(only, disable=not sys.stderr.isatty()):
         rows += run_lanes(str(FOLDER / f"{name}.py"), lanes_of(name))
-    rows.sort(key=lambda row: SCRIPTS.index(SCRIPT_OF.get(row["benchmark"], row["benchmark"])))
+    rows.sort(
+        key=lambda row: SCRIPTS.index(SCRIPT_OF.get(row["benchmark"], row["benchmark"]))
+    )
     MEASURED.write_text(json.dumps(rows, indent=1) + "\n")
     of_options = [row for row in rows if row["benchmark"].startswith("options_")]
     of_serving = [row for row in rows if SCRIPT_OF.get(row["benchmark"]) == "serving"]
@@ -92,14 +111,34 @@ def main() -> None:
         write_tables("docs/measured.md", others, tables(others))
         r = others[0]
         where = f"{r['cpu']}, {r['threads']} threads, torch {r['torch']}; medians."
-        write_between("README.md", BEGIN_RESULTS, END_RESULTS, [where, "", *markdown(RESULTS, result_figures(rows))])
+        write_between(
+            "README.md",
+            BEGIN_RESULTS,
+            END_RESULTS,
+            [where, "", *markdown(RESULTS, result_figures(rows))],
+        )
     if of_options:
-        write_tables("docs/options.md", of_options, markdown(OPTIONS, option_figures(of_options)))
-    of_bounds = [row for row in rows if SCRIPT_OF.get(row["benchmark"], row["benchmark"]) == "tiers"]
+        write_tables(
+            "docs/options.md", of_options, markdown(OPTIONS, option_figures(of_options))
+        )
+    of_bounds = [
+        row
+        for row in rows
+        if SCRIPT_OF.get(row["benchmark"], row["benchmark"]) == "tiers"
+    ]
     if of_bounds:
-        write_tables("docs/options.md", of_bounds, markdown(OTHER, other_figures(of_bounds)), BEGIN_BOUNDS)
+        write_tables(
+            "docs/options.md",
+            of_bounds,
+            markdown(OTHER, other_figures(of_bounds)),
+            BEGIN_BOUNDS,
+        )
     if of_serving:
-        write_tables("docs/serving.md", of_serving, markdown(SERVING, serving_figures(of_serving)))
+        write_tables(
+            "docs/serving.md",
+            of_serving,
+            markdown(SERVING, serving_figures(of_serving)),
+        )
     lines = [*tables(others), "", *markdown(SERVING, serving_figures(of_serving))]
     print("\n".join([*lines, "", *markdown(OPTIONS, option_figures(of_options))]))
 

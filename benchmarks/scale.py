@@ -1,13 +1,16 @@
-"""Models the cost of a rank's training step from 1 to 1,024 ranks, and checks the model on simulated hosts.
+"""Models the cost of a rank's training step from 1 to 1,024 ranks, and checks the model
+on simulated hosts.
 
     python benchmarks/scale.py                   # measures, checks, writes benchmarks/scale.json and docs/scale.png
     python benchmarks/scale.py --only tables     # prints the tables and draws the plot from benchmarks/scale.json
 
-The model is in ``scale_model.py``. Its inputs are measured with one rank of one thread: lookups and updates of DLRM's
-26 tables of dim 128, TorchRec's work around them, the dense part with the layers of MLPerf's DLRM, copies in memory.
-The check needs a checkout, and root on Linux. It trains the tables on 1 to 4 ranks with gloo, on one simulated host or
-on two. A wire between the hosts limits the rate and delays packets (``tests/examples/network_wire.py``). The bytes and
-the time of a step are compared with those of the model, for which the kernels are measured with one rank.
+The model is in ``scale_model.py``. Its inputs are measured with one rank of one thread:
+lookups and updates of DLRM's 26 tables of dim 128, TorchRec's work around them, the
+dense part with the layers of MLPerf's DLRM, copies in memory. The check needs a
+checkout, and root on Linux. It trains the tables on 1 to 4 ranks with gloo, on one
+simulated host or on two. A wire between the hosts limits the rate and delays packets
+(``tests/examples/network_wire.py``). The bytes and the time of a step are compared with
+those of the model, for which the kernels are measured with one rank.
 """
 
 from __future__ import annotations
@@ -32,13 +35,18 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PLOT = ROOT / "benchmarks" / "scale.json", ROOT / "docs" / "scale.png"
 ROWS = 200_000  # of each table when kernels are measured
 OVER = (1024, 1024, 512, 256, 1)
-"""The layers after the interaction. Source: MLPerf's DLRM, ``--over_arch_layer_sizes`` of its reference."""
+"""The layers after the interaction.
+
+Source: MLPerf's DLRM, ``--over_arch_layer_sizes`` of its reference.
+"""
 
 CHECK = Job(batch=128, dense_parameters=200_000, ranks_per_host=2)
 CHECK_ROWS = 500  # few, so that the first steps have made all rows
 CHECK_STEPS = 5
 SETTINGS = ((60e6, 0.0), (120e6, 0.005))
-"""The rates of the check's wire, in bits a second for both directions together, and the delays in seconds."""
+"""The rates of the check's wire, in bits a second for both directions together, and the
+delays in seconds.
+"""
 
 RANKS = tuple(2**power for power in range(11))
 WANTED = 5.5e6  # samples a second
@@ -48,20 +56,28 @@ NAMES: dict[Sharding, str] = {
     "table_row_wise": "table-row-wise",
     "grid": "grid",
 }
-COLORS = {"table_wise": "#b35c00", "row_wise": "#8a1c7c", "table_row_wise": "#4c7a34", "grid": "#0b6e99"}
+COLORS = {
+    "table_wise": "#b35c00",
+    "row_wise": "#8a1c7c",
+    "table_row_wise": "#4c7a34",
+    "grid": "#0b6e99",
+}
 
 
 # ---- What is measured with one rank ----
 
 
-def median_s(work: Callable[[], Any], steps: int, clock: Callable[[], float] = time.process_time) -> float:
-    """Returns the median time of a call in seconds, after two calls that are not counted.
+def median_s(
+    work: Callable[[], Any], steps: int, clock: Callable[[], float] = time.process_time
+) -> float:
+    """Returns the median time of a call in seconds, after two calls that are not
+    counted.
 
     Args:
         work: The call.
         steps: The number of calls.
-        clock: The clock in seconds. Default: the processor time of this process, which has one thread, so that other
-            programs on its core do not count.
+        clock: The clock in seconds. Default: the processor time of this process, which
+            has one thread, so that other programs on its core do not count.
     """
     times = []
     for i in range(steps + 2):
@@ -73,7 +89,9 @@ def median_s(work: Callable[[], Any], steps: int, clock: Callable[[], float] = t
 
 
 def kernel_times(job: Job, columns: int, rows: int, steps: int) -> tuple[float, float]:
-    """Returns the seconds of an id, and of a bag without an id, for lookup and update together."""
+    """Returns the seconds of an id, and of a bag without an id, for lookup and update
+    together.
+    """
     import torch
 
     from torchrec_recstore.kernels import PooledKernel
@@ -81,7 +99,12 @@ def kernel_times(job: Job, columns: int, rows: int, steps: int) -> tuple[float, 
     from torchrec_recstore.store import Table
 
     tables = [
-        Table(job.dim, optimizer=RowWiseAdagrad(0.01), name=f"t{i}", columns=range(columns))
+        Table(
+            job.dim,
+            optimizer=RowWiseAdagrad(0.01),
+            name=f"t{i}",
+            columns=range(columns),
+        )
         for i in range(job.features)
     ]
     for table in tables:
@@ -91,7 +114,11 @@ def kernel_times(job: Job, columns: int, rows: int, steps: int) -> tuple[float, 
     count = job.features * job.batch
 
     def seconds(bags_of_id: int) -> float:
-        ends = torch.arange(count * bags_of_id + 1).add(bags_of_id - 1).div(bags_of_id, rounding_mode="floor")
+        ends = (
+            torch.arange(count * bags_of_id + 1)
+            .add(bags_of_id - 1)
+            .div(bags_of_id, rounding_mode="floor")
+        )
         grads = torch.full((job.batch * bags_of_id, job.features * columns), 1e-3)
 
         def work() -> None:
@@ -107,7 +134,9 @@ def kernel_times(job: Job, columns: int, rows: int, steps: int) -> tuple[float, 
 
 
 def sharded_step(job: Job, sharding: Sharding, rows: int) -> Callable[[], None]:
-    """Returns a function that runs a step of sharded tables, and an all-reduce of the size of the dense part."""
+    """Returns a function that runs a step of sharded tables, and an all-reduce of the
+    size of the dense part.
+    """
     import torch
     import torch.distributed as dist
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -119,7 +148,12 @@ def sharded_step(job: Job, sharding: Sharding, rows: int) -> Callable[[], None]:
 
     names = [f"f{i}" for i in range(job.features)]
     tables = [
-        EmbeddingBagConfig(name=f"t_{name}", embedding_dim=job.dim, num_embeddings=rows, feature_names=[name])
+        EmbeddingBagConfig(
+            name=f"t_{name}",
+            embedding_dim=job.dim,
+            num_embeddings=rows,
+            feature_names=[name],
+        )
         for name in names
     ]
     world = dist.get_world_size()
@@ -129,15 +163,21 @@ def sharded_step(job: Job, sharding: Sharding, rows: int) -> Callable[[], None]:
     )
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     planner = RecStorePlanner(
-        topology=Topology(world_size=world, local_world_size=local, compute_device="cpu"),
+        topology=Topology(
+            world_size=world, local_world_size=local, compute_device="cpu"
+        ),
         constraints={table.name: constraint for table in tables},
         debug=False,
     )
     collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     optimizer = EmbOptimType.EXACT_ROWWISE_ADAGRAD
-    sharder = RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.01})
+    sharder = RecStoreSharder(
+        fused_params={"optimizer": optimizer, "learning_rate": 0.01}
+    )
     plan = planner.collective_plan(collection, [sharder], dist.group.WORLD)
-    sharded = DistributedModelParallel(collection, plan=plan, sharders=[sharder], device=torch.device("cpu"))
+    sharded = DistributedModelParallel(
+        collection, plan=plan, sharders=[sharder], device=torch.device("cpu")
+    )
     generator = torch.Generator().manual_seed(dist.get_rank())
     lengths = torch.ones(job.features * job.batch, dtype=torch.int32)
     dense = torch.zeros(job.dense_parameters)
@@ -153,7 +193,9 @@ def sharded_step(job: Job, sharding: Sharding, rows: int) -> Callable[[], None]:
 
 
 def dense_time(job: Job, steps: int) -> tuple[float, int]:
-    """Returns the seconds of the dense part for one sample, and the number of its parameters."""
+    """Returns the seconds of the dense part for one sample, and the number of its
+    parameters.
+    """
     import torch
     from torch import nn
     from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
@@ -169,7 +211,9 @@ def dense_time(job: Job, steps: int) -> tuple[float, int]:
 
     def work() -> None:
         optimizer.zero_grad()
-        logits = over(interaction(bottom(inputs), embeddings.detach().requires_grad_())).squeeze(1)
+        logits = over(
+            interaction(bottom(inputs), embeddings.detach().requires_grad_())
+        ).squeeze(1)
         nn.functional.binary_cross_entropy_with_logits(logits, labels).backward()
         optimizer.step()
 
@@ -177,21 +221,29 @@ def dense_time(job: Job, steps: int) -> tuple[float, int]:
 
 
 def measured_kernels(job: Job, rows: int, steps: int) -> tuple[Kernels, int]:
-    """Measures the times of one rank, and returns the number of the dense part's parameters with them."""
+    """Measures the times of one rank, and returns the number of the dense part's
+    parameters with them.
+    """
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    times = {columns: kernel_times(job, columns, rows, steps) for columns in (job.dim, model.GRID_COLUMNS)}
+    times = {
+        columns: kernel_times(job, columns, rows, steps)
+        for columns in (job.dim, model.GRID_COLUMNS)
+    }
     source, target = torch.ones(2, 2**24)
     copy_s = median_s(lambda: target.copy_(source), steps)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    # Few rows, so that the warm-up makes all of them: a step with new rows costs something else than a step without.
+    # Few rows, so that the warm-up makes all of them: a step with new rows costs
+    # something else than a step without.
     run = sharded_step(Job(job.features, job.dim, job.batch), "table_wise", CHECK_ROWS)
     for _ in range(4 * CHECK_ROWS // job.batch):
         run()
-    kernel_s = job.features * job.batch * kernel_times(job, job.dim, CHECK_ROWS, steps)[0]
+    kernel_s = (
+        job.features * job.batch * kernel_times(job, job.dim, CHECK_ROWS, steps)[0]
+    )
     torchrec_s = max(0.0, median_s(run, steps) - kernel_s)
     dense_s, parameters = dense_time(job, steps)
     kernels = Kernels(
@@ -208,13 +260,18 @@ def measured_kernels(job: Job, rows: int, steps: int) -> tuple[Kernels, int]:
 
 
 def run_rank(shardings: list[Sharding], rows: Path) -> None:
-    """Runs one rank of the check under torchrun. Rank 0 appends a JSON row for each sharding to a file."""
+    """Runs one rank of the check under torchrun.
+
+    Rank 0 appends a JSON row for each sharding to a file.
+    """
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    counter = Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes")
+    counter = Path(
+        f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes"
+    )
     for sharding in shardings:
         run = sharded_step(CHECK, sharding, CHECK_ROWS)
         dist.barrier()
@@ -228,23 +285,47 @@ def run_rank(shardings: list[Sharding], rows: Path) -> None:
         dist.barrier()
         if dist.get_rank() == 0:
             with rows.open("a") as file:
-                file.write(json.dumps({"sharding": sharding, "bytes": sent, "seconds": seconds}) + "\n")
+                file.write(
+                    json.dumps(
+                        {"sharding": sharding, "bytes": sent, "seconds": seconds}
+                    )
+                    + "\n"
+                )
     dist.barrier()
     os._exit(0)  # gloo's teardown sometimes aborts after all work is done.
 
 
-def measured_steps(hosts: int, ranks: int, rate: float, delay_s: float) -> list[dict[str, Any]]:
+def measured_steps(
+    hosts: int, ranks: int, rate: float, delay_s: float
+) -> list[dict[str, Any]]:
     """Runs the ranks on simulated hosts, and returns the row of each sharding."""
     sys.path.insert(0, str(ROOT))
-    wired_hosts = importlib.import_module("tests.examples.network_wire").wired_hosts  # a checkout has it, no package
-    shardings = [each for each in model.SHARDINGS if ranks > hosts or each in ("table_wise", "row_wise")]
-    with tempfile.TemporaryDirectory() as folder, wired_hosts(hosts) as (simulated, wire):
+    # a checkout has it, no package
+    wired_hosts = importlib.import_module("tests.examples.network_wire").wired_hosts
+    shardings = [
+        each
+        for each in model.SHARDINGS
+        if ranks > hosts or each in ("table_wise", "row_wise")
+    ]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        wired_hosts(hosts) as (simulated, wire),
+    ):
         wire.bytes_per_s, wire.delay_s = rate / 8, delay_s
         log, rows = Path(folder) / "log", Path(folder) / "rows"
         for number, host in enumerate(simulated):
-            nodes = ["--nnodes", str(hosts), "--node-rank", str(number), "--nproc-per-node", str(ranks // hosts)]
+            nodes = [
+                "--nnodes",
+                str(hosts),
+                "--node-rank",
+                str(number),
+                "--nproc-per-node",
+                str(ranks // hosts),
+            ]
             main = ["--master-addr", simulated[0].address, "--master-port", "29400"]
-            host.torchrun([*nodes, *main, __file__, "--rank", ",".join(shardings), str(rows)], log)
+            host.torchrun(
+                [*nodes, *main, __file__, "--rank", ",".join(shardings), str(rows)], log
+            )
         if any(host.wait(580) for host in simulated):
             raise RuntimeError(f"a rank of the check failed:\n{log.read_text()}")
         return [json.loads(line) for line in rows.read_text().splitlines()]
@@ -257,21 +338,41 @@ def check() -> tuple[Kernels, list[dict[str, Any]]]:
     for ranks, hosts in ((1, 1), (2, 2), (4, 2)):
         for rate, delay_s in SETTINGS if hosts > 1 else SETTINGS[:1]:
             for row in measured_steps(hosts, ranks, rate, delay_s):
-                rows.append({"hosts": hosts, "ranks": ranks, "rate": rate, "delay_s": delay_s, **row})
-                print(json.dumps(rows[-1] | expected(rows[-1], kernels)), file=sys.stderr, flush=True)
+                rows.append(
+                    {
+                        "hosts": hosts,
+                        "ranks": ranks,
+                        "rate": rate,
+                        "delay_s": delay_s,
+                        **row,
+                    }
+                )
+                print(
+                    json.dumps(rows[-1] | expected(rows[-1], kernels)),
+                    file=sys.stderr,
+                    flush=True,
+                )
     return kernels, rows
 
 
 def expected(row: dict[str, Any], kernels: Kernels) -> dict[str, float]:
     """Returns the model's bytes from a host and seconds of a step of the check."""
     job = Job(**{**asdict(CHECK), "ranks_per_host": row["ranks"] // row["hosts"]})
-    # Both directions of the wire have the same load, so that each gets half of its rate.
+    # Both directions of the wire have the same load, so that each gets half of its
+    # rate.
     network = Network("check", row["rate"] / 8 / 2, row["delay_s"])
     parts = model.step(job, row["sharding"], row["ranks"], network, kernels, model.GLOO)
     del parts["dense"]  # the check has the all-reduce of the dense part alone
-    shared = max(1.0, row["ranks"] / (os.cpu_count() or 1))  # ranks that share a core take turns
-    seconds = sum(part * (shared if name in ("tables", "torchrec") else 1.0) for name, part in parts.items())
-    sent = sum(each.host_bytes for each in model.collectives(job, row["sharding"], row["ranks"], model.GLOO))
+    # ranks that share a core take turns
+    shared = max(1.0, row["ranks"] / (os.cpu_count() or 1))
+    seconds = sum(
+        part * (shared if name in ("tables", "torchrec") else 1.0)
+        for name, part in parts.items()
+    )
+    sent = sum(
+        each.host_bytes
+        for each in model.collectives(job, row["sharding"], row["ranks"], model.GLOO)
+    )
     return {"model_bytes": sent, "model_seconds": seconds}
 
 
@@ -280,7 +381,10 @@ def expected(row: dict[str, Any], kernels: Kernels) -> dict[str, float]:
 
 def kernels_of(told: dict[str, Any]) -> Kernels:
     """Returns kernels from JSON, whose keys are texts."""
-    by_columns = {key: {int(columns): s for columns, s in told[key].items()} for key in ("id_s", "bag_s")}
+    by_columns = {
+        key: {int(columns): s for columns, s in told[key].items()}
+        for key in ("id_s", "bag_s")
+    }
     return Kernels(**(told | by_columns))
 
 
@@ -294,30 +398,53 @@ def inputs_lines(results: dict[str, Any]) -> list[str]:
     kernels = kernels_of(results["kernels"])
     dim = max(kernels.id_s)
     measured = {
-        f"lookup and update of an id, {dim} columns; {model.GRID_COLUMNS} columns": " ns; ".join(
-            f"{kernels.id_s[columns] * 1e9:.0f}" for columns in (dim, model.GRID_COLUMNS)
-        )
-        + " ns",
-        f"forward and backward of a bag without an id, {dim} columns; {model.GRID_COLUMNS} columns": " ns; ".join(
-            f"{kernels.bag_s[columns] * 1e9:.0f}" for columns in (dim, model.GRID_COLUMNS)
-        )
-        + " ns",
-        "TorchRec's work in a step on one rank, without the kernels": f"{kernels.torchrec_s * 1e3:.1f} ms",
+        f"lookup and update of an id, {dim} columns; {model.GRID_COLUMNS} columns": (
+            " ns; ".join(
+                f"{kernels.id_s[columns] * 1e9:.0f}"
+                for columns in (dim, model.GRID_COLUMNS)
+            )
+            + " ns"
+        ),
+        f"forward and backward of a bag without an id, {dim} columns; {model.GRID_COLUMNS} columns": (
+            " ns; ".join(
+                f"{kernels.bag_s[columns] * 1e9:.0f}"
+                for columns in (dim, model.GRID_COLUMNS)
+            )
+            + " ns"
+        ),
+        "TorchRec's work in a step on one rank, without the kernels": (
+            f"{kernels.torchrec_s * 1e3:.1f} ms"
+        ),
         "the dense part with SGD, for each sample": f"{kernels.dense_s * 1e6:.1f} µs",
         "parameters of the dense part": f"{results['dense_parameters']:,}",
         "a copy in memory": f"{kernels.copy_bytes_per_s / 1e9:.1f} GB/s",
     }
-    return ["| measured | value |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in measured.items())]
+    return [
+        "| measured | value |",
+        "| --- | --- |",
+        *(f"| {name} | {value} |" for name, value in measured.items()),
+    ]
 
 
 def step_lines(results: dict[str, Any], network: Network) -> list[str]:
-    """Returns a Markdown table of the milliseconds of a step at each number of ranks, the fastest in bold."""
+    """Returns a Markdown table of the milliseconds of a step at each number of ranks,
+    the fastest in bold.
+    """
     job, kernels = job_of(results), kernels_of(results["kernels"])
-    lines = ["| ranks | " + " | ".join(NAMES.values()) + " |", "| ---: " * (len(NAMES) + 1) + "|"]
+    lines = [
+        "| ranks | " + " | ".join(NAMES.values()) + " |",
+        "| ---: " * (len(NAMES) + 1) + "|",
+    ]
     for ranks in RANKS:
-        totals = [sum(model.step(job, each, ranks, network, kernels).values()) * 1e3 for each in NAMES]
+        totals = [
+            sum(model.step(job, each, ranks, network, kernels).values()) * 1e3
+            for each in NAMES
+        ]
         best = min(round(total) for total in totals)
-        cells = [f"**{total:,.0f}**" if round(total) == best else f"{total:,.0f}" for total in totals]
+        cells = [
+            f"**{total:,.0f}**" if round(total) == best else f"{total:,.0f}"
+            for total in totals
+        ]
         lines.append(f"| {ranks:,} | " + " | ".join(cells) + " |")
     return lines
 
@@ -325,10 +452,16 @@ def step_lines(results: dict[str, Any], network: Network) -> list[str]:
 def hosts_lines(results: dict[str, Any]) -> list[str]:
     """Returns a Markdown table of the hosts that ``WANTED`` samples a second take."""
     job, kernels = job_of(results), kernels_of(results["kernels"])
-    lines = ["| network | dense part | " + " | ".join(NAMES.values()) + " |", "| --- " * (len(NAMES) + 2) + "|"]
+    lines = [
+        "| network | dense part | " + " | ".join(NAMES.values()) + " |",
+        "| --- " * (len(NAMES) + 2) + "|",
+    ]
     for network in model.NETWORKS:
         for dense, name in ((True, "on the ranks' cores"), (False, "left out")):
-            hosts = [model.hosts_for(WANTED, job, each, network, kernels, dense) for each in NAMES]
+            hosts = [
+                model.hosts_for(WANTED, job, each, network, kernels, dense)
+                for each in NAMES
+            ]
             cells = " | ".join("-" if each is None else f"{each:,}" for each in hosts)
             lines.append(f"| {network.name} | {name} | {cells} |")
     return lines
@@ -337,7 +470,10 @@ def hosts_lines(results: dict[str, Any]) -> list[str]:
 def parts_lines(results: dict[str, Any], ranks: int, network: Network) -> list[str]:
     """Returns a Markdown table of the parts of a step in milliseconds."""
     job, kernels = job_of(results), kernels_of(results["kernels"])
-    lines = ["| sharding | dense part | lookups and updates | TorchRec | collectives |", "| --- " * 5 + "|"]
+    lines = [
+        "| sharding | dense part | lookups and updates | TorchRec | collectives |",
+        "| --- " * 5 + "|",
+    ]
     for sharding, name in NAMES.items():
         parts = model.step(job, sharding, ranks, network, kernels)
         own = [parts.pop(key) * 1e3 for key in ("dense", "tables", "torchrec")]
@@ -350,37 +486,71 @@ def check_lines(results: dict[str, Any]) -> list[str]:
     """Returns a Markdown table of the check."""
     kernels = kernels_of(results["check_kernels"])
     lines = [
-        "| hosts, ranks | rate, delay | sharding | MB, model | MB, measured | ms, model | ms, measured | difference |",
+        (
+            "| hosts, ranks | rate, delay | sharding | MB, model | MB, measured | ms,"
+            " model | ms, measured | difference |"
+        ),
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in results["check"]:
         told = expected(row, kernels)
-        link = f"{row['rate'] / 1e6:.0f} Mbit/s, {row['delay_s'] * 1e3:.0f} ms" if row["hosts"] > 1 else "-"
+        link = (
+            f"{row['rate'] / 1e6:.0f} Mbit/s, {row['delay_s'] * 1e3:.0f} ms"
+            if row["hosts"] > 1
+            else "-"
+        )
         sent = [f"{each / 1e6:.2f}" for each in (told["model_bytes"], row["bytes"])]
-        times = [f"{each * 1e3:.{0 if each > 0.01 else 1}f}" for each in (told["model_seconds"], row["seconds"])]
+        times = [
+            f"{each * 1e3:.{0 if each > 0.01 else 1}f}"
+            for each in (told["model_seconds"], row["seconds"])
+        ]
         over = f"{(told['model_seconds'] / row['seconds'] - 1) * 100:+.0f} %"
-        cells = [f"{row['hosts']}, {row['ranks']}", link, NAMES[row["sharding"]], *sent, *times, over]
+        cells = [
+            f"{row['hosts']}, {row['ranks']}",
+            link,
+            NAMES[row["sharding"]],
+            *sent,
+            *times,
+            over,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Draws the time of a step and the samples a second against the ranks, for each network."""
+    """Draws the time of a step and the samples a second against the ranks, for each
+    network.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     job, kernels = job_of(results), kernels_of(results["kernels"])
-    figure, axes = plt.subplots(2, 3, figsize=(10, 5.8), layout="constrained", sharex=True, sharey="row")
+    figure, axes = plt.subplots(
+        2, 3, figsize=(10, 5.8), layout="constrained", sharex=True, sharey="row"
+    )
     for (upper, lower), network in zip(axes.T, model.NETWORKS, strict=True):
         for sharding, name in NAMES.items():
-            steps = [sum(model.step(job, sharding, ranks, network, kernels).values()) for ranks in RANKS]
-            rates = [ranks * job.batch / step for ranks, step in zip(RANKS, steps, strict=True)]
+            steps = [
+                sum(model.step(job, sharding, ranks, network, kernels).values())
+                for ranks in RANKS
+            ]
+            rates = [
+                ranks * job.batch / step
+                for ranks, step in zip(RANKS, steps, strict=True)
+            ]
             upper.plot(RANKS, steps, color=COLORS[sharding], label=name)
             lower.plot(RANKS, rates, color=COLORS[sharding])
-        upper.axhline(job.batch * kernels.dense_s, color="#777777", linestyle=":", label="dense part")
-        lower.axhline(WANTED, color="#777777", linestyle="--", label="5.5 million samples/s")
+        upper.axhline(
+            job.batch * kernels.dense_s,
+            color="#777777",
+            linestyle=":",
+            label="dense part",
+        )
+        lower.axhline(
+            WANTED, color="#777777", linestyle="--", label="5.5 million samples/s"
+        )
         upper.set_title(network.name + " for each host", fontsize=10)
         lower.set_xlabel("ranks, 8 on a host")
         for each in (upper, lower):
@@ -398,8 +568,14 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Measures, checks, prints the tables and draws the plot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("inputs", "check", "tables"), help="Run one part. Default: all parts.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        choices=("inputs", "check", "tables"),
+        help="Run one part. Default: all parts.",
+    )
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -409,7 +585,11 @@ def main() -> None:
         from measure import conditions
 
         kernels, parameters = measured_kernels(Job(), ROWS, steps=20)
-        results |= {"conditions": conditions(), "kernels": asdict(kernels), "dense_parameters": parameters}
+        results |= {
+            "conditions": conditions(),
+            "kernels": asdict(kernels),
+            "dense_parameters": parameters,
+        }
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     if args.only in (None, "check"):
         kernels, rows = check()

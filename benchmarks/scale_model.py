@@ -1,9 +1,13 @@
-"""The model of scale: bytes and time of one rank's training step, from 1 to 1,024 ranks. It does not import torch.
+"""The model of scale: bytes and time of one rank's training step, from 1 to 1,024
+ranks.
 
-The time of a step is the sum of its parts, because nothing overlaps in a step without a pipeline: the dense part, the
-lookups and updates of the busiest rank, TorchRec's own work, and the collectives. A collective takes as long as its
-slowest resource: the network interface of the busiest host in its busier direction, or the memory of the busiest rank.
-Each round of messages between hosts adds the latency of the network.
+It does not import torch.
+
+The time of a step is the sum of its parts, because nothing overlaps in a step without a
+pipeline: the dense part, the lookups and updates of the busiest rank, TorchRec's own
+work, and the collectives. A collective takes as long as its slowest resource: the
+network interface of the busiest host in its busier direction, or the memory of the
+busiest rank. Each round of messages between hosts adds the latency of the network.
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ from typing import Literal, NamedTuple
 Sharding = Literal["table_wise", "row_wise", "table_row_wise", "grid"]
 SHARDINGS: tuple[Sharding, ...] = ("table_wise", "row_wise", "table_row_wise", "grid")
 GRID_COLUMNS = 32
-"""The columns of a shard of grid sharding: ``min_partition`` in the constraints of the planner."""
+"""The columns of a shard of grid sharding: ``min_partition`` in the constraints of the
+planner.
+"""
 
 ID_BYTES, LENGTH_BYTES, FLOAT_BYTES = 8, 4, 4
 
@@ -24,10 +30,12 @@ class Job:
     """A model and its batch.
 
     Attributes:
-        features: The number of features. Each has a table of its own, and one id in each sample.
+        features: The number of features. Each has a table of its own, and one id in
+            each sample.
         dim: The dim of each table.
         batch: The samples of one rank in a step.
-        dense_parameters: The float32 parameters of the dense part, whose gradients are all-reduced.
+        dense_parameters: The float32 parameters of the dense part, whose gradients are
+            all-reduced.
         ranks_per_host: The largest number of ranks on a host.
     """
 
@@ -44,10 +52,14 @@ class Kernels:
 
     Attributes:
         id_s: By the columns of a shard: the lookup and the update of one id.
-        bag_s: By the columns of a shard: the forward and the backward of one bag without an id.
-        torchrec_s: The work of TorchRec in a step, without the kernels and the collectives.
-        dense_s: The forward, the backward and the optimizer of the dense part, for one sample.
-        copy_bytes_per_s: The bytes a second that a rank copies from one place of memory to another.
+        bag_s: By the columns of a shard: the forward and the backward of one bag
+            without an id.
+        torchrec_s: The work of TorchRec in a step, without the kernels and the
+            collectives.
+        dense_s: The forward, the backward and the optimizer of the dense part, for one
+            sample.
+        copy_bytes_per_s: The bytes a second that a rank copies from one place of memory
+            to another.
     """
 
     id_s: dict[int, float]
@@ -63,7 +75,8 @@ class Network:
 
     Attributes:
         name: The name in tables and plots.
-        bytes_per_s: The bytes a second of a host's interface, in each direction at the same time.
+        bytes_per_s: The bytes a second of a host's interface, in each direction at the
+            same time.
         latency_s: The time of a round of messages, in seconds.
     """
 
@@ -84,8 +97,10 @@ class Library:
     """The algorithms of a library of collectives.
 
     Attributes:
-        reduce_scatter: The bytes of a reduce-scatter over those of a ring, which sends each byte once.
-        pairwise: Whether an all-to-all meets one other rank in each round, or all of them in one.
+        reduce_scatter: The bytes of a reduce-scatter over those of a ring, which sends
+            each byte once.
+        pairwise: Whether an all-to-all meets one other rank in each round, or all of
+            them in one.
         latencies: The latencies of the network that a round of messages takes.
     """
 
@@ -102,12 +117,18 @@ RING = Library(reduce_scatter=1, pairwise=True)
 """Rings, and all-to-alls in pairs, as MPI and NCCL describe them."""
 
 GLOO = Library(reduce_scatter=2, pairwise=False, latencies=2)
-"""gloo of torch 2.13. It all-reduces in place of a reduce-scatter, and posts all messages of an all-to-all at once. A
-message waits for word from its receiver, so that it takes two latencies. All three were measured."""
+"""gloo of torch 2.13.
+
+It all-reduces in place of a reduce-scatter, and posts all messages of an all-to-all at
+once. A message waits for word from its receiver, so that it takes two latencies. All
+three were measured.
+"""
 
 
 class Collective(NamedTuple):
-    """One collective of a step: its bytes from the busiest host to others, or into it, and rounds of messages."""
+    """One collective of a step: its bytes from the busiest host to others, or into it,
+    and rounds of messages.
+    """
 
     name: str
     host_bytes: float  # in the busier direction of the busiest host's interface
@@ -115,9 +136,14 @@ class Collective(NamedTuple):
     rounds: int
 
     def seconds(self, network: Network, kernels: Kernels, latencies: int) -> float:
-        """Returns the time of the collective, each of whose rounds takes a number of the network's latencies."""
+        """Returns the time of the collective, each of whose rounds takes a number of
+        the network's latencies.
+        """
         wait_s = self.rounds * latencies * network.latency_s
-        return wait_s + max(self.host_bytes / network.bytes_per_s, self.rank_bytes / kernels.copy_bytes_per_s)
+        return wait_s + max(
+            self.host_bytes / network.bytes_per_s,
+            self.rank_bytes / kernels.copy_bytes_per_s,
+        )
 
 
 class Load(NamedTuple):
@@ -136,12 +162,18 @@ def hosts_of(job: Job, ranks: int) -> int:
     """
     on_host = min(ranks, job.ranks_per_host)
     if ranks < 1 or ranks % on_host:
-        raise ValueError(f"ranks must be at least 1, and a multiple of ranks_per_host beyond it, got {ranks}")
+        raise ValueError(
+            "ranks must be at least 1, and a multiple of ranks_per_host beyond it, got"
+            f" {ranks}"
+        )
     return ranks // on_host
 
 
 def load(job: Job, sharding: Sharding, ranks: int) -> Load:
-    """Returns the work of the busiest rank. Tables and shards are spread as evenly as their number allows."""
+    """Returns the work of the busiest rank.
+
+    Tables and shards are spread as evenly as their number allows.
+    """
     samples = ranks * job.batch
     if sharding == "table_wise":
         tables = _ceil(job.features, ranks)
@@ -154,8 +186,12 @@ def load(job: Job, sharding: Sharding, ranks: int) -> Load:
     return Load(columns, of_host * samples * hosts / ranks, of_host * samples)
 
 
-def collectives(job: Job, sharding: Sharding, ranks: int, library: Library = RING) -> list[Collective]:
-    """Returns the collectives of a step. Source: ``torchrec/distributed/sharding`` of TorchRec 1.8.0.
+def collectives(
+    job: Job, sharding: Sharding, ranks: int, library: Library = RING
+) -> list[Collective]:
+    """Returns the collectives of a step.
+
+    Source: ``torchrec/distributed/sharding`` of TorchRec 1.8.0.
 
     The bytes are those of the busiest host: sent, or received where that is more.
     """
@@ -167,35 +203,56 @@ def collectives(job: Job, sharding: Sharding, ranks: int, library: Library = RIN
     rounds = library.all_to_all_rounds(ranks)
     made = []
     if sharding == "row_wise":
-        sent = ids * ID_BYTES / ranks + ids * LENGTH_BYTES  # to each rank: its share of the ids, all lengths
-        made.append(Collective("ids", on_host * away * sent, (ranks - 1) * sent, 3 * rounds))
+        # to each rank: its share of the ids, all lengths
+        sent = ids * ID_BYTES / ranks + ids * LENGTH_BYTES
+        made.append(
+            Collective("ids", on_host * away * sent, (ranks - 1) * sent, 3 * rounds)
+        )
         made += _ring(library, "pooled", "gradients", ranks * pooled, ranks, hosts > 1)
     elif sharding == "table_wise":
         of_rank, of_host = _ceil(job.features, ranks), _ceil(job.features, hosts)
         # Bags of other ranks' samples go out, or bags of a rank's own samples come in.
         of_rank = max(of_rank * (ranks - 1), job.features - of_rank) * job.batch
-        of_host = max(of_host * away, on_host * (job.features - job.features // hosts)) * job.batch
+        of_host = (
+            max(of_host * away, on_host * (job.features - job.features // hosts))
+            * job.batch
+        )
         row = job.dim * FLOAT_BYTES
-        for name, size, steps in (("ids", ID_BYTES + LENGTH_BYTES, 3), ("pooled", row, 1), ("gradients", row, 1)):
-            made.append(Collective(name, of_host * size, of_rank * size, steps * rounds))
+        for name, size, steps in (
+            ("ids", ID_BYTES + LENGTH_BYTES, 3),
+            ("pooled", row, 1),
+            ("gradients", row, 1),
+        ):
+            made.append(
+                Collective(name, of_host * size, of_rank * size, steps * rounds)
+            )
     else:
         columns, shards = _shards(job, sharding)
         of_host = _ceil(shards, hosts)
         other = shards - shards // hosts  # the shards on other hosts
         most = max(of_host * away, on_host * other) * job.batch
-        each = ID_BYTES + LENGTH_BYTES * on_host  # a rank of the host gets its ids; each of them gets the lengths
+        # a rank of the host gets its ids; each of them gets the lengths
+        each = ID_BYTES + LENGTH_BYTES * on_host
         of_rank = max(of_host * (ranks - 1), shards) * job.batch if ranks > 1 else 0
-        made.append(Collective("ids", most * each, of_rank * each / on_host, 3 * rounds))
+        made.append(
+            Collective("ids", most * each, of_rank * each / on_host, 3 * rounds)
+        )
         inside = of_host * ranks * job.batch * columns * FLOAT_BYTES
         scatter, gather = _ring(library, "pooled", "gradients", inside, on_host, False)
         across = most * columns * FLOAT_BYTES
         between = library.all_to_all_rounds(hosts)
         for ring in (scatter, gather):
             made.append(ring._replace(name=f"{ring.name} in the host", rounds=0))
-            made.append(Collective(f"{ring.name} between hosts", across, across / on_host, between))
+            made.append(
+                Collective(
+                    f"{ring.name} between hosts", across, across / on_host, between
+                )
+            )
     dense = job.dense_parameters * FLOAT_BYTES
     edge = 2 * (ranks - 1) / ranks * dense
-    made.append(Collective("all-reduce", edge if hosts > 1 else 0, edge, 2 * (ranks - 1)))
+    made.append(
+        Collective("all-reduce", edge if hosts > 1 else 0, edge, 2 * (ranks - 1))
+    )
     return made
 
 
@@ -208,7 +265,8 @@ def step(
     library: Library = RING,
     dense: bool = True,
 ) -> dict[str, float]:
-    """Returns the parts of a step, in seconds: ``dense``, ``tables``, ``torchrec``, and each collective by its name.
+    """Returns the parts of a step, in seconds: ``dense``, ``tables``, ``torchrec``, and
+    each collective by its name.
 
     Args:
         job: The model.
@@ -216,15 +274,20 @@ def step(
         ranks: The number of ranks.
         network: The network between hosts.
         kernels: The times of one rank.
-        library: The algorithms of the collectives. Default: rings, and all-to-alls in pairs.
+        library: The algorithms of the collectives. Default: rings, and all-to-alls in
+            pairs.
         dense: Whether the step has a dense part. Default: True.
 
     Raises:
-        ValueError: The number of ranks does not fill the hosts, or no time was measured for this number of columns.
+        ValueError: The number of ranks does not fill the hosts, or no time was measured
+            for this number of columns.
     """
     work = load(job, sharding, ranks)
     if work.columns not in kernels.id_s:
-        raise ValueError(f"no kernel was measured with {work.columns} columns, only with {sorted(kernels.id_s)}")
+        raise ValueError(
+            f"no kernel was measured with {work.columns} columns, only with"
+            f" {sorted(kernels.id_s)}"
+        )
     bags_s = max(0.0, work.bags - work.ids) * kernels.bag_s[work.columns]
     parts = {
         "dense": job.batch * kernels.dense_s if dense else 0.0,
@@ -244,12 +307,25 @@ def samples_per_s(job: Job, ranks: int, parts: dict[str, float]) -> float:
 
 
 def hosts_for(
-    wanted: float, job: Job, sharding: Sharding, network: Network, kernels: Kernels, dense: bool = True
+    wanted: float,
+    job: Job,
+    sharding: Sharding,
+    network: Network,
+    kernels: Kernels,
+    dense: bool = True,
 ) -> int | None:
-    """Returns the fewest hosts that train ``wanted`` samples a second. None: 1,024 hosts do not."""
+    """Returns the fewest hosts that train ``wanted`` samples a second.
+
+    None: 1,024 hosts do not.
+    """
     for hosts in range(1, 1025):
         ranks = hosts * job.ranks_per_host
-        if samples_per_s(job, ranks, step(job, sharding, ranks, network, kernels, dense=dense)) >= wanted:
+        if (
+            samples_per_s(
+                job, ranks, step(job, sharding, ranks, network, kernels, dense=dense)
+            )
+            >= wanted
+        ):
             return hosts
     return None
 
@@ -259,18 +335,33 @@ def _ceil(items: int, places: int) -> int:
 
 
 def _shards(job: Job, sharding: Sharding) -> tuple[int, int]:
-    """The columns of a shard, and the shards of all tables, of ``table_row_wise`` and ``grid``."""
+    """The columns of a shard, and the shards of all tables, of ``table_row_wise`` and
+    ``grid``.
+    """
     columns = min(job.dim, GRID_COLUMNS) if sharding == "grid" else job.dim
     return columns, job.features * job.dim // columns
 
 
 def _ring(
-    library: Library, forward: str, backward: str, whole: float, ranks: int, crosses: bool
+    library: Library,
+    forward: str,
+    backward: str,
+    whole: float,
+    ranks: int,
+    crosses: bool,
 ) -> tuple[Collective, Collective]:
-    """A reduce-scatter of ``whole`` bytes and its all-gather. One edge of the ring leaves each host."""
+    """A reduce-scatter of ``whole`` bytes and its all-gather.
+
+    One edge of the ring leaves each host.
+    """
     edge = (ranks - 1) / ranks * whole
     sent = library.reduce_scatter * edge
     return (
-        Collective(forward, sent if crosses else 0.0, sent, library.reduce_scatter * (ranks - 1)),
+        Collective(
+            forward,
+            sent if crosses else 0.0,
+            sent,
+            library.reduce_scatter * (ranks - 1),
+        ),
         Collective(backward, edge if crosses else 0.0, edge, ranks - 1),
     )

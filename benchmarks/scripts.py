@@ -19,9 +19,15 @@ SCRIPTS = (
     "serving",
     "options",
 )
-# These benchmarks measure small outputs or the memory of tables, which malloc does not manage: the lanes do not differ.
+# These benchmarks measure small outputs or the memory of tables, which malloc does not
+# manage: the lanes do not differ.
 ONE_LANE = set(SCRIPTS) - {"kernel", "dlrm"}
-SCRIPT_OF = {"delta": "checkpoint", "async_save": "checkpoint", "eviction": "tiers", "bounded_memory": "tiers"}
+SCRIPT_OF = {
+    "delta": "checkpoint",
+    "async_save": "checkpoint",
+    "eviction": "tiers",
+    "bounded_memory": "tiers",
+}
 SCRIPT_OF["pauses"] = SCRIPT_OF["cold_writes"] = "tiers"
 SCRIPT_OF |= {
     "service_beside": "service",
@@ -34,9 +40,21 @@ SCRIPT_OF |= {
 }
 SCRIPT_OF |= {
     f"serving_{part}": "serving"
-    for part in ("lookup", "delta", "mapped", "servers", "load", "publisher", "http", "stream")
+    for part in (
+        "lookup",
+        "delta",
+        "mapped",
+        "servers",
+        "load",
+        "publisher",
+        "http",
+        "stream",
+    )
 }
-SCRIPT_OF |= {f"options_{part}": "options" for part in ("training", "new_rows", "evaluation", "routing", "optimizers")}
+SCRIPT_OF |= {
+    f"options_{part}": "options"
+    for part in ("training", "new_rows", "evaluation", "routing", "optimizers")
+}
 
 QUICK: dict[str, list[str]] = {
     "kernel": ["--cases", "small", "--steps", "6"],
@@ -53,7 +71,10 @@ QUICK: dict[str, list[str]] = {
     "serving": ["--rows", "20000", "--seconds", "6", "--steps", "8"],
     "options": ["--rows", "20000", "--batch", "2000", "--steps", "30"],
 }
-"""The flags of a quick run, which takes seconds. It tests the benchmark; its figures are not meaningful."""
+"""The flags of a quick run, which takes seconds.
+
+It tests the benchmark; its figures are not meaningful.
+"""
 
 
 def lanes_of(name: str) -> tuple[str, ...]:
@@ -61,4 +82,8 @@ def lanes_of(name: str) -> tuple[str, ...]:
     if name in ONE_LANE:
         return ("shipped",)
     has_avx512 = "avx512bw" in Path("/proc/cpuinfo").read_text()
-    return ("shipped", "kept", "avx2") if name == "kernel" and has_avx512 else ("shipped", "kept")
+    return (
+        ("shipped", "kept", "avx2")
+        if name == "kernel" and has_avx512
+        else ("shipped", "kept")
+    )

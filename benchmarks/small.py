@@ -1,11 +1,14 @@
-"""Measures a training step of a small batch: a sharded collection with RecStore tables, and with TorchRec's own tables.
+"""Measures a training step of a small batch: a sharded collection with RecStore tables,
+and with TorchRec's own tables.
 
     python benchmarks/small.py [--batch-size 64] [--dim 16] [--tables 26] [--steps 2000]
 
-Both collections are wrapped in ``DistributedModelParallel`` on one rank, with row-wise Adagrad and the kernel and
-sharding that TorchRec chooses by default. A step is a forward, a backward and the fused update, on one thread. The two
-sides take turns in one process, 50 steps each, as a training loop runs the steps of one model: single steps in turn
-find caches that the other model has filled. Prints one JSON row with the microseconds per step and the ratio.
+Both collections are wrapped in ``DistributedModelParallel`` on one rank, with row-wise
+Adagrad and the kernel and sharding that TorchRec chooses by default. A step is a
+forward, a backward and the fused update, on one thread. The two sides take turns in one
+process, 50 steps each, as a training loop runs the steps of one model: single steps in
+turn find caches that the other model has filled. Prints one JSON row with the
+microseconds per step and the ratio.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ ROWS = 100_000  # of each table
 BATCHES = 50
 
 
-def sharded(sharder: EmbeddingBagCollectionSharder, device: str, dim: int, tables: int) -> DistributedModelParallel:
+def sharded(
+    sharder: EmbeddingBagCollectionSharder, device: str, dim: int, tables: int
+) -> DistributedModelParallel:
     """Returns a sharded collection of tables with one feature each.
 
     Args:
@@ -41,17 +46,28 @@ def sharded(sharder: EmbeddingBagCollectionSharder, device: str, dim: int, table
         tables: The number of tables.
     """
     configs = [
-        EmbeddingBagConfig(name=f"t{i}", embedding_dim=dim, num_embeddings=ROWS, feature_names=[f"f{i}"])
+        EmbeddingBagConfig(
+            name=f"t{i}",
+            embedding_dim=dim,
+            num_embeddings=ROWS,
+            feature_names=[f"f{i}"],
+        )
         for i in range(tables)
     ]
     collection = EmbeddingBagCollection(tables=configs, device=torch.device(device))
-    return DistributedModelParallel(collection, device=torch.device("cpu"), sharders=[sharder])
+    return DistributedModelParallel(
+        collection, device=torch.device("cpu"), sharders=[sharder]
+    )
 
 
 def step_of(
-    model: DistributedModelParallel, ids: list[torch.Tensor], tables: int, grad: torch.Tensor
+    model: DistributedModelParallel,
+    ids: list[torch.Tensor],
+    tables: int,
+    grad: torch.Tensor,
 ) -> Callable[[int], tuple[float]]:
-    """Returns a function that runs a training step of each batch, and returns the mean of their seconds.
+    """Returns a function that runs a training step of each batch, and returns the mean
+    of their seconds.
 
     Args:
         model: The sharded collection.
@@ -74,7 +90,9 @@ def step_of(
 
 def main() -> None:
     """Runs the measurement and prints the JSON row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--tables", type=int, default=26)
@@ -82,19 +100,34 @@ def main() -> None:
     arguments = parser.parse_args()
     dim, tables = arguments.dim, arguments.tables
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1
+        )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.01}
-    models = {
-        "recstore": sharded(RecStoreSharder(fused_params=dict(fused_params)), "meta", dim, tables),
-        "stock": sharded(EmbeddingBagCollectionSharder(fused_params=dict(fused_params)), "cpu", dim, tables),
+    fused_params = {
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "learning_rate": 0.01,
     }
-    ids = list(torch.randint(0, ROWS, (BATCHES, tables * arguments.batch_size)).unbind(0))
+    models = {
+        "recstore": sharded(
+            RecStoreSharder(fused_params=dict(fused_params)), "meta", dim, tables
+        ),
+        "stock": sharded(
+            EmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
+            "cpu",
+            dim,
+            tables,
+        ),
+    }
+    ids = list(
+        torch.randint(0, ROWS, (BATCHES, tables * arguments.batch_size)).unbind(0)
+    )
     grad = torch.randn(arguments.batch_size, tables * dim)
     sides = {name: step_of(model, ids, tables, grad) for name, model in models.items()}
     timings = interleave(sides, arguments.steps // BATCHES, warm_up=2)
-    # Ratios of consecutive turns, so that a drift of the machine's speed does not matter.
+    # Ratios of consecutive turns, so that a drift of the machine's speed does not
+    # matter.
     pairs = zip(timings["stock"], timings["recstore"], strict=True)
     ratio = spread([stock[0] / recstore[0] for stock, recstore in pairs], 1)
     torch.set_num_threads(threads)
@@ -104,8 +137,13 @@ def main() -> None:
             "batch_size": arguments.batch_size,
             "dim": dim,
             "tables": tables,
-            "step_us_one_thread": {name: spread([t[0] for t in values], 1e6) for name, values in timings.items()},
-            "steps_per_second_over_stock": {key: round(value, 3) for key, value in ratio.items()},
+            "step_us_one_thread": {
+                name: spread([t[0] for t in values], 1e6)
+                for name, values in timings.items()
+            },
+            "steps_per_second_over_stock": {
+                key: round(value, 3) for key, value in ratio.items()
+            },
         }
     )
     sys.stdout.flush()

@@ -1,28 +1,34 @@
-"""Runs everything together for hours, and measures whether memory, files or threads of a process grow.
+"""Runs everything together for hours, and measures whether memory, files or threads of
+a process grow.
 
     make soak HOURS=2
     python benchmarks/soak.py run runs/soak --hours 2
     python benchmarks/soak.py report runs/soak      # judges and draws the samples that a run has written so far
 
-A soak runs these processes, and kills some of them in the first 55 % of the time, at moments that ``--seed`` tells:
+A soak runs these processes, and kills some of them in the first 55 % of the time, at
+moments that ``--seed`` tells:
 
-- the online example: Redis, generator, trainer (rows expire), follower (HTTP and gRPC), frozen follower, and the
-  supervisor that starts them again;
-- a pair of parameter servers, with the Redis server of its lease, and a server that evicts rows to an SSDStore. They
-  save their rows on a schedule, and a client updates and reads rows on both;
+- the online example: Redis, generator, trainer (rows expire), follower (HTTP and gRPC),
+  frozen follower, and the supervisor that starts them again;
+- a pair of parameter servers, with the Redis server of its lease, and a server that
+  evicts rows to an SSDStore. They save their rows on a schedule, and a client updates
+  and reads rows on both;
 - a process whose table evicts to a shared SSDStore that it opens again each minute;
 - a client that asks the follower for predictions over gRPC.
 
-Every few seconds it reads each process's memory, files, threads and children from /proc. At the end it compares:
+Every few seconds it reads each process's memory, files, threads and children from
+/proc. At the end it compares:
 
 - the online model with that of an undisturbed run, to the bit;
 - each row that the clients have read with an exact oracle;
 - all rows of the servers again, after these were stopped and started.
 
-The folder gets ``samples.jsonl``, which grows while the run goes on, ``soak.json`` and ``soak.png``. The files
-benchmarks/soak.json and docs/soak.png are those of the run that docs/operations.md describes.
+The folder gets ``samples.jsonl``, which grows while the run goes on, ``soak.json`` and
+``soak.png``. The files benchmarks/soak.json and docs/soak.png are those of the run that
+docs/operations.md describes.
 
-Exit status: 0 if all of this was exact and flat, otherwise 1. ``soak_series.py`` says what counts as flat.
+Exit status: 0 if all of this was exact and flat, otherwise 1. ``soak_series.py`` says
+what counts as flat.
 """
 
 # ruff: noqa: E402  (the modules of the examples are found by a path that is set first)
@@ -45,7 +51,16 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from soak_series import MB_AN_HOUR, Judgement, Sample, children_of, judge, plot, sample_of, thinned
+from soak_series import (
+    MB_AN_HOUR,
+    Judgement,
+    Sample,
+    children_of,
+    judge,
+    plot,
+    sample_of,
+    thinned,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -54,13 +69,28 @@ from common.command import DataError
 from online.settings import Settings
 from online.supervisor import FINISHED, REDIS, STATE, Process
 
-VICTIMS = ("trainer", "generator", "pair-0", "follower", "redis", "generator", "pair-1", "follower", "generator")
+VICTIMS = (
+    "trainer",
+    "generator",
+    "pair-0",
+    "follower",
+    "redis",
+    "generator",
+    "pair-1",
+    "follower",
+    "generator",
+)
 """The processes that are killed, in this order and again from the first one."""
 KILLS_FROM, KILLS_UNTIL = 0.04, 0.55
-"""The shares of the time between which processes are killed. A trainer that is killed first is killed early."""
+"""The shares of the time between which processes are killed.
+
+A trainer that is killed first is killed early.
+"""
 TICK_S = 0.5
 START_S = 300.0
-"""The longest time in seconds until the online example has trained on its history and answers."""
+"""The longest time in seconds until the online example has trained on its history and
+answers.
+"""
 END_S = 300.0
 """The longest time in seconds that a process may take to end by itself."""
 CLIENTS = ("rows", "cold", "asks")
@@ -84,7 +114,15 @@ class Soak:
         every_s: The time between two samples.
     """
 
-    def __init__(self, folder: Path, hours: float, rate: int, kills: int, seed: int, every_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        hours: float,
+        rate: int,
+        kills: int,
+        seed: int,
+        every_s: float,
+    ) -> None:
         self.folder = folder
         self.kills: list[tuple[float, str]] = []
         self._seconds = hours * 3600
@@ -99,8 +137,18 @@ class Soak:
             self._start_lease()
             self._start_servers()
             online = ROOT / "examples" / "online" / "run.py"
-            flags = ["--seconds", str(round(self._seconds)), "--rate", str(rate), "--seed", str(seed)]
-            self._run("supervisor", [sys.executable, str(online), "--folder", str(self.online), *flags])
+            flags = [
+                "--seconds",
+                str(round(self._seconds)),
+                "--rate",
+                str(rate),
+                "--seed",
+                str(seed),
+            ]
+            self._run(
+                "supervisor",
+                [sys.executable, str(online), "--folder", str(self.online), *flags],
+            )
             self._stack = self._stack.pop_all()
 
     def __enter__(self) -> Soak:
@@ -130,8 +178,11 @@ class Soak:
             if self._second() > most_s:
                 raise SoakError(f"the online example has not ended after {most_s:g} s")
         if not supervisor.has_ended:
-            raise SoakError(f"the online example has failed, see {self.folder / 'supervisor.log'}")
-        self._next_sample = math.inf  # What comes is the end of the run, and is not judged.
+            raise SoakError(
+                f"the online example has failed, see {self.folder / 'supervisor.log'}"
+            )
+        # What comes is the end of the run, and is not judged.
+        self._next_sample = math.inf
         (self.folder / "stop").touch()
         self._wait_for_ends(CLIENTS)
 
@@ -150,25 +201,74 @@ class Soak:
 
     def _start_lease(self) -> None:
         if REDIS is None:
-            raise SoakError("neither redis-server nor valkey-server is on this machine: install one of them")
+            raise SoakError(
+                "neither redis-server nor valkey-server is on this machine: install one"
+                " of them"
+            )
         lease = self.folder / "lease"
         lease.mkdir()
         self._lease_port = free_port()
-        durable = ["--appendonly", "yes", "--save", "", "--maxmemory-policy", "noeviction"]
-        where = ["--port", str(self._lease_port), "--bind", "127.0.0.1", "--dir", str(lease)]
+        durable = [
+            "--appendonly",
+            "yes",
+            "--save",
+            "",
+            "--maxmemory-policy",
+            "noeviction",
+        ]
+        where = [
+            "--port",
+            str(self._lease_port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(lease),
+        ]
         self._run("lease", [REDIS, *where, *durable])
         self._addresses = {name: f"127.0.0.1:{free_port()}" for name in SERVERS}
         pair = f"{self._addresses['pair-0']}/{self._addresses['pair-1']}"
-        self._sets = {"pair-0": pair, "pair-1": pair, "server": self._addresses["server"]}
+        self._sets = {
+            "pair-0": pair,
+            "pair-1": pair,
+            "server": self._addresses["server"],
+        }
         (self.folder / "servers").write_text(f"{pair}\n{self._addresses['server']}\n")
 
     def _start_servers(self) -> None:
-        replicate = ["--replicate", "soak", "--lease", f"redis://127.0.0.1:{self._lease_port}/0"]
-        bounded = ["--max-rows", "2000", "--cold-store", str(self.folder / "server-cold")]
+        replicate = [
+            "--replicate",
+            "soak",
+            "--lease",
+            f"redis://127.0.0.1:{self._lease_port}/0",
+        ]
+        bounded = [
+            "--max-rows",
+            "2000",
+            "--cold-store",
+            str(self.folder / "server-cold"),
+        ]
         for name, address in self._addresses.items():
-            command = [sys.executable, "-m", "torchrec_recstore.cli", "serve", "--listen", address]
-            command += ["--data", str(self.folder / name), *(bounded if name == "server" else replicate)]
-            command += ["--save-every", "60", "--keep", "2", "--servers", self._sets[name]]
+            command = [
+                sys.executable,
+                "-m",
+                "torchrec_recstore.cli",
+                "serve",
+                "--listen",
+                address,
+            ]
+            command += [
+                "--data",
+                str(self.folder / name),
+                *(bounded if name == "server" else replicate),
+            ]
+            command += [
+                "--save-every",
+                "60",
+                "--keep",
+                "2",
+                "--servers",
+                self._sets[name],
+            ]
             self._run(name, command)
 
     def _wait_for_clicks(self) -> None:
@@ -176,7 +276,10 @@ class Soak:
         while not opened.exists():
             self._tick()
             if self._second() > START_S:
-                raise SoakError(f"the online example has not begun after {START_S:g} s, see {self.folder}")
+                raise SoakError(
+                    f"the online example has not begun after {START_S:g} s, see"
+                    f" {self.folder}"
+                )
         self._live = time.monotonic()
         say("live clicks begin")
 
@@ -192,7 +295,8 @@ class Soak:
 
     def _tick(self) -> None:
         for name, process in self._parts.items():
-            if name in ("supervisor", "again", *CLIENTS):  # They are not killed: one that ends early has failed.
+            # They are not killed: one that ends early has failed.
+            if name in ("supervisor", "again", *CLIENTS):
                 if not process.runs and not process.has_ended:
                     raise SoakError(f"{name} has failed, see {self.folder / name}.log")
             else:
@@ -219,7 +323,9 @@ class Soak:
         (self.folder / "kills.json").write_text(json.dumps(self.kills))
 
     def _sample(self) -> None:
-        now = [sample_of(name, pid, self._second()) for name, pid in self._pids().items()]
+        now = [
+            sample_of(name, pid, self._second()) for name, pid in self._pids().items()
+        ]
         new = [sample for sample in now if sample is not None]
         with (self.folder / "samples.jsonl").open("a") as file:
             for sample in new:
@@ -229,11 +335,14 @@ class Soak:
 
     def _pids(self) -> dict[str, int]:
         """Returns the processes that run, by name."""
-        pids = {name: process.pid for name, process in self._parts.items() if process.runs}
+        pids = {
+            name: process.pid for name, process in self._parts.items() if process.runs
+        }
         pids["soak"] = os.getpid()
         state = self.online / STATE
         if "supervisor" in pids and state.exists():
-            # The state may be a second old: a process that was killed is no child any more.
+            # The state may be a second old: a process that was killed is no child any
+            # more.
             children = set(children_of(pids["supervisor"]))
             for name, process in json.loads(state.read_bytes())["processes"].items():
                 if process["pid"] in children:
@@ -251,46 +360,69 @@ class Soak:
 
 
 def kill_moments(seconds: float, kills: int, seed: int) -> list[tuple[float, str]]:
-    """Returns the moments of the kills, in seconds after the first live click, and the victims.
+    """Returns the moments of the kills, in seconds after the first live click, and the
+    victims.
 
-    Each kill has a slot of the same length, and is in its first three quarters: a process that was killed has started
-    again before the next one is killed, if the run is not too short.
+    Each kill has a slot of the same length, and is in its first three quarters: a
+    process that was killed has started again before the next one is killed, if the run
+    is not too short.
     """
     moments = random.Random(seed)
     slot = (KILLS_UNTIL - KILLS_FROM) * seconds / max(kills, 1)
     return [
-        (KILLS_FROM * seconds + slot * (number + 0.75 * moments.random()), VICTIMS[number % len(VICTIMS)])
+        (
+            KILLS_FROM * seconds + slot * (number + 0.75 * moments.random()),
+            VICTIMS[number % len(VICTIMS)],
+        )
         for number in range(kills)
     ]
 
 
 def client_command(name: str, folder: Path) -> list[str]:
     """Returns the command of a client of soak_clients.py."""
-    return [sys.executable, str(Path(__file__).with_name("soak_clients.py")), name, str(folder)]
+    return [
+        sys.executable,
+        str(Path(__file__).with_name("soak_clients.py")),
+        name,
+        str(folder),
+    ]
 
 
 def compare_online(folder: Path) -> bool:
-    """Returns whether the online model is that of a run which reads the same clicks at once, without a server.
+    """Returns whether the online model is that of a run which reads the same clicks at
+    once, without a server.
 
     Args:
-        folder: The folder of the online example. The other run gets the folder beside it.
+        folder: The folder of the online example. The other run gets the folder beside
+            it.
     """
     from torchrec_recstore.checkpoint.compare import compare_chains
     from torchrec_recstore.checkpoint.info import read_chain
 
     soaked = Settings.read(folder)
-    undisturbed = replace(soaked, folder=folder.with_name("undisturbed"), url=None, paced=False)
+    undisturbed = replace(
+        soaked, folder=folder.with_name("undisturbed"), url=None, paced=False
+    )
     undisturbed.folder.mkdir()
     undisturbed.write()
     for role in ("generator", "trainer"):
-        command = [sys.executable, str(ROOT / "examples" / "online" / "worker.py"), role, str(undisturbed.folder)]
+        command = [
+            sys.executable,
+            str(ROOT / "examples" / "online" / "worker.py"),
+            role,
+            str(undisturbed.folder),
+        ]
         say(f"the {role} of the undisturbed run")
         worker = Process(role, command, undisturbed.folder / f"{role}.log", 0)
         while worker.runs:
             time.sleep(TICK_S)
         if not worker.has_ended:
-            raise SoakError(f"the undisturbed {role} has failed, see {undisturbed.folder}")
-    newest = [max(settings.checkpoints.glob("step-*")) for settings in (undisturbed, soaked)]
+            raise SoakError(
+                f"the undisturbed {role} has failed, see {undisturbed.folder}"
+            )
+    newest = [
+        max(settings.checkpoints.glob("step-*")) for settings in (undisturbed, soaked)
+    ]
     first, second = (read_chain(path) for path in newest)
     difference = compare_chains(first, second)
     equal = all(part.equal for part in (*difference.tables.values(), difference.dense))
@@ -333,7 +465,15 @@ def print_judgements(judgements: Sequence[Judgement]) -> None:
 
     table = Table(title="after the warm-up -> at the end; slopes in MB an hour")
     slopes = ("first half", "last half", "last quarter", "shmem, last half")
-    for title in ("process", "starts", "RSS, MB", "RssAnon, MB", *slopes, "files", "threads"):
+    for title in (
+        "process",
+        "starts",
+        "RSS, MB",
+        "RssAnon, MB",
+        *slopes,
+        "files",
+        "threads",
+    ):
         table.add_column(title, justify="left" if title == "process" else "right")
 
     def shown(value: float | None) -> str:
@@ -349,13 +489,18 @@ def print_judgements(judgements: Sequence[Judgement]) -> None:
             shown(one.last["anon"]),
             shown(one.last_quarter["anon"]),
             shown(one.last["shmem"]),
-            *(f"{begins:g} -> {ends:g}" for begins, ends in (one.counts["files"], one.counts["threads"])),
+            *(
+                f"{begins:g} -> {ends:g}"
+                for begins, ends in (one.counts["files"], one.counts["threads"])
+            ),
         )
     Console(width=145).print(table)
 
 
 def finish(folder: Path, document: dict[str, Any], bound: float) -> bool:
-    """Judges the samples, writes the results and the plot, and returns whether all is exact and flat."""
+    """Judges the samples, writes the results and the plot, and returns whether all is
+    exact and flat.
+    """
     samples = read_samples(folder)
     kills = folder / "kills.json"
     killed = json.loads(kills.read_text()) if kills.exists() else []
@@ -364,7 +509,9 @@ def finish(folder: Path, document: dict[str, Any], bound: float) -> bool:
     series = thinned(samples)
     loads = folder / "loads"
     if loads.exists():
-        document = document | {"median_load": median(map(float, loads.read_text().split()))}
+        document = document | {
+            "median_load": median(map(float, loads.read_text().split()))
+        }
     document = document | {
         "kills": killed,
         "mb_an_hour": bound,
@@ -381,7 +528,10 @@ def finish(folder: Path, document: dict[str, Any], bound: float) -> bool:
         print(f"{name}: {'exact' if is_exact else 'NOT EXACT'}")
         if not is_exact:
             problems.append(f"{name}: not exact")
-    print(f"kills: {', '.join(victim for _, victim in killed) or 'none'}; cores: {document['cores']}")
+    print(
+        f"kills: {', '.join(victim for _, victim in killed) or 'none'}; cores:"
+        f" {document['cores']}"
+    )
     for problem in problems:
         print(f"problem: {problem}")
     print("FAILED" if problems else "flat and exact")
@@ -389,10 +539,14 @@ def finish(folder: Path, document: dict[str, Any], bound: float) -> bool:
 
 
 def free_port() -> int:
-    """Returns a port that is free now, below those that the kernel gives to connections."""
+    """Returns a port that is free now, below those that the kernel gives to
+    connections.
+    """
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        port = random.SystemRandom().randrange(10_000, first if first > 20_000 else 32_768)
+        port = random.SystemRandom().randrange(
+            10_000, first if first > 20_000 else 32_768
+        )
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
@@ -409,12 +563,22 @@ def say(text: str) -> None:
 @app.command("run")
 def run_command(
     folder: Annotated[Path, typer.Argument(help="New folder for the run.")],
-    hours: Annotated[float, typer.Option(help="Hours of live clicks.", min=0.001)] = 2.0,
+    hours: Annotated[
+        float, typer.Option(help="Hours of live clicks.", min=0.001)
+    ] = 2.0,
     rate: Annotated[int, typer.Option(help="Clicks a second.", min=1)] = 300,
-    kills: Annotated[int, typer.Option(help="Number of processes that are killed.", min=0)] = 9,
-    seed: Annotated[int, typer.Option(help="Seed of the clicks and of the kills.", min=0)] = 0,
-    every: Annotated[float, typer.Option(help="Seconds between two samples.", min=0.1)] = 10.0,
-    bound: Annotated[float, typer.Option(help="MB an hour up to which memory is flat.", min=0.0)] = MB_AN_HOUR,
+    kills: Annotated[
+        int, typer.Option(help="Number of processes that are killed.", min=0)
+    ] = 9,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the clicks and of the kills.", min=0)
+    ] = 0,
+    every: Annotated[
+        float, typer.Option(help="Seconds between two samples.", min=0.1)
+    ] = 10.0,
+    bound: Annotated[
+        float, typer.Option(help="MB an hour up to which memory is flat.", min=0.0)
+    ] = MB_AN_HOUR,
 ) -> None:
     """Run everything together, and fail if something is not exact or grows."""
     if folder.exists():
@@ -429,20 +593,30 @@ def run_command(
             soak.run()
             soak.compare_again()
         for name in (*CLIENTS, "again"):
-            exact[name] = bool(json.loads((folder / f"{name}.json").read_text())["exact"])
+            exact[name] = bool(
+                json.loads((folder / f"{name}.json").read_text())["exact"]
+            )
         exact["online"] = compare_online(folder / "online")
     except (SoakError, DataError) as error:
-        raise SystemExit(f"soak: {error}; soak.py report {folder} judges what was measured") from error
+        raise SystemExit(
+            f"soak: {error}; soak.py report {folder} judges what was measured"
+        ) from error
     from measure import conditions
 
-    (folder / "exact.json").write_text(json.dumps({"exact": exact, "conditions": conditions()}))
+    (folder / "exact.json").write_text(
+        json.dumps({"exact": exact, "conditions": conditions()})
+    )
     report(folder, bound)
 
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder of a run, which may still go on.")],
-    bound: Annotated[float, typer.Option(help="MB an hour up to which memory is flat.", min=0.0)] = MB_AN_HOUR,
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of a run, which may still go on.")
+    ],
+    bound: Annotated[
+        float, typer.Option(help="MB an hour up to which memory is flat.", min=0.0)
+    ] = MB_AN_HOUR,
 ) -> None:
     """Judge the samples of a run, and write soak.json and soak.png into its folder."""
     document = json.loads((folder / "flags.json").read_text())
@@ -452,7 +626,9 @@ def report(
         for name in (*CLIENTS, "again"):
             written = folder / f"{name}.json"
             if written.exists():
-                document.setdefault("reports", {})[name] = json.loads(written.read_text())
+                document.setdefault("reports", {})[name] = json.loads(
+                    written.read_text()
+                )
     if not finish(folder, document, bound):
         raise SystemExit(1)
 

@@ -1,13 +1,19 @@
-"""The clients of soak.py, each of which is a process: python benchmarks/soak_clients.py rows|again|cold|asks FOLDER.
+"""The clients of soak.py, each of which is a process: python benchmarks/soak_clients.py
+rows|again|cold|asks FOLDER.
 
-- ``rows``: updates and reads rows of a pair of parameter servers and of a server. Each read is compared with an oracle.
-- ``again``: compares all rows with those that ``rows`` has left, after the servers were stopped and started.
-- ``cold``: updates and reads a table whose rows are in a shared SSDStore, and opens it again each minute.
-- ``asks``: asks the follower of the online example for predictions over gRPC, and reads its state over HTTP.
+- ``rows``: updates and reads rows of a pair of parameter servers and of a server. Each
+  read is compared with an oracle.
+- ``again``: compares all rows with those that ``rows`` has left, after the servers were
+  stopped and started.
+- ``cold``: updates and reads a table whose rows are in a shared SSDStore, and opens it
+  again each minute.
+- ``asks``: asks the follower of the online example for predictions over gRPC, and reads
+  its state over HTTP.
 
-A client works until ``FOLDER/stop`` exists, and then writes ``FOLDER/<name>.json``. Rows begin at 0, gradients are
-whole numbers, and the optimizer is SGD with the rate 1, so that a row is minus the sum of its gradients, exactly. The
-oracle is this sum, an array of NumPy.
+A client works until ``FOLDER/stop`` exists, and then writes ``FOLDER/<name>.json``.
+Rows begin at 0, gradients are whole numbers, and the optimizer is SGD with the rate 1,
+so that a row is minus the sum of its gradients, exactly. The oracle is this sum, an
+array of NumPy.
 """
 
 from __future__ import annotations
@@ -27,7 +33,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_recstore import SGD, ConstantInit, RecStoreClient, SSDStore, Table, TableOptions
+from torchrec_recstore import (
+    SGD,
+    ConstantInit,
+    RecStoreClient,
+    SSDStore,
+    Table,
+    TableOptions,
+)
 
 IDS = 20_000
 MAX_ROWS = 2_000
@@ -36,7 +49,10 @@ BATCH = 200
 PAUSE_S = 0.15
 REOPEN_S = 60.0
 PATIENCE_S = 600.0
-"""The time for which a call is repeated. A machine that is overloaded is no reason to end a soak."""
+"""The time for which a call is repeated.
+
+A machine that is overloaded is no reason to end a soak.
+"""
 SPREAD = 2**40 + 7
 """The distance between two ids, so that they are spread over the numbers of 64 bits."""
 
@@ -55,11 +71,15 @@ class Oracle:
         self._random = np.random.default_rng(seed)
 
     def some_ids(self) -> Tensor:
-        """Returns distinct places of ids, at most ``BATCH``, of which a small part is frequent."""
+        """Returns distinct places of ids, at most ``BATCH``, of which a small part is
+        frequent.
+        """
         places = (self._random.random(BATCH) ** 3 * IDS).astype(np.int64)
         return torch.from_numpy(np.unique(places))
 
-    def step(self, update: Callable[[Tensor, Tensor], None], read: Callable[[Tensor], Tensor]) -> None:
+    def step(
+        self, update: Callable[[Tensor, Tensor], None], read: Callable[[Tensor], Tensor]
+    ) -> None:
         """Makes one update and one read.
 
         Args:
@@ -84,7 +104,10 @@ class Oracle:
         self.reads += 1
         if wrong.any():
             place = int(places[int(wrong.argmax())])
-            raise AssertionError(f"{int(wrong.sum())} of {len(places)} rows are not exact, first that of place {place}")
+            raise AssertionError(
+                f"{int(wrong.sum())} of {len(places)} rows are not exact, first that of"
+                f" place {place}"
+            )
 
     def check_all(self, read: Callable[[Tensor], Tensor]) -> None:
         """Compares all rows."""
@@ -136,12 +159,17 @@ def again(folder: Path) -> dict[str, Any]:
 def _clients(folder: Path, stack: ExitStack) -> list[RecStoreClient]:
     """Opens a client of the pair, and one of the server with cold rows."""
     addresses = (folder / "servers").read_text().split()
-    return [stack.enter_context(RecStoreClient([address], timeout_s=PATIENCE_S)) for address in addresses]
+    return [
+        stack.enter_context(RecStoreClient([address], timeout_s=PATIENCE_S))
+        for address in addresses
+    ]
 
 
 def _open_table(client: RecStoreClient) -> None:
     options = TableOptions(initializer=ConstantInit(0.0))
-    client.init_data("t", (IDS, DIM), torch.float32, optimizer=SGD(lr=1.0), options=options)
+    client.init_data(
+        "t", (IDS, DIM), torch.float32, optimizer=SGD(lr=1.0), options=options
+    )
 
 
 def cold(folder: Path) -> dict[str, Any]:
@@ -164,34 +192,49 @@ def cold(folder: Path) -> dict[str, Any]:
 
 def _cold_table(folder: Path) -> Table:
     store = SSDStore(str(folder / "cold"), shared="soak")
-    options = TableOptions(initializer=ConstantInit(0.0), max_rows=MAX_ROWS, cold_store=store)
+    options = TableOptions(
+        initializer=ConstantInit(0.0), max_rows=MAX_ROWS, cold_store=store
+    )
     return Table(DIM, optimizer=SGD(lr=1.0), options=options, name="soak")
 
 
 def asks(folder: Path) -> dict[str, Any]:
-    """See the module. A follower that was killed does not answer for some seconds, which is counted."""
+    """See the module.
+
+    A follower that was killed does not answer for some seconds, which is counted.
+    """
     import grpc
 
     from torchrec_recstore_serving import predictor_pb2 as messages
     from torchrec_recstore_serving.predictor_pb2_grpc import PredictorStub
 
     settings = json.loads((folder / "online" / "settings.json").read_text())
-    lengths = messages.Array(dtype="int32", shape=[4], data=np.ones(4, np.int32).tobytes())
+    lengths = messages.Array(
+        dtype="int32", shape=[4], data=np.ones(4, np.int32).tobytes()
+    )
     outcomes = {"answered": 0, "unanswered": 0, "states": 0}
     ids = np.random.default_rng(3)
     with grpc.insecure_channel(settings["grpc"]) as channel:
         stub = PredictorStub(channel)
         while not (folder / "stop").exists():
-            values = messages.Array(dtype="int64", shape=[4], data=ids.integers(0, 2**40, 4).tobytes())
-            features = messages.Jagged(keys=["user", "item"], values=values, lengths=lengths)
-            request = messages.PredictRequest(arguments={"features": messages.Argument(jagged=features)})
+            values = messages.Array(
+                dtype="int64", shape=[4], data=ids.integers(0, 2**40, 4).tobytes()
+            )
+            features = messages.Jagged(
+                keys=["user", "item"], values=values, lengths=lengths
+            )
+            request = messages.PredictRequest(
+                arguments={"features": messages.Argument(jagged=features)}
+            )
             try:
                 (output,) = stub.Predict(request, timeout=5.0).outputs.values()
                 logits = np.frombuffer(output.data, np.float32)
                 if len(logits) != 2 or not np.isfinite(logits).all():
                     raise AssertionError(f"the follower has answered {logits}")
                 outcomes["answered"] += 1
-                with urllib.request.urlopen(f"http://{settings['http']}/state", timeout=5.0) as answer:
+                with urllib.request.urlopen(
+                    f"http://{settings['http']}/state", timeout=5.0
+                ) as answer:
                     json.load(answer)
                 outcomes["states"] += 1
             except (grpc.RpcError, OSError, HTTPException):

@@ -1,7 +1,10 @@
-"""What soak.py measures of processes, and how it judges it. This module does not import torch.
+"""What soak.py measures of processes, and how it judges it.
 
-A sample has the memory, files and threads of one process at one moment. The samples of one process, from its start to
-its end, are a series. A process that was killed and started again begins a new one.
+This module does not import torch.
+
+A sample has the memory, files and threads of one process at one moment. The samples of
+one process, from its start to its end, are a series. A process that was killed and
+started again begins a new one.
 """
 
 from __future__ import annotations
@@ -18,13 +21,20 @@ MEMORY = {"rss": "VmRSS", "anon": "RssAnon", "file": "RssFile", "shmem": "RssShm
 """The kinds of resident memory, and their names in /proc/PID/status."""
 COUNTS = ("files", "threads", "children")
 WARM_UP = 1 / 12
-"""The share of a run after the start of a process in which its samples are not judged."""
+"""The share of a run after the start of a process in which its samples are not judged.
+"""
 SHORTEST = 1 / 12
-"""The share of a run that the samples of a half must span, so that their slope is judged."""
+"""The share of a run that the samples of a half must span, so that their slope is
+judged.
+"""
 MB_AN_HOUR = 6.0
-"""The slope of anonymous and of shared memory in the last half up to which memory counts as flat."""
+"""The slope of anonymous and of shared memory in the last half up to which memory
+counts as flat.
+"""
 MORE = 2
-"""The number of files, threads or children that a process may have more at the end of the last half than before."""
+"""The number of files, threads or children that a process may have more at the end of
+the last half than before.
+"""
 POINTS = 150
 """The number of points of a series that are kept for the plot."""
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
@@ -40,7 +50,8 @@ class Sample:
         pid: The id of the process.
         rss: The resident memory in bytes, which is the sum of the next three.
         anon: The memory that the process has allocated, in bytes.
-        file: The pages of files that the process has mapped, in bytes. They are the system's, and no leak.
+        file: The pages of files that the process has mapped, in bytes. They are the
+            system's, and no leak.
         shmem: The pages of shared memory, in bytes.
         files: The number of open files.
         threads: The number of threads.
@@ -71,7 +82,9 @@ def sample_of(process: str, pid: int, second: float) -> Sample | None:
     """
     folder = Path("/proc", str(pid))
     try:
-        status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+        status = dict(
+            line.split(":", 1) for line in (folder / "status").read_text().splitlines()
+        )
         files = len(list((folder / "fd").iterdir()))
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -110,13 +123,17 @@ class Judgement:
     Attributes:
         process: The name of the process.
         series: The number of series: 1, and one for each new start.
-        anon_mb: The anonymous memory after the warm-up of the longest series, and at its end, in MB.
+        anon_mb: The anonymous memory after the warm-up of the longest series, and at
+            its end, in MB.
         rss_mb: The same for the resident memory.
-        first: The slope of each kind of memory in the first half of the run, in MB an hour. None: too few samples.
+        first: The slope of each kind of memory in the first half of the run, in MB an
+            hour. None: too few samples.
         last: The slope of each kind of memory in the last half, which is judged.
-        last_quarter: The slope of each kind of memory in the last quarter, which tells whether growth has ended.
-        counts: The number of files, of threads and of children, after the warm-up of the longest series and at its end.
-            A server has other numbers when it becomes the primary of its pair because the other one was killed.
+        last_quarter: The slope of each kind of memory in the last quarter, which tells
+            whether growth has ended.
+        counts: The number of files, of threads and of children, after the warm-up of
+            the longest series and at its end. A server has other numbers when it
+            becomes the primary of its pair because the other one was killed.
         counts_of_last: The same of the longest series in the last half.
         problems: A line for each thing that grows. Empty: the process is flat.
     """
@@ -147,8 +164,8 @@ def series_of(samples: Iterable[Sample]) -> dict[str, list[list[Sample]]]:
 def slope(series: Sequence[Sequence[tuple[float, float]]]) -> float | None:
     """Returns the slope of lines through several series, by least squares.
 
-    The lines have one slope, and each of them has a height of its own: a process that was started again may have more
-    or less memory than before.
+    The lines have one slope, and each of them has a height of its own: a process that
+    was started again may have more or less memory than before.
 
     Args:
         series: The points (x, y) of each series.
@@ -182,12 +199,31 @@ def judge(samples: Sequence[Sample], mb_an_hour: float = MB_AN_HOUR) -> list[Jud
     middle = begin + length / 2
     judgements = []
     for process, series in series_of(samples).items():
-        warm = [[point for point in points if point.second >= points[0].second + warm_up] for points in series]
-        first = [[point for point in points if point.second < middle] for points in warm]
-        last = [[point for point in points if point.second >= middle] for points in warm]
-        last_quarter = [[point for point in points if point.second >= middle + length / 4] for points in warm]
+        warm = [
+            [point for point in points if point.second >= points[0].second + warm_up]
+            for points in series
+        ]
+        first = [
+            [point for point in points if point.second < middle] for points in warm
+        ]
+        last = [
+            [point for point in points if point.second >= middle] for points in warm
+        ]
+        last_quarter = [
+            [point for point in points if point.second >= middle + length / 4]
+            for points in warm
+        ]
         longest = max(warm, key=_span)
-        judgement = _judged(process, longest, first, last, last_quarter, length * SHORTEST, mb_an_hour, len(series))
+        judgement = _judged(
+            process,
+            longest,
+            first,
+            last,
+            last_quarter,
+            length * SHORTEST,
+            mb_an_hour,
+            len(series),
+        )
         judgements.append(judgement)
     return judgements
 
@@ -207,13 +243,20 @@ def _judged(
     for name in ("anon", "shmem"):
         value = slopes_of_last[name]
         if value is None:
-            problems.append(f"{process}: too few samples in the last half to judge {MEMORY[name]}")
+            problems.append(
+                f"{process}: too few samples in the last half to judge {MEMORY[name]}"
+            )
         elif value > mb_an_hour:
-            problems.append(f"{process}: {MEMORY[name]} grows by {value:.1f} MB an hour, of {mb_an_hour:g} allowed")
+            problems.append(
+                f"{process}: {MEMORY[name]} grows by {value:.1f} MB an hour, of"
+                f" {mb_an_hour:g} allowed"
+            )
     counts_of_last = _counts(max(last, key=_span))
     for name, (begins, ends) in counts_of_last.items():
         if ends > begins + MORE:
-            problems.append(f"{process}: {name} grow from {begins:g} to {ends:g}, by {MORE} allowed")
+            problems.append(
+                f"{process}: {name} grow from {begins:g} to {ends:g}, by {MORE} allowed"
+            )
     return Judgement(
         process=process,
         series=series,
@@ -229,7 +272,9 @@ def _judged(
 
 
 def _counts(points: list[Sample]) -> dict[str, tuple[float, float]]:
-    """Returns the number of files, of threads and of children at the beginning and at the end."""
+    """Returns the number of files, of threads and of children at the beginning and at
+    the end.
+    """
     counts = {}
     for name in COUNTS:
         counts[name] = _ends(points, attrgetter(name))
@@ -237,11 +282,16 @@ def _counts(points: list[Sample]) -> dict[str, tuple[float, float]]:
 
 
 def _slopes(series: list[list[Sample]], shortest_s: float) -> dict[str, float | None]:
-    """Returns the slope of each kind of memory in MB an hour, or None if all series together are too short."""
+    """Returns the slope of each kind of memory in MB an hour, or None if all series
+    together are too short.
+    """
     measured_s = sum(_span(points) for points in series)
     slopes: dict[str, float | None] = {}
     for name in MEMORY:
-        lines = [[(point.second / 3600, getattr(point, name) / 1e6) for point in points] for points in series]
+        lines = [
+            [(point.second / 3600, getattr(point, name) / 1e6) for point in points]
+            for points in series
+        ]
         slopes[name] = slope(lines) if measured_s >= shortest_s else None
     return slopes
 
@@ -250,8 +300,13 @@ def _span(points: list[Sample]) -> float:
     return points[-1].second - points[0].second if points else 0.0
 
 
-def _ends(points: list[Sample], value_of: Callable[[Sample], float]) -> tuple[float, float]:
-    """Returns the medians of the first and of the last fifth of the points. NaN: there is no point."""
+def _ends(
+    points: list[Sample], value_of: Callable[[Sample], float]
+) -> tuple[float, float]:
+    """Returns the medians of the first and of the last fifth of the points.
+
+    NaN: there is no point.
+    """
     if not points:
         return float("nan"), float("nan")
     count = max(1, len(points) // 5)
@@ -261,14 +316,19 @@ def _ends(points: list[Sample], value_of: Callable[[Sample], float]) -> tuple[fl
 
 
 def thinned(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Returns at most ``POINTS`` points of each series for the plot, as columns for JSON."""
+    """Returns at most ``POINTS`` points of each series for the plot, as columns for
+    JSON.
+    """
     columns = ("second", *MEMORY, *COUNTS)
     series = []
     for process, every in series_of(samples).items():
         for points in every:
             step = -(-len(points) // POINTS)
             kept = [asdict(point) for point in points[::step]]
-            series.append({"process": process} | {name: [point[name] for point in kept] for name in columns})
+            series.append(
+                {"process": process}
+                | {name: [point[name] for point in kept] for name in columns}
+            )
     return series
 
 
@@ -286,7 +346,15 @@ def table_lines(processes: Sequence[Mapping[str, Any]]) -> list[str]:
         begins, ends = (round(value) for value in values)
         return f"{begins}" if begins == ends else f"{begins} to {ends}"
 
-    columns = ("process", "starts", "resident", "anonymous", "first half", "last half", "last quarter")
+    columns = (
+        "process",
+        "starts",
+        "resident",
+        "anonymous",
+        "first half",
+        "last half",
+        "last quarter",
+    )
     rows = [(*columns, "files", "threads"), ("---",) * (len(columns) + 2)]
     for process in processes:
         rows.append(
@@ -305,7 +373,9 @@ def table_lines(processes: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
-def plot(series: Sequence[dict[str, Any]], kills: Sequence[tuple[float, str]], path: Path) -> None:
+def plot(
+    series: Sequence[dict[str, Any]], kills: Sequence[tuple[float, str]], path: Path
+) -> None:
     """Draws memory, files and threads of each process over the time.
 
     Args:
@@ -326,7 +396,9 @@ def plot(series: Sequence[dict[str, Any]], kills: Sequence[tuple[float, str]], p
     }
     names = list(dict.fromkeys(one["process"] for one in series))
     colours = pyplot.get_cmap("tab10")
-    figure, axes = pyplot.subplots(len(panels), 1, figsize=(9, 12), sharex=True, layout="constrained")
+    figure, axes = pyplot.subplots(
+        len(panels), 1, figsize=(9, 12), sharex=True, layout="constrained"
+    )
     for axis, (column, (label, scale)) in zip(axes, panels.items(), strict=True):
         drawn = set()
         for one in series:
@@ -347,7 +419,11 @@ def plot(series: Sequence[dict[str, Any]], kills: Sequence[tuple[float, str]], p
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=7)
-    axes[-1].set_xlabel("hours; a dotted line is a process that was killed and started again")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=7
+    )
+    axes[-1].set_xlabel(
+        "hours; a dotted line is a process that was killed and started again"
+    )
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

@@ -1,14 +1,21 @@
-"""Measures how the steps of RecStore's pooled kernel become faster with the number of threads. It needs torch alone.
+"""Measures how the steps of RecStore's pooled kernel become faster with the number of
+threads.
 
-    python benchmarks/threads.py [--threads 1,2,4,8,16] [--batches 8192,65536] [--dim 64] [--steps 20]
+It needs torch alone.
 
-Prints a JSON row for each batch size and number of threads, and then a table. ``forward`` and ``backward`` are those of
-26 tables whose rows are there, with row-wise Adagrad. ``new rows`` is the forward of a batch whose ids are all new, in
-tables that are empty at the beginning of each eighth step. ``evicting``, ``not admitted`` and ``expiring`` are forwards
-of tables with bounds, a third of whose ids are new. ``save`` reads the rows of one table of 300,000 rows, as a
-checkpoint does. ``first touch`` fills fresh memory of the size of the new rows. ``gather`` and ``scatter`` move the
-same rows of one array by known slots, as kernel.py does: they are the limit of the machine, which has fewer memory
-channels than processors. The steps of all numbers of threads are interleaved.
+    python benchmarks/threads.py [--threads 1,2,4,8,16] [--batches 8192,65536] [--dim
+    64] [--steps 20]
+
+Prints a JSON row for each batch size and number of threads, and then a table.
+``forward`` and ``backward`` are those of 26 tables whose rows are there, with row-wise
+Adagrad. ``new rows`` is the forward of a batch whose ids are all new, in tables that
+are empty at the beginning of each eighth step. ``evicting``, ``not admitted`` and
+``expiring`` are forwards of tables with bounds, a third of whose ids are new. ``save``
+reads the rows of one table of 300,000 rows, as a checkpoint does. ``first touch`` fills
+fresh memory of the size of the new rows. ``gather`` and ``scatter`` move the same rows
+of one array by known slots, as kernel.py does: they are the limit of the machine, which
+has fewer memory channels than processors. The steps of all numbers of threads are
+interleaved.
 """
 
 from __future__ import annotations
@@ -20,7 +27,17 @@ from typing import Any
 
 import limit
 import torch
-from kernel import BATCHES, CASES, OPTIMIZERS, Batch, Case, limits, make_batches, recstore, step
+from kernel import (
+    BATCHES,
+    CASES,
+    OPTIMIZERS,
+    Batch,
+    Case,
+    limits,
+    make_batches,
+    recstore,
+    step,
+)
 from measure import clock, emit, interleave, spread
 from torch import Tensor
 
@@ -29,11 +46,22 @@ from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.store import Table
 
 BOUNDS = ("evicting", "not admitted", "expiring")
-PARTS = ("forward", "backward", "new rows", *BOUNDS, "save", "first touch", "gather", "scatter")
+PARTS = (
+    "forward",
+    "backward",
+    "new rows",
+    *BOUNDS,
+    "save",
+    "first touch",
+    "gather",
+    "scatter",
+)
 
 
 def new_rows(case: Case) -> Callable[[int], float]:
-    """Returns a function that looks up a batch of new ids in tables that grow, and returns the seconds."""
+    """Returns a function that looks up a batch of new ids in tables that grow, and
+    returns the seconds.
+    """
     offsets = torch.arange(case.tables * case.batch + 1)
     kernel: PooledKernel | None = None
 
@@ -41,7 +69,8 @@ def new_rows(case: Case) -> Callable[[int], float]:
         nonlocal kernel
         if kernel is None or i % BATCHES == 0:  # so that the rows fit into memory
             tables = [
-                Table(case.dim, optimizer=OPTIMIZERS["rowwise_adagrad"], name=f"n{j}") for j in range(case.tables)
+                Table(case.dim, optimizer=OPTIMIZERS["rowwise_adagrad"], name=f"n{j}")
+                for j in range(case.tables)
             ]
             kernel = PooledKernel(tables, range(case.tables), "sum")
         ids = (torch.arange(len(offsets) - 1) + (i % BATCHES) * len(offsets)) * 7919
@@ -61,10 +90,17 @@ def options_of(bound: str, case: Case) -> TableOptions:
     return TableOptions(expiry=Expiry(steps=8))
 
 
-def bounded(bound: str, case: Case, batches: list[Batch], grads: dict[torch.Size, Tensor]) -> Callable[[int], float]:
-    """Returns a function that looks up a batch, a third of whose ids are new, in tables with a bound."""
+def bounded(
+    bound: str, case: Case, batches: list[Batch], grads: dict[torch.Size, Tensor]
+) -> Callable[[int], float]:
+    """Returns a function that looks up a batch, a third of whose ids are new, in tables
+    with a bound.
+    """
     optimizer, options = OPTIMIZERS["rowwise_adagrad"], options_of(bound, case)
-    tables = [Table(case.dim, optimizer=optimizer, options=options, name=f"b{j}") for j in range(case.tables)]
+    tables = [
+        Table(case.dim, optimizer=optimizer, options=options, name=f"b{j}")
+        for j in range(case.tables)
+    ]
     kernel = PooledKernel(tables, range(case.tables), "sum")
 
     def side(i: int) -> float:
@@ -85,7 +121,9 @@ def save(table: Table) -> float:
 
 
 def first_touch(case: Case) -> float:
-    """Fills memory in huge pages that the process has not had before, and returns the seconds."""
+    """Fills memory in huge pages that the process has not had before, and returns the
+    seconds.
+    """
     begin = clock()
     limit.empty(case.tables * case.batch, case.dim).zero_()
     return clock() - begin
@@ -101,12 +139,16 @@ def measure(case: Case, threads: list[int], steps: int) -> list[dict[str, Any]]:
     bare = limits(case, batches)
 
     def side(count: int) -> Callable[[int], tuple[float, ...]]:
-        grow, bounds = new_rows(case), [bounded(bound, case, batches, grads) for bound in BOUNDS]
+        grow, bounds = (
+            new_rows(case),
+            [bounded(bound, case, batches, grads) for bound in BOUNDS],
+        )
 
         def run(i: int) -> tuple[float, ...]:
             torch.set_num_threads(count)
             b = batches[i % BATCHES]
-            kernel(b.ids, b.offsets, b.weights, train=False)  # wakes the threads of this number
+            # wakes the threads of this number
+            kernel(b.ids, b.offsets, b.weights, train=False)
             return (
                 *step(lambda: kernel(b.ids, b.offsets, b.weights, train=True), grads),
                 grow(i),
@@ -119,30 +161,52 @@ def measure(case: Case, threads: list[int], steps: int) -> list[dict[str, Any]]:
         return run
 
     # Rows expire from the ninth step on.
-    timings = interleave({str(count): side(count) for count in threads}, steps, warm_up=9)
+    timings = interleave(
+        {str(count): side(count) for count in threads}, steps, warm_up=9
+    )
     rows = []
     for count in threads:
         spreads = [spread(values) for values in zip(*timings[str(count)], strict=True)]
-        rows.append({"batch": case.batch, "threads": count} | dict(zip(PARTS, spreads, strict=True)))
+        rows.append(
+            {"batch": case.batch, "threads": count}
+            | dict(zip(PARTS, spreads, strict=True))
+        )
     return rows
 
 
 def main() -> None:
     """Runs the requested batch sizes and prints the speeds over one thread."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", default=",".join(str(2**i) for i in range(torch.get_num_threads().bit_length())))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--threads",
+        default=",".join(
+            str(2**i) for i in range(torch.get_num_threads().bit_length())
+        ),
+    )
     parser.add_argument("--batches", default="8192,65536")
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
     threads = [int(count) for count in arguments.threads.split(",")]
-    lines = [f"| batch | threads | {' | '.join(PARTS)} |", f"| --- | --- |{' --- |' * len(PARTS)}"]
+    lines = [
+        f"| batch | threads | {' | '.join(PARTS)} |",
+        f"| --- | --- |{' --- |' * len(PARTS)}",
+    ]
     for batch in arguments.batches.split(","):
-        rows = measure(replace(CASES["criteo"], batch=int(batch), dim=arguments.dim), threads, arguments.steps)
+        rows = measure(
+            replace(CASES["criteo"], batch=int(batch), dim=arguments.dim),
+            threads,
+            arguments.steps,
+        )
         for row in rows:
             torch.set_num_threads(row["threads"])  # a condition that each row states
             emit({"benchmark": "threads", "dim": arguments.dim, **row})
-            medians = [(row[part]["median"], rows[0][part]["median"] / row[part]["median"]) for part in PARTS]
+            medians = [
+                (row[part]["median"], rows[0][part]["median"] / row[part]["median"])
+                for part in PARTS
+            ]
             cells = " | ".join(f"{ms:.2f} ms, {speed:.2f}x" for ms, speed in medians)
             lines.append(f"| {batch} | {row['threads']} | {cells} |")
     print("\n".join(lines))

@@ -1,22 +1,27 @@
-"""Measures the cost of limited memory: eviction, resident memory, and training with most rows in a cold store.
+"""Measures the cost of limited memory: eviction, resident memory, and training with
+most rows in a cold store.
 
-    python benchmarks/tiers.py [--parts eviction,pauses,memory,writes,tiers] [--ids 20000000] [--dim 64]
+    python benchmarks/tiers.py [--parts eviction,pauses,memory,writes,tiers] [--ids
+    20000000] [--dim 64]
 
 Prints a JSON row for each part. The sides of a part are interleaved in one process.
 
-- eviction: Forward and backward of a kernel over one full table of ``--rows`` rows, with one tenth of new ids in each
-  batch, with LRU, with LFU, and without a limit.
-- pauses: The steps of a full table of 0.5, 2 and 8 million rows with 20,000 ids, of which 2,000 are new: the longest
-  step and the steps that evict rows over the median step. Each step is the median of three runs of the same steps.
-- memory: The resident memory of a table that has seen three times ``--rows`` ids, divided by the memory of an unbounded
-  table of ``--rows`` rows.
-- tiers: The samples per second of the DLRM of dlrm.py. Each of its 26 features draws its ids by a Zipf law of
-  ``--exponent`` from a 26th of ``--ids``. The tables keep all rows in DRAM, or one tenth of the rows with the rest
-  lost, or one tenth of the rows with the rest on an SSD, in an SSDStore or in RocksDB. Also measures the reads of cold
-  rows, by a table, by its store, and by rocksdict's batch get from the database of RocksDB: once with all files in the
-  page cache, and once from the disk.
-- writes: Batches of random rows are written again and again to a cold store of ``--rows`` rows: rows per second, and
-  the bytes of all writes over the bytes of the rows.
+- eviction: Forward and backward of a kernel over one full table of ``--rows`` rows,
+  with one tenth of new ids in each batch, with LRU, with LFU, and without a limit.
+- pauses: The steps of a full table of 0.5, 2 and 8 million rows with 20,000 ids, of
+  which 2,000 are new: the longest step and the steps that evict rows over the median
+  step. Each step is the median of three runs of the same steps.
+- memory: The resident memory of a table that has seen three times ``--rows`` ids,
+  divided by the memory of an unbounded table of ``--rows`` rows.
+- tiers: The samples per second of the DLRM of dlrm.py. Each of its 26 features draws
+  its ids by a Zipf law of ``--exponent`` from a 26th of ``--ids``. The tables keep all
+  rows in DRAM, or one tenth of the rows with the rest lost, or one tenth of the rows
+  with the rest on an SSD, in an SSDStore or in RocksDB. Also measures the reads of cold
+  rows, by a table, by its store, and by rocksdict's batch get from the database of
+  RocksDB: once with all files in the page cache, and once from the disk.
+- writes: Batches of random rows are written again and again to a cold store of
+  ``--rows`` rows: rows per second, and the bytes of all writes over the bytes of the
+  rows.
 """
 
 from __future__ import annotations
@@ -68,14 +73,19 @@ def fill(table: Table, ids: Tensor, most: int) -> None:
         table.lookup(part, train=True)
 
 
-def ratio_of_means(timings: list[tuple[float, ...]], others: list[tuple[float, ...]]) -> dict[str, float]:
+def ratio_of_means(
+    timings: list[tuple[float, ...]], others: list[tuple[float, ...]]
+) -> dict[str, float]:
     """Returns the ratios of the means over blocks of consecutive steps.
 
     Neither a drift of the machine's speed nor a single step changes these ratios much.
     """
     ratios = []
     for begin in range(0, len(timings) - BLOCK_STEPS + 1, BLOCK_STEPS):
-        mine, theirs = (sum(t[0] for t in side[begin : begin + BLOCK_STEPS]) for side in (timings, others))
+        mine, theirs = (
+            sum(t[0] for t in side[begin : begin + BLOCK_STEPS])
+            for side in (timings, others)
+        )
         ratios.append(mine / theirs)
     return spread(ratios, 1)
 
@@ -87,13 +97,17 @@ def eviction(arguments: argparse.Namespace) -> None:
     steps = arguments.steps // BLOCK_STEPS * BLOCK_STEPS
     warm_up = rows // new  # all rows must come from steps like the measured ones
     generator = torch.Generator().manual_seed(0)
-    hot = torch.randperm(rows // 2, generator=generator)  # ids that recur soon enough to stay
+    # ids that recur soon enough to stay
+    hot = torch.randperm(rows // 2, generator=generator)
     options = {
         "lru": TableOptions(max_rows=rows, eviction=LRU()),
         "lfu": TableOptions(max_rows=rows, eviction=LFU(half_life_steps=100)),
         "unbounded": TableOptions(),
     }
-    tables = {name: Table(dim, optimizer=RowWiseAdagrad(), options=each) for name, each in options.items()}
+    tables = {
+        name: Table(dim, optimizer=RowWiseAdagrad(), options=each)
+        for name, each in options.items()
+    }
     offsets = torch.arange(batch + 1)
     grad = torch.randn(batch, dim, generator=generator) * 0.01
     batches: dict[int, Tensor] = {}
@@ -117,13 +131,16 @@ def eviction(arguments: argparse.Namespace) -> None:
 
         return step
 
-    # The memory of the unbounded table has been touched too, so that the first touch of memory is not compared.
+    # The memory of the unbounded table has been touched too, so that the first touch of
+    # memory is not compared.
     fill(tables["unbounded"], torch.arange(-rows - (warm_up + steps) * new, 0), batch)
     tables["unbounded"].remove(tables["unbounded"].ids()[1:])
     for table in tables.values():
         fill(table, hot, batch)
     before = {name: table.stats() for name, table in tables.items()}
-    timings = interleave({name: side(table) for name, table in tables.items()}, steps, warm_up)
+    timings = interleave(
+        {name: side(table) for name, table in tables.items()}, steps, warm_up
+    )
     after = {name: table.stats() for name, table in tables.items()}
     emit(
         {
@@ -132,29 +149,44 @@ def eviction(arguments: argparse.Namespace) -> None:
             "dim": dim,
             "batch": batch,
             "new_ids": new,
-            "step_ms": {name: spread([t[0] for t in values]) for name, values in timings.items()},
+            "step_ms": {
+                name: spread([t[0] for t in values]) for name, values in timings.items()
+            },
             "mean_step_ms": {
-                name: round(statistics.mean(t[0] for t in values) * 1e3, 3) for name, values in timings.items()
+                name: round(statistics.mean(t[0] for t in values) * 1e3, 3)
+                for name, values in timings.items()
             },
             "lru_over_unbounded": ratio_of_means(timings["lru"], timings["unbounded"]),
             "lfu_over_unbounded": ratio_of_means(timings["lfu"], timings["unbounded"]),
             "misses_a_step": {
-                name: (each.misses - before[name].misses) / (warm_up + steps) for name, each in after.items()
+                name: (each.misses - before[name].misses) / (warm_up + steps)
+                for name, each in after.items()
             },
             "resident": {name: each.rows for name, each in after.items()},
         }
     )
 
 
-def timed_steps(rows: int, policy: LRU | LFU, batch: int, new: int) -> Iterator[tuple[bool, float]]:
-    """Yields of each step of a full table, from the 10th on, whether it evicts rows, and its time in seconds."""
+def timed_steps(
+    rows: int, policy: LRU | LFU, batch: int, new: int
+) -> Iterator[tuple[bool, float]]:
+    """Yields of each step of a full table, from the 10th on, whether it evicts rows,
+    and its time in seconds.
+    """
     generator = torch.Generator().manual_seed(0)
-    table = Table(PAUSES_DIM, optimizer=RowWiseAdagrad(), options=TableOptions(max_rows=rows, eviction=policy))
+    table = Table(
+        PAUSES_DIM,
+        optimizer=RowWiseAdagrad(),
+        options=TableOptions(max_rows=rows, eviction=policy),
+    )
     hot = torch.randperm(rows // 2, generator=generator)
     fill(table, torch.arange(-rows, 0), 100_000)
     fill(table, hot, 100_000)
     kernel = PooledKernel([table], [0], "sum")
-    offsets, grad = torch.arange(batch + 1), torch.randn(batch, PAUSES_DIM, generator=generator) * 0.01
+    offsets, grad = (
+        torch.arange(batch + 1),
+        torch.randn(batch, PAUSES_DIM, generator=generator) * 0.01,
+    )
     evicted = table.stats().evicted
     for step in range(3 * rows // 32 // new + 20):
         known = hot[torch.randint(0, len(hot), (batch - new,), generator=generator)]
@@ -169,22 +201,44 @@ def timed_steps(rows: int, policy: LRU | LFU, batch: int, new: int) -> Iterator[
 
 
 def pauses(arguments: argparse.Namespace) -> None:
-    """Measures how long the steps are that evict rows, and prints a JSON row for each size of the table.
+    """Measures how long the steps are that evict rows, and prints a JSON row for each
+    size of the table.
 
-    Each table makes the same steps several times, and the time of a step is the median of them. What the table does
-    takes as long each time. What other processes take from a step is in another step each time.
+    Each table makes the same steps several times, and the time of a step is the median
+    of them. What the table does takes as long each time. What other processes take from
+    a step is in another step each time.
     """
     batch, new = 20_000, 2000
     for rows in (500_000, 2_000_000, 8_000_000):
-        row: dict[str, Any] = {"benchmark": "pauses", "rows": rows, "dim": PAUSES_DIM, "batch": batch, "new_ids": new}
+        row: dict[str, Any] = {
+            "benchmark": "pauses",
+            "rows": rows,
+            "dim": PAUSES_DIM,
+            "batch": batch,
+            "new_ids": new,
+        }
         for name, policy in {"lru": LRU(), "lfu": LFU(half_life_steps=100)}.items():
-            runs = zip(*(list(timed_steps(rows, policy, batch, new)) for _ in range(PAUSES_RUNS)), strict=True)
-            steps = [(run[0][0], statistics.median(seconds for _, seconds in run)) for run in runs]
-            every, evicting = [seconds for _, seconds in steps], [seconds for evicts, seconds in steps if evicts]
+            runs = zip(
+                *(
+                    list(timed_steps(rows, policy, batch, new))
+                    for _ in range(PAUSES_RUNS)
+                ),
+                strict=True,
+            )
+            steps = [
+                (run[0][0], statistics.median(seconds for _, seconds in run))
+                for run in runs
+            ]
+            every, evicting = (
+                [seconds for _, seconds in steps],
+                [seconds for evicts, seconds in steps if evicts],
+            )
             row[f"{name}_step_ms"] = spread(every)
             row[f"{name}_evicting_step_ms"] = spread(evicting)
             row[f"{name}_evicting_steps"] = len(evicting)
-            row[f"{name}_max_over_median"] = round(max(every) / statistics.median(every), 1)
+            row[f"{name}_max_over_median"] = round(
+                max(every) / statistics.median(every), 1
+            )
         emit(row)
 
 
@@ -198,7 +252,8 @@ def memory(arguments: argparse.Namespace) -> None:
     ):
         table = Table(arguments.dim, optimizer=RowWiseAdagrad(), options=options)
         ids = torch.empty(step, dtype=torch.int64)
-        for _ in range(100):  # allocates the buffers of a step, which then count before and after
+        # allocates the buffers of a step, which then count before and after
+        for _ in range(100):
             table.lookup(ids.fill_(0), train=True)
         before = resident_bytes()
         for begin in range(1, many, step):
@@ -210,14 +265,19 @@ def memory(arguments: argparse.Namespace) -> None:
             "benchmark": "bounded_memory",
             "rows": rows,
             "dim": arguments.dim,
-            "resident_bytes_per_row": {name: round(size / rows, 1) for name, size in taken.items()},
+            "resident_bytes_per_row": {
+                name: round(size / rows, 1) for name, size in taken.items()
+            },
             "bounded_over_unbounded": round(taken["bounded"] / taken["unbounded"], 3),
         }
     )
 
 
 def id_at(rank: Tensor, feature: int) -> Tensor:
-    """Returns the ids at the given popularity ranks of a feature, (N,), counted from 0. Ids cover all of int64."""
+    """Returns the ids at the given popularity ranks of a feature, (N,), counted from 0.
+
+    Ids cover all of int64.
+    """
     return ops.mix_ids(rank + (feature << 40), False)
 
 
@@ -227,10 +287,15 @@ def make_batches(arguments: argparse.Namespace, count: int) -> list[Batch]:
     size, each = arguments.batch_size, arguments.ids // NUM_IDS
     rows = []
     for _ in range(count):
-        columns = [id_at(zipf(size, generator, arguments.exponent, each) - 1, f) for f in range(NUM_IDS)]
+        columns = [
+            id_at(zipf(size, generator, arguments.exponent, each) - 1, f)
+            for f in range(NUM_IDS)
+        ]
         dense = torch.randn(size, NUM_DENSE, generator=generator)
         labels = torch.randint(0, 2, (size,), generator=generator, dtype=torch.int32)
-        rows.append(Rows(labels.numpy(), dense.numpy(), torch.stack(columns, 1).numpy()))
+        rows.append(
+            Rows(labels.numpy(), dense.numpy(), torch.stack(columns, 1).numpy())
+        )
     return list(batches_of_rank(rows))
 
 
@@ -241,16 +306,27 @@ class Side:
         arguments: The arguments of the command.
         bounds: The limits of each table.
         batches: The batches to train on, in order.
-        filled: The number of ids of each feature to fill in. The most frequent ids are filled in last.
+        filled: The number of ids of each feature to fill in. The most frequent ids are
+            filled in last.
     """
 
     def __init__(
-        self, arguments: argparse.Namespace, bounds: dict[str, Any], batches: list[Batch], filled: int
+        self,
+        arguments: argparse.Namespace,
+        bounds: dict[str, Any],
+        batches: list[Batch],
+        filled: int,
     ) -> None:
-        settings = settings_of("recstore", arguments.dim, arguments.batch_size, **bounds)
+        settings = settings_of(
+            "recstore", arguments.dim, arguments.batch_size, **bounds
+        )
         self.model, optimizer = build(settings)
         self.model.train()
-        (sparse,) = (module for module in self.model.modules() if hasattr(module, "recstore_tables"))
+        (sparse,) = (
+            module
+            for module in self.model.modules()
+            if hasattr(module, "recstore_tables")
+        )
         self.tables: list[Table] = list(sparse.recstore_tables())
         begin = clock()
         for feature, table in enumerate(self.tables):
@@ -260,12 +336,16 @@ class Side:
                 min(50_000, bounds.get("max_rows", filled) // 2),
             )
         print(f"{bounds}: filled in {clock() - begin:.1f} s", file=sys.stderr)
-        self._pipeline = RecStorePrefetchPipeline(self.model, optimizer, torch.device("cpu"))
+        self._pipeline = RecStorePrefetchPipeline(
+            self.model, optimizer, torch.device("cpu")
+        )
         self._batches: Iterator[Batch] = iter(batches)
         self.before: dict[str, Any] = {}
 
     def round(self, steps: int) -> float:
-        """Runs ``steps`` steps and returns the time in seconds, including their background work."""
+        """Runs ``steps`` steps and returns the time in seconds, including their
+        background work.
+        """
         begin = clock()
         for _ in range(steps):
             self._pipeline.progress(self._batches)
@@ -277,13 +357,21 @@ class Side:
         self.before = table_stats(self.model)
 
     def rates(self) -> dict[str, float]:
-        """Returns the fractions of a step's distinct ids that had a row in DRAM, and in the cold store."""
+        """Returns the fractions of a step's distinct ids that had a row in DRAM, and in
+        the cold store.
+        """
         after = table_stats(self.model)
         lookups, hits, cold_hits = (
-            sum(getattr(after[name], field) - getattr(self.before[name], field) for name in after)
+            sum(
+                getattr(after[name], field) - getattr(self.before[name], field)
+                for name in after
+            )
             for field in ("lookups", "hits", "cold_hits")
         )
-        return {"hit_rate": round(hits / lookups, 4), "cold_hit_rate": round(cold_hits / lookups, 4)}
+        return {
+            "hit_rate": round(hits / lookups, 4),
+            "cold_hit_rate": round(cold_hits / lookups, 4),
+        }
 
 
 def cache(folder: Path) -> None:
@@ -296,30 +384,42 @@ def cache(folder: Path) -> None:
 
 
 def cold_reads(
-    tables: dict[str, list[Table]], arguments: argparse.Namespace, folder: Path | None = None
+    tables: dict[str, list[Table]],
+    arguments: argparse.Namespace,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Measures cold reads in rows per second: of tables, of their stores, and of rocksdict on RocksDB's database.
+    """Measures cold reads in rows per second: of tables, of their stores, and of
+    rocksdict on RocksDB's database.
 
     Args:
         tables: The tables of each kind of cold store.
         arguments: The arguments of the command.
-        folder: The folder of the files, which are dropped from the page cache before each read. Default: None, they
-            stay there.
+        folder: The folder of the files, which are dropped from the page cache before
+            each read. Default: None, they stay there.
     """
     each, reads = arguments.ids // NUM_IDS, arguments.reads
     generator = torch.Generator().manual_seed(1)
-    rates: dict[str, list[float]] = {f"{kind}_{how}": [] for kind in tables for how in ("lookup", "store")}
+    rates: dict[str, list[float]] = {
+        f"{kind}_{how}": [] for kind in tables for how in ("lookup", "store")
+    }
     rates["rocksdict"] = []
     sides = len(rates)
     for i in range(2 * NUM_IDS if folder is None else NUM_IDS):
         number = i % NUM_IDS
-        cold = id_at(torch.randperm(each, generator=generator)[: (sides + 2) * reads], number)
+        cold = id_at(
+            torch.randperm(each, generator=generator)[: (sides + 2) * reads], number
+        )
         for of_kind in tables.values():
             cold = ops.table_absent(of_kind[number].handle, cold)
         cold = cold[: sides * reads]
-        # The order of the sides rotates, because the first side loads the table's filters.
+        # The order of the sides rotates, because the first side loads the table's
+        # filters.
         names = list(rates)[i % sides :] + list(rates)[: i % sides]
-        for part, name in zip(cold[: len(cold) // sides * sides].split(len(cold) // sides), names, strict=True):
+        for part, name in zip(
+            cold[: len(cold) // sides * sides].split(len(cold) // sides),
+            names,
+            strict=True,
+        ):
             kind, _, how = name.partition("_")
             table = tables["rocksdb" if name == "rocksdict" else kind][number]
             assert table.tier is not None
@@ -335,7 +435,10 @@ def cold_reads(
             else:
                 store._database().get(keys)  # the same files and caches
             rates[name].append(len(part) / (clock() - begin))
-    result: dict[str, Any] = {"reads": reads, "rows_per_second": {n: spread(v, 1) for n, v in rates.items()}}
+    result: dict[str, Any] = {
+        "reads": reads,
+        "rows_per_second": {n: spread(v, 1) for n, v in rates.items()},
+    }
     for name in list(rates)[:-1]:
         ratios = [a / b for a, b in zip(rates[name], rates["rocksdict"], strict=True)]
         result[f"{name}_over_rocksdict"] = round(spread(ratios, 1)["median"], 3)
@@ -347,21 +450,32 @@ def writes(arguments: argparse.Namespace) -> None:
     rows, batch, row_bytes = arguments.rows, 20_000, 4 * arguments.dim + 28
     generator = torch.Generator().manual_seed(0)
     ids = torch.randperm(rows, generator=generator) * 7919
-    images = torch.randint(0, 256, (batch, row_bytes), dtype=torch.uint8, generator=generator)
-    result: dict[str, Any] = {"benchmark": "cold_writes", "rows": rows, "row_bytes": row_bytes, "batch": batch}
+    images = torch.randint(
+        0, 256, (batch, row_bytes), dtype=torch.uint8, generator=generator
+    )
+    result: dict[str, Any] = {
+        "benchmark": "cold_writes",
+        "rows": rows,
+        "row_bytes": row_bytes,
+        "batch": batch,
+    }
 
     def written_bytes() -> int:
         return int(Path("/proc/self/io").read_text().split("wchar: ")[1].split()[0])
 
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        for kind, options in (("ssd", SSDStore(folder)), ("rocksdb", RocksDBStore(folder))):
+        for kind, options in (
+            ("ssd", SSDStore(folder)),
+            ("rocksdb", RocksDBStore(folder)),
+        ):
             store = open_cold_store(options, name=kind, row_bytes=row_bytes)
             for part in ids.split(batch):
                 store.put(part, images[: len(part)])
             puts = 6 * rows // batch  # each row is written again six times
             rates, before = [], 0
             for i in range(puts):
-                if i == puts // 2:  # the first half makes the garbage that a long run has
+                # the first half makes the garbage that a long run has
+                if i == puts // 2:
                     before = written_bytes()
                 some = ids[torch.randperm(rows, generator=generator)[:batch]]
                 begin = clock()
@@ -370,7 +484,9 @@ def writes(arguments: argparse.Namespace) -> None:
             changed = (puts - puts // 2) * batch * row_bytes
             result |= {
                 f"{kind}_rows_per_second": spread(rates[puts // 2 :], 1),
-                f"{kind}_written_over_changed": round((written_bytes() - before) / changed, 3),
+                f"{kind}_written_over_changed": round(
+                    (written_bytes() - before) / changed, 3
+                ),
             }
             store.close()
     emit(result)
@@ -379,18 +495,39 @@ def writes(arguments: argparse.Namespace) -> None:
 def tiers(arguments: argparse.Namespace) -> None:
     """Measures the samples per second of DLRM and prints the JSON row."""
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'group'}", rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{Path(folder) / 'group'}", rank=0, world_size=1
+        )
         each = arguments.ids // NUM_IDS
         max_rows = int(SHARE * each)
         steps = arguments.steps // arguments.rounds
-        batches = make_batches(arguments, arguments.warm_up + arguments.rounds * steps + AHEAD)
+        batches = make_batches(
+            arguments, arguments.warm_up + arguments.rounds * steps + AHEAD
+        )
         bounds = {
             "dram": ({}, each),
             "lost": ({"max_rows": max_rows, "eviction": "lru"}, max_rows),
-            "ssd": ({"max_rows": max_rows, "eviction": "lru", "cold_store": f"{folder}/cold"}, each),
-            "rocksdb": ({"max_rows": max_rows, "eviction": "lru", "cold_store": f"rocksdb://{folder}/cold"}, each),
+            "ssd": (
+                {
+                    "max_rows": max_rows,
+                    "eviction": "lru",
+                    "cold_store": f"{folder}/cold",
+                },
+                each,
+            ),
+            "rocksdb": (
+                {
+                    "max_rows": max_rows,
+                    "eviction": "lru",
+                    "cold_store": f"rocksdb://{folder}/cold",
+                },
+                each,
+            ),
         }
-        sides = {name: Side(arguments, b, batches, filled) for name, (b, filled) in bounds.items()}
+        sides = {
+            name: Side(arguments, b, batches, filled)
+            for name, (b, filled) in bounds.items()
+        }
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         # What lies in the page cache must not depend on which side was filled last.
         cache(Path(folder))
@@ -402,7 +539,9 @@ def tiers(arguments: argparse.Namespace) -> None:
                 seconds[name].append(side.round(steps))
         samples = steps * arguments.batch_size
         over = {
-            name: spread([a / b for a, b in zip(seconds["dram"], seconds[name], strict=True)], 1)
+            name: spread(
+                [a / b for a, b in zip(seconds["dram"], seconds[name], strict=True)], 1
+            )
             for name in ("lost", "ssd", "rocksdb")
         }
         of_kind = {name: sides[name].tables for name in ("ssd", "rocksdb")}
@@ -417,7 +556,10 @@ def tiers(arguments: argparse.Namespace) -> None:
                 "dim": arguments.dim,
                 "batch_size": arguments.batch_size,
                 "rows_in_dram": max_rows * NUM_IDS,
-                "samples_per_second": {n: spread([samples / t for t in values], 1) for n, values in seconds.items()},
+                "samples_per_second": {
+                    n: spread([samples / t for t in values], 1)
+                    for n, values in seconds.items()
+                },
                 "lost_over_dram": over["lost"],
                 "ssd_over_dram": over["ssd"],
                 "rocksdb_over_dram": over["rocksdb"],
@@ -434,19 +576,54 @@ def tiers(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Measures the requested parts."""
-    parts = {"eviction": eviction, "pauses": pauses, "memory": memory, "writes": writes, "tiers": tiers}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {
+        "eviction": eviction,
+        "pauses": pauses,
+        "memory": memory,
+        "writes": writes,
+        "tiers": tiers,
+    }
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", default=",".join(parts))
     parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=120, help="measured steps of each side")
-    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the tables of eviction and memory")
-    parser.add_argument("--ids", type=int, default=20_000_000, help="number of ids of all 26 features together")
+    parser.add_argument(
+        "--steps", type=int, default=120, help="measured steps of each side"
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=1_000_000,
+        help="rows of the tables of eviction and memory",
+    )
+    parser.add_argument(
+        "--ids",
+        type=int,
+        default=20_000_000,
+        help="number of ids of all 26 features together",
+    )
     parser.add_argument("--exponent", type=float, default=1.05)
     parser.add_argument("--batch-size", type=int, default=2048)
-    parser.add_argument("--warm-up", type=int, default=40, help="warm-up steps of tiers, which are not measured")
-    parser.add_argument("--rounds", type=int, default=8, help="number of rounds in which the sides of tiers alternate")
-    parser.add_argument("--reads", type=int, default=10_000, help="number of cold rows of a batch get")
-    parser.add_argument("--folder", help="folder for the cold rows; default: the folder for temporary files")
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=40,
+        help="warm-up steps of tiers, which are not measured",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=8,
+        help="number of rounds in which the sides of tiers alternate",
+    )
+    parser.add_argument(
+        "--reads", type=int, default=10_000, help="number of cold rows of a batch get"
+    )
+    parser.add_argument(
+        "--folder",
+        help="folder for the cold rows; default: the folder for temporary files",
+    )
     arguments = parser.parse_args()
     for part in arguments.parts.split(","):
         parts[part](arguments)

@@ -19,9 +19,14 @@ from common.settings import settings_of_flags
 
 @dataclass(frozen=True)
 class Settings:
-    """Write report.html and its plots from the log of a run. The run need not have ended."""
+    """Write report.html and its plots from the log of a run.
 
-    log_dir: Path = field(metadata={"flag": typer.Argument(help="Folder with the curves of the run.")})
+    The run need not have ended.
+    """
+
+    log_dir: Path = field(
+        metadata={"flag": typer.Argument(help="Folder with the curves of the run.")}
+    )
 
 
 def main(log_dir: Path) -> None:

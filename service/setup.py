@@ -6,7 +6,8 @@ import sys
 
 from setuptools import Extension, setup
 
-# The repository, or in an sdist the folder with the files of the repository that the library is made of too.
+# The repository, or in an sdist the folder with the files of the repository that the
+# library is made of too.
 CORE = ".." if os.path.exists("../native_build.py") else "core"
 sys.path.insert(0, os.path.abspath(CORE))
 from native_build import FLAGS, WithCore  # noqa: E402
@@ -24,7 +25,8 @@ class Sdist(WithCore):
 
 setup(
     ext_modules=[
-        # The library has no code of Python and none of torch: it calls the core by the table of functions in row_api.h.
+        # The library has no code of Python and none of torch: it calls the core by the
+        # table of functions in row_api.h.
         Extension(
             "torchrec_recstore_service._rows",
             [*SHARED, *sorted(glob.glob(f"{OWN}/*.cpp"))],

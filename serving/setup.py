@@ -6,7 +6,8 @@ import sys
 
 from setuptools import Extension, setup
 
-# The repository, or in an sdist the folder with the files of the repository that the library is made of too.
+# The repository, or in an sdist the folder with the files of the repository that the
+# library is made of too.
 CORE = ".." if os.path.exists("../native_build.py") else "core"
 sys.path.insert(0, os.path.abspath(CORE))
 from native_build import FLAGS, BuildOnTorch, WithCore  # noqa: E402
@@ -14,8 +15,8 @@ from native_build import FLAGS, BuildOnTorch, WithCore  # noqa: E402
 CSRC = f"{CORE}/torchrec_recstore/csrc"
 OWN = "torchrec_recstore_serving/csrc"
 SERVICE = f"{CORE}/service/torchrec_recstore_service"
-# The parts of the core that the library contains: the search of the index, and memory. And the parts of the service:
-# connections for rows, and their messages.
+# The parts of the core that the library contains: the search of the index, and memory.
+# And the parts of the service: connections for rows, and their messages.
 SHARED = sorted(
     [
         *glob.glob(f"{CSRC}/row_kernels*.cpp"),
@@ -25,7 +26,10 @@ SHARED = sorted(
 )
 SHARED_HEADERS = [
     *glob.glob(f"{CSRC}/*.[hi]*"),
-    *(f"{SERVICE}/csrc/{name}.h" for name in ("message_fields", "row_messages", "status", "tcp", "tls")),
+    *(
+        f"{SERVICE}/csrc/{name}.h"
+        for name in ("message_fields", "row_messages", "status", "tcp", "tls")
+    ),
 ]
 HEADERS = sorted([*SHARED_HEADERS, *glob.glob(f"{OWN}/**/*.h", recursive=True)])
 
@@ -36,8 +40,9 @@ class Sdist(WithCore):
 
 setup(
     ext_modules=[
-        # The library has no code of Python. torch's stable ABI has no classes, so the library fits only the minor
-        # version of torch that it is built with; torchrec_recstore_serving/library.py checks this.
+        # The library has no code of Python. torch's stable ABI has no classes, so the
+        # library fits only the minor version of torch that it is built with;
+        # torchrec_recstore_serving/library.py checks this.
         Extension(
             "torchrec_recstore_serving._serving",
             SHARED + sorted(glob.glob(f"{OWN}/**/*.cpp", recursive=True)),

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-# An idle OpenMP thread spins for milliseconds, which takes time from the other processes of the tests. OpenMP reads
-# this variable when torch is imported.
+# An idle OpenMP thread spins for milliseconds, which takes time from the other
+# processes of the tests. OpenMP reads this variable when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
 import torch.distributed as dist
 
-from .upstream.summary import pytest_terminal_summary as pytest_terminal_summary  # with xdist too
+# with xdist too
+from .upstream.summary import pytest_terminal_summary as pytest_terminal_summary
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +30,12 @@ def _seed_and_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _client_of_the_process() -> Iterator[None]:
-    """Closes the client that all calls of ``RecStoreClient()`` return, so that each test begins without its tables."""
+    """Closes the client that all calls of ``RecStoreClient()`` return, so that each
+    test begins without its tables.
+    """
     yield
-    module = sys.modules.get("torchrec_recstore_service.client.recstore_client")  # without an import of it
+    # without an import of it
+    module = sys.modules.get("torchrec_recstore_service.client.recstore_client")
     if module is not None:
         module.RecStoreClient().close()
 
@@ -39,12 +43,16 @@ def _client_of_the_process() -> Iterator[None]:
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     """A default process group, gloo, with this process as its only rank."""
-    from torchrec.distributed import comm  # not at the top of the file: tests of the store run without TorchRec
+    # not at the top of the file: tests of the store run without TorchRec
+    from torchrec.distributed import comm
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
-    comm._INTRA_PG = comm._CROSS_PG = None  # torchrec 1.8.0 keeps the node groups of the destroyed group
+    # torchrec 1.8.0 keeps the node groups of the destroyed group
+    comm._INTRA_PG = comm._CROSS_PG = None
 
 
 @pytest.fixture
@@ -52,7 +60,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 600 KB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)],
+        capture_output=True,
+    ).returncode:
         pytest.skip("a small tmpfs cannot be mounted here")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)

@@ -1,4 +1,6 @@
-"""Runs a function with each instruction set, in one process each, because a process chooses one instruction set."""
+"""Runs a function with each instruction set, in one process each, because a process
+chooses one instruction set.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def by_instruction_set(work: Callable[[], list[str]]) -> dict[str, list[str]]:
     """Returns the result of ``work`` for each instruction set that this processor has.
 
     Args:
-        work: at module level, so that it can be sent to other processes, which import its module.
+        work: at module level, so that it can be sent to other processes, which import
+            its module.
     """
     found = {isa: _by(isa, work) for isa in INSTRUCTION_SETS}
     return {isa: result for isa, result in found.items() if result is not None}

@@ -1,4 +1,6 @@
-"""A Kafka broker for tests: the mock cluster of librdkafka, which the package confluent-kafka contains."""
+"""A Kafka broker for tests: the mock cluster of librdkafka, which the package
+confluent-kafka contains.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _LIBRARY.rd_kafka_mock_cluster_bootstraps.restype = ctypes.c_char_p
 
 
 class KafkaBroker:
-    """One broker in this process, which keeps at most 5 MiB of a topic. It creates each topic that is asked for.
+    """One broker in this process, which keeps at most 5 MiB of a topic.
+
+    It creates each topic that is asked for.
 
     Attributes:
         address: The address of the broker, ``host:port``.
@@ -24,10 +28,18 @@ class KafkaBroker:
 
     def __init__(self) -> None:
         settings = ctypes.c_void_p(_LIBRARY.rd_kafka_conf_new())
-        _LIBRARY.rd_kafka_conf_set(settings, b"log_level", b"0", None, ctypes.c_size_t(0))
-        self._client = ctypes.c_void_p(_LIBRARY.rd_kafka_new(0, settings, None, ctypes.c_size_t(0)))
-        self._cluster = ctypes.c_void_p(_LIBRARY.rd_kafka_mock_cluster_new(self._client, 1))
-        self.address: str = _LIBRARY.rd_kafka_mock_cluster_bootstraps(self._cluster).decode()
+        _LIBRARY.rd_kafka_conf_set(
+            settings, b"log_level", b"0", None, ctypes.c_size_t(0)
+        )
+        self._client = ctypes.c_void_p(
+            _LIBRARY.rd_kafka_new(0, settings, None, ctypes.c_size_t(0))
+        )
+        self._cluster = ctypes.c_void_p(
+            _LIBRARY.rd_kafka_mock_cluster_new(self._client, 1)
+        )
+        self.address: str = _LIBRARY.rd_kafka_mock_cluster_bootstraps(
+            self._cluster
+        ).decode()
         self.url = f"kafka://{self.address}"
 
     def stop(self) -> None:
@@ -45,7 +57,9 @@ class KafkaBroker:
         assert producer.flush(10) == 0
 
     def delete_records(self, topic: str, before: int) -> None:
-        """Deletes the records of partition 0 before an offset, as the retention of a topic does."""
+        """Deletes the records of partition 0 before an offset, as the retention of a
+        topic does.
+        """
         deleted = _LIBRARY.rd_kafka_mock_partition_delete_records(
             self._cluster, topic.encode(), 0, ctypes.c_int64(before)
         )

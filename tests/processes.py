@@ -1,4 +1,6 @@
-"""Commands in processes that are forked from a process which has imported TorchRec: the import takes four seconds."""
+"""Commands in processes that are forked from a process which has imported TorchRec: the
+import takes four seconds.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +21,39 @@ import torch.multiprocessing as mp
 
 # The processes start with the environment that the first of them was started with.
 START_METHOD = "forkserver"
-mp.get_context(START_METHOD).set_forkserver_preload(["torchrec.distributed", "torchrec_recstore.sharders"])
+mp.get_context(START_METHOD).set_forkserver_preload(
+    ["torchrec.distributed", "torchrec_recstore.sharders"]
+)
 
 ROOT = Path(__file__).parents[1]
 
 
 class ForkedCommand:
-    """``python SCRIPT FLAGS``, ``python -m MODULE FLAGS`` or ``python -c CODE FLAGS`` in a forked process.
+    """``python SCRIPT FLAGS``, ``python -m MODULE FLAGS`` or ``python -c CODE FLAGS``
+    in a forked process.
 
     Args:
         arguments: The command line without ``python``.
-        environment: The process's environment variables. Default: those of this process.
-        daemon: True ends the process with this one. The process must then start none itself.
+        environment: The process's environment variables. Default: those of this
+            process.
+        daemon: True ends the process with this one. The process must then start none
+            itself.
     """
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str] | None = None, *, daemon: bool = True
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        daemon: bool = True,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._output = Path(self._folder.name, "output")
         environment = dict(os.environ if environment is None else environment)
         self.process = mp.get_context(START_METHOD).Process(
-            target=_run, args=(list(arguments), environment, Path.cwd(), self._output), daemon=daemon
+            target=_run,
+            args=(list(arguments), environment, Path.cwd(), self._output),
+            daemon=daemon,
         )
         self.process.start()
 
@@ -64,7 +77,8 @@ class ForkedCommand:
         return file.read_text() if file.exists() else ""
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Waits for the end of the process, and returns its exit status; the status is negative for a signal.
+        """Waits for the end of the process, and returns its exit status; the status is
+        negative for a signal.
 
         Raises:
             TimeoutError: The process has not ended after ``timeout_s`` seconds.
@@ -84,19 +98,27 @@ class ForkedCommand:
 
 
 def run_forked_command(
-    arguments: Sequence[str], environment: Mapping[str, str] | None = None, timeout_s: float = 280
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 280,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a :class:`ForkedCommand` to its end; its output is captured.
 
     Raises:
-        TimeoutError: The command has not ended after ``timeout_s`` seconds. The error says where each thread is, of the
-            processes that the command has forked, too. All of them are killed.
+        TimeoutError: The command has not ended after ``timeout_s`` seconds. The error
+            says where each thread is, of the processes that the command has forked,
+            too. All of them are killed.
     """
     command = ForkedCommand(arguments, environment, daemon=False)
     try:
         status = command.wait(timeout_s)
     except TimeoutError as error:
-        found = subprocess.run(["pgrep", "-g", str(command.pid)], check=False, capture_output=True, text=True)
+        found = subprocess.run(
+            ["pgrep", "-g", str(command.pid)],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
         for pid in found.stdout.split():
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGUSR1)
@@ -105,12 +127,18 @@ def run_forked_command(
         raise TimeoutError(f"{error}:\n{command.stderr}") from None
     finally:
         command.kill()
-    return subprocess.CompletedProcess([*arguments], status, command.stdout, command.stderr)
+    return subprocess.CompletedProcess(
+        [*arguments], status, command.stdout, command.stderr
+    )
 
 
-def _run(arguments: list[str], environment: dict[str, str], folder: Path, output: Path) -> None:
+def _run(
+    arguments: list[str], environment: dict[str, str], folder: Path, output: Path
+) -> None:
     for stream, kind in ((1, "out"), (2, "err")):
-        file = os.open(output.with_suffix(f".{kind}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = os.open(
+            output.with_suffix(f".{kind}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        )
         os.dup2(file, stream)
         os.close(file)
     os.setpgrp()
@@ -121,7 +149,9 @@ def _run(arguments: list[str], environment: dict[str, str], folder: Path, output
     if "OMP_NUM_THREADS" in environment:
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     # The command must not find what only the tests have made importable.
-    sys.path[:] = [path for path in sys.path if not path.startswith(str(ROOT / "examples"))]
+    sys.path[:] = [
+        path for path in sys.path if not path.startswith(str(ROOT / "examples"))
+    ]
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         exec(arguments[1], {"__name__": "__main__"})

@@ -1,4 +1,6 @@
-"""Parameter servers for tests, on free loopback ports, and a proxy in front of them that can cut connections."""
+"""Parameter servers for tests, on free loopback ports, and a proxy in front of them
+that can cut connections.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from torchrec_recstore import RecStoreClient
 
 
 class RecStoreServer:
-    """``recstore serve`` in a forked process. ``start`` after ``stop`` or ``kill`` uses the same port again."""
+    """``recstore serve`` in a forked process.
+
+    ``start`` after ``stop`` or ``kill`` uses the same port again.
+    """
 
     def __init__(self, data: Path, *flags: str, listen: str | None = None) -> None:
         self.data = data
@@ -26,11 +31,21 @@ class RecStoreServer:
         self.start()
 
     def start(self) -> None:
-        command = ["-m", "torchrec_recstore.cli", "serve", "--listen", self.address, "--data", str(self.data)]
+        command = [
+            "-m",
+            "torchrec_recstore.cli",
+            "serve",
+            "--listen",
+            self.address,
+            "--data",
+            str(self.data),
+        ]
         self._command = ForkedCommand([*command, *self._flags])
         while not (line := self._command.stdout).endswith("\n"):
             if not self._command.process.is_alive():
-                raise AssertionError(f"the server has not started: {self._command.stderr}")
+                raise AssertionError(
+                    f"the server has not started: {self._command.stderr}"
+                )
             time.sleep(0.01)
         self.address = line.removeprefix("serving on ").strip()
 
@@ -48,7 +63,10 @@ class RecStoreServer:
         return self._command.process.is_alive()
 
     def stop(self) -> str:
-        """Stops the server as a service manager does. Returns what the server has written to stderr."""
+        """Stops the server as a service manager does.
+
+        Returns what the server has written to stderr.
+        """
         self._command.terminate()
         status = self._command.wait(timeout_s=60)
         assert status == 0, self._command.stderr
@@ -58,10 +76,15 @@ class RecStoreServer:
         self._command.kill()
 
     def pause(self) -> None:
-        """Stops all threads with SIGSTOP, and waits until none runs: one of them may answer a call meanwhile."""
+        """Stops all threads with SIGSTOP, and waits until none runs: one of them may
+        answer a call meanwhile.
+        """
         os.kill(self.pid, signal.SIGSTOP)
         end = time.monotonic() + 30
-        while any(_state(thread) not in "TZ" for thread in Path(f"/proc/{self.pid}/task").iterdir()):
+        while any(
+            _state(thread) not in "TZ"
+            for thread in Path(f"/proc/{self.pid}/task").iterdir()
+        ):
             assert time.monotonic() < end
             time.sleep(0.001)
 
@@ -85,7 +108,9 @@ class ServerPair:
     ) -> None:
         self.lease = lease or RedisServer(folder / "redis")
         flags = ("--replicate", name, "--lease", self.lease.url, *flags)
-        self.servers = [RecStoreServer(folder / f"{name}-{i}", *flags, *own[i]) for i in range(2)]
+        self.servers = [
+            RecStoreServer(folder / f"{name}-{i}", *flags, *own[i]) for i in range(2)
+        ]
         self.address = "/".join(server.address for server in self.servers)
 
     def client(self, **arguments: object) -> RecStoreClient:
@@ -105,7 +130,9 @@ class ServerPair:
         while True:
             said = [server.stderr.splitlines()[-1:] for server in self.servers]
             for one, other in ((0, 1), (1, 0)):
-                if "is the backup" in "".join(said[one]) and "this server is the backup of" in "".join(said[other]):
+                if "is the backup" in "".join(
+                    said[one]
+                ) and "this server is the backup of" in "".join(said[other]):
                     return one
             assert time.monotonic() < end, said
             time.sleep(0.02)
@@ -123,7 +150,10 @@ class Proxy:
     def __init__(self, target: str) -> None:
         self._host, _, port = target.rpartition(":")
         self.cut_after: int | None = None
-        """A number of bytes from the server, over all connections. After them one connection is cut, once."""
+        """A number of bytes from the server, over all connections.
+
+        After them one connection is cut, once.
+        """
         self.held = threading.Event()
         """While set, nothing is passed on."""
         self.delay_s = 0.0
@@ -140,13 +170,19 @@ class Proxy:
         with self._lock:
             listener = self._listeners.get(port)
             if listener is None:
-                listener = self._listeners[port] = socket.create_server(("127.0.0.1", 0))
-                threading.Thread(target=self._accept, args=(listener, port), daemon=True).start()
+                listener = self._listeners[port] = socket.create_server(
+                    ("127.0.0.1", 0)
+                )
+                threading.Thread(
+                    target=self._accept, args=(listener, port), daemon=True
+                ).start()
         own: int = listener.getsockname()[1]
         return own
 
     def lead(self, port: int, address: str) -> None:
-        """Lets new connections in front of a port of the server lead to another address."""
+        """Lets new connections in front of a port of the server lead to another
+        address.
+        """
         self._targets[port] = address
 
     def cut(self) -> None:
@@ -166,13 +202,17 @@ class Proxy:
         while not self._closed:
             try:
                 client, _ = listener.accept()
-                host, _, target = self._targets.get(port, f"{self._host}:{port}").rpartition(":")
+                host, _, target = self._targets.get(
+                    port, f"{self._host}:{port}"
+                ).rpartition(":")
                 server = socket.create_connection((host, int(target)))
             except OSError:
                 continue
             with self._lock:
                 self._open += [client, server]
-            threading.Thread(target=self._pass_on, args=(client, server), daemon=True).start()
+            threading.Thread(
+                target=self._pass_on, args=(client, server), daemon=True
+            ).start()
 
     def _pass_on(self, client: socket.socket, server: socket.socket) -> None:
         with client, server, suppress(OSError):

@@ -15,9 +15,13 @@ ROWS, COLUMNS = 40, 120
 
 
 def run_in_terminal(
-    command: Sequence[str], environment: Mapping[str, str] | None = None, timeout_s: float = 120
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 120,
 ) -> tuple[int, str, str]:
-    """Returns the command's status, its stdout, and its stderr with all escape sequences."""
+    """Returns the command's status, its stdout, and its stderr with all escape
+    sequences.
+    """
     terminal, its_end = pty.openpty()
     fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     seen: list[bytes] = []
@@ -31,7 +35,9 @@ def run_in_terminal(
                 return
 
     environment = {**os.environ, "TERM": "xterm-256color", **(environment or {})}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=its_end, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=its_end, text=True, env=environment
+    ) as process:
         os.close(its_end)
         reader = threading.Thread(target=read)
         reader.start()

@@ -1,4 +1,6 @@
-"""The messages of commits: a short subject, a body that says why, no path of a machine, and no merges."""
+"""The messages of commits: a short subject, a body that says why, no path of a machine,
+and no merges.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,26 @@ FIRST = "53db31a"
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def commits() -> list[tuple[str, list[str], str]]:
     """The short hash, the parents and the message of each commit after the first one."""
     try:
-        if Path(git("rev-parse", "--show-toplevel").strip()).resolve() != ROOT.resolve():
+        if (
+            Path(git("rev-parse", "--show-toplevel").strip()).resolve()
+            != ROOT.resolve()
+        ):
             pytest.skip("the folder is not a checkout")
         git("merge-base", "--is-ancestor", FIRST, "HEAD")
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("the history is not there")
     log = git("log", "--format=%h%x1f%p%x1f%B%x1e", f"{FIRST}..HEAD")
-    found = [entry.strip("\n").split("\x1f") for entry in log.split("\x1e") if entry.strip()]
+    found = [
+        entry.strip("\n").split("\x1f") for entry in log.split("\x1e") if entry.strip()
+    ]
     return [(short, parents.split(), message) for short, parents, message in found]
 
 
@@ -36,14 +45,21 @@ def faults(parents: list[str], message: str) -> list[str]:
     checks = {
         "it is a merge": len(parents) > 1,
         "its subject has more than 72 characters": len(subject) > 72,
-        "it has no body after an empty line": len(rest) < 2 or bool(rest[0]) or not rest[1].strip(),
-        "it names a path of a machine": bool(re.search(r"(?<![\w./-])/(work|home|tmp|root|Users)\b", message)),
+        "it has no body after an empty line": (
+            len(rest) < 2 or bool(rest[0]) or not rest[1].strip()
+        ),
+        "it names a path of a machine": bool(
+            re.search(r"(?<![\w./-])/(work|home|tmp|root|Users)\b", message)
+        ),
     }
     return [fault for fault, found in checks.items() if found]
 
 
 def test_every_commit_follows_the_rules() -> None:
-    found = {f"{short} {message.splitlines()[0]}": faults(parents, message) for short, parents, message in commits()}
+    found = {
+        f"{short} {message.splitlines()[0]}": faults(parents, message)
+        for short, parents, message in commits()
+    }
     assert {commit: wrong for commit, wrong in found.items() if wrong} == {}
 
 

@@ -26,7 +26,13 @@ def test_named_files_exist(name: str) -> None:
 
 def test_the_core_is_described() -> None:
     assert len(NAMED) > 50
-    assert {"csrc/index.h", "csrc/rows.h", "csrc/pass.h", "csrc/snapshot.h", "csrc/ops/table.cpp"} <= set(NAMED)
+    assert {
+        "csrc/index.h",
+        "csrc/rows.h",
+        "csrc/pass.h",
+        "csrc/snapshot.h",
+        "csrc/ops/table.cpp",
+    } <= set(NAMED)
 
 
 def test_each_file_that_starts_threads_is_in_the_table_of_threads() -> None:
@@ -36,11 +42,16 @@ def test_each_file_that_starts_threads_is_in_the_table_of_threads() -> None:
     for package in PACKAGES.values():
         for path in package.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in THREADS:
+                if (
+                    isinstance(node, ast.Call)
+                    and ast.unparse(node.func).rpartition(".")[2] in THREADS
+                ):
                     starting.add(f"{path.parent.name}/{path.name}")
     assert len(starting) > 15
     missing = sorted(file for file in starting if file not in section)
-    assert missing == [], f"docs/inside.md does not say what the threads of {missing} call"
+    assert missing == [], (
+        f"docs/inside.md does not say what the threads of {missing} call"
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,4 +82,7 @@ def test_versions_are_those_of_the_build() -> None:
 
 
 def test_ops_named_are_there() -> None:
-    assert all(hasattr(ops, name) for name in ("group_forward", "group_backward", "group_accumulated_backward"))
+    assert all(
+        hasattr(ops, name)
+        for name in ("group_forward", "group_backward", "group_accumulated_backward")
+    )

@@ -14,7 +14,14 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.optim import SGD
-from torchrec_recstore.options import LRU, ConstantInit, Expiry, MinFrequency, Scored, TableOptions
+from torchrec_recstore.options import (
+    LRU,
+    ConstantInit,
+    Expiry,
+    MinFrequency,
+    Scored,
+    TableOptions,
+)
 from torchrec_recstore.sharders.agreed_clock import AgreedClock
 from torchrec_recstore.store import Table
 from torchrec_recstore_service.wire import row_ops
@@ -36,7 +43,9 @@ def _table() -> int:
 
 
 def _bounded() -> int:
-    options = TableOptions(max_rows=3, eviction=LRU(), expiry=Expiry(1), admission=MinFrequency(2, 1024))
+    options = TableOptions(
+        max_rows=3, eviction=LRU(), expiry=Expiry(1), admission=MinFrequency(2, 1024)
+    )
     _keep.append(Table(4, options=options))
     return int(_keep[-1].handle)
 
@@ -107,9 +116,28 @@ def _looked_up() -> tuple[int, torch.Tensor]:
 
 
 CASES: dict[str, Any] = {
-    "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, [1e-8] + [0.0] * 14, 0, False, 0, 0, [0] * 9),
+    "table_create": lambda: (
+        "t",
+        0,
+        4,
+        0,
+        False,
+        0,
+        -1.0,
+        1.0,
+        0.0,
+        2,
+        [1e-8] + [0.0] * 14,
+        0,
+        False,
+        0,
+        0,
+        [0] * 9,
+    ),
     "optimizer_load": lambda: NADAM.code(),
-    "table_destroy": lambda: (ops.table_create("t", range(4), 0, "zeros", ConstantInit(0.0), SGD()),),
+    "table_destroy": lambda: (
+        ops.table_create("t", range(4), 0, "zeros", ConstantInit(0.0), SGD()),
+    ),
     "table_lookup": lambda: (_table(), IDS, True),
     "table_read": lambda: (_table_of(IDS), IDS, torch.ones(3, 4)),
     "table_update": lambda: (_table(), IDS, torch.ones(3, 4), 0.1),
@@ -131,7 +159,11 @@ CASES: dict[str, Any] = {
     "table_exchange_rows": lambda: (_table(), _table()),
     "table_is_being_saved": lambda: (_table(),),
     "table_sightings": lambda: (_table(),),
-    "table_set_sightings": lambda: (_bounded(), IDS, *torch.ones(2, len(IDS), dtype=torch.uint8)),
+    "table_set_sightings": lambda: (
+        _bounded(),
+        IDS,
+        *torch.ones(2, len(IDS), dtype=torch.uint8),
+    ),
     "table_set_scores": lambda: (_scored(), IDS, torch.ones(3)),
     "table_score_images": lambda: (
         (handle := _scored()),
@@ -187,24 +219,73 @@ CASES: dict[str, Any] = {
     "group_destroy": lambda: (_group(),),
     "group_forward": lambda: (_group(), IDS, OFFSETS, None, True),
     "group_table_ids": lambda: (_group(), IDS, OFFSETS),
-    "group_read": lambda: (_group(), IDS, OFFSETS, None, [IDS[1:2]], [ops.table_images(_table_of(IDS), IDS[:1])]),
+    "group_read": lambda: (
+        _group(),
+        IDS,
+        OFFSETS,
+        None,
+        [IDS[1:2]],
+        [ops.table_images(_table_of(IDS), IDS[:1])],
+    ),
     "group_prefetch": lambda: (_group(), IDS, [3]),
     "group_backward": lambda: (_context(), torch.ones(2, 4), [0.1], True),
-    "kernel_lookup": lambda: (_kernel()._handle, torch.empty(0, requires_grad=True), IDS, OFFSETS, [], None),
+    "kernel_lookup": lambda: (
+        _kernel()._handle,
+        torch.empty(0, requires_grad=True),
+        IDS,
+        OFFSETS,
+        [],
+        None,
+    ),
     "kernel_update": lambda: (*_looked_up(), torch.ones(2, 4), [], 3),
-    "kernel_read": lambda: (_kernel()._handle, torch.empty(0, requires_grad=True), IDS, OFFSETS, [], torch.ones(3)),
-    "kernel_read_backward": lambda: (_kernel()._handle, IDS, OFFSETS, torch.ones(2, 4), False, 3),
+    "kernel_read": lambda: (
+        _kernel()._handle,
+        torch.empty(0, requires_grad=True),
+        IDS,
+        OFFSETS,
+        [],
+        torch.ones(3),
+    ),
+    "kernel_read_backward": lambda: (
+        _kernel()._handle,
+        IDS,
+        OFFSETS,
+        torch.ones(2, 4),
+        False,
+        3,
+    ),
     "rows_forward": lambda: ([_group(), _group()], IDS, [2, 1], True),
     "rows_begin": lambda: (_group(), IDS),
-    "rows_read": lambda: ([_group(), _group()], [IDS, IDS[:2]], [torch.zeros(3, 4), torch.zeros(2, 4)]),
-    "rows_update": lambda: ([_group(), _group()], [IDS, IDS[:0]], [torch.ones(3, 4), torch.ones(0, 4)], [0.1, 0.2]),
+    "rows_read": lambda: (
+        [_group(), _group()],
+        [IDS, IDS[:2]],
+        [torch.zeros(3, 4), torch.zeros(2, 4)],
+    ),
+    "rows_update": lambda: (
+        [_group(), _group()],
+        [IDS, IDS[:0]],
+        [torch.ones(3, 4), torch.ones(0, 4)],
+        [0.1, 0.2],
+    ),
     "ids_split": lambda: (IDS, [2, 1], torch.tensor([0, 1, 1]), 2),
     "ids_distinct": lambda: (torch.tensor([7, -7, 7, 7, 2]), [3, 2]),
     "mix_ids": lambda: (IDS, False),
     "row_api": tuple,
     "rows_empty": lambda: (3, 4),
-    "rows_put": lambda: ([BYTES.clone(), BYTES.clone()], PLACES, [2, 1], torch.zeros(17, dtype=torch.uint8), 0),
-    "rows_take": lambda: ([BYTES.clone(), BYTES.clone()], PLACES, [2, 1], torch.zeros(17, dtype=torch.uint8), 0),
+    "rows_put": lambda: (
+        [BYTES.clone(), BYTES.clone()],
+        PLACES,
+        [2, 1],
+        torch.zeros(17, dtype=torch.uint8),
+        0,
+    ),
+    "rows_take": lambda: (
+        [BYTES.clone(), BYTES.clone()],
+        PLACES,
+        [2, 1],
+        torch.zeros(17, dtype=torch.uint8),
+        0,
+    ),
     "group_weight_gradients": lambda: (_context(), torch.ones(2, 4)),
     "group_accumulated_backward": lambda: ([_context()], [torch.ones(2, 4)], [0.1]),
     "agree_on_time": lambda: (_clock(), torch.empty(0)),
@@ -214,8 +295,13 @@ CASES: dict[str, Any] = {
 
 
 def test_every_op_has_a_case() -> None:
-    names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("recstore_ops::")}
-    # Those of clients, registered where torchrec_recstore_service is imported, have their own tests.
+    names = {
+        name.split("::")[1]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("recstore_ops::")
+    }
+    # Those of clients, registered where torchrec_recstore_service is imported, have
+    # their own tests.
     assert {name for name in names if not name.startswith("emb_")} == set(CASES)
 
 
@@ -224,12 +310,18 @@ def test_opcheck(name: str) -> None:
     op = getattr(torch.ops.recstore_ops, name).default
     arguments = CASES[name]()
     tensors = any(isinstance(argument, torch.Tensor) for argument in arguments)
-    # An op without a tensor has nothing that autograd, fake tensors or tracing could take hold of.
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor") if tensors else ("test_schema",)
+    # An op without a tensor has nothing that autograd, fake tensors or tracing could
+    # take hold of.
+    checks = (
+        ("test_schema", "test_autograd_registration", "test_faketensor")
+        if tensors
+        else ("test_schema",)
+    )
     opcheck(op, arguments, test_utils=checks)
 
 
-# A second call of the others gives something else: another context, or no row to remove any more.
+# A second call of the others gives something else: another context, or no row to remove
+# any more.
 TRACED = [
     "table_lookup",
     "table_contains",
@@ -246,7 +338,11 @@ def test_opcheck_traced(name: str) -> None:
     arguments = CASES[name]()
     if name == "group_forward":
         arguments = (*arguments[:-1], False)
-    opcheck(getattr(torch.ops.recstore_ops, name).default, arguments, test_utils="test_aot_dispatch_dynamic")
+    opcheck(
+        getattr(torch.ops.recstore_ops, name).default,
+        arguments,
+        test_utils="test_aot_dispatch_dynamic",
+    )
 
 
 def test_what_a_compiled_function_does_to_rows_is_done() -> None:
@@ -296,8 +392,14 @@ _GONE = torch.tensor([10**9])
 
 @pytest.mark.parametrize("name", TAKE_HANDLE)
 def test_an_unknown_handle_is_an_error(name: str) -> None:
-    several: Any = {op: [10**9, 1] for op in ("rows_forward", "rows_read", "rows_update")}
-    bad: Any = {"group_create": [10**9], "group_accumulated_backward": [_GONE], **several}.get(name, 10**9)
+    several: Any = {
+        op: [10**9, 1] for op in ("rows_forward", "rows_read", "rows_update")
+    }
+    bad: Any = {
+        "group_create": [10**9],
+        "group_accumulated_backward": [_GONE],
+        **several,
+    }.get(name, 10**9)
     if name in ("group_backward", "group_weight_gradients"):
         bad = _GONE
     with pytest.raises((RuntimeError, ValueError), match="handle"):
@@ -324,8 +426,14 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.ids_distinct(IDS.int(), [3]), "ids"),
         (lambda: native.ids_split(IDS, [4, -1], PLACES - PLACES, 2), "counts"),
         (lambda: native.rows_put([BYTES], PLACES[:1], [3], WINDOW, 0), "places"),
-        (lambda: native.rows_put([BYTES], PLACES, [3], WINDOW, 0), "places must be from 0 to 3"),
-        (lambda: native.rows_put([BYTES], PLACES - 6, [3], WINDOW, 0), "places must be from 0 to 3"),
+        (
+            lambda: native.rows_put([BYTES], PLACES, [3], WINDOW, 0),
+            "places must be from 0 to 3",
+        ),
+        (
+            lambda: native.rows_put([BYTES], PLACES - 6, [3], WINDOW, 0),
+            "places must be from 0 to 3",
+        ),
         (lambda: native.rows_put([BYTES[:, :2]], PLACES, [3], WINDOW, 0), "contiguous"),
         (lambda: native.rows_put([BYTES.int()], PLACES, [3], WINDOW, 0), "rows"),
         (lambda: native.rows_put([BYTES], None, [3], WINDOW, 0), "counts"),
@@ -334,28 +442,98 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.rows_put([BYTES], None, [4], WINDOW, 6), "window must lie"),
         (lambda: native.rows_put([BYTES], None, [4], WINDOW, -5), "window must lie"),
         (lambda: native.rows_put([BYTES], None, [4], WINDOW, 4), "between two rows"),
-        (lambda: native.rows_put([BYTES], None, [4], WINDOW[1:], 0), "between two rows"),
-        (lambda: native.rows_take([BYTES], PLACES, [3], WINDOW, 0), "places must be from 0 to 3"),
-        (lambda: native.rows_take([BYTES], None, [4], torch.ones(10, 2, dtype=torch.uint8)[:, 0], 0), "contiguous"),
+        (
+            lambda: native.rows_put([BYTES], None, [4], WINDOW[1:], 0),
+            "between two rows",
+        ),
+        (
+            lambda: native.rows_take([BYTES], PLACES, [3], WINDOW, 0),
+            "places must be from 0 to 3",
+        ),
+        (
+            lambda: native.rows_take(
+                [BYTES], None, [4], torch.ones(10, 2, dtype=torch.uint8)[:, 0], 0
+            ),
+            "contiguous",
+        ),
         (lambda: native.rows_take([BYTES], None, [4], WINDOW[None], 0), "window"),
         (lambda: native.rows_read([_group()], [IDS, IDS], [ROWS]), "an entry for each"),
         (lambda: native.rows_read([_group()], [IDS], [ROWS[:2]]), "rows"),
-        (lambda: native.rows_read([_group()], [IDS], [ROWS.t().contiguous().t()]), "contiguous"),
+        (
+            lambda: native.rows_read([_group()], [IDS], [ROWS.t().contiguous().t()]),
+            "contiguous",
+        ),
         (lambda: native.rows_read([_group()], [IDS.int()], [ROWS]), "ids"),
         (lambda: native.rows_update([_group()], [IDS], [ROWS[:, :2]], [0.1]), "rows"),
         (lambda: native.rows_update([_group()], [IDS], [ROWS], []), "learning_rates"),
-        (lambda: native.rows_update([group, group], [IDS, IDS], [ROWS, ROWS], [0.1, 0.1]), "different tables"),
+        (
+            lambda: native.rows_update(
+                [group, group], [IDS, IDS], [ROWS, ROWS], [0.1, 0.1]
+            ),
+            "different tables",
+        ),
         (lambda: native.table_insert(table, IDS, torch.ones(3, 5)), "weights"),
         (
-            lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, 0, [0] * 9),
+            lambda: native.table_create(
+                "t",
+                4,
+                4,
+                0,
+                False,
+                0,
+                0.0,
+                0.0,
+                0.0,
+                0,
+                [0.0] * 15,
+                0,
+                False,
+                0,
+                0,
+                [0] * 9,
+            ),
             "columns",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 9, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, 0, [0] * 9),
+            lambda: native.table_create(
+                "t",
+                0,
+                4,
+                0,
+                False,
+                9,
+                0.0,
+                0.0,
+                0.0,
+                0,
+                [0.0] * 15,
+                0,
+                False,
+                0,
+                0,
+                [0] * 9,
+            ),
             "init",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 99, [0.0] * 15, 0, False, 0, 0, [0] * 9),
+            lambda: native.table_create(
+                "t",
+                0,
+                4,
+                0,
+                False,
+                0,
+                0.0,
+                0.0,
+                0.0,
+                99,
+                [0.0] * 15,
+                0,
+                False,
+                0,
+                0,
+                [0] * 9,
+            ),
             "optimizer must",
         ),
         (
@@ -377,76 +555,280 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
             "optimizer_numbers must hold 18",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 3, 0, False, 0, 0, [0] * 9),
-            "optimizer_numbers",
-        ),
-        (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [-1.0] * 15, 0, False, 0, 0, [0] * 9),
+            lambda: native.table_create(
+                "t",
+                0,
+                4,
+                0,
+                False,
+                0,
+                0.0,
+                0.0,
+                0.0,
+                0,
+                [0.0] * 3,
+                0,
+                False,
+                0,
+                0,
+                [0] * 9,
+            ),
             "optimizer_numbers",
         ),
         (
             lambda: native.table_create(
-                "t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [0.0] * 4 + [1.0] + [0.0] * 10, 0, False, 0, 0, [0] * 9
+                "t",
+                0,
+                4,
+                0,
+                False,
+                0,
+                0.0,
+                0.0,
+                0.0,
+                3,
+                [-1.0] * 15,
+                0,
+                False,
+                0,
+                0,
+                [0] * 9,
+            ),
+            "optimizer_numbers",
+        ),
+        (
+            lambda: native.table_create(
+                "t",
+                0,
+                4,
+                0,
+                False,
+                0,
+                0.0,
+                0.0,
+                0.0,
+                3,
+                [0.0] * 4 + [1.0] + [0.0] * 10,
+                0,
+                False,
+                0,
+                0,
+                [0] * 9,
             ),
             "beta1",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 4, False, 0, 0, [0] * 9),
+            lambda: native.table_create(
+                "t",
+                0,
+                4,
+                0,
+                False,
+                0,
+                0.0,
+                0.0,
+                0.0,
+                0,
+                [0.0] * 15,
+                4,
+                False,
+                0,
+                0,
+                [0] * 9,
+            ),
             "row_type",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 2, 0, [0] * 9),
+            lambda: native.table_create(
+                "t",
+                0,
+                4,
+                0,
+                False,
+                0,
+                0.0,
+                0.0,
+                0.0,
+                0,
+                [0.0] * 15,
+                0,
+                False,
+                2,
+                0,
+                [0] * 9,
+            ),
             "state_type",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, 3, [0] * 9),
+            lambda: native.table_create(
+                "t",
+                0,
+                4,
+                0,
+                False,
+                0,
+                0.0,
+                0.0,
+                0.0,
+                0,
+                [0.0] * 15,
+                0,
+                False,
+                0,
+                3,
+                [0] * 9,
+            ),
             "nonfinite",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, 0, [-1] * 9),
+            lambda: native.table_create(
+                "t",
+                0,
+                4,
+                0,
+                False,
+                0,
+                0.0,
+                0.0,
+                0.0,
+                0,
+                [0.0] * 15,
+                0,
+                False,
+                0,
+                0,
+                [-1] * 9,
+            ),
             "bounds",
         ),
-        (lambda: native.table_images(_table_of(IDS), torch.tensor([2])), "id 2 has no row"),
-        (lambda: native.table_evict(_table_of(IDS), IDS, torch.zeros(3, 5, dtype=torch.uint8)), "images"),
         (
-            lambda: native.table_bring_back(_table(), IDS[[0, 0]], torch.zeros(2, 28, dtype=torch.uint8), True),
+            lambda: native.table_images(_table_of(IDS), torch.tensor([2])),
+            "id 2 has no row",
+        ),
+        (
+            lambda: native.table_evict(
+                _table_of(IDS), IDS, torch.zeros(3, 5, dtype=torch.uint8)
+            ),
+            "images",
+        ),
+        (
+            lambda: native.table_bring_back(
+                _table(), IDS[[0, 0]], torch.zeros(2, 28, dtype=torch.uint8), True
+            ),
             "distinct",
         ),
         (
-            lambda: native.table_bring_back(_table_of(IDS), IDS[:1], torch.zeros(1, 28, dtype=torch.uint8), True),
+            lambda: native.table_bring_back(
+                _table_of(IDS), IDS[:1], torch.zeros(1, 28, dtype=torch.uint8), True
+            ),
             "already",
         ),
         (lambda: native.table_leaving(_table(), IDS, 3), "max_rows"),
         (lambda: native.table_set_time(_timed(), [3, -1]), "time must not be negative"),
         (lambda: native.table_set_time(_timed(), []), "times must not be empty"),
         (lambda: native.table_follow_time(_timed(), -1), "time must not be negative"),
-        (lambda: native.table_set_times(_bounded(), [0, 5, 0]), "do not expire after a time"),
-        (lambda: native.table_set_times(_timed(), [0, 5]), "times of the table's steps"),
-        (lambda: native.table_set_times(_timed(), [2, 5, 0, 0, 0, 0, 0]), "times of the table's steps"),
-        (lambda: native.table_set_times(_timed(), [1, 5, 0, 0, 0, 0, 0, 3, 4, 2, 5]), "times of the table's steps"),
-        (lambda: native.table_set_sightings(_bounded(), IDS, *torch.ones(2, 1, dtype=torch.uint8)), "shape of ids"),
-        (lambda: native.table_set_scores(_scored(), IDS, torch.ones(2)), r"shape of ids, \(3,\)"),
-        (lambda: native.table_set_scores(_scored(), IDS, torch.ones(3).double()), "scores must be of dtype float32"),
-        (lambda: native.table_set_scores(_scored(), IDS, torch.tensor([1, 2, math.nan])), "scores must be finite"),
-        (lambda: native.table_set_scores(_bounded(), IDS, torch.ones(3)), "does not evict by scores"),
-        (lambda: native.table_score_images(_scored(), IDS, torch.ones(3), torch.zeros(3, 5).byte()), "images must"),
-        (lambda: native.table_score_images(_scored(), IDS, torch.ones(2), torch.zeros(3, 5).byte()), "shape of ids"),
-        (lambda: native.table_record_left(_table(), 0), r"left_ids must be within 1 and 2\*\*30, got 0"),
-        (lambda: native.table_record_left(_table(), 2**31), r"left_ids must be within 1 and 2\*\*30"),
+        (
+            lambda: native.table_set_times(_bounded(), [0, 5, 0]),
+            "do not expire after a time",
+        ),
+        (
+            lambda: native.table_set_times(_timed(), [0, 5]),
+            "times of the table's steps",
+        ),
+        (
+            lambda: native.table_set_times(_timed(), [2, 5, 0, 0, 0, 0, 0]),
+            "times of the table's steps",
+        ),
+        (
+            lambda: native.table_set_times(_timed(), [1, 5, 0, 0, 0, 0, 0, 3, 4, 2, 5]),
+            "times of the table's steps",
+        ),
+        (
+            lambda: native.table_set_sightings(
+                _bounded(), IDS, *torch.ones(2, 1, dtype=torch.uint8)
+            ),
+            "shape of ids",
+        ),
+        (
+            lambda: native.table_set_scores(_scored(), IDS, torch.ones(2)),
+            r"shape of ids, \(3,\)",
+        ),
+        (
+            lambda: native.table_set_scores(_scored(), IDS, torch.ones(3).double()),
+            "scores must be of dtype float32",
+        ),
+        (
+            lambda: native.table_set_scores(
+                _scored(), IDS, torch.tensor([1, 2, math.nan])
+            ),
+            "scores must be finite",
+        ),
+        (
+            lambda: native.table_set_scores(_bounded(), IDS, torch.ones(3)),
+            "does not evict by scores",
+        ),
+        (
+            lambda: native.table_score_images(
+                _scored(), IDS, torch.ones(3), torch.zeros(3, 5).byte()
+            ),
+            "images must",
+        ),
+        (
+            lambda: native.table_score_images(
+                _scored(), IDS, torch.ones(2), torch.zeros(3, 5).byte()
+            ),
+            "shape of ids",
+        ),
+        (
+            lambda: native.table_record_left(_table(), 0),
+            r"left_ids must be within 1 and 2\*\*30, got 0",
+        ),
+        (
+            lambda: native.table_record_left(_table(), 2**31),
+            r"left_ids must be within 1 and 2\*\*30",
+        ),
         (lambda: native.table_take_left(_table()), "does not record which ids leave"),
-        (lambda: native.table_add_left(_table(), IDS, True), "does not record which ids leave"),
-        (lambda: native.group_read(_group(), IDS, OFFSETS, None, [], []), "one entry for each table"),
+        (
+            lambda: native.table_add_left(_table(), IDS, True),
+            "does not record which ids leave",
+        ),
+        (
+            lambda: native.group_read(_group(), IDS, OFFSETS, None, [], []),
+            "one entry for each table",
+        ),
         (lambda: native.group_create([table], [0], [0, 0], False), "routings"),
         (lambda: native.rows_forward([_group()], IDS, [2], True), "counts"),
-        (lambda: native.rows_forward([_group(), _group()], IDS, [3, 1], True), "counts"),
-        (lambda: native.rows_forward([_group(), _group()], IDS, [4, -1], True), "counts"),
-        (lambda: native.rows_forward([_group()], IDS, [3, 0], True), "counts"),
-        (lambda: native.group_backward(_context(), torch.ones(3, 4), [0.1], False), "grad"),
-        (lambda: native.group_backward(_context(), torch.ones(2, 4), [], False), "learning_rates"),
-        (lambda: native.group_accumulated_backward([_context()], [IDS, IDS], [0.1]), "contexts"),
-        (lambda: native.group_accumulated_backward([_context()], [torch.ones(3, 4)], [0.1]), "grads"),
         (
-            lambda: native.group_accumulated_backward([_context(), _context()], [torch.ones(2, 4)] * 2, [0.1]),
+            lambda: native.rows_forward([_group(), _group()], IDS, [3, 1], True),
+            "counts",
+        ),
+        (
+            lambda: native.rows_forward([_group(), _group()], IDS, [4, -1], True),
+            "counts",
+        ),
+        (lambda: native.rows_forward([_group()], IDS, [3, 0], True), "counts"),
+        (
+            lambda: native.group_backward(_context(), torch.ones(3, 4), [0.1], False),
+            "grad",
+        ),
+        (
+            lambda: native.group_backward(_context(), torch.ones(2, 4), [], False),
+            "learning_rates",
+        ),
+        (
+            lambda: native.group_accumulated_backward([_context()], [IDS, IDS], [0.1]),
+            "contexts",
+        ),
+        (
+            lambda: native.group_accumulated_backward(
+                [_context()], [torch.ones(3, 4)], [0.1]
+            ),
+            "grads",
+        ),
+        (
+            lambda: native.group_accumulated_backward(
+                [_context(), _context()], [torch.ones(2, 4)] * 2, [0.1]
+            ),
             "one group",
         ),
     ]:
@@ -461,7 +843,9 @@ def test_many_rows_are_put_where_they_belong(row_bytes: int, offset: int) -> Non
     n = 3 * 2**20 // row_bytes
     rows = torch.randint(0, 256, (n // 2, row_bytes), dtype=torch.uint8)
     places = torch.randperm(n)[: n // 2]
-    out = torch.zeros(n * row_bytes + offset, dtype=torch.uint8)[offset:].view(n, row_bytes)
+    out = torch.zeros(n * row_bytes + offset, dtype=torch.uint8)[offset:].view(
+        n, row_bytes
+    )
     expected = out.clone()
     expected[places] = rows
     row_ops.rows_put([out], places, [len(rows)], rows.view(-1), 0)

@@ -1,4 +1,6 @@
-"""Another user plants files, links and folders at names that can be guessed, and changes nothing of this user."""
+"""Another user plants files, links and folders at names that can be guessed, and
+changes nothing of this user.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from torchrec_recstore.ownership import open_own, refuse_foreign
 from torchrec_recstore.store import ColdStoreError, open_cold_store
 from torchrec_recstore_service.server.data_directory import DataDirectory
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can act as another user"
+)
 
 OTHER = 12_345
 
@@ -40,7 +44,9 @@ def shared() -> Iterator[Path]:
 
 
 def _open_to_all(shared: Path) -> Path:
-    """Makes a folder without the sticky bit that all users may write, as an emptyDir of Kubernetes is."""
+    """Makes a folder without the sticky bit that all users may write, as an emptyDir of
+    Kubernetes is.
+    """
     folder = shared / "open"
     folder.mkdir()
     folder.chmod(0o777)
@@ -82,17 +88,27 @@ def test_a_planted_lock_of_a_checkpoint(shared: Path, kind: str) -> None:
         "folder": lambda: lock.mkdir(0o777),
     }
     _as_other_user(plant[kind])
-    for write in (lambda: path_lock(shared / "next"), lambda: Destination(shared / "next")):
-        with pytest.raises(PermissionError, match=r"belongs to user 12345.*use a path.*\.next\.lock"):
+    for write in (
+        lambda: path_lock(shared / "next"),
+        lambda: Destination(shared / "next"),
+    ):
+        with pytest.raises(
+            PermissionError, match=r"belongs to user 12345.*use a path.*\.next\.lock"
+        ):
             write()
-    with pytest.raises(PermissionError, match=r"belongs to user 12345"), whole_file(shared / "next") as beside:
+    with (
+        pytest.raises(PermissionError, match=r"belongs to user 12345"),
+        whole_file(shared / "next") as beside,
+    ):
         beside.write_text("new")
     assert victim.read_text() == "of this user"
     assert not made.exists()
     assert os.listdir(shared) == [".next.lock"]
 
 
-def test_a_file_that_is_planted_after_the_check(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_planted_after_the_check(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check = ownership.refuse_foreign
     lock = shared / "lock"
 
@@ -106,7 +122,10 @@ def test_a_file_that_is_planted_after_the_check(shared: Path, monkeypatch: pytes
 
 
 def test_a_hard_link_and_a_link_of_the_same_user(shared: Path) -> None:
-    """A folder of one user may have links that another program has made. A lock is not written through them."""
+    """A folder of one user may have links that another program has made.
+
+    A lock is not written through them.
+    """
     victim = shared.parent / "victim"
     victim.write_text("of this user")
     lock = shared / ".next.lock"
@@ -120,8 +139,12 @@ def test_a_hard_link_and_a_link_of_the_same_user(shared: Path) -> None:
     assert victim.read_text() == "of this user"
 
 
-def test_a_file_with_several_names_and_one_of_another_user_can_be_read(shared: Path) -> None:
-    """A save that was backed up by hard links, or that a colleague has made, is read as any file."""
+def test_a_file_with_several_names_and_one_of_another_user_can_be_read(
+    shared: Path,
+) -> None:
+    """A save that was backed up by hard links, or that a colleague has made, is read as
+    any file.
+    """
     saved = shared / "saved"
     _as_other_user(lambda: saved.write_text("rows"))
     (shared / "backup").hardlink_to(saved)
@@ -133,14 +156,19 @@ def test_a_file_with_several_names_and_one_of_another_user_can_be_read(shared: P
 def test_users_that_are_trusted(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     team = shared / "team"
     _as_other_user(lambda: team.mkdir(0o777))
-    with pytest.raises(PermissionError, match=f"set RECSTORE_TRUSTED_USERS={OTHER} if you trust that user"):
+    with pytest.raises(
+        PermissionError,
+        match=f"set RECSTORE_TRUSTED_USERS={OTHER} if you trust that user",
+    ):
         refuse_foreign(team / "1000")
     monkeypatch.setenv("RECSTORE_TRUSTED_USERS", f"7, {OTHER}")
     refuse_foreign(team / "1000")
     Destination(team / "1000").close()
 
 
-def test_a_filesystem_that_gives_files_to_another_user(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filesystem_that_gives_files_to_another_user(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NFS with root squash does; here, each new file is given away."""
     mine = shared / "mine"
     mine.mkdir()
@@ -163,7 +191,9 @@ def test_a_filesystem_that_gives_files_to_another_user(shared: Path, monkeypatch
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_planted_folder_for_checkpoints_data_and_cold_stores(shared: Path, depth: int) -> None:
+def test_a_planted_folder_for_checkpoints_data_and_cold_stores(
+    shared: Path, depth: int
+) -> None:
     planted = shared / "run"
     _as_other_user(lambda: planted.mkdir(0o777))
     path = planted if depth == 1 else planted / "below"
@@ -179,7 +209,9 @@ def test_a_planted_folder_for_checkpoints_data_and_cold_stores(shared: Path, dep
 
 
 def test_a_planted_link_to_a_folder(shared: Path) -> None:
-    """A link in the place of a folder would have this process write into any other folder of its user."""
+    """A link in the place of a folder would have this process write into any other
+    folder of its user.
+    """
     victim = shared.parent / "victim"
     victim.mkdir()
     _as_other_user(lambda: (shared / "run").symlink_to(victim))
@@ -191,7 +223,9 @@ def test_a_planted_link_to_a_folder(shared: Path) -> None:
 
 
 def test_planted_parts_of_a_cold_store(shared: Path) -> None:
-    """A store in the shared folder itself, where another user has made its lock, or the folder of its table."""
+    """A store in the shared folder itself, where another user has made its lock, or the
+    folder of its table.
+    """
     _as_other_user(lambda: (shared / "lock").touch(0o666))
     with pytest.raises(ColdStoreError, match=r"belongs to user 12345.*lock"):
         _open_store(shared)
@@ -213,7 +247,15 @@ def test_own_folders_mount_points_and_those_of_root_can_be_used(shared: Path) ->
         pass
     mounted = shared / "mounted"
     mounted.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size=1m,uid={OTHER}", "tmpfs", str(mounted)]
+    mount = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        f"size=1m,uid={OTHER}",
+        "tmpfs",
+        str(mounted),
+    ]
     if subprocess.run(mount, capture_output=True).returncode == 0:
         try:
             refuse_foreign(mounted / "run")
@@ -236,12 +278,17 @@ _OPTIMIZER = """if True:
 
 
 def test_a_planted_library_of_an_optimizer_does_not_run(shared: Path) -> None:
-    """The library of a RowOptimizer is code. Another user knows its name, and may have made the folder before."""
+    """The library of a RowOptimizer is code.
+
+    Another user knows its name, and may have made the folder before.
+    """
 
     def run(cache: Path) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
         command = [sys.executable, "-c", _OPTIMIZER]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
 
     own = shared / "own"
     made = run(own)
@@ -263,7 +310,11 @@ def test_a_planted_library_of_an_optimizer_does_not_run(shared: Path) -> None:
 
     trusting = subprocess.run(
         [sys.executable, "-c", _OPTIMIZER],
-        env={**os.environ, "XDG_CACHE_HOME": str(_open_to_all(shared)), "RECSTORE_TRUST_CACHE": "1"},
+        env={
+            **os.environ,
+            "XDG_CACHE_HOME": str(_open_to_all(shared)),
+            "RECSTORE_TRUST_CACHE": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -271,9 +322,12 @@ def test_a_planted_library_of_an_optimizer_does_not_run(shared: Path) -> None:
     )
     assert trusting.returncode == 0, trusting.stderr
     (compiled,) = (shared / "open" / "torchrec_recstore").glob("*.so")
-    assert stat.S_IMODE(compiled.stat().st_mode) == 0o700, "otherwise it would be compiled anew in every process"
+    assert stat.S_IMODE(compiled.stat().st_mode) == 0o700, (
+        "otherwise it would be compiled anew in every process"
+    )
 
-    # A library of another user in a folder of this one, which was open to all for some time, is replaced.
+    # A library of another user in a folder of this one, which was open to all for some
+    # time, is replaced.
     library.write_bytes(b"code of another user")
     os.chown(library, OTHER, OTHER)
     made = run(own)

@@ -1,4 +1,6 @@
-"""The core works without the other distributions, finds them by their entry points, and names one that is missing."""
+"""The core works without the other distributions, finds them by their entry points, and
+names one that is missing.
+"""
 
 from __future__ import annotations
 
@@ -37,25 +39,43 @@ def test_what_the_others_add_is_what_their_setup_lists() -> None:
         config = configparser.ConfigParser()
         config.read(PROJECTS[package] / "setup.cfg")
         listed = config["options.entry_points"]
-        names = {line.partition(" = ")[0] for group in listed.values() for line in group.split("\n") if line}
+        names = {
+            line.partition(" = ")[0]
+            for group in listed.values()
+            for line in group.split("\n")
+            if line
+        }
         owners = plugins._PLUGINS | plugins._COMMANDS
-        assert names == {name for name, owner in owners.items() if package == f"torchrec_recstore_{owner}"}
+        assert names == {
+            name
+            for name, owner in owners.items()
+            if package == f"torchrec_recstore_{owner}"
+        }
         for line in listed["torchrec_recstore.plugins"].strip().split("\n"):
             assert plugins.plugin(line.partition(" = ")[0]) is not None
     assert all(entry is not None for entry in plugins.commands().values())
 
 
 def test_the_public_names_are_those_of_the_others() -> None:
-    of_seed = {"get_kv_client"}  # a function of RecStore's programs, which import it from the service
-    assert set(torchrec_recstore_service.__all__) - of_seed <= set(torchrec_recstore.__all__)
+    # a function of RecStore's programs, which import it from the service
+    of_seed = {"get_kv_client"}
+    assert set(torchrec_recstore_service.__all__) - of_seed <= set(
+        torchrec_recstore.__all__
+    )
     for name in sorted(set(torchrec_recstore_service.__all__) - of_seed):
-        assert getattr(torchrec_recstore, name) is getattr(torchrec_recstore_service, name)
+        assert getattr(torchrec_recstore, name) is getattr(
+            torchrec_recstore_service, name
+        )
     for name in torchrec_recstore_serving.__all__:
-        assert getattr(torchrec_recstore.inference, name) is getattr(torchrec_recstore_serving, name)
+        assert getattr(torchrec_recstore.inference, name) is getattr(
+            torchrec_recstore_serving, name
+        )
 
 
 def test_the_names_of_serving_are_no_second_package() -> None:
-    """Else ``torchrec_recstore.inference.delta`` would be a second copy of a module, with classes of its own."""
+    """Else ``torchrec_recstore.inference.delta`` would be a second copy of a module,
+    with classes of its own.
+    """
     assert not hasattr(torchrec_recstore.inference, "__path__")
     with pytest.raises(ModuleNotFoundError, match="is not a package"):
         importlib.import_module("torchrec_recstore.inference.delta")
@@ -66,25 +86,36 @@ def test_the_names_of_serving_are_no_second_package() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_scan_of_modules_needs_no_other_distribution() -> None:
-    assert getattr(torchrec_recstore.inference, "__warningregistry__", None) is None  # unittest asks every module
+    # unittest asks every module
+    assert getattr(torchrec_recstore.inference, "__warningregistry__", None) is None
 
 
 class Broken:
     """The entry point of a distribution of another version."""
 
     def load(self) -> object:
-        raise ImportError("cannot import name 'x' from 'torchrec_recstore.commands.output'")
+        raise ImportError(
+            "cannot import name 'x' from 'torchrec_recstore.commands.output'"
+        )
 
 
-def test_a_command_that_does_not_load_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_does_not_load_leaves_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     command = cli._of_others("serve", Broken())  # type: ignore[arg-type]
     with pytest.raises(typer.Exit):
         command(None)
-    assert capsys.readouterr().err == "error: cannot import name 'x' from 'torchrec_recstore.commands.output'\n"
+    assert (
+        capsys.readouterr().err
+        == "error: cannot import name 'x' from 'torchrec_recstore.commands.output'\n"
+    )
 
 
 def test_only_a_missing_package_is_told_in_one_line() -> None:
-    with pytest.raises(ImportError, match="a library is damaged"), missing_in_one_line():
+    with (
+        pytest.raises(ImportError, match="a library is damaged"),
+        missing_in_one_line(),
+    ):
         raise ImportError("a library is damaged")
     told = "grpc is missing: pip install 'torchrec-recstore\\[service\\]'"
     with pytest.raises(ValueError, match=told), missing_in_one_line():
@@ -93,8 +124,14 @@ def test_only_a_missing_package_is_told_in_one_line() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_missing_distribution_is_named() -> None:
-    for name, needed in (("client", "torchrec-recstore-service"), ("serving", "torchrec-recstore-serving")):
-        with pytest.raises(ImportError, match=f"{needed}, which is not installed: pip install {needed}$"):
+    for name, needed in (
+        ("client", "torchrec-recstore-service"),
+        ("serving", "torchrec-recstore-serving"),
+    ):
+        with pytest.raises(
+            ImportError,
+            match=f"{needed}, which is not installed: pip install {needed}$",
+        ):
             plugins.plugin(name)
     assert set(plugins.commands().values()) == {None}
 
@@ -114,6 +151,10 @@ Table(4).close()
 """
     environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr

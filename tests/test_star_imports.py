@@ -1,4 +1,6 @@
-"""Star imports, ``dir`` and ``help`` work without the other distributions and without TorchRec."""
+"""Star imports, ``dir`` and ``help`` work without the other distributions and without
+TorchRec.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,32 @@ import pytest
 
 from .packages import PYTHON_PATH
 
-SERVICE = {"NoInitialRow", "RecStoreClient", "ServerRestartedError", "ServerSetError", "ServiceError", "get_include"}
-WITH_TORCHREC = {"RecStoreSharder", "RecStorePlanner", "save_checkpoint", "RecStoreEmbeddingCollection"}
-CORE = {"Table", "TableOptions", "SGD", "RecStoreEmbedding", "read_info", "tune_threads", "RecStoreWarning"}
+SERVICE = {
+    "NoInitialRow",
+    "RecStoreClient",
+    "ServerRestartedError",
+    "ServerSetError",
+    "ServiceError",
+    "get_include",
+}
+WITH_TORCHREC = {
+    "RecStoreSharder",
+    "RecStorePlanner",
+    "save_checkpoint",
+    "RecStoreEmbeddingCollection",
+}
+CORE = {
+    "Table",
+    "TableOptions",
+    "SGD",
+    "RecStoreEmbedding",
+    "read_info",
+    "tune_threads",
+    "RecStoreWarning",
+}
 
-# Hides packages from the import system, and distributions from the entry points, as if they were not installed.
+# Hides packages from the import system, and distributions from the entry points, as if
+# they were not installed.
 HIDE = """
 import importlib.metadata, sys
 hidden = {hidden!r}
@@ -34,19 +57,33 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 OTHERS = ("torchrec_recstore_service", "torchrec_recstore_serving")
 TORCHREC = ("torchrec", "fbgemm_gpu")
 
-FACADES = ("torchrec_recstore", "torchrec_recstore.modules", "torchrec_recstore.checkpoint")
+FACADES = (
+    "torchrec_recstore",
+    "torchrec_recstore.modules",
+    "torchrec_recstore.checkpoint",
+)
 
 
 def run(hidden: tuple[str, ...], code: str) -> str:
     environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
-    command = [sys.executable, "-W", "ignore::UserWarning", "-c", HIDE.format(hidden=hidden) + code]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::UserWarning",
+        "-c",
+        HIDE.format(hidden=hidden) + code,
+    ]
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
 def starred(hidden: tuple[str, ...], package: str) -> set[str]:
-    """Returns the names that a star import binds, and checks those that ``dir`` and ``help`` show."""
+    """Returns the names that a star import binds, and checks those that ``dir`` and
+    ``help`` show.
+    """
     code = f"""
 names = {{}}
 exec("from {package} import *", names)
@@ -74,7 +111,9 @@ def test_the_core_without_torchrec() -> None:
 
 
 def test_a_module_in_the_place_of_torchrec() -> None:
-    """Tests and documentation builds put modules without a specification in the place of packages."""
+    """Tests and documentation builds put modules without a specification in the place
+    of packages.
+    """
     code = """
 import types
 import torchrec_recstore
@@ -92,17 +131,24 @@ except ImportError as error:
     starred_names, message = run(OTHERS + TORCHREC, code).splitlines()
     assert set(starred_names.split()) >= CORE
     assert not set(starred_names.split()) & WITH_TORCHREC
-    assert message.startswith("RecStoreSharder needs torchrec, which is not installed: pip install")
+    assert message.startswith(
+        "RecStoreSharder needs torchrec, which is not installed: pip install"
+    )
 
 
 def test_everything() -> None:
     assert starred((), "torchrec_recstore") >= CORE | SERVICE | WITH_TORCHREC
-    assert starred((), "torchrec_recstore.inference") >= {"verify", "export_for_inference"}
+    assert starred((), "torchrec_recstore.inference") >= {
+        "verify",
+        "export_for_inference",
+    }
 
 
 @pytest.mark.parametrize("package", [*FACADES[1:], "torchrec_recstore_service"])
 def test_facades_without_torchrec(package: str) -> None:
-    everything = set(run((), f"import {package} as module; print(*module.__all__)").split())
+    everything = set(
+        run((), f"import {package} as module; print(*module.__all__)").split()
+    )
     names = starred(TORCHREC, package)
     assert names & everything
     without = sorted(everything - names)
@@ -116,7 +162,9 @@ for name in {without!r}:
 """
     said = run(TORCHREC, code).splitlines()
     for name, line in zip(without, said, strict=True):
-        assert line.startswith(f"{name} needs torchrec, which is not installed: pip install")
+        assert line.startswith(
+            f"{name} needs torchrec, which is not installed: pip install"
+        )
 
 
 def test_inference_without_torchrec() -> None:
@@ -142,7 +190,9 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert "which is not installed: pip install torchrec-recstore-serving" in run(OTHERS, code)
+    assert "which is not installed: pip install torchrec-recstore-serving" in run(
+        OTHERS, code
+    )
 
 
 def test_a_name_of_what_is_not_installed_says_what_to_install() -> None:
@@ -156,6 +206,11 @@ for name in ("RecStoreClient", "RecStoreSharder", "save_checkpoint"):
 """
     said = run(OTHERS + TORCHREC, code).splitlines()
     assert said[0].endswith("pip install torchrec-recstore-service")
-    install = "needs torchrec, which is not installed: pip install 'torchrec-recstore[torchrec]'"
-    for name, line in zip(("RecStoreSharder", "save_checkpoint"), said[1:], strict=True):
+    install = (
+        "needs torchrec, which is not installed: pip install"
+        " 'torchrec-recstore[torchrec]'"
+    )
+    for name, line in zip(
+        ("RecStoreSharder", "save_checkpoint"), said[1:], strict=True
+    ):
         assert line.startswith(f"{name} {install}")

@@ -1,4 +1,6 @@
-"""tune_threads: waiting threads of OpenMP sleep, whether torch has been imported or not."""
+"""tune_threads: waiting threads of OpenMP sleep, whether torch has been imported or
+not.
+"""
 
 from __future__ import annotations
 
@@ -47,19 +49,27 @@ assert len(os.listdir("/proc/self/task")) == threads
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    plain = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
     command = [sys.executable, "-W", "error::UserWarning", "-c", code]
-    done = subprocess.run(command, env=plain | environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=plain | environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="on one core, threads never spin long")
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="on one core, threads never spin long"
+)
 def test_waiting_threads_sleep_after_an_import_of_torch() -> None:
     untuned, tuned, threads, again, variable = json.loads(run(TUNED_LATE).stdout)
-    # A worker spins for up to 5 ms after each of 40 operations. This is processor time, which other programs do not
-    # change.
+    # A worker spins for up to 5 ms after each of 40 operations. This is processor time,
+    # which other programs do not change.
     assert tuned < untuned / 3
     assert again == threads
     assert variable == "1000", "for the processes that this one starts"
@@ -67,14 +77,23 @@ def test_waiting_threads_sleep_after_an_import_of_torch() -> None:
 
 @pytest.mark.slow
 def test_variable_is_set_before_an_import_of_torch() -> None:
-    assert "GOMP_SPINCOUNT = '1000'" in run(TUNED_FIRST, OMP_DISPLAY_ENV="VERBOSE").stderr
+    assert (
+        "GOMP_SPINCOUNT = '1000'" in run(TUNED_FIRST, OMP_DISPLAY_ENV="VERBOSE").stderr
+    )
 
 
-@pytest.mark.parametrize("setting", [{"GOMP_SPINCOUNT": "77"}, {"OMP_WAIT_POLICY": "active"}])
+@pytest.mark.parametrize(
+    "setting", [{"GOMP_SPINCOUNT": "77"}, {"OMP_WAIT_POLICY": "active"}]
+)
 def test_the_settings_of_a_user_stay(setting: dict[str, str]) -> None:
     (name, value), *_ = setting.items()
-    code = "import os, torchrec_recstore\ntorchrec_recstore.tune_threads()\nprint(os.environ.get('GOMP_SPINCOUNT'))"
-    assert run(code, **setting).stdout.strip() == (value if name == "GOMP_SPINCOUNT" else "None")
+    code = (
+        "import os,"
+        " torchrec_recstore\ntorchrec_recstore.tune_threads()\nprint(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    assert run(code, **setting).stdout.strip() == (
+        value if name == "GOMP_SPINCOUNT" else "None"
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Every use of a private name of TorchRec is in the folder ``torchrec_recstore/torchrec_seams``."""
+"""Every use of a private name of TorchRec is in the folder
+``torchrec_recstore/torchrec_seams``.
+"""
 
 from __future__ import annotations
 
@@ -24,52 +26,101 @@ def private(name: str) -> bool:
 
 
 def defined(tree: ast.AST) -> set[str]:
-    """The private names that code defines: functions, classes, variables, attributes that it sets."""
+    """The private names that code defines: functions, classes, variables, attributes
+    that it sets.
+    """
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
-        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(
+            node.ctx, ast.Store
+        ):
             names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
     return {name for name in names if private(name)}
 
 
 @cache
 def names_of_torchrec() -> frozenset[str]:
-    """The private names that TorchRec defines anywhere but in its tests, and that torch's modules do not have."""
-    files = [path for path in TORCHREC.rglob("*.py") if not {"tests", "test_utils"} & set(path.parts)]
-    return frozenset().union(*(defined(ast.parse(path.read_text())) for path in files)) - vars(torch.nn.Module()).keys()
+    """The private names that TorchRec defines anywhere but in its tests, and that
+    torch's modules do not have.
+    """
+    files = [
+        path
+        for path in TORCHREC.rglob("*.py")
+        if not {"tests", "test_utils"} & set(path.parts)
+    ]
+    return (
+        frozenset().union(*(defined(ast.parse(path.read_text())) for path in files))
+        - vars(torch.nn.Module()).keys()
+    )
 
 
 def inherited(cls: type) -> set[str]:
     """The private names of the classes of TorchRec's that a class derives from."""
-    bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == "torchrec"]
-    return set().union(*(defined(ast.parse(textwrap.dedent(inspect.getsource(base)))) for base in bases))
+    bases = [
+        base for base in cls.__mro__ if base.__module__.partition(".")[0] == "torchrec"
+    ]
+    return set().union(
+        *(
+            defined(ast.parse(textwrap.dedent(inspect.getsource(base))))
+            for base in bases
+        )
+    )
 
 
 def uses(path: Path, name: str) -> Iterator[str]:
     """The private names of TorchRec that a module uses, each with its line."""
     tree = ast.parse(path.read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    of_torchrec = [node for node in imports if (node.module or "").partition(".")[0] == "torchrec"]
-    yield from (f"{node.lineno}: {each.name}" for node in of_torchrec for each in node.names if private(each.name))
+    imports = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module
+    ]
+    of_torchrec = [
+        node for node in imports if (node.module or "").partition(".")[0] == "torchrec"
+    ]
+    yield from (
+        f"{node.lineno}: {each.name}"
+        for node in of_torchrec
+        for each in node.names
+        if private(each.name)
+    )
     own = defined(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in (
+            "self",
+            "cls",
+            "super()",
+        ):
             if node.attr in names_of_torchrec() - own and of_torchrec:
                 yield f"{node.lineno}: {ast.unparse(node)}"
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
-            constant = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "hasattr",
+            "setattr",
+        ):
+            constant = (
+                node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            )
             if constant in names_of_torchrec() - own:
                 yield f"{node.lineno}: {ast.unparse(node)}"
         elif isinstance(node, ast.ClassDef) and node in tree.body:
             theirs = inherited(getattr(importlib.import_module(name), node.name))
             for part in ast.walk(node) if theirs else ():
-                used = part.name if isinstance(part, ast.FunctionDef) else getattr(part, "attr", "")
+                used = (
+                    part.name
+                    if isinstance(part, ast.FunctionDef)
+                    else getattr(part, "attr", "")
+                )
                 if used in theirs:
                     yield f"{part.lineno}: {node.name} has or uses {used}"  # type: ignore[attr-defined]
 
 
 def test_private_names_of_torchrec_are_in_one_folder() -> None:
-    found = {name: sorted(set(uses(path, name))) for name, path in sources().items() if path.parent != SEAMS}
+    found = {
+        name: sorted(set(uses(path, name)))
+        for name, path in sources().items()
+        if path.parent != SEAMS
+    }
     assert {name: lines for name, lines in found.items() if lines} == {}

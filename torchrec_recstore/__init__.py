@@ -1,7 +1,8 @@
-"""Dynamic embedding tables for TorchRec: tables that accept any int64 id and grow during training.
+"""Dynamic embedding tables for TorchRec: tables that accept any int64 id and grow
+during training.
 
-Names are imported when they are first used, so that ``torchrec_recstore.store`` works without TorchRec. Options and
-optimizers need not even torch.
+Names are imported when they are first used, so that ``torchrec_recstore.store`` works
+without TorchRec. Options and optimizers need not even torch.
 """
 
 from __future__ import annotations
@@ -27,27 +28,50 @@ __version__ = "0.2.0"
 
 # The public names by the module that defines them.
 _NAMES = {
-    "checkpoint": "CheckpointError CheckpointInfo TopRows compact_checkpoint neighbours read_info top_rows",
-    "modules": "RecStoreEmbedding RecStoreEmbeddingBag SparseAdamW SparseRowWiseAdagrad SparseSGD",
+    "checkpoint": (
+        "CheckpointError CheckpointInfo TopRows compact_checkpoint neighbours read_info"
+        " top_rows"
+    ),
+    "modules": (
+        "RecStoreEmbedding RecStoreEmbeddingBag SparseAdamW SparseRowWiseAdagrad"
+        " SparseSGD"
+    ),
     "store": "ColdStoreError LeftIds Table TableStats",
     "threads": "tune_threads",
     "utils": "RecStoreWarning",
 }
 _NAMES_WITH_TORCHREC = {
-    "checkpoint": """AsyncSave apply_delta async_save export_dense_weights load_checkpoint load_dense_weights
+    "checkpoint": (
+        """AsyncSave apply_delta async_save export_dense_weights load_checkpoint load_dense_weights
         load_distributed_checkpoint load_distributed_state load_into_stock load_stock_state_dict save_checkpoint
-        stock_optimizer_state_dict stock_state_dict""",
+        stock_optimizer_state_dict stock_state_dict"""
+    ),
     "modules": "RecStoreEmbeddingBagCollection RecStoreEmbeddingCollection",
     "planner": "RecStoreConstraints RecStorePlanner",
-    "sharders": """RecStoreEmbeddingCollectionSharder RecStoreFeatureProcessedEmbeddingBagCollectionSharder
+    "sharders": (
+        """RecStoreEmbeddingCollectionSharder RecStoreFeatureProcessedEmbeddingBagCollectionSharder
         RecStorePrefetchPipeline RecStoreSharder flush_tables get_recstore_sharders left_ids reset_rows reshard
-        set_scores set_time table_stats""",
+        set_scores set_time table_stats"""
+    ),
 }
-_WITH_TORCHREC = {name: module for module, names in _NAMES_WITH_TORCHREC.items() for name in names.split()}
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()} | _WITH_TORCHREC
+_WITH_TORCHREC = {
+    name: module
+    for module, names in _NAMES_WITH_TORCHREC.items()
+    for name in names.split()
+}
+_MODULES = {
+    name: module for module, names in _NAMES.items() for name in names.split()
+} | _WITH_TORCHREC
 # Those of other distributions by the plugin that has them.
-_PLUGINS = {"service": "NoInitialRow RecStoreClient ServerRestartedError ServerSetError ServiceError get_include"}
-_OF_PLUGINS = {name: plugin for plugin, names in _PLUGINS.items() for name in names.split()}
+_PLUGINS = {
+    "service": (
+        "NoInitialRow RecStoreClient ServerRestartedError ServerSetError ServiceError"
+        " get_include"
+    )
+}
+_OF_PLUGINS = {
+    name: plugin for plugin, names in _PLUGINS.items() for name in names.split()
+}
 
 # This includes __all__, which has the names of what is installed.
 __getattr__, __dir__ = lazy_names(

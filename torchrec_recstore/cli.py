@@ -1,7 +1,8 @@
 """The command ``recstore``.
 
-Exit status: 0; 1 if ``diff`` found a difference, ``doctor`` a problem, ``servers status`` servers that do not agree, or
-a benchmark failed; 2 for invalid input, with one line on stderr.
+Exit status: 0; 1 if ``diff`` found a difference, ``doctor`` a problem, ``servers
+status`` servers that do not agree, or a benchmark failed; 2 for invalid input, with one
+line on stderr.
 
 Tests: tests/test_plugins.py and tests/commands/test_order.py.
 """
@@ -21,13 +22,20 @@ try:
     from torchrec_recstore.commands.checkpoints import compact, diff, inspect, sign
     from torchrec_recstore.commands.doctor import doctor
     from torchrec_recstore.commands.explore import neighbours, top
-    from torchrec_recstore.commands.output import errors_in_one_line, print_error, status_of
+    from torchrec_recstore.commands.output import (
+        errors_in_one_line,
+        print_error,
+        status_of,
+    )
     from torchrec_recstore.commands.plan import plan
     from torchrec_recstore.commands.scripts import bench, train
 except ModuleNotFoundError as error:
     if error.name not in ("typer", "rich", "click"):
         raise
-    print(f"error: {error.name} is missing: pip install 'torchrec-recstore[cli]'", file=sys.stderr)
+    print(
+        f"error: {error.name} is missing: pip install 'torchrec-recstore[cli]'",
+        file=sys.stderr,
+    )
     raise SystemExit(2) from None
 
 if TYPE_CHECKING:
@@ -41,7 +49,11 @@ app = typer.Typer(
 
 JOBS, CHECKPOINTS, MACHINE = "Training and serving", "Checkpoints", "This machine"
 # The flags of the script, including --help, are passed on to the script.
-_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+_PASS_ON = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
 
 
 def _print_version(asked: bool) -> None:
@@ -51,24 +63,37 @@ def _print_version(asked: bool) -> None:
 
 
 @app.callback(
-    help="Train with RecStore tables, inspect their checkpoints, and export and serve the tables. "
-    "The --help of each command shows an example."
+    help=(
+        "Train with RecStore tables, inspect their checkpoints, and export and serve"
+        " the tables. The --help of each command shows an example."
+    )
 )
 def recstore(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Show the version and exit.",
+        ),
     ] = False,
 ) -> None:
     """The command of torchrec_recstore."""
 
 
 def _of_others(name: str, entry: EntryPoint | None) -> Any:
-    """Returns a command of another distribution, or one that says why that command cannot be used."""
+    """Returns a command of another distribution, or one that says why that command
+    cannot be used.
+    """
     try:
         if entry is None:
             raise missing(name)
         return entry.load()
-    except (ImportError, AttributeError) as error:  # AttributeError: the entry point of another version
+    except (
+        ImportError,
+        AttributeError,
+    ) as error:  # AttributeError: the entry point of another version
         reason = str(error)
 
     def say(context: typer.Context) -> None:
@@ -85,7 +110,9 @@ for _name, _entry in commands().items():
         app.add_typer(_command, name=_name, rich_help_panel=JOBS)
     else:
         _says_why: dict[str, Any] = (
-            {"hidden": True, "context_settings": _PASS_ON} if _command.__module__ == __name__ else {}
+            {"hidden": True, "context_settings": _PASS_ON}
+            if _command.__module__ == __name__
+            else {}
         )
         app.command(_name, rich_help_panel=JOBS, **_says_why)(_command)
 for _of_checkpoints in (inspect, diff, compact, sign, top, neighbours):
@@ -102,14 +129,17 @@ def main() -> None:
     except OSError as error:
         if status != 2:
             print_error(f"stdout: {error.strerror}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout again at exit
+        # Python flushes stdout again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = 2
     sys.exit(status)
 
 
 def _run() -> object:
     with errors_in_one_line():
-        return app(sys.argv[1:] or ["--help"], prog_name="recstore", standalone_mode=False)
+        return app(
+            sys.argv[1:] or ["--help"], prog_name="recstore", standalone_mode=False
+        )
 
 
 if __name__ == "__main__":

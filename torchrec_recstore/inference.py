@@ -1,4 +1,7 @@
-"""The names of ``torchrec-recstore-serving``, which exports trained models and serves them. See docs/serving.md.
+"""The names of ``torchrec-recstore-serving``, which exports trained models and serves
+them.
+
+See docs/serving.md.
 
 Tests: tests/test_plugins.py.
 """
@@ -15,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    # With the __path__ of the other package, Python would import its modules a second time, below this one.
+    # With the __path__ of the other package, Python would import its modules a second
+    # time, below this one.
     if name.startswith("_") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "__all__" and not is_installed("serving"):
@@ -27,5 +31,7 @@ def __getattr__(name: str) -> object:
 def __dir__() -> list[str]:
     names = set(globals())
     if is_installed("serving"):
-        names.update(name for name in dir(plugin("serving")) if not name.startswith("_"))
+        names.update(
+            name for name in dir(plugin("serving")) if not name.startswith("_")
+        )
     return sorted(names)

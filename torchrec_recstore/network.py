@@ -21,8 +21,8 @@ _HOST = re.compile(
 def host_of(address: str, least_port: int = 1) -> str:
     """Returns the host of ``host:port``.
 
-    A host is a name or an IP address. It is never the path of a socket, to which gRPC would connect:
-    ``unix:/run/socket:80`` is refused.
+    A host is a name or an IP address. It is never the path of a socket, to which gRPC
+    would connect: ``unix:/run/socket:80`` is refused.
 
     Raises:
         ValueError: The address has another form, or its port is out of range.
@@ -34,13 +34,19 @@ def host_of(address: str, least_port: int = 1) -> str:
     return host
 
 
-def checked_addresses(addresses: Sequence[str], argument: str = "servers") -> tuple[str, ...]:
-    """Returns the addresses of servers: ``host:port`` or ``host:port/host:port``. Errors begin with ``argument``.
+def checked_addresses(
+    addresses: Sequence[str], argument: str = "servers"
+) -> tuple[str, ...]:
+    """Returns the addresses of servers: ``host:port`` or ``host:port/host:port``.
 
-    Raises TypeError if they are not a sequence of str, and ValueError if there is none, or one has another form or
-    occurs twice.
+    Errors begin with ``argument``.
+
+    Raises TypeError if they are not a sequence of str, and ValueError if there is none,
+    or one has another form or occurs twice.
     """
-    if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
+    if isinstance(addresses, str) or not all(
+        isinstance(address, str) for address in addresses
+    ):
         raise TypeError(f"{argument} must be a list of 'host:port', got {addresses!r}")
     if not addresses:
         raise ValueError(f"{argument} must name at least one 'host:port'")
@@ -55,6 +61,13 @@ def checked_addresses(addresses: Sequence[str], argument: str = "servers") -> tu
 
 
 def check_token(token: object, argument: str = "token") -> None:
-    """Raises ValueError if a token cannot be sent in a header. None: the servers require no token."""
-    if token is not None and not (isinstance(token, str) and re.fullmatch("[!-~]+", token)):
-        raise ValueError(f"{argument} must be of printable ASCII characters without blanks")
+    """Raises ValueError if a token cannot be sent in a header.
+
+    None: the servers require no token.
+    """
+    if token is not None and not (
+        isinstance(token, str) and re.fullmatch("[!-~]+", token)
+    ):
+        raise ValueError(
+            f"{argument} must be of printable ASCII characters without blanks"
+        )

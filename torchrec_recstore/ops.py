@@ -1,10 +1,12 @@
 """Typed wrappers of the native ops ``torch.ops.recstore_ops.*``.
 
-All tensors are on the CPU. The native ops check every argument, so that no input crashes the process. Below, an *image*
-is a row with all its state as bytes, (image bytes,) uint8; the owner of a cold store reads and writes images.
+All tensors are on the CPU. The native ops check every argument, so that no input
+crashes the process. Below, an *image* is a row with all its state as bytes, (image
+bytes,) uint8; the owner of a cold store reads and writes images.
 
 Raises:
-    ImportError: The native extension has not been built, or does not load with the installed torch. Raised on import.
+    ImportError: The native extension has not been built, or does not load with the
+        installed torch. Raised on import.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ try:
     from torchrec_recstore import _C  # noqa: F401  (the import registers the ops)
 except ImportError as error:
     raise ImportError(
-        "the native extension torchrec_recstore._C is missing or does not fit this torch "
-        f"({torch.__version__}, needs 2.11 or later): run `make build` in the repository, or "
-        "`pip install --no-build-isolation .` with torch installed"
+        "the native extension torchrec_recstore._C is missing or does not fit this"
+        f" torch ({torch.__version__}, needs 2.11 or later): run `make build` in the"
+        " repository, or `pip install --no-build-isolation .` with torch installed"
     ) from error
 
 fake_ops.register()
@@ -51,16 +53,22 @@ _NO_MEMORY = "recstore out of memory: "
 _CLOSED = "no open table has the handle"
 
 waiting_updates: deque[Callable[[], None]] = deque()
-"""The updates of rows that wait for gradients from an accelerator, in the order of their backward passes.
+"""The updates of rows that wait for gradients from an accelerator, in the order of
+their backward passes.
 
-Every call that reads or changes a table, its statistics included, enters :class:`native_errors`, which finishes them
-first. So nothing sees rows without the updates of earlier passes."""
+Every call that reads or changes a table, its statistics included, enters
+:class:`native_errors`, which finishes them first. So nothing sees rows without the
+updates of earlier passes.
+"""
 _finishing = threading.RLock()
 _in_progress = False
 
 
 def finish_updates() -> None:
-    """Carries out all updates that wait. If one raises an error, the next call carries out those after it."""
+    """Carries out all updates that wait.
+
+    If one raises an error, the next call carries out those after it.
+    """
     global _in_progress
     with _finishing:
         if _in_progress:  # An update itself calls the functions that finish updates.
@@ -71,17 +79,19 @@ def finish_updates() -> None:
                 try:
                     waiting_updates[0]()
                 finally:
-                    waiting_updates.popleft()  # Afterwards, so that other threads wait for an update in progress.
+                    # Afterwards, so that other threads wait for an update in progress.
+                    waiting_updates.popleft()
         finally:
             _in_progress = False
 
 
 class native_errors:
-    """A context manager that converts native errors to ValueError and MemoryError, and adds the name of the caller.
+    """A context manager that converts native errors to ValueError and MemoryError, and
+    adds the name of the caller.
 
-    ``who``, such as ``"table 't_user'"``, is the beginning of the message. The context also finishes
-    :data:`waiting_updates`, so that the native call sees them. It is a class, because a generator takes three times as
-    long to enter and to leave.
+    ``who``, such as ``"table 't_user'"``, is the beginning of the message. The context
+    also finishes :data:`waiting_updates`, so that the native call sees them. It is a
+    class, because a generator takes three times as long to enter and to leave.
     """
 
     __slots__ = ("_who",)
@@ -94,7 +104,12 @@ class native_errors:
         if waiting_updates:
             finish_updates()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: object,
+    ) -> None:
         if not isinstance(error, RuntimeError):
             return
         text = str(error).partition("\n")[0]
@@ -102,25 +117,45 @@ class native_errors:
             text = text.removeprefix(_INVALID)
             if text.startswith(_CLOSED) and self._who.startswith("table '"):
                 text = f"{self._who} is closed"
-            raise ValueError(text if text.startswith("table '") else f"{self._who}: {text}") from None
+            raise ValueError(
+                text if text.startswith("table '") else f"{self._who}: {text}"
+            ) from None
         if text.startswith(_NO_MEMORY) or "std::bad_alloc" in text:
-            raise MemoryError(f"{self._who}: out of memory: {text.removeprefix(_NO_MEMORY)}") from None
+            raise MemoryError(
+                f"{self._who}: out of memory: {text.removeprefix(_NO_MEMORY)}"
+            ) from None
 
 
 def _initializer_numbers(initializer: Initializer) -> tuple[float, ...]:
-    """Returns the kind (InitKind in csrc/config.h) and its three numbers, which are the fields."""
-    (kind,) = (i for i, each in enumerate((UniformInit, NormalInit, ConstantInit)) if isinstance(initializer, each))
-    return kind, *([0.0 if value is None else value for value in astuple(initializer)] + [0.0] * 2)[:3]
+    """Returns the kind (InitKind in csrc/config.h) and its three numbers, which are the
+    fields.
+    """
+    (kind,) = (
+        i
+        for i, each in enumerate((UniformInit, NormalInit, ConstantInit))
+        if isinstance(initializer, each)
+    )
+    return (
+        kind,
+        *(
+            [0.0 if value is None else value for value in astuple(initializer)]
+            + [0.0] * 2
+        )[:3],
+    )
 
 
 def encoded_score(score: float) -> int:
-    """Returns a score as ``encoded_score`` in csrc/row_uses.h encodes it: a number that ascends with the score."""
+    """Returns a score as ``encoded_score`` in csrc/row_uses.h encodes it: a number that
+    ascends with the score.
+    """
     (bits,) = struct.unpack("<I", struct.pack("<f", score + 0.0))
     return int(~bits & 0xFFFFFFFF if bits & 0x80000000 else bits | 0x80000000)
 
 
 def _eviction_numbers(eviction: LRU | LFU | Scored | None) -> tuple[int, int]:
-    """Returns the policy (Eviction in csrc/config.h), and its half-life or the rank of a row without a score."""
+    """Returns the policy (Eviction in csrc/config.h), and its half-life or the rank of
+    a row without a score.
+    """
     if isinstance(eviction, Scored):
         return 4, encoded_score(eviction.default)
     if isinstance(eviction, LFU):
@@ -130,7 +165,9 @@ def _eviction_numbers(eviction: LRU | LFU | Scored | None) -> tuple[int, int]:
 
 
 def _bounds(options: TableOptions) -> list[int]:
-    """Returns the numbers of Bounds in csrc/config.h, in their order; 0 for a bound that the table lacks."""
+    """Returns the numbers of Bounds in csrc/config.h, in their order; 0 for a bound
+    that the table lacks.
+    """
     admission = options.admission
     return [
         options.max_rows or 0,
@@ -140,7 +177,13 @@ def _bounds(options: TableOptions) -> list[int]:
         0 if options.expiry is None else options.expiry.max_jump_microseconds,
         0 if admission is None else admission.count,
         0 if admission is None else admission.counter_bytes,
-        0 if options.cold_store is None else 2 if getattr(options.cold_store, "shared", None) else 1,
+        (
+            0
+            if options.cold_store is None
+            else 2
+            if getattr(options.cold_store, "shared", None)
+            else 1
+        ),
     ]
 
 
@@ -156,130 +199,251 @@ def table_create(
     state_dtype: torch.dtype = torch.float32,
     options: TableOptions = TableOptions(),  # noqa: B008  (frozen)
 ) -> int:
-    """Makes a table of one shard's columns and returns its handle, which :func:`table_destroy` frees.
+    """Makes a table of one shard's columns and returns its handle, which
+    :func:`table_destroy` frees.
 
-    ``missing``, ``"zeros"`` or ``"init"``, is how an evaluation lookup reads an id without a row. Lookups return
-    float32 for each ``dtype``, one of ``row_types.ROW_DTYPES``. ``stochastic_rounding`` is for updates of narrow
-    weights. ``state_dtype``, a key of ``row_types.STATE_TYPES``, is that of optimizer states. Only the bounds and
-    ``nonfinite`` of ``options`` are used.
+    ``missing``, ``"zeros"`` or ``"init"``, is how an evaluation lookup reads an id
+    without a row. Lookups return float32 for each ``dtype``, one of
+    ``row_types.ROW_DTYPES``. ``stochastic_rounding`` is for updates of narrow weights.
+    ``state_dtype``, a key of ``row_types.STATE_TYPES``, is that of optimizer states.
+    Only the bounds and ``nonfinite`` of ``options`` are used.
     """
     numbers = _initializer_numbers(initializer)
     with native_errors(f"table '{name}'"):
         shard = (name, columns.start, columns.stop, seed, missing == "init", *numbers)
         types = (ROW_TYPES[dtype], stochastic_rounding, STATE_TYPES[state_dtype])
         rest = (*types, NONFINITE.index(options.nonfinite), _bounds(options))
-        kind = _ops.optimizer_load(*optimizer.code()) if isinstance(optimizer, RowOptimizer) else optimizer.kind
+        kind = (
+            _ops.optimizer_load(*optimizer.code())
+            if isinstance(optimizer, RowOptimizer)
+            else optimizer.kind
+        )
         return cast(int, _ops.table_create(*shard, kind, optimizer.numbers(), *rest))
 
 
-# A decorator for the ops of finalizers: Python may collect garbage in the middle of a trace, and the graph must not
-# record them. Torch 2.12 to 2.14 have no public name for this.
+# A decorator for the ops of finalizers: Python may collect garbage in the middle of a
+# trace, and the graph must not record them. Torch 2.12 to 2.14 have no public name for
+# this.
 untraced = _disable_current_modes()
 
 # A table and its rows.
 table_destroy = untraced(_ops.table_destroy.default)
 """(table). Frees a table. An unknown handle is ignored."""
 table_lookup: Callable[[int, Tensor, bool], Tensor] = _ops.table_lookup.default
-"""(table, ids (N,) int64, train) -> (N, columns) float32. A training lookup is one step and makes missing rows."""
+"""(table, ids (N,) int64, train) -> (N, columns) float32.
+
+A training lookup is one step and makes missing rows.
+"""
 table_read: Callable[[int, Tensor, Tensor], None] = _ops.table_read.default
-"""(table, ids (N,) int64, out (N, columns) float32, contiguous). Reads rows into ``out`` without a change."""
+"""(table, ids (N,) int64, out (N, columns) float32, contiguous).
+
+Reads rows into ``out`` without a change.
+"""
 table_update: Callable[[int, Tensor, Tensor, float], None] = _ops.table_update.default
-"""(table, ids (N,) int64, grads (N, columns) float32, learning rate). Updates the rows; makes missing rows first."""
+"""(table, ids (N,) int64, grads (N, columns) float32, learning rate).
+
+Updates the rows; makes missing rows first.
+"""
 table_insert: Callable[[int, Tensor, Tensor], None] = _ops.table_insert.default
-"""(table, ids (N,) int64, weights (N, columns) float32). Makes or overwrites the weights of rows."""
+"""(table, ids (N,) int64, weights (N, columns) float32).
+
+Makes or overwrites the weights of rows.
+"""
 table_remove: Callable[[int, Tensor], Tensor] = _ops.table_remove.default
 """(table, ids (N,) int64) -> () int64: the number of rows that were removed."""
 table_contains: Callable[[int, Tensor], Tensor] = _ops.table_contains.default
 """(table, ids (N,) int64) -> (N,) bool: whether each id has a row in memory."""
-table_set_scores: Callable[[int, Tensor, Tensor], Tensor] = _ops.table_set_scores.default
-"""(table, ids (N,) int64, scores (N,) float32, finite) -> () int64: the number of rows whose score was set. Ids without
-a row in memory are ignored; of duplicates, the last one counts."""
-table_score_images: Callable[[int, Tensor, Tensor, Tensor], Tensor] = _ops.table_score_images.default
-"""(table, distinct ids (N,) int64, scores (N,) float32, finite, images (N, image bytes) uint8 of cold rows) -> a copy
-of the images with these scores, which the caller writes to the cold store."""
+table_set_scores: Callable[[int, Tensor, Tensor], Tensor] = (
+    _ops.table_set_scores.default
+)
+"""(table, ids (N,) int64, scores (N,) float32, finite) -> () int64: the number of rows
+whose score was set.
+
+Ids without a row in memory are ignored; of duplicates, the last one counts.
+"""
+table_score_images: Callable[[int, Tensor, Tensor, Tensor], Tensor] = (
+    _ops.table_score_images.default
+)
+"""(table, distinct ids (N,) int64, scores (N,) float32, finite, images (N, image bytes)
+uint8 of cold rows) -> a copy of the images with these scores, which the caller writes
+to the cold store.
+"""
 table_record_left: Callable[[int, int], None] = _ops.table_record_left.default
-"""(table, number of ids). Begins to record which rows leave the table for good, up to this number of distinct ids."""
+"""(table, number of ids).
+
+Begins to record which rows leave the table for good, up to this number of distinct ids.
+"""
 table_take_left: Callable[[int], tuple[Tensor, bool]] = _ops.table_take_left.default
-"""(table) -> the recorded ids without a row in memory, (N,) int64, ascending, and whether these are all. The record
-begins anew."""
+"""(table) -> the recorded ids without a row in memory, (N,) int64, ascending, and
+whether these are all.
+
+The record begins anew.
+"""
 table_add_left: Callable[[int, Tensor, bool], None] = _ops.table_add_left.default
-"""(table, ids (N,) int64, complete). Adds ids to the record. Without ``complete``, other ids have left, too."""
+"""(table, ids (N,) int64, complete).
+
+Adds ids to the record. Without ``complete``, other ids have left, too.
+"""
 table_ids: Callable[[int], Tensor] = _ops.table_ids.default
 """(table) -> (rows,) int64: the ids that have a row in memory, in ascending order."""
 table_stats: Callable[[int], list[int]] = _ops.table_stats.default
-"""(table) -> rows, bytes, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold hits,
-refused times."""
+"""(table) -> rows, bytes, lookups, misses, inserts, updates, steps, refused, evicted,
+expired, cold hits, refused times.
+"""
 RowTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Stored weights (see ``row_types.py``), element-wise optimizer states (states, N, columns) float32, row-wise optimizer
-state (N,) float32, last step (N,) int64, frequency (N,) int64."""
+"""Stored weights (see ``row_types.py``), element-wise optimizer states (states, N,
+columns) float32, row-wise optimizer state (N,) float32, last step (N,) int64, frequency
+(N,) int64.
+"""
 table_export: Callable[[int, Tensor], RowTensors] = _ops.table_export.default
-"""(table, ids (N,) int64) -> :data:`RowTensors`. An id without a row is a ValueError."""
-table_import: Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None] = _ops.table_import.default
+"""(table, ids (N,) int64) -> :data:`RowTensors`.
+
+An id without a row is a ValueError.
+"""
+table_import: Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None] = (
+    _ops.table_import.default
+)
 """(table, ids (N,) int64, :data:`RowTensors`). Makes or overwrites whole rows."""
 table_exchange_rows: Callable[[int, int], None] = _ops.table_exchange_rows.default
-"""(table, other table of the same shape). Exchanges the rows, clocks and changes of two tables without copying them."""
+"""(table, other table of the same shape).
+
+Exchanges the rows, clocks and changes of two tables without copying them.
+"""
 
 # The clocks of a table, and what its admission has counted.
 table_optimizer_steps: Callable[[int], int] = _ops.table_optimizer_steps.default
-"""(table) -> the number of updates so far, which the bias correction of Adam and LAMB uses. Each step is one update."""
-table_set_optimizer_steps: Callable[[int, int], None] = _ops.table_set_optimizer_steps.default
-"""(table, number of updates). Sets the number that :data:`table_optimizer_steps` returns."""
+"""(table) -> the number of updates so far, which the bias correction of Adam and LAMB
+uses.
+
+Each step is one update.
+"""
+table_set_optimizer_steps: Callable[[int, int], None] = (
+    _ops.table_set_optimizer_steps.default
+)
+"""(table, number of updates).
+
+Sets the number that :data:`table_optimizer_steps` returns.
+"""
 table_steps: Callable[[int], int] = _ops.table_steps.default
-"""(table) -> the number of training lookups so far, which is the clock of the rows' last steps."""
+"""(table) -> the number of training lookups so far, which is the clock of the rows'
+last steps.
+"""
 table_set_steps: Callable[[int, int], None] = _ops.table_set_steps.default
-"""(table, number of training lookups). Sets the clock that :data:`table_steps` returns."""
+"""(table, number of training lookups).
+
+Sets the clock that :data:`table_steps` returns.
+"""
 table_times: Callable[[int], list[int]] = _ops.table_times.default
-"""(table) -> the times of the table's steps, by which rows expire; empty if they do not expire after a time. The
-numbers are those of ``WallClock::state`` in csrc/wall_clock.h, and times are microseconds since 1970."""
+"""(table) -> the times of the table's steps, by which rows expire; empty if they do not
+expire after a time.
+
+The numbers are those of ``WallClock::state`` in csrc/wall_clock.h, and times are
+microseconds since 1970.
+"""
 table_set_times: Callable[[int, list[int]], None] = _ops.table_set_times.default
 """(table, numbers). Restores what :data:`table_times` returns."""
 table_set_time: Callable[[int, Sequence[int]], list[int]] = _ops.table_set_time.default
-"""(table, times of the events that the ranks know, in microseconds since 1970) -> nothing, or a time that was refused,
-the time of the clock, and the number of refusals. ``WallClock::set`` in csrc/wall_clock.h says which time is taken.
-A table whose rows do not expire after a time ignores them."""
+"""(table, times of the events that the ranks know, in microseconds since 1970) ->
+nothing, or a time that was refused, the time of the clock, and the number of refusals.
+
+``WallClock::set`` in csrc/wall_clock.h says which time is taken. A table whose rows do
+not expire after a time ignores them.
+"""
 table_follow_time: Callable[[int, int], None] = _ops.table_follow_time.default
-"""(table, microseconds since 1970). Sets the time that is read in place of the system's clock."""
-table_sightings: Callable[[int], tuple[Tensor, Tensor, Tensor]] = _ops.table_sightings.default
-"""(table) -> what admission has counted: the ids, (N,) int64, the count of each id in a generation of the counter, (N,)
-uint8, and the generation, (N,) uint8: 0 for the present one, 1 for the older one. N is 0 without admission."""
-table_set_sightings: Callable[[int, Tensor, Tensor, Tensor], None] = _ops.table_set_sightings.default
-"""(table, ids, counts, generations). Restores what :data:`table_sightings` of any tables has returned."""
+"""(table, microseconds since 1970).
+
+Sets the time that is read in place of the system's clock.
+"""
+table_sightings: Callable[[int], tuple[Tensor, Tensor, Tensor]] = (
+    _ops.table_sightings.default
+)
+"""(table) -> what admission has counted: the ids, (N,) int64, the count of each id in a
+generation of the counter, (N,) uint8, and the generation, (N,) uint8: 0 for the present
+one, 1 for the older one.
+
+N is 0 without admission.
+"""
+table_set_sightings: Callable[[int, Tensor, Tensor, Tensor], None] = (
+    _ops.table_set_sightings.default
+)
+"""(table, ids, counts, generations).
+
+Restores what :data:`table_sightings` of any tables has returned.
+"""
 
 # For the owner of a table's cold store.
 table_image_bytes: Callable[[int], int] = _ops.table_image_bytes.default
 """(table) -> the number of bytes of an image."""
 table_absent: Callable[[int, Tensor], Tensor] = _ops.table_absent.default
-"""(table, ids (N,) int64) -> the distinct ids without a row in memory, in the order of their first occurrence."""
+"""(table, ids (N,) int64) -> the distinct ids without a row in memory, in the order of
+their first occurrence.
+"""
 table_may_be_cold: Callable[[int, Tensor], Tensor] = _ops.table_may_be_cold.default
-"""(table, ids (N,) int64) -> (N,) bool: whether each row may be in the cold store. False is certain, True is not."""
+"""(table, ids (N,) int64) -> (N,) bool: whether each row may be in the cold store.
+
+False is certain, True is not.
+"""
 table_admits: Callable[[int, Tensor, bool], Tensor] = _ops.table_admits.default
-"""(table, ids (N,) int64 without a row, lookup) -> (N,) bool: whether a training lookup, or else an update, would
-make a row for each id."""
+"""(table, ids (N,) int64 without a row, lookup) -> (N,) bool: whether a training
+lookup, or else an update, would make a row for each id.
+"""
 table_leaving: Callable[[int, Tensor, int], Tensor] = _ops.table_leaving.default
-"""(table, ids (N,) int64, number of new rows) -> the ids whose rows must be evicted before the new rows are made; none
-of ``ids``. A working set larger than ``max_rows`` is a ValueError."""
+"""(table, ids (N,) int64, number of new rows) -> the ids whose rows must be evicted
+before the new rows are made; none of ``ids``.
+
+A working set larger than ``max_rows`` is a ValueError.
+"""
 table_images: Callable[[int, Tensor], Tensor] = _ops.table_images.default
-"""(table, ids (N,) int64) -> images (N, image bytes) uint8. An id without a row in memory is a ValueError."""
+"""(table, ids (N,) int64) -> images (N, image bytes) uint8.
+
+An id without a row in memory is a ValueError.
+"""
 table_evict: Callable[[int, Tensor, Tensor], Tensor] = _ops.table_evict.default
-"""(table, ids (N,) int64, images (N, image bytes) uint8) -> (N,) bool: whether each row was removed from memory. A row
-stays if it is no longer equal to its image, or if a pending backward needs it."""
-table_bring_back: Callable[[int, Tensor, Tensor, bool], None] = _ops.table_bring_back.default
-"""(table, ids (N,) int64, images (N, image bytes) uint8, whether a step looks up the ids). Makes the rows of images
-that were read from the cold store. The table must have room for them."""
+"""(table, ids (N,) int64, images (N, image bytes) uint8) -> (N,) bool: whether each row
+was removed from memory.
+
+A row stays if it is no longer equal to its image, or if a pending backward needs it.
+"""
+table_bring_back: Callable[[int, Tensor, Tensor, bool], None] = (
+    _ops.table_bring_back.default
+)
+"""(table, ids (N,) int64, images (N, image bytes) uint8, whether a step looks up the
+ids).
+
+Makes the rows of images that were read from the cold store. The table must have room
+for them.
+"""
 table_expired: Callable[[int], Tensor] = _ops.table_expired.default
 """(table) -> ids (N,) int64 of the rows that have expired."""
 table_note_cold: Callable[[int, Tensor], None] = _ops.table_note_cold.default
-"""(table, ids (N,) int64). Notes that the rows are about to be written to the cold store."""
+"""(table, ids (N,) int64).
+
+Notes that the rows are about to be written to the cold store.
+"""
 table_begin_refilter: Callable[[int], None] = _ops.table_begin_refilter.default
-"""(table). Begins a new filter for :data:`table_may_be_cold`, of the ids that are noted from now on or kept."""
+"""(table).
+
+Begins a new filter for :data:`table_may_be_cold`, of the ids that are noted from now on
+or kept.
+"""
 table_keep_cold: Callable[[int, Tensor], None] = _ops.table_keep_cold.default
-"""(table, ids (N,) int64). Keeps ids whose rows are in the cold store in the new filter."""
+"""(table, ids (N,) int64).
+
+Keeps ids whose rows are in the cold store in the new filter.
+"""
 table_may_be_kept: Callable[[int, Tensor], Tensor] = _ops.table_may_be_kept.default
-"""(table, ids (N,) int64) -> (N,) bool: whether each was noted or kept since the new filter began. False is certain."""
+"""(table, ids (N,) int64) -> (N,) bool: whether each was noted or kept since the new
+filter began.
+
+False is certain.
+"""
 table_end_refilter: Callable[[int], None] = _ops.table_end_refilter.default
 """(table). Replaces the filter by the new one."""
 table_note_left: Callable[[int, Tensor], None] = _ops.table_note_left.default
-"""(table, ids (N,) int64). Notes that the rows were deleted from the cold store for good, for delta checkpoints."""
+"""(table, ids (N,) int64).
+
+Notes that the rows were deleted from the cold store for good, for delta checkpoints.
+"""
 table_count_expired: Callable[[int, int], None] = _ops.table_count_expired.default
 """(table, number of rows). Adds rows to the count of expired rows."""
 
@@ -287,99 +451,169 @@ table_count_expired: Callable[[int, int], None] = _ops.table_count_expired.defau
 table_mark: Callable[[int], int] = _ops.table_mark.default
 """(table) -> a new mark. From now on it is known which rows change after this mark."""
 table_locate_rows: Callable[[int], None] = _ops.table_locate_rows.default
-"""(table). Records where the index has each row, so that a snapshot of changed rows takes time for these rows only."""
+"""(table).
+
+Records where the index has each row, so that a snapshot of changed rows takes time for
+these rows only.
+"""
 table_reserve: Callable[[int, int], None] = _ops.table_reserve.default
-"""(table, rows). Grows the index for this many rows in all, at most max_rows: no entries move while they arrive."""
+"""(table, rows).
+
+Grows the index for this many rows in all, at most max_rows: no entries move while they
+arrive.
+"""
 table_shrink: Callable[[int], None] = _ops.table_shrink.default
-"""(table). Returns the memory of removed rows to the system. Does nothing while a snapshot or a backward is pending."""
+"""(table).
+
+Returns the memory of removed rows to the system. Does nothing while a snapshot or a
+backward is pending.
+"""
 
 # Snapshots.
 table_is_being_saved: Callable[[int], bool] = _ops.table_is_being_saved.default
 """(table) -> whether the table has a snapshot."""
 snapshot_open: Callable[[int, int | None], int] = _ops.snapshot_open.default
-"""(table, mark or None) -> a snapshot of all rows, or of the rows that have changed since the mark."""
+"""(table, mark or None) -> a snapshot of all rows, or of the rows that have changed
+since the mark.
+"""
 snapshot_moment: Callable[[int], list[int]] = _ops.snapshot_moment.default
-"""(snapshot) -> a mark of the snapshot's moment, and the table's rows, steps and optimizer steps at that moment."""
+"""(snapshot) -> a mark of the snapshot's moment, and the table's rows, steps and
+optimizer steps at that moment.
+"""
 snapshot_left: Callable[[int], Tensor | None] = _ops.snapshot_left.default
-"""(snapshot) -> ids (N,) int64, ascending, of the rows that were removed after the mark of :data:`snapshot_open`; None
-if they are no longer known, or if there was no mark."""
+"""(snapshot) -> ids (N,) int64, ascending, of the rows that were removed after the mark
+of :data:`snapshot_open`; None if they are no longer known, or if there was no mark.
+"""
 snapshot_rows_left: Callable[[int], int] = _ops.snapshot_rows_left.default
 """(snapshot) -> the number of rows that have not been read."""
-snapshot_read: Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]] = (
-    _ops.snapshot_read.default
-)
-"""(snapshot, n, polite) -> the next n ids (n,) int64, ascending, and their :data:`RowTensors`. A polite read takes a
-small share of one core, so that it does not slow down training."""
+snapshot_read: Callable[
+    [int, int, bool], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+] = _ops.snapshot_read.default
+"""(snapshot, n, polite) -> the next n ids (n,) int64, ascending, and their
+:data:`RowTensors`.
+
+A polite read takes a small share of one core, so that it does not slow down training.
+"""
 snapshot_close = untraced(_ops.snapshot_close.default)
 """(snapshot). Ends a snapshot. An unknown handle is ignored."""
 
 # Lookups of a group of tables, and their updates.
 group_destroy = untraced(_ops.group_destroy.default)
 """(group). Forgets a group; its tables stay open. An unknown handle is ignored."""
-group_forward: Callable[[int, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]] = _ops.group_forward.default
-"""(group, ids (N,) int64, offsets (features * B + 1,) int32 or int64, weights (N,) float32 or None, train)
--> pooled (B, columns) float32, and the context for :func:`group_backward`, which is empty without ``train``.
+group_forward: Callable[
+    [int, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]
+] = _ops.group_forward.default
+"""(group, ids (N,) int64, offsets (features * B + 1,) int32 or int64, weights (N,)
+float32 or None, train) -> pooled (B, columns) float32, and the context for
+:func:`group_backward`, which is empty without ``train``.
 
-The slots that the forward has found are not reused while the context exists."""
-group_table_ids: Callable[[int, Tensor, Tensor | None], list[Tensor]] = _ops.group_table_ids.default
-"""(group, ids (N,) int64, offsets) -> for each table, the raw ids that the batch looks up in it. The offsets are as for
-:func:`group_forward`; they may be None in a group of one feature."""
-group_read: Callable[[int, Tensor, Tensor | None, Tensor | None, Sequence[Tensor], Sequence[Tensor]], Tensor] = (
-    _ops.group_read.default
+The slots that the forward has found are not reused while the context exists.
+"""
+group_table_ids: Callable[[int, Tensor, Tensor | None], list[Tensor]] = (
+    _ops.group_table_ids.default
 )
-"""(group, ids (N,) int64, offsets, weights, elsewhere_ids, elsewhere_images) -> pooled (B, columns) float32.
+"""(group, ids (N,) int64, offsets) -> for each table, the raw ids that the batch looks
+up in it.
 
-An evaluation lookup in which some rows are not in the tables: for each table, their ids (n,) int64, ascending, and
-their images (n, image bytes) uint8."""
-group_prefetch: Callable[[int, Tensor, Sequence[int]], None] = _ops.group_prefetch.default
-"""(group, ids (N,) int64, number of ids of each feature). Makes missing rows before their training forward, on the
-calling thread alone. The rows count as misses and inserts now, and as lookups in the forward."""
-group_backward: Callable[[Tensor, Tensor, Sequence[float], bool], Tensor] = _ops.group_backward.default
-"""(context, grad (B, columns) float32, learning rate of each table, weight_grads)
--> gradient of the per-sample weights (N,) float32, which is empty without ``weight_grads``. Updates the rows."""
-group_weight_gradients: Callable[[Tensor, Tensor], Tensor] = _ops.group_weight_gradients.default
-"""(context, grad (B, columns) float32) -> gradient of the per-sample weights (N,) float32. The rows do not change."""
-group_accumulated_backward: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[float]], None] = (
-    _ops.group_accumulated_backward.default
+The offsets are as for :func:`group_forward`; they may be None in a group of one
+feature.
+"""
+group_read: Callable[
+    [int, Tensor, Tensor | None, Tensor | None, Sequence[Tensor], Sequence[Tensor]],
+    Tensor,
+] = _ops.group_read.default
+"""(group, ids (N,) int64, offsets, weights, elsewhere_ids, elsewhere_images) -> pooled
+(B, columns) float32.
+
+An evaluation lookup in which some rows are not in the tables: for each table, their ids
+(n,) int64, ascending, and their images (n, image bytes) uint8.
+"""
+group_prefetch: Callable[[int, Tensor, Sequence[int]], None] = (
+    _ops.group_prefetch.default
 )
-"""(contexts of one group, grad (B, columns) float32 of each context, learning rate of each table). Updates each row
-once, on the sum of its gradients over all contexts. The sum is taken feature by feature, and within a feature context
-by context."""
+"""(group, ids (N,) int64, number of ids of each feature).
+
+Makes missing rows before their training forward, on the calling thread alone. The rows
+count as misses and inserts now, and as lookups in the forward.
+"""
+group_backward: Callable[[Tensor, Tensor, Sequence[float], bool], Tensor] = (
+    _ops.group_backward.default
+)
+"""(context, grad (B, columns) float32, learning rate of each table, weight_grads) ->
+gradient of the per-sample weights (N,) float32, which is empty without
+``weight_grads``.
+
+Updates the rows.
+"""
+group_weight_gradients: Callable[[Tensor, Tensor], Tensor] = (
+    _ops.group_weight_gradients.default
+)
+"""(context, grad (B, columns) float32) -> gradient of the per-sample weights (N,)
+float32.
+
+The rows do not change.
+"""
+group_accumulated_backward: Callable[
+    [Sequence[Tensor], Sequence[Tensor], Sequence[float]], None
+] = _ops.group_accumulated_backward.default
+"""(contexts of one group, grad (B, columns) float32 of each context, learning rate of
+each table).
+
+Updates each row once, on the sum of its gradients over all contexts. The sum is taken
+feature by feature, and within a feature context by context.
+"""
 
 
 def group_create(
-    tables: Sequence[int], feature_tables: Sequence[int], routings: Sequence[tuple[int, int, int, bool]], mean: bool
+    tables: Sequence[int],
+    feature_tables: Sequence[int],
+    routings: Sequence[tuple[int, int, int, bool]],
+    mean: bool,
 ) -> int:
-    """Makes a group of tables that one call looks up, and returns its handle, which :func:`group_destroy` frees.
+    """Makes a group of tables that one call looks up, and returns its handle, which
+    :func:`group_destroy` frees.
 
-    ``feature_tables`` has the position of each feature's table in ``tables``. A routing is (block_rows, world_size,
-    rank, mixed); a world_size of 0 leaves ids unchanged. ``mean`` pools by the mean, otherwise by the sum.
+    ``feature_tables`` has the position of each feature's table in ``tables``. A routing
+    is (block_rows, world_size, rank, mixed); a world_size of 0 leaves ids unchanged.
+    ``mean`` pools by the mean, otherwise by the sum.
     """
     flat = [int(number) for routing in routings for number in routing]
     with native_errors("group"):
-        return cast(int, _ops.group_create(list(tables), list(feature_tables), flat, mean))
+        return cast(
+            int, _ops.group_create(list(tables), list(feature_tables), flat, mean)
+        )
 
 
 # Rows of several groups.
-rows_forward: Callable[[Sequence[int], Tensor, Sequence[int], bool], tuple[Tensor, Tensor]] = _ops.rows_forward.default
-"""(groups of one feature, ids (N,) int64, number of ids of each group, train)
--> rows (sum of counts * columns,) float32, and the contexts (groups,), which are empty without ``train``.
-``contexts[i : i + 1]`` is the argument of :func:`group_backward` for group ``i``."""
+rows_forward: Callable[
+    [Sequence[int], Tensor, Sequence[int], bool], tuple[Tensor, Tensor]
+] = _ops.rows_forward.default
+"""(groups of one feature, ids (N,) int64, number of ids of each group, train) -> rows
+(sum of counts * columns,) float32, and the contexts (groups,), which are empty without
+``train``.
+
+``contexts[i : i + 1]`` is the argument of :func:`group_backward` for group ``i``.
+"""
 
 # Ids.
 mix_ids: Callable[[Tensor, bool], Tensor] = _ops.mix_ids.default
-"""(ids (N,) int64, inverse) -> (N,) int64: the ids, mapped by a bijection that leaves no pattern in their low bits, or
-by its inverse."""
+"""(ids (N,) int64, inverse) -> (N,) int64: the ids, mapped by a bijection that leaves
+no pattern in their low bits, or by its inverse.
+"""
 
 
 def buffer_pool_bytes() -> tuple[int, int, int]:
-    """Returns the bytes of the process's buffer pool for outputs and gradients: in use, idle, and the bound on idle."""
+    """Returns the bytes of the process's buffer pool for outputs and gradients: in use,
+    idle, and the bound on idle.
+    """
     used, idle, most_idle = _ops.buffer_pool_bytes()
     return used, idle, most_idle
 
 
 def instruction_set() -> str:
-    """Returns the instruction set of the loops over rows: ``"baseline"``, ``"neon"``, ``"avx2"`` or ``"avx512"``."""
+    """Returns the instruction set of the loops over rows: ``"baseline"``, ``"neon"``,
+    ``"avx2"`` or ``"avx512"``.
+    """
     return cast(str, _ops.instruction_set())
 
 
@@ -390,5 +624,8 @@ def check_integers(dtype: torch.dtype, features: Sequence[str]) -> None:
 
 
 def concatenated(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns tensors one after the other. A single tensor is returned itself, without a copy."""
+    """Returns tensors one after the other.
+
+    A single tensor is returned itself, without a copy.
+    """
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -8,7 +8,16 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, RedisStore, RocksDBStore, SSDStore, TableOptions
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    Expiry,
+    MinFrequency,
+    RedisStore,
+    RocksDBStore,
+    SSDStore,
+    TableOptions,
+)
 
 
 def options_of_flags(
@@ -23,9 +32,13 @@ def options_of_flags(
     cold_store: str | None,
     seed: int = 0,
 ) -> TableOptions:
-    """Returns the options of a table from the flags ``--max-rows``, ``--eviction`` and so on. None: the flag is absent.
+    """Returns the options of a table from the flags ``--max-rows``, ``--eviction`` and
+    so on.
 
-    Raises ValueError if a flag needs another flag that is absent, or has an invalid value.
+    None: the flag is absent.
+
+    Raises ValueError if a flag needs another flag that is absent, or has an invalid
+    value.
     """
     for flag, number in (
         ("--max-rows", max_rows),
@@ -37,18 +50,27 @@ def options_of_flags(
             raise ValueError(f"{flag} must be at least 1, got {number}")
     for flag, value in (("--eviction", eviction), ("--cold-store", cold_store)):
         if value is not None and max_rows is None:
-            raise ValueError(f"{flag} needs --max-rows: a table without a bound evicts nothing")
+            raise ValueError(
+                f"{flag} needs --max-rows: a table without a bound evicts nothing"
+            )
     if expire_seconds is not None and not 0 < expire_seconds < math.inf:
-        raise ValueError(f"--expire-seconds must be positive and finite, got {expire_seconds}")
+        raise ValueError(
+            f"--expire-seconds must be positive and finite, got {expire_seconds}"
+        )
     if expire_steps is not None and expire_seconds is not None:
         raise ValueError("--expire-steps and --expire-seconds cannot be used together")
-    for flag, needs_lfu in (("--half-life-steps", half_life_steps), ("--lfu-count", lfu_count)):
+    for flag, needs_lfu in (
+        ("--half-life-steps", half_life_steps),
+        ("--lfu-count", lfu_count),
+    ):
         if needs_lfu is not None and eviction != "lfu":
             raise ValueError(f"{flag} needs --eviction lfu")
     expires = expire_steps is not None or expire_seconds is not None
     policy: LRU | LFU | None = None
     if max_rows is not None:
-        policy = LFU(half_life_steps, lfu_count or "steps") if eviction == "lfu" else LRU()
+        policy = (
+            LFU(half_life_steps, lfu_count or "steps") if eviction == "lfu" else LRU()
+        )
     return TableOptions(
         seed=seed,
         max_rows=max_rows,
@@ -60,7 +82,9 @@ def options_of_flags(
 
 
 def cold_store_of_flag(url_or_path: str) -> RedisStore | RocksDBStore | SSDStore:
-    """Returns the options of the cold store that ``--cold-store`` names by a path, ``rocksdb://PATH`` or Redis' URL."""
+    """Returns the options of the cold store that ``--cold-store`` names by a path,
+    ``rocksdb://PATH`` or Redis' URL.
+    """
     if url_or_path.startswith("rocksdb://"):
         return RocksDBStore(url_or_path.removeprefix("rocksdb://"))
     return RedisStore(url_or_path) if "://" in url_or_path else SSDStore(url_or_path)

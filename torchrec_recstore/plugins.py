@@ -1,6 +1,8 @@
-"""What other distributions add to this package: it finds them by their entry points and never imports them by name.
+"""What other distributions add to this package: it finds them by their entry points and
+never imports them by name.
 
-``torchrec-recstore-service`` and ``torchrec-recstore-serving`` list what they add in their ``setup.cfg``.
+``torchrec-recstore-service`` and ``torchrec-recstore-serving`` list what they add in
+their ``setup.cfg``.
 """
 
 from __future__ import annotations
@@ -11,13 +13,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-# The group of the entry points of commands, which are typer functions or typer apps, and that of all others.
-_COMMAND_GROUP, _PLUGIN_GROUP = "torchrec_recstore.commands", "torchrec_recstore.plugins"
+# The group of the entry points of commands, which are typer functions or typer apps,
+# and that of all others.
+_COMMAND_GROUP, _PLUGIN_GROUP = (
+    "torchrec_recstore.commands",
+    "torchrec_recstore.plugins",
+)
 # Which distribution has a name: torchrec-recstore-service or torchrec-recstore-serving.
-_COMMANDS = {"export": "serving", "follow": "serving", "serve": "service", "servers": "service"}
+_COMMANDS = {
+    "export": "serving",
+    "follow": "serving",
+    "serve": "service",
+    "servers": "service",
+}
 _PLUGINS = {
     **dict.fromkeys(
-        ("client", "connected_to", "looks", "redis_store", "rocksdb_store", "server_store", "service"), "service"
+        (
+            "client",
+            "connected_to",
+            "looks",
+            "redis_store",
+            "rocksdb_store",
+            "server_store",
+            "service",
+        ),
+        "service",
     ),
     "serving": "serving",
 }
@@ -26,22 +46,33 @@ _PLUGINS = {
 def missing(name: str) -> ImportError:
     """Returns the error of a plugin or a command whose distribution is not installed."""
     needed = f"torchrec-recstore-{(_PLUGINS | _COMMANDS)[name]}"
-    return ImportError(f"this needs {needed}, which is not installed: pip install {needed}", name=needed)
+    return ImportError(
+        f"this needs {needed}, which is not installed: pip install {needed}",
+        name=needed,
+    )
 
 
 def commands() -> dict[str, EntryPoint | None]:
-    """Returns the entry points of the commands of other distributions by name, None for those not installed."""
-    return {**dict.fromkeys(_COMMANDS), **{entry.name: entry for entry in _entry_points(group=_COMMAND_GROUP)}}
+    """Returns the entry points of the commands of other distributions by name, None for
+    those not installed.
+    """
+    return {
+        **dict.fromkeys(_COMMANDS),
+        **{entry.name: entry for entry in _entry_points(group=_COMMAND_GROUP)},
+    }
 
 
 def _entry_points(**wanted: str) -> Any:
-    from importlib.metadata import entry_points  # takes as long as the rest of `import torchrec_recstore`
+    # takes as long as the rest of `import torchrec_recstore`
+    from importlib.metadata import entry_points
 
     return entry_points(**wanted)
 
 
 def is_installed(name: str) -> bool:
-    """Returns whether the distribution that adds a name is installed, without importing it."""
+    """Returns whether the distribution that adds a name is installed, without importing
+    it.
+    """
     return any(True for _ in _entry_points(group=_PLUGIN_GROUP, name=name))
 
 
@@ -50,7 +81,8 @@ def plugin(name: str) -> Any:
     """Returns what another distribution adds under a name.
 
     Raises:
-        ImportError: The distribution is not installed. The message says how to install it.
+        ImportError: The distribution is not installed. The message says how to install
+            it.
     """
     for entry in _entry_points(group=_PLUGIN_GROUP, name=name):
         return entry.load()

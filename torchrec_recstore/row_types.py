@@ -1,9 +1,12 @@
-"""The data types in which a table stores the weights of its rows, and conversions between them.
+"""The data types in which a table stores the weights of its rows, and conversions
+between them.
 
-A weight of an 8-bit row (``torch.int8``) is ``code * scale + bias``, with a code from 0 to 255 for each weight, and one
-scale and one bias for each row. Outside a table, the stored weights of N such rows are (N, columns + 8) uint8: the
-codes of a row, then its scale and its bias as float32. This is the layout of FBGEMM's
-``FloatToFused8BitRowwiseQuantized``. Stored weights of other types are (N, columns) tensors of that type.
+A weight of an 8-bit row (``torch.int8``) is ``code * scale + bias``, with a code from 0
+to 255 for each weight, and one scale and one bias for each row. Outside a table, the
+stored weights of N such rows are (N, columns + 8) uint8: the codes of a row, then its
+scale and its bias as float32. This is the layout of FBGEMM's
+``FloatToFused8BitRowwiseQuantized``. Stored weights of other types are (N, columns)
+tensors of that type.
 
 Tests: tests/store/test_row_types.py, tests/store/test_eight_bits.py.
 """
@@ -15,13 +18,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-ROW_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+ROW_TYPES: dict[torch.dtype, int] = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.int8: 3,
+}
 """The values of ``RowType`` in csrc/config.h."""
 ROW_DTYPES = tuple(ROW_TYPES)
 """The types in which a table can store its weights."""
 
 STATE_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1}
-"""The data types in which a table can store its optimizer state, and the values of ``StateType`` in csrc/config.h."""
+"""The data types in which a table can store its optimizer state, and the values of
+``StateType`` in csrc/config.h.
+"""
 
 MOST_COLUMNS = 2**24
 """The largest number of columns of a table: ``kMostColumns`` in csrc/ops/table.cpp."""
@@ -32,31 +42,50 @@ _TOP, _UNIT = 255, 1 << 16
 
 
 def value_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the data type of lookups from a table of ``dtype``: float32 for 8-bit rows, else ``dtype``."""
+    """Returns the data type of lookups from a table of ``dtype``: float32 for 8-bit
+    rows, else ``dtype``.
+    """
     return torch.float32 if dtype is torch.int8 else dtype
 
 
 def stored_columns(dtype: torch.dtype, columns: int) -> int:
-    """Returns the number of columns of the stored weights of ``columns`` columns of a table of ``dtype``."""
+    """Returns the number of columns of the stored weights of ``columns`` columns of a
+    table of ``dtype``.
+    """
     return columns + GRID_BYTES if dtype is torch.int8 else columns
 
 
 def row_bytes(dtype: torch.dtype, columns: int) -> int:
-    """Returns the number of bytes that the weights of a row occupy in a table. It is a multiple of 4."""
-    return -(-columns * dtype.itemsize // 4) * 4 + (GRID_BYTES if dtype is torch.int8 else 0)
+    """Returns the number of bytes that the weights of a row occupy in a table.
+
+    It is a multiple of 4.
+    """
+    return -(-columns * dtype.itemsize // 4) * 4 + (
+        GRID_BYTES if dtype is torch.int8 else 0
+    )
 
 
 def as_numbers(content: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a copy of bytes, (N, columns * ``dtype.itemsize``) uint8, as numbers, (N, columns) of ``dtype``.
+    """Returns a copy of bytes, (N, columns * ``dtype.itemsize``) uint8, as numbers, (N,
+    columns) of ``dtype``.
 
-    The bytes may begin at any place in memory, also at one that ``Tensor.view`` refuses.
+    The bytes may begin at any place in memory, also at one that ``Tensor.view``
+    refuses.
     """
     rows, columns = content.shape[0], content.shape[1] // dtype.itemsize
-    return content.clone(memory_format=torch.contiguous_format).view(-1).view(dtype).view(rows, columns)
+    return (
+        content.clone(memory_format=torch.contiguous_format)
+        .view(-1)
+        .view(dtype)
+        .view(rows, columns)
+    )
 
 
 def values(stored: Tensor) -> Tensor:
-    """Returns the values of stored weights: (N, columns) float32. All of them are exact."""
+    """Returns the values of stored weights: (N, columns) float32.
+
+    All of them are exact.
+    """
     if stored.dtype is not torch.uint8:
         return stored.float()
     grid = as_numbers(stored[:, -GRID_BYTES:], torch.float32)
@@ -64,34 +93,50 @@ def values(stored: Tensor) -> Tensor:
 
 
 def as_stored(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns weights in the form in which a table of ``dtype`` stores them, rounded to nearest.
+    """Returns weights in the form in which a table of ``dtype`` stores them, rounded to
+    nearest.
 
-    The weights are (N, columns) floating-point values, or stored weights of any data type.
+    The weights are (N, columns) floating-point values, or stored weights of any data
+    type.
     """
-    if weights.dtype is (torch.uint8 if dtype is torch.int8 else dtype):  # the stored weights of 8-bit rows are uint8
+    # the stored weights of 8-bit rows are uint8
+    if weights.dtype is (torch.uint8 if dtype is torch.int8 else dtype):
         return weights
-    return _quantized(values(weights)) if dtype is torch.int8 else values(weights).to(dtype)
+    return (
+        _quantized(values(weights))
+        if dtype is torch.int8
+        else values(weights).to(dtype)
+    )
 
 
 def columns_of(stored: Tensor, columns: slice) -> Tensor:
-    """Returns some columns of stored weights, exactly: 8-bit rows keep their scale and bias."""
+    """Returns some columns of stored weights, exactly: 8-bit rows keep their scale and
+    bias.
+    """
     if stored.dtype is not torch.uint8:
         return stored[:, columns]
-    return torch.cat([stored[:, :-GRID_BYTES][:, columns], stored[:, -GRID_BYTES:]], dim=1)
+    return torch.cat(
+        [stored[:, :-GRID_BYTES][:, columns], stored[:, -GRID_BYTES:]], dim=1
+    )
 
 
 def joined_columns(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the stored weights of rows whose columns are in several parts, in their order.
+    """Returns the stored weights of rows whose columns are in several parts, in their
+    order.
 
     Parts of 8-bit rows have different scales. The result is then float32.
     """
     if len(parts) == 1:
         return parts[0]
-    return torch.cat([values(part) if part.dtype is torch.uint8 else part for part in parts], dim=1)
+    return torch.cat(
+        [values(part) if part.dtype is torch.uint8 else part for part in parts], dim=1
+    )
 
 
 def _quantized(weights: Tensor) -> Tensor:
-    """Returns 8-bit rows of (N, columns) float32 weights, to the bit as csrc/row_int8.inl makes them."""
+    """Returns 8-bit rows of (N, columns) float32 weights, to the bit as
+    csrc/row_int8.inl makes them.
+    """
     least, greatest = weights.amin(1, keepdim=True), weights.amax(1, keepdim=True)
     finite = (weights.abs() <= 2.0**126).all(1, keepdim=True)
     spread = greatest - least
@@ -100,6 +145,10 @@ def _quantized(weights: Tensor) -> Tensor:
     scale = ((bits + 0x80) & ~0xFF).view(torch.float32)  # 16 significant bits
     inverse = torch.where(constant, 0.0, _UNIT / scale)
     steps = ((weights - least) * inverse).clamp(max=_TOP * _UNIT)
-    codes = ((torch.where(finite, steps, _TOP * _UNIT).to(torch.int32) + _UNIT // 2) >> 16).to(torch.uint8)
+    codes = (
+        (torch.where(finite, steps, _TOP * _UNIT).to(torch.int32) + _UNIT // 2) >> 16
+    ).to(torch.uint8)
     grid = torch.cat([torch.where(constant, 0.0, scale), least + 0.0], dim=1)
-    return torch.cat([codes, torch.where(finite, grid, torch.nan).view(torch.uint8)], dim=1)
+    return torch.cat(
+        [codes, torch.where(finite, grid, torch.nan).view(torch.uint8)], dim=1
+    )

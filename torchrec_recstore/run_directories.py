@@ -1,4 +1,6 @@
-"""The directories of cold stores on an SSD, and which of them no process uses. This module imports no torch.
+"""The directories of cold stores on an SSD, and which of them no process uses.
+
+This module imports no torch.
 
 Tests: tests/store/test_run_directories.py.
 """
@@ -28,20 +30,23 @@ _open: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
 
 class RunDirectory:
-    """The directory of one open store: ``root/<shard>/run-<number>``. It is deleted when the store is closed.
+    """The directory of one open store: ``root/<shard>/run-<number>``.
 
-    The process that opens the store holds a lock on a file in the directory as long as the process lives. A new
-    directory removes all directories under ``root`` whose process has died, whatever their names, because a later run
-    on fewer ranks would not use these names. ``number`` is 12 hexadecimal digits that no other directory has. Raises
-    OSError if the directory cannot be created or locked.
+    It is deleted when the store is closed.
+
+    The process that opens the store holds a lock on a file in the directory as long as
+    the process lives. A new directory removes all directories under ``root`` whose
+    process has died, whatever their names, because a later run on fewer ranks would not
+    use these names. ``number`` is 12 hexadecimal digits that no other directory has.
+    Raises OSError if the directory cannot be created or locked.
     """
 
     def __init__(self, root: str, shard: str, number: str) -> None:
         self._root = Path(root).absolute()
         self._root.mkdir(parents=True, exist_ok=True)
         refuse_foreign(self._root / shard)
-        # Only one process works here at a time. Otherwise it could remove a directory that another process has created
-        # and not locked yet.
+        # Only one process works here at a time. Otherwise it could remove a directory
+        # that another process has created and not locked yet.
         with _locked(self._root):
             _remove_dead(self._root)
             self.path = self._root / _directory_name(shard) / f"run-{number}"
@@ -49,27 +54,37 @@ class RunDirectory:
             self.path.parent.mkdir(exist_ok=True)
             self.path.mkdir(mode=0o700)
             refuse_foreign(self.path)
-            self._lock: int | None = open_own(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            self._lock: int | None = open_own(
+                self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600
+            )
             _open.add(self)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             os.write(self._lock, f"{os.getpid()} {socket.gethostname()}".encode())
 
     def remove(self) -> None:
-        """Deletes the directory, and its parent if that is empty. Does nothing in a forked process. Raises OSError."""
+        """Deletes the directory, and its parent if that is empty.
+
+        Does nothing in a forked process. Raises OSError.
+        """
         lock, self._lock = self._lock, None
         if lock is None:
             return
         try:
             _delete(self.path)
-            # It does not wait for the lock: the garbage collector may run it within __init__, which holds the lock.
-            with suppress(BlockingIOError), _locked(self._root, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            # It does not wait for the lock: the garbage collector may run it within
+            # __init__, which holds the lock.
+            with (
+                suppress(BlockingIOError),
+                _locked(self._root, fcntl.LOCK_EX | fcntl.LOCK_NB),
+            ):
                 _remove_if_empty(self.path.parent)
         finally:
             os.close(lock)
 
 
 def _leave_all() -> None:
-    # A forked process closes the locks, so that a child which outlives its parent does not hold them.
+    # A forked process closes the locks, so that a child which outlives its parent does
+    # not hold them.
     for directory in list(_open):
         if directory._lock is not None:
             os.close(directory._lock)
@@ -83,8 +98,9 @@ os.register_at_fork(after_in_child=_leave_all)
 class Run:
     """A directory of a cold store, as :func:`run_directories` finds it.
 
-    ``bytes`` is the size of its files. If it is not ``alive``, its process has ended, and nothing needs the rows.
-    ``pid`` is the number of the process that uses it, on ``host``; both are None if none does, or if it is not known.
+    ``bytes`` is the size of its files. If it is not ``alive``, its process has ended,
+    and nothing needs the rows. ``pid`` is the number of the process that uses it, on
+    ``host``; both are None if none does, or if it is not known.
     """
 
     path: Path
@@ -99,14 +115,19 @@ class Run:
         """A description of the process that uses the directory. Empty if none does."""
         if not self.alive:
             return ""
-        return "a process" if self.pid is None else f"process {self.pid} on host {self.host}"
+        return (
+            "a process"
+            if self.pid is None
+            else f"process {self.pid} on host {self.host}"
+        )
 
 
 def run_directories(folder: str | Path) -> list[Run]:
-    """Returns the directories of all cold stores on an SSD below a folder, at any depth, in the order of their paths.
+    """Returns the directories of all cold stores on an SSD below a folder, at any
+    depth, in the order of their paths.
 
-    The folder need not exist. Raises OSError if the locks of a store cannot be read, because they belong to another
-    user.
+    The folder need not exist. Raises OSError if the locks of a store cannot be read,
+    because they belong to another user.
     """
     found = []
     for directory, names, files in os.walk(folder):
@@ -118,25 +139,42 @@ def run_directories(folder: str | Path) -> list[Run]:
             for run, owner in owners:
                 number, _, host = (owner or "").partition(" ")
                 named = (int(number), host) if number.isdigit() else (None, None)
-                found.append(Run(run, unquote(run.parent.name), _size(run), owner is not None, *named))
+                found.append(
+                    Run(
+                        run,
+                        unquote(run.parent.name),
+                        _size(run),
+                        owner is not None,
+                        *named,
+                    )
+                )
     return found
 
 
 def removal(runs: Sequence[Run]) -> str:
-    """Returns the command that removes the directories that no process uses. Empty if there are none."""
+    """Returns the command that removes the directories that no process uses.
+
+    Empty if there are none.
+    """
     dead = [str(run.path) for run in runs if not run.alive]
     return shlex.join(["rm", "-r", *dead]) if dead else ""
 
 
 def _directory_name(shard: str) -> str:
-    """Returns the name of the directory of a shard, which is no other name in the path of a store."""
+    """Returns the name of the directory of a shard, which is no other name in the path
+    of a store.
+    """
     if shard in (_LOCK, _SHARED):
-        return f"%{ord(shard[0]):02X}{shard[1:]}"  # what escaped_name() would do with another character
+        # what escaped_name() would do with another character
+        return f"%{ord(shard[0]):02X}{shard[1:]}"
     return shard
 
 
 def _runs(root: Path) -> list[Path]:
-    """Returns the run directories. A link is none: what it names was not made by a store."""
+    """Returns the run directories.
+
+    A link is none: what it names was not made by a store.
+    """
     runs = []
     for run in root.glob("*/run-*"):
         is_link = run.is_symlink() or run.parent.is_symlink()
@@ -146,7 +184,9 @@ def _runs(root: Path) -> list[Path]:
 
 
 @contextmanager
-def _locked(root: Path, how: int = fcntl.LOCK_EX, mode: int = os.O_RDWR | os.O_CREAT) -> Iterator[None]:
+def _locked(
+    root: Path, how: int = fcntl.LOCK_EX, mode: int = os.O_RDWR | os.O_CREAT
+) -> Iterator[None]:
     file = open_own(root / _LOCK, mode, 0o644)
     try:
         fcntl.flock(file, how)
@@ -156,7 +196,10 @@ def _locked(root: Path, how: int = fcntl.LOCK_EX, mode: int = os.O_RDWR | os.O_C
 
 
 def _owner(run: Path) -> str | None:
-    """Returns what the process that uses a directory has written, or None. The caller has locked the root."""
+    """Returns what the process that uses a directory has written, or None.
+
+    The caller has locked the root.
+    """
     if os.path.islink(run / _LOCK):  # a store has not made it
         return None
     try:
@@ -189,17 +232,25 @@ def _remove_dead(root: Path) -> None:
             try:
                 _delete(run)
             except OSError as error:
-                warn_user(f"{run} is the cold store of a process that has ended, and cannot be removed: {error}")
+                warn_user(
+                    f"{run} is the cold store of a process that has ended, and cannot"
+                    f" be removed: {error}"
+                )
     for directory in root.glob("*/"):
         _remove_if_empty(directory)
 
 
 def _delete(run: Path) -> None:
-    # The lock is deleted last. Without it, another process takes the rest for the directory of a killed process.
+    # The lock is deleted last. Without it, another process takes the rest for the
+    # directory of a killed process.
     with suppress(FileNotFoundError):
         for path in run.iterdir():
             if path.name != _LOCK:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                (
+                    shutil.rmtree(path)
+                    if path.is_dir() and not path.is_symlink()
+                    else path.unlink()
+                )
         shutil.rmtree(run)
 
 

@@ -1,4 +1,6 @@
-"""Checks of TorchRec's table configs, and the initializer that a config asks for. For sharded and unsharded tables.
+"""Checks of TorchRec's table configs, and the initializer that a config asks for.
+
+For sharded and unsharded tables.
 
 Tests: tests/sharders/test_embeddingbag.py, tests/modules/test_embedding_modules.py.
 """
@@ -12,7 +14,12 @@ import torch
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-from torchrec_recstore.options import Initializer, TableOptions, UniformInit, default_initializer
+from torchrec_recstore.options import (
+    Initializer,
+    TableOptions,
+    UniformInit,
+    default_initializer,
+)
 
 ROW_DTYPES = {
     DataType.FP32: torch.float32,
@@ -23,38 +30,61 @@ ROW_DTYPES = {
 
 
 def check_config(config: BaseEmbeddingConfig) -> None:
-    """Raises ValueError if rows cannot have a config's data type, or if the config asks for another kernel."""
+    """Raises ValueError if rows cannot have a config's data type, or if the config asks
+    for another kernel.
+    """
     if config.data_type not in ROW_DTYPES:
         raise ValueError(
-            f"RecStore table {config.name!r}: data_type {config.data_type} is not supported, "
-            f"only {', '.join(kind.name for kind in ROW_DTYPES)} are"
+            f"RecStore table {config.name!r}: data_type {config.data_type} is not"
+            f" supported, only {', '.join(kind.name for kind in ROW_DTYPES)} are"
         )
     if config.use_virtual_table:
         raise ValueError(
-            f"RecStore table {config.name!r}: use_virtual_table asks for TorchRec's own kernels: leave it out"
+            f"RecStore table {config.name!r}: use_virtual_table asks for TorchRec's own"
+            " kernels: leave it out"
         )
 
 
-def missing_features(given: Sequence[str], configs: Iterable[BaseEmbeddingConfig]) -> str:
-    """Describes the features of tables that a batch with the features ``given`` lacks. Is empty if it has them all."""
-    lacking = [f"{name!r} of table {c.name!r}" for c in configs for name in c.feature_names if name not in given]
-    return f"the batch has no feature {', '.join(lacking)}: it has {list(given)}" if lacking else ""
+def missing_features(
+    given: Sequence[str], configs: Iterable[BaseEmbeddingConfig]
+) -> str:
+    """Describes the features of tables that a batch with the features ``given`` lacks.
+
+    Is empty if it has them all.
+    """
+    lacking = [
+        f"{name!r} of table {c.name!r}"
+        for c in configs
+        for name in c.feature_names
+        if name not in given
+    ]
+    return (
+        f"the batch has no feature {', '.join(lacking)}: it has {list(given)}"
+        if lacking
+        else ""
+    )
 
 
 def check_init_fn(config: BaseEmbeddingConfig, options: TableOptions | None) -> None:
-    """Raises ValueError if a config has an ``init_fn`` of the user, and ``options`` have no initializer."""
-    if (options is None or options.initializer is None) and not _is_default_init(config):
+    """Raises ValueError if a config has an ``init_fn`` of the user, and ``options``
+    have no initializer.
+    """
+    if (options is None or options.initializer is None) and not _is_default_init(
+        config
+    ):
         raise ValueError(
-            f"RecStore table {config.name!r}: init_fn initializes whole tables, but rows are created one at a time: "
-            "set TableOptions.initializer, or the config's weight_init_min and weight_init_max"
+            f"RecStore table {config.name!r}: init_fn initializes whole tables, but"
+            " rows are created one at a time: set TableOptions.initializer, or the"
+            " config's weight_init_min and weight_init_max"
         )
 
 
 def initializer_of(config: BaseEmbeddingConfig, options: TableOptions) -> Initializer:
-    """Returns the initializer of ``options``, or a uniform one with the config's ``weight_init_min`` and ``_max``.
+    """Returns the initializer of ``options``, or a uniform one with the config's
+    ``weight_init_min`` and ``_max``.
 
-    A bound that the config does not set is that of the default initializer. Raises ValueError, which names the table,
-    if the range is not valid.
+    A bound that the config does not set is that of the default initializer. Raises
+    ValueError, which names the table, if the range is not valid.
     """
     default = default_initializer(options, config.num_embeddings)
     low, high = config.weight_init_min, config.weight_init_max
@@ -63,15 +93,23 @@ def initializer_of(config: BaseEmbeddingConfig, options: TableOptions) -> Initia
     if not isinstance(default, UniformInit):
         raise AssertionError("the default initializer is uniform")
     try:
-        return UniformInit(default.low if low is None else low, default.high if high is None else high)
+        return UniformInit(
+            default.low if low is None else low, default.high if high is None else high
+        )
     except ValueError as error:
-        raise ValueError(f"RecStore table {config.name!r}: weight_init_min, weight_init_max: {error}") from error
+        raise ValueError(
+            f"RecStore table {config.name!r}: weight_init_min, weight_init_max: {error}"
+        ) from error
 
 
 def _is_default_init(config: BaseEmbeddingConfig) -> bool:
-    """Returns whether ``init_fn`` is TorchRec's default (``BaseEmbeddingConfig.__post_init__``, torchrec 1.8.0)."""
+    """Returns whether ``init_fn`` is TorchRec's default
+    (``BaseEmbeddingConfig.__post_init__``, torchrec 1.8.0).
+    """
     filled_in = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
     init_fn = config.init_fn
     return init_fn is None or (
-        isinstance(init_fn, partial) and init_fn.func is nn.init.uniform_ and init_fn.keywords == filled_in
+        isinstance(init_fn, partial)
+        and init_fn.func is nn.init.uniform_
+        and init_fn.keywords == filled_in
     )

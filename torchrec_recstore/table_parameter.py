@@ -1,4 +1,5 @@
-"""The tensors that represent a table in a module: its empty parameter, and the copies in ``state_dict``.
+"""The tensors that represent a table in a module: its empty parameter, and the copies
+in ``state_dict``.
 
 Tests: tests/sharders/test_state_writes.py, tests/sharders/test_table_parameter.py.
 """
@@ -17,13 +18,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 _DATA: Any = Tensor.data
 _FIXES = {
     "change": (
-        "set initial rows with TableOptions(initializer=...), and write rows with load_state_dict "
-        "or, if the model is sharded, with load_dense_weights; a loop over parameters, such as an "
-        "average of weights, leaves tables out with `if parameter.numel()`"
+        "set initial rows with TableOptions(initializer=...), and write rows with"
+        " load_state_dict or, if the model is sharded, with load_dense_weights; a loop"
+        " over parameters, such as an average of weights, leaves tables out with `if"
+        " parameter.numel()`"
     ),
     "read": (
-        "read rows in state_dict() or, if the model is sharded, with export_dense_weights; a loop "
-        "over parameters, such as a norm of weights, leaves tables out with `if parameter.numel()`"
+        "read rows in state_dict() or, if the model is sharded, with"
+        " export_dense_weights; a loop over parameters, such as a norm of weights,"
+        " leaves tables out with `if parameter.numel()`"
     ),
 }
 
@@ -41,10 +44,11 @@ class _Given:
 class GivenCopies:
     """The copies of rows that ``state_dict`` has returned and that are still in use.
 
-    TorchRec's own tables share memory with the tensors of ``state_dict``, so that a write to these changes the model. A
-    write to RecStore's copies would silently change nothing. It cannot raise an error at once, because
-    ``torch.distributed.checkpoint.load`` writes the copies and then loads them. So the next use of the table raises an
-    error, unless the state has been loaded by then.
+    TorchRec's own tables share memory with the tensors of ``state_dict``, so that a
+    write to these changes the model. A write to RecStore's copies would silently change
+    nothing. It cannot raise an error at once, because
+    ``torch.distributed.checkpoint.load`` writes the copies and then loads them. So the
+    next use of the table raises an error, unless the state has been loaded by then.
     """
 
     def __init__(self) -> None:
@@ -52,22 +56,28 @@ class GivenCopies:
         self._refusal = ""
 
     def refuse_all(self, why: str) -> None:
-        """Makes :meth:`check_usable` raise ``RuntimeError`` with the message ``why`` from now on."""
+        """Makes :meth:`check_usable` raise ``RuntimeError`` with the message ``why``
+        from now on.
+        """
         self._refusal = why
 
     def check_usable(self) -> None:
-        """Raises RuntimeError if :meth:`refuse_all` has been called, because the tables have lost rows."""
+        """Raises RuntimeError if :meth:`refuse_all` has been called, because the tables
+        have lost rows.
+        """
         if self._refusal:
             raise RuntimeError(self._refusal)
 
     def give(self, table: str, method: str, copy: Tensor) -> Tensor:
-        """Returns a tensor with the memory of ``copy``, which nothing else uses. :meth:`check` detects writes to it.
+        """Returns a tensor with the memory of ``copy``, which nothing else uses.
+        :meth:`check` detects writes to it.
 
-        Writes through ``.data`` or numpy are not detected, as autograd does not detect them either. ``method``, which
-        returns the copy, is ``state_dict`` or ``fused_optimizer.state_dict``.
+        Writes through ``.data`` or numpy are not detected, as autograd does not detect
+        them either. ``method``, which returns the copy, is ``state_dict`` or
+        ``fused_optimizer.state_dict``.
         """
-        # Torch counts the writes to a tensor and its views together. The witness is a base tensor without memory, of
-        # which the returned tensor is a view.
+        # Torch counts the writes to a tensor and its views together. The witness is a
+        # base tensor without memory, of which the returned tensor is a view.
         with torch.inference_mode(False), torch.no_grad():
             witness = torch.empty(0, dtype=copy.dtype)
             given = witness.view(0)
@@ -78,26 +88,33 @@ class GivenCopies:
         return given
 
     def forget(self, table: str, method: str) -> None:
-        """Forgets the copies that a method has returned of a table, because the table's state has been loaded."""
+        """Forgets the copies that a method has returned of a table, because the table's
+        state has been loaded.
+        """
         self._given = [each for each in self._given if each.of != (table, method)]
 
     def check(self) -> None:
-        """Raises RuntimeError, once, if a copy has been written to and the state has not been loaded afterwards.
+        """Raises RuntimeError, once, if a copy has been written to and the state has
+        not been loaded afterwards.
 
         Calls :meth:`check_usable`, too. Does nothing else while torch traces a model.
         """
         self.check_usable()
         if not self._given or torch.compiler.is_compiling():
             return
-        written = [each.of for each in self._given if each.witness._version != each.version]
+        written = [
+            each.of for each in self._given if each.witness._version != each.version
+        ]
         lasting = [each for each in self._given if not each.storage.expired()]  # type: ignore[no-untyped-call]
         self._given = [each for each in lasting if each.of not in written]
         if written:
             table, method = written[0]
             raise RuntimeError(
-                f"table {table!r}: a tensor of {method}() has been written to, which changes no row, because it is a "
-                f"copy: load the written state with {method.replace('state_dict', 'load_state_dict')}(...), or the "
-                "weights of a sharded model with load_dense_weights; to keep the model unchanged, write to a clone"
+                f"table {table!r}: a tensor of {method}() has been written to, which"
+                " changes no row, because it is a copy: load the written state with"
+                f" {method.replace('state_dict', 'load_state_dict')}(...), or the"
+                " weights of a sharded model with load_dense_weights; to keep the"
+                " model unchanged, write to a clone"
             )
 
     def __reduce__(self) -> tuple[type[GivenCopies], tuple[()]]:
@@ -111,22 +128,30 @@ def _needs_no_rows(func: Any) -> bool:
 
 
 class _Unwritable(Tensor):
-    """A tensor without rows. Torch functions that would read or write its rows raise an error.
+    """A tensor without rows.
 
-    All torch functions reach :meth:`__torch_function__`, also those that take the tensor in a list, by keyword or as
-    ``out``. Only the functions of ``_WITHOUT_ROWS`` and ``_ALIASES`` are called.
+    Torch functions that would read or write its rows raise an error.
+
+    All torch functions reach :meth:`__torch_function__`, also those that take the
+    tensor in a list, by keyword or as ``out``. Only the functions of ``_WITHOUT_ROWS``
+    and ``_ALIASES`` are called.
     """
 
     table: str
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Calls a function that needs no rows.
 
         Raises:
-            RuntimeError: The function would read or change rows. The message names the table.
+            RuntimeError: The function would read or change rows. The message names the
+                table.
         """
         if _needs_no_rows(func):
             with torch._C.DisableTorchFunctionSubclass():
@@ -145,7 +170,8 @@ class _Unwritable(Tensor):
         if value.numel():
             _refuse(self, "data")
         with torch._C.DisableTorchFunctionSubclass():
-            _DATA.__set__(self, value.as_subclass(Tensor))  # Module.to() sets data to an empty tensor
+            # Module.to() sets data to an empty tensor
+            _DATA.__set__(self, value.as_subclass(Tensor))
 
     def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
         """Raises an error, unless ``src`` is marked by :func:`without_rows_to_load`."""
@@ -164,11 +190,14 @@ class _Unwritable(Tensor):
 class TableParameter(_Unwritable, nn.Parameter):
     """The parameter that represents a table in a module. It is always empty: (0, dim).
 
-    A write to it raises ``RuntimeError``, which names the table, because functions that initialize parameters, as in
-    ``model.apply(init_weights)``, would silently change nothing. So does a read, which would find no row.
+    A write to it raises ``RuntimeError``, which names the table, because functions that
+    initialize parameters, as in ``model.apply(init_weights)``, would silently change
+    nothing. So does a read, which would find no row.
     """
 
-    def __new__(cls, data: Tensor, requires_grad: bool = True, *, table: str) -> TableParameter:
+    def __new__(
+        cls, data: Tensor, requires_grad: bool = True, *, table: str
+    ) -> TableParameter:
         """Makes the parameter, as ``nn.Parameter.__new__`` does."""
         parameter = Tensor._make_subclass(cls, _plain(data), requires_grad)
         parameter.table = table
@@ -179,19 +208,24 @@ class TableParameter(_Unwritable, nn.Parameter):
         return make, (_plain(self).detach(), self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
-        copied = TableParameter(_plain(self).detach().clone(), self.requires_grad, table=self.table)
+        copied = TableParameter(
+            _plain(self).detach().clone(), self.requires_grad, table=self.table
+        )
         memo[id(self)] = copied
         return copied
 
 
 def are_trained(parameters: Iterable[Tensor]) -> list[bool]:
-    """Returns ``requires_grad`` of the parameters of tables, without the time of ``__torch_function__``."""
+    """Returns ``requires_grad`` of the parameters of tables, without the time of
+    ``__torch_function__``.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         return [parameter.requires_grad for parameter in parameters]
 
 
 def without_rows_to_load(tensor: Tensor) -> Tensor:
-    """Marks the tensor of a table in a state dict, whose rows are loaded otherwise, and returns it.
+    """Marks the tensor of a table in a state dict, whose rows are loaded otherwise, and
+    returns it.
 
     ``nn.Module.load_state_dict`` may then copy it to the parameter of the table.
     """
@@ -206,9 +240,13 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _guarded(result: Any, table: str) -> Any:
-    """Makes a tensor that torch has just returned an alias of a table's parameter. Returns other results unchanged."""
+    """Makes a tensor that torch has just returned an alias of a table's parameter.
+
+    Returns other results unchanged.
+    """
     if type(result) is Tensor:
-        # as_subclass would add a node to the graph of autograd, in which the callers of view_as look for the parameter.
+        # as_subclass would add a node to the graph of autograd, in which the callers of
+        # view_as look for the parameter.
         result.__class__ = _Unwritable
         result.table = table  # type: ignore[attr-defined]
     return result
@@ -219,19 +257,22 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function of ``_ALIASES``, and raises RuntimeError for any other function."""
     if func not in _ALIASES:
         guarded = next(_guarded_within([args, kwargs]))
-        _refuse(guarded, _name_of(func), "change" if _writes(func, args, kwargs) else "read")
+        _refuse(
+            guarded, _name_of(func), "change" if _writes(func, args, kwargs) else "read"
+        )
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
-    # The result has the rows of the first argument. The other arguments lend only their dtype, device or shape, as in
-    # `tensor.to(parameter)`, which returns the tensor itself if nothing is to be converted.
+    # The result has the rows of the first argument. The other arguments lend only their
+    # dtype, device or shape, as in `tensor.to(parameter)`, which returns the tensor
+    # itself if nothing is to be converted.
     source = args[0] if args else kwargs.get("input")
     return _guarded(result, source.table) if isinstance(source, _Unwritable) else result
 
 
 def _refuse(tensor: _Unwritable, method: str, effect: str = "change") -> NoReturn:
     raise RuntimeError(
-        f"table {tensor.table!r}: {method} would {effect} no row, because its weight is an empty parameter and its "
-        f"rows are in RecStore: {_FIXES[effect]}"
+        f"table {tensor.table!r}: {method} would {effect} no row, because its weight is"
+        f" an empty parameter and its rows are in RecStore: {_FIXES[effect]}"
     )
 
 
@@ -254,7 +295,12 @@ def _writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
     name = _name_of(func)
     is_operator = name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")
     is_in_place = name.endswith("_") and not name.endswith("__")
-    if not (is_operator or is_in_place or name == "__setitem__" or func.__name__ == "__set__"):
+    if not (
+        is_operator
+        or is_in_place
+        or name == "__setitem__"
+        or func.__name__ == "__set__"
+    ):
         return False
     target = args[0] if args else next(iter(kwargs.values()))
     return bool(list(_guarded_within(target)))
@@ -270,7 +316,8 @@ def _name_of(func: Any) -> str:
 
 
 def _functions_named(names: str) -> Iterator[Any]:
-    """Yields the functions of torch and the methods and properties of tensors with one of ``names``.
+    """Yields the functions of torch and the methods and properties of tensors with one
+    of ``names``.
 
     Releases of torch differ in which of them exist.
     """
@@ -286,8 +333,9 @@ def _functions_named(names: str) -> Iterator[Any]:
             yield method.__set__
 
 
-# Each of these functions tells the same of a tensor without rows as of the table, or does nothing to rows. Optimizers,
-# DistributedDataParallel, torch.save, torch.distributed.checkpoint, torch.compile, Lightning and Accelerate call them.
+# Each of these functions tells the same of a tensor without rows as of the table, or
+# does nothing to rows. Optimizers, DistributedDataParallel, torch.save,
+# torch.distributed.checkpoint, torch.compile, Lightning and Accelerate call them.
 _METADATA = """
     device dtype layout shape size stride ndim dim ndimension numel nelement nbytes itemsize
     element_size storage_offset __len__ is_contiguous dim_order names has_names get_device
@@ -307,14 +355,15 @@ _NEW_TENSORS = """
     new new_tensor new_empty new_empty_strided new_full new_ones new_zeros
     empty_like full_like ones_like rand_like randint_like randn_like zeros_like
 """
-_WITHOUT_ROWS = frozenset([*_functions_named(_METADATA + _OF_AUTOGRAD + _NEW_TENSORS), torch.autograd.grad])
+_WITHOUT_ROWS = frozenset(
+    [*_functions_named(_METADATA + _OF_AUTOGRAD + _NEW_TENSORS), torch.autograd.grad]
+)
 
-# These functions return tensors with the rows of their first argument. They are guarded if this argument is.
+# These functions return tensors with the rows of their first argument. They are guarded
+# if this argument is.
 _ALIASES = frozenset(
-    _functions_named(
-        """
+    _functions_named("""
         detach clone view view_as expand_as reshape flatten contiguous pin_memory
         to type type_as cpu cuda xpu double float half bfloat16
-        """
-    )
+        """)
 )

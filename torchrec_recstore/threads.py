@@ -1,4 +1,7 @@
-"""The waiting threads of OpenMP. This module imports no torch, so that it can run before torch starts OpenMP."""
+"""The waiting threads of OpenMP.
+
+This module imports no torch, so that it can run before torch starts OpenMP.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,25 @@ SPIN_COUNT = "1000"
 """Some microseconds. libgomp's default is 300,000, which takes milliseconds."""
 
 MOST_SPINS = 10_000
-"""`recstore doctor` warns of higher counts. This one is half a millisecond on AMD's Zen 5."""
+"""`recstore doctor` warns of higher counts.
+
+This one is half a millisecond on AMD's Zen 5.
+"""
 
 _tuned: set[str] = set()
-"""``"environment"`` if the variable was set before any library was loaded, and the paths of libraries with a team."""
+"""``"environment"`` if the variable was set before any library was loaded, and the
+paths of libraries with a team.
+"""
 
 
 def tune_threads() -> None:
-    """Makes the waiting threads of OpenMP leave their cores to other threads and processes.
+    """Makes the waiting threads of OpenMP leave their cores to other threads and
+    processes.
 
-    torch computes with the threads of GCC's OpenMP library (libgomp). By default, a thread that waits for another one
-    spins for milliseconds. If another process, a reader of data or another library needs the cores, every operation
-    of a training step then takes milliseconds. Call this function at the top of a script:
+    torch computes with the threads of GCC's OpenMP library (libgomp). By default, a
+    thread that waits for another one spins for milliseconds. If another process, a
+    reader of data or another library needs the cores, every operation of a training
+    step then takes milliseconds. Call this function at the top of a script:
 
     ::
 
@@ -35,17 +45,19 @@ def tune_threads() -> None:
         torchrec_recstore.tune_threads()
         import torch
 
-    The function sets ``GOMP_SPINCOUNT=1000`` in the environment, for this process and for processes that it starts.
-    libgomp reads the variable only when it is loaded. If torch has been imported already, the function also starts as
-    many threads as make the threads of libgomp one more than the cores. These threads sleep. libgomp lets threads
-    spin for less than a microsecond to some microseconds if there are more threads than cores. In this case, call the
-    function after ``torch.set_num_threads``.
+    The function sets ``GOMP_SPINCOUNT=1000`` in the environment, for this process and
+    for processes that it starts. libgomp reads the variable only when it is loaded. If
+    torch has been imported already, the function also starts as many threads as make
+    the threads of libgomp one more than the cores. These threads sleep. libgomp lets
+    threads spin for less than a microsecond to some microseconds if there are more
+    threads than cores. In this case, call the function after ``torch.set_num_threads``.
 
-    The function changes nothing if ``GOMP_SPINCOUNT`` or ``OMP_WAIT_POLICY`` was set when the process started. A second
-    call has no effect.
+    The function changes nothing if ``GOMP_SPINCOUNT`` or ``OMP_WAIT_POLICY`` was set
+    when the process started. A second call has no effect.
 
     Warns:
-        RecStoreWarning: torch has been imported already, and uses another library for OpenMP. Nothing has changed for
+        RecStoreWarning: torch has been imported already, and uses another library for
+        OpenMP. Nothing has changed for
             this process.
     """
     started_with = Path("/proc/self/environ").read_bytes().split(b"\0")
@@ -63,19 +75,31 @@ def tune_threads() -> None:
             _rest(ctypes.CDLL(path))
     if torch_loaded and not loaded:
         warn_user(
-            "tune_threads: torch has been imported already, and its threads are not those of libgomp. Start the "
-            "process with OMP_WAIT_POLICY=passive in its environment instead."
+            "tune_threads: torch has been imported already, and its threads are not"
+            " those of libgomp. Start the process with OMP_WAIT_POLICY=passive in its"
+            " environment instead."
         )
 
 
 def _loaded(library: str) -> list[str]:
-    """Returns the paths of the loaded libraries with this name, which ends at a dot or a dash."""
-    paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-    return sorted(path for path in paths if Path(path).name.startswith((f"{library}.", f"{library}-")))
+    """Returns the paths of the loaded libraries with this name, which ends at a dot or
+    a dash.
+    """
+    paths = {
+        line.split(maxsplit=5)[-1].strip()
+        for line in Path("/proc/self/maps").read_text().splitlines()
+    }
+    return sorted(
+        path
+        for path in paths
+        if Path(path).name.startswith((f"{library}.", f"{library}-"))
+    )
 
 
 def _rest(gomp: ctypes.CDLL) -> None:
-    """Starts a team of OpenMP that does nothing and sleeps, so that libgomp has more threads than cores."""
+    """Starts a team of OpenMP that does nothing and sleeps, so that libgomp has more
+    threads than cores.
+    """
     own = gomp.omp_get_max_threads()
     if own == 1:
         return  # one thread waits for no other
@@ -83,7 +107,8 @@ def _rest(gomp: ctypes.CDLL) -> None:
     threads = max(gomp.omp_get_num_procs() - own, 0) + 2
 
     def rest() -> None:
-        # Each thread of the team calls free(NULL), which does nothing. The team lives as long as this thread.
+        # Each thread of the team calls free(NULL), which does nothing. The team lives
+        # as long as this thread.
         gomp.GOMP_parallel(ctypes.CDLL(None).free, None, threads, 0)
         started.set()
         threading.Event().wait()

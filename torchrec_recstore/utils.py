@@ -1,4 +1,5 @@
-"""Lazy imports, warnings, errors and forked processes, for all packages of torchrec_recstore, without torch.
+"""Lazy imports, warnings, errors and forked processes, for all packages of
+torchrec_recstore, without torch.
 
 Tests: tests/test_warnings.py, tests/test_star_imports.py.
 """
@@ -31,16 +32,18 @@ def lazy_names(
     public: Sequence[str],
     with_torchrec: Collection[str] = (),
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Returns ``__getattr__`` and ``__dir__`` for a package that imports its public names when they are first used.
+    """Returns ``__getattr__`` and ``__dir__`` for a package that imports its public
+    names when they are first used.
 
-    ``__getattr__`` also returns ``__all__``. Neither ``__all__`` nor ``__dir__`` has a name of what is not installed,
-    so that ``from package import *``, ``help`` and completion work. The name itself raises an error that says what to
-    install.
+    ``__getattr__`` also returns ``__all__``. Neither ``__all__`` nor ``__dir__`` has a
+    name of what is not installed, so that ``from package import *``, ``help`` and
+    completion work. The name itself raises an error that says what to install.
 
     Args:
         package: The name of the package.
         modules: The module in the package that defines each name.
-        plugins: The plugin that defines each name of another distribution. Default: none.
+        plugins: The plugin that defines each name of another distribution. Default:
+            none.
         public: The names of ``__all__`` if everything is installed.
         with_torchrec: The names in ``modules`` that need TorchRec. Default: none.
     """
@@ -56,7 +59,9 @@ def lazy_names(
     def get(name: str) -> object:
         if name == "__all__":
             left_out = absent()
-            return [public_name for public_name in public if public_name not in left_out]
+            return [
+                public_name for public_name in public if public_name not in left_out
+            ]
         if name in plugins:
             value = getattr(plugin(plugins[name]), name)
         elif name in modules:
@@ -79,12 +84,17 @@ def _has_torchrec() -> bool:
 def _can_be_found(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except (ModuleNotFoundError, ValueError):  # ValueError: a module without a specification is in its place.
+    except (
+        ModuleNotFoundError,
+        ValueError,
+    ):  # ValueError: a module without a specification is in its place.
         return False
 
 
 def _imported(module: str, name: str) -> ModuleType:
-    """Imports the module of a public name, or raises an error that says how to install TorchRec."""
+    """Imports the module of a public name, or raises an error that says how to install
+    TorchRec.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -92,14 +102,18 @@ def _imported(module: str, name: str) -> ModuleType:
         if missing not in _TORCHREC or _can_be_found(missing):
             raise
         raise ModuleNotFoundError(
-            f"{name} needs {missing}, which is not installed: pip install 'torchrec-recstore[torchrec]'; "
-            "docs/install.md has the commands for a machine without a GPU",
+            f"{name} needs {missing}, which is not installed: pip install"
+            " 'torchrec-recstore[torchrec]'; docs/install.md has the commands for a"
+            " machine without a GPU",
             name=error.name,
         ) from error
 
 
 class StorageError(RuntimeError):
-    """The base class of the errors of cold stores and parameter servers. The message says which one, and why."""
+    """The base class of the errors of cold stores and parameter servers.
+
+    The message says which one, and why.
+    """
 
 
 class RecStoreWarning(UserWarning):
@@ -107,15 +121,20 @@ class RecStoreWarning(UserWarning):
 
 
 def warn_user(message: str) -> None:
-    """Issues a warning at the user's line: the nearest caller outside this package, torch and TorchRec.
+    """Issues a warning at the user's line: the nearest caller outside this package,
+    torch and TorchRec.
 
-    The message has the cause and the fix. Python shows the same text once per line, so that one without the name of a
-    table, a step or an id is shown once for a whole model.
+    The message has the cause and the fix. Python shows the same text once per line, so
+    that one without the name of a table, a step or an id is shown once for a whole
+    model.
     """
     frame = sys._getframe(1)
-    while frame.f_back is not None and _module_of(frame).split(".")[0] in _NOT_THE_USERS:
+    while (
+        frame.f_back is not None and _module_of(frame).split(".")[0] in _NOT_THE_USERS
+    ):
         frame = frame.f_back
-    # warnings.warn with a stacklevel cannot be used, because it skips some frames of an import.
+    # warnings.warn with a stacklevel cannot be used, because it skips some frames of an
+    # import.
     warnings.warn_explicit(
         message,
         RecStoreWarning,
@@ -133,8 +152,9 @@ def _module_of(frame: FrameType) -> str:
 def leave_to_parent(thing: object) -> None:
     """Prevents processes that are forked later from finalizing ``thing``.
 
-    It is for objects whose destructor waits for locks or threads, which a forked process does not have, or writes to
-    files or connections, which belong to the parent.
+    It is for objects whose destructor waits for locks or threads, which a forked
+    process does not have, or writes to files or connections, which belong to the
+    parent.
     """
     _of_this_process.add(thing)
 

@@ -19,7 +19,12 @@ from rich.filesize import decimal
 from torch import nn
 from tqdm import tqdm
 
-from torchrec_recstore import CheckpointInfo, load_checkpoint, read_info, save_checkpoint
+from torchrec_recstore import (
+    CheckpointInfo,
+    load_checkpoint,
+    read_info,
+    save_checkpoint,
+)
 
 _NAME = re.compile(r"step-(\d{9,})")
 
@@ -31,7 +36,11 @@ def _in_one_line(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         # The error may name a file inside the checkpoint.
-        line = f"{error.filename or path}: {error.strerror}" if error.strerror else str(error)
+        line = (
+            f"{error.filename or path}: {error.strerror}"
+            if error.strerror
+            else str(error)
+        )
         raise DataError(line) from error
     except ValueError as error:
         raise DataError(str(error)) from error
@@ -39,7 +48,10 @@ def _in_one_line(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _rows_shown(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar of rank 0's rows. Yields a function of the number of completed rows and the total number."""
+    """Shows a bar of rank 0's rows.
+
+    Yields a function of the number of completed rows and the total number.
+    """
     with progress_bar(desc=what, unit=" rows", total=0, leave=False) as bar:
 
         def show(done: int, total: int) -> None:
@@ -50,10 +62,12 @@ def _rows_shown(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class CheckpointFolder:
-    """A folder of checkpoints with names like ``step-000000123``. Every method is collective.
+    """A folder of checkpoints with names like ``step-000000123``.
 
-    A checkpoint is written under a hidden name and renamed when it is complete, so every visible checkpoint is
-    complete.
+    Every method is collective.
+
+    A checkpoint is written under a hidden name and renamed when it is complete, so
+    every visible checkpoint is complete.
 
     Args:
         path: The path of the folder. Only one run may save or sweep there at a time.
@@ -65,7 +79,8 @@ class CheckpointFolder:
         self.keep = keep
 
     def sweep(self) -> None:
-        """Removes the incomplete checkpoints that a killed run left while it saved or deleted.
+        """Removes the incomplete checkpoints that a killed run left while it saved or
+        deleted.
 
         Raises:
             DataError: A file cannot be removed.
@@ -84,10 +99,16 @@ class CheckpointFolder:
     def _all(self) -> list[Path]:
         """Returns the paths of the checkpoints, the oldest first."""
         found = ((_NAME.fullmatch(entry.name), entry) for entry in self.path.iterdir())
-        return [entry for _, entry in sorted((int(name[1]), entry) for name, entry in found if name)]
+        return [
+            entry
+            for _, entry in sorted(
+                (int(name[1]), entry) for name, entry in found if name
+            )
+        ]
 
     def newest(self) -> CheckpointInfo | None:
-        """Returns the metadata of the newest checkpoint, or None if there is no checkpoint.
+        """Returns the metadata of the newest checkpoint, or None if there is no
+        checkpoint.
 
         Raises:
             DataError: The checkpoint cannot be read.
@@ -109,30 +130,39 @@ class CheckpointFolder:
             The training state that was saved with the checkpoint.
 
         Raises:
-            DataError: The checkpoint is damaged or does not fit the model. The model is not changed.
+            DataError: The checkpoint is damaged or does not fit the model. The model is
+                not changed.
         """
         with _in_one_line(path), _rows_shown(f"loading {path.name}") as progress:
             return load_checkpoint(model, path, progress=progress).training_state or {}
 
     def save(self, model: nn.Module, step: int, training_state: dict[str, Any]) -> None:
-        """Saves a checkpoint, reports it on stderr, and deletes the checkpoints that are no longer kept.
+        """Saves a checkpoint, reports it on stderr, and deletes the checkpoints that
+        are no longer kept.
 
         Args:
             model: The model, wrapped in ``DistributedModelParallel``.
-            step: The step that names the checkpoint. It must be greater than the step of every earlier checkpoint.
-            training_state: The state that the run needs besides the model. It must be the same on every rank.
+            step: The step that names the checkpoint. It must be greater than the step
+                of every earlier checkpoint.
+            training_state: The state that the run needs besides the model. It must be
+                the same on every rank.
 
         Raises:
-            DataError: The checkpoint cannot be written, for example because the disk is full. Older checkpoints are
-                kept.
+            DataError: The checkpoint cannot be written, for example because the disk is
+                full. Older checkpoints are kept.
         """
         path = self.path / f"step-{step:09}"
         begin = time.perf_counter()
         with _in_one_line(path), _rows_shown(f"saving {path.name}") as progress:
-            info = save_checkpoint(model, path, training_state=training_state, progress=progress)
+            info = save_checkpoint(
+                model, path, training_state=training_state, progress=progress
+            )
         if dist.get_rank() == 0:
             seconds = time.perf_counter() - begin
-            tqdm.write(f"checkpoint {path}: {decimal(info.bytes)} in {seconds:.1f} s", file=sys.stderr)
+            tqdm.write(
+                f"checkpoint {path}: {decimal(info.bytes)} in {seconds:.1f} s",
+                file=sys.stderr,
+            )
         on_rank_0(self._clear)
 
     def _clear(self) -> None:
@@ -141,7 +171,8 @@ class CheckpointFolder:
         for path in paths:
             if Path(os.path.abspath(path)) not in needed:
                 with _in_one_line(path):
-                    # An incomplete checkpoint must not be visible, so it is hidden before it is deleted.
+                    # An incomplete checkpoint must not be visible, so it is hidden
+                    # before it is deleted.
                     shutil.rmtree(path.rename(path.with_name(f".{path.name}.removing")))
 
     def _needed(self, paths: list[Path]) -> set[Path]:
@@ -155,5 +186,7 @@ class CheckpointFolder:
                 try:
                     place = read_info(place).base
                 except (ValueError, OSError):
-                    place = None  # a checkpoint that cannot be read cannot be loaded, so its base is not needed
+                    # a checkpoint that cannot be read cannot be loaded, so its base is
+                    # not needed
+                    place = None
         return needed

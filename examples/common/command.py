@@ -1,4 +1,7 @@
-"""Functions that start and end the command of every example. They do not import torch, so that ``--help`` is fast."""
+"""Functions that start and end the command of every example.
+
+They do not import torch, so that ``--help`` is fast.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ class DataError(ValueError):
 
 
 def prepare_torch() -> None:
-    """Sets the environment that torch reads at its import, and hides warnings that users of an example cannot fix."""
+    """Sets the environment that torch reads at its import, and hides warnings that
+    users of an example cannot fix.
+    """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     tune_threads()
     warnings.filterwarnings("ignore")
@@ -27,7 +32,10 @@ def prepare_torch() -> None:
 
 
 def run(work: Callable[[], object]) -> NoReturn:
-    """Does the work of a command and ends the process. An error of the input is one line on stderr, and status 2."""
+    """Does the work of a command and ends the process.
+
+    An error of the input is one line on stderr, and status 2.
+    """
 
     def in_one_line() -> None:
         with errors_in_one_line():
@@ -41,9 +49,11 @@ def run(work: Callable[[], object]) -> NoReturn:
 
 
 def leave(status: int = 0) -> NoReturn:
-    """Ends the process without a normal shutdown, because gloo's threads abort in about one of ten normal shutdowns.
+    """Ends the process without a normal shutdown, because gloo's threads abort in about
+    one of ten normal shutdowns.
 
-    The tables of the command are closed before, which removes their cold rows from the disk.
+    The tables of the command are closed before, which removes their cold rows from the
+    disk.
     """
     gc.collect()
     sys.stdout.flush()

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 OVERVIEW = (
-    *(f"{kind}/{part}" for kind in ("loss", "AUC") for part in ("training", "validation", "test")),
+    *(
+        f"{kind}/{part}"
+        for kind in ("loss", "AUC")
+        for part in ("training", "validation", "test")
+    ),
     *("speed/samples_per_second", "memory/processes", "rows/all", "hit_rate/all"),
 )
 """The curves that matter first. TensorBoard shows them below its first heading."""
@@ -22,7 +26,10 @@ _TABLES = ("rows", "bytes", "hit_rate", "unseen_share", "insert_rate", "eviction
 
 
 def tensorboard_tag(name: str) -> str:
-    """Returns the tag of a curve. TensorBoard shows tags with the same first part below one heading, in ASCII order."""
+    """Returns the tag of a curve.
+
+    TensorBoard shows tags with the same first part below one heading, in ASCII order.
+    """
     kind, _, of = name.partition("/")
     if name in OVERVIEW:
         return f"Overview/{name}"
@@ -30,7 +37,9 @@ def tensorboard_tag(name: str) -> str:
 
 
 def curve_name(tag: str) -> str:
-    """Returns the name of the curve that has a tag: the inverse of :func:`tensorboard_tag`."""
+    """Returns the name of the curve that has a tag: the inverse of
+    :func:`tensorboard_tag`.
+    """
     heading, _, name = tag.partition("/")
     if heading == "tables":
         of, _, kind = name.rpartition("/")
@@ -56,25 +65,33 @@ def has_curves(folder: Path) -> bool:
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """Reads all curves of a folder. Files of a run that was killed are read up to the last complete record.
+    """Reads all curves of a folder.
 
-    If a resumed run has written points again, the older points are ignored, as in TensorBoard. A curve of more than
-    10,000 points is reduced to a random sample of 10,000 points.
+    Files of a run that was killed are read up to the last complete record.
+
+    If a resumed run has written points again, the older points are ignored, as in
+    TensorBoard. A curve of more than 10,000 points is reduced to a random sample of
+    10,000 points.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder)).Reload()
     points = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
-    return {curve_name(tag): Curve([p.step for p in each], [p.value for p in each]) for tag, each in points.items()}
+    return {
+        curve_name(tag): Curve([p.step for p in each], [p.value for p in each])
+        for tag, each in points.items()
+    }
 
 
 class CurveWriter:
-    """Adds points to the curves in a folder. After a failed write it prints one warning and writes no more points.
+    """Adds points to the curves in a folder.
+
+    After a failed write it prints one warning and writes no more points.
 
     Args:
         folder: The folder, which must exist.
-        samples: The number of training samples at which the run begins. Later points, which a killed run has written,
-            are discarded.
+        samples: The number of training samples at which the run begins. Later points,
+            which a killed run has written, are discarded.
 
     Raises:
         OSError: The folder cannot be written.
@@ -85,26 +102,39 @@ class CurveWriter:
 
         _silence_writer_threads()
         before = read_curves(folder) if has_curves(folder) else {}
-        # The validation of an epoch may have been written after the checkpoint of the epoch's last step. Such points
-        # are not written again.
+        # The validation of an epoch may have been written after the checkpoint of the
+        # epoch's last step. Such points are not written again.
         self._samples = samples
-        self._there = {name for name, curve in before.items() if samples in curve.samples}
+        self._there = {
+            name for name, curve in before.items() if samples in curve.samples
+        }
         purge = samples + 1 if before else None
-        self._writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=purge)  # type: ignore[no-untyped-call]
+        self._writer: SummaryWriter | None = SummaryWriter(
+            str(folder), purge_step=purge
+        )  # type: ignore[no-untyped-call]
 
     def add(self, values: Mapping[str, float], samples: int) -> None:
         """Adds a point to each of the named curves and writes the points to the disk."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        new = {name: value for name, value in values.items() if samples > self._samples or name not in self._there}
-        points = [Summary.Value(tag=tensorboard_tag(name), simple_value=value) for name, value in new.items()]
+        new = {
+            name: value
+            for name, value in values.items()
+            if samples > self._samples or name not in self._there
+        }
+        points = [
+            Summary.Value(tag=tensorboard_tag(name), simple_value=value)
+            for name, value in new.items()
+        ]
         summary = Summary(value=points)
 
         def write(writer: SummaryWriter) -> None:
-            # All values are one record, so that a killed run leaves either all or none of them. A call of add_scalar
-            # for each value would take twice as long as the rest of a point.
+            # All values are one record, so that a killed run leaves either all or none
+            # of them. A call of add_scalar for each value would take twice as long as
+            # the rest of a point.
             writer.file_writer.add_summary(summary, samples)
-            # The points must be on the disk before the next checkpoint, from which a run may be resumed.
+            # The points must be on the disk before the next checkpoint, from which a
+            # run may be resumed.
             writer.flush()
 
         self._unless_failed(write)
@@ -125,7 +155,9 @@ class CurveWriter:
 
 
 def _silence_writer_threads() -> None:
-    """Hides the traceback of TensorBoard's writing thread, because the next call raises the same error."""
+    """Hides the traceback of TensorBoard's writing thread, because the next call raises
+    the same error.
+    """
     before = threading.excepthook
 
     def hook(failure: threading.ExceptHookArgs) -> None:

@@ -1,4 +1,6 @@
-"""Measures what the curves of a run show: the parts of a step's time, loss, AUC, memory, and the counts of tables."""
+"""Measures what the curves of a run show: the parts of a step's time, loss, AUC,
+memory, and the counts of tables.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +21,33 @@ from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec_recstore import TableStats
 
 AUC_SAMPLES = 2**20
-"""The number of samples of each rank that the AUC of a point uses. It limits the memory of a run."""
+"""The number of samples of each rank that the AUC of a point uses.
+
+It limits the memory of a run.
+"""
 
 
 def resident_bytes() -> int:
     """Returns the resident memory of this process in bytes, including shared memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 class StepSplit:
-    """Measures the parts of the time of training steps with hooks on TorchRec's sharded collections.
+    """Measures the parts of the time of training steps with hooks on TorchRec's sharded
+    collections.
 
     - reading: the time that the step waits for the next batch.
-    - input_dist: the time from the call of a collection to its first lookup, in which ids are exchanged between ranks.
+    - input_dist: the time from the call of a collection to its first lookup, in which
+      ids are exchanged between ranks.
     - lookup: the forward pass of the kernels, RecStore's or stock ones.
     - update: the backward pass of the kernels, which applies the fused optimizer.
-    - dense: the rest of the step: forward and backward pass of the dense layers, their optimizer, the output dist and
-      the reduction of gradients.
+    - dense: the rest of the step: forward and backward pass of the dense layers, their
+      optimizer, the output dist and the reduction of gradients.
 
-    About ten hooks a step read the clock. Measuring every step of a run this way costs less than profiling a few steps.
-    Asynchronous work of a CUDA device is not measured.
+    About ten hooks a step read the clock. Measuring every step of a run this way costs
+    less than profiling a few steps. Asynchronous work of a CUDA device is not measured.
 
     Args:
         model: The sharded model, with any number of collections.
@@ -51,7 +60,8 @@ class StepSplit:
         for module in model.modules():
             if isinstance(module, ShardedEmbeddingModule):
                 module.register_forward_pre_hook(self._dist_begins)
-                # The lookups are not submodules (torchrec 1.8.0), so model.modules() does not list them.
+                # The lookups are not submodules (torchrec 1.8.0), so model.modules()
+                # does not list them.
                 for lookup in module._lookups:
                     lookup.register_forward_pre_hook(self._lookup_begins)
                     lookup.register_forward_hook(self._lookup_ends)
@@ -64,11 +74,15 @@ class StepSplit:
 
     def has_batch(self) -> None:
         """Records that the batch has arrived."""
-        self._running = True  # not set in wants_batch, because no batch follows the last one of an epoch
+        # not set in wants_batch, because no batch follows the last one of an epoch
+        self._running = True
         self._seconds["reading"] += time.perf_counter() - self._begin
 
     def step_ends(self) -> None:
-        """Records that the step has ended. The time until the next step begins is not counted."""
+        """Records that the step has ended.
+
+        The time until the next step begins is not counted.
+        """
         self._running = False
         self._seconds["dense"] += time.perf_counter() - self._begin
 
@@ -76,7 +90,9 @@ class StepSplit:
         """Returns the time in seconds of each part since the last call."""
         seconds, self._seconds = self._seconds, dict.fromkeys(PART_TITLES, 0.0)
         # "dense" contains the whole step up to here.
-        seconds["dense"] -= sum(spent for part, spent in seconds.items() if part != "dense")
+        seconds["dense"] -= sum(
+            spent for part, spent in seconds.items() if part != "dense"
+        )
         return seconds
 
     def _dist_begins(self, *_: object) -> None:
@@ -86,14 +102,16 @@ class StepSplit:
         self._lookup_begin = time.perf_counter()
         if self._running and self._dist_begin:
             self._seconds["input_dist"] += self._lookup_begin - self._dist_begin
-        self._dist_begin = 0.0  # further lookups of the same collection follow no input dist
+        # further lookups of the same collection follow no input dist
+        self._dist_begin = 0.0
 
     def _lookup_ends(self, *_: object) -> None:
         if self._running:
             self._seconds["lookup"] += time.perf_counter() - self._lookup_begin
 
     def _watch_update(self, kernel: nn.Module, arguments: Any, pooled: Tensor) -> None:
-        # The grad_fn of a kernel's result is the backward of the kernel, for RecStore and for FBGEMM.
+        # The grad_fn of a kernel's result is the backward of the kernel, for RecStore
+        # and for FBGEMM.
         if self._running and pooled.grad_fn is not None:
             pooled.grad_fn.register_prehook(self._update_begins)
             pooled.grad_fn.register_hook(self._update_ends)
@@ -114,7 +132,9 @@ class Window:
         self._scored: deque[tuple[Tensor, Tensor]] = deque()
         self._scored_samples = 0
 
-    def add(self, samples: int, loss: Tensor, logits: Tensor | None, labels: Tensor | None) -> None:
+    def add(
+        self, samples: int, loss: Tensor, logits: Tensor | None, labels: Tensor | None
+    ) -> None:
         """Adds a step; see ``Run.step``."""
         self.steps += 1
         self.samples += samples
@@ -126,44 +146,78 @@ class Window:
                 self._scored_samples -= len(self._scored.popleft()[1])
 
     def values(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Returns the points of loss, AUC, memory and speed. The AUC is on rank 0 only. Collective.
+        """Returns the points of loss, AUC, memory and speed.
+
+        The AUC is on rank 0 only. Collective.
 
         Args:
             seconds: The time of each part of the steps; see :meth:`StepSplit.take`.
         """
-        sums = torch.stack([self._loss_sum, torch.tensor(resident_bytes(), dtype=torch.float64)])
+        sums = torch.stack(
+            [self._loss_sum, torch.tensor(resident_bytes(), dtype=torch.float64)]
+        )
         dist.all_reduce(sums)
         loss = float(sums[0]) / (self.samples * dist.get_world_size())
-        auc = _auc(*map(torch.cat, zip(*self._scored, strict=True))) if self._scored else {}
-        split = {f"step_ms/{part}": 1e3 * spent / self.steps for part, spent in seconds.items()}
+        auc = (
+            _auc(*map(torch.cat, zip(*self._scored, strict=True)))
+            if self._scored
+            else {}
+        )
+        split = {
+            f"step_ms/{part}": 1e3 * spent / self.steps
+            for part, spent in seconds.items()
+        }
         speed = {"speed/samples_per_second": self.samples / sum(seconds.values())}
-        return {"loss/training": loss, "memory/processes": float(sums[1])} | auc | split | speed
+        return (
+            {"loss/training": loss, "memory/processes": float(sums[1])}
+            | auc
+            | split
+            | speed
+        )
 
 
 def _auc(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Returns the AUC over the samples of all ranks, on rank 0. It is left out if only one label occurs. Collective."""
-    # One tensor is sent instead of two. It is float64, because the float32 sigmoid of large logits is exactly 1, which
-    # would make ties.
+    """Returns the AUC over the samples of all ranks, on rank 0.
+
+    It is left out if only one label occurs. Collective.
+    """
+    # One tensor is sent instead of two. It is float64, because the float32 sigmoid of
+    # large logits is exactly 1, which would make ties.
     mine = torch.stack([logits.double(), labels.double()])
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    every = (
+        [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        if dist.get_rank() == 0
+        else None
+    )
     dist.gather(mine, every)
     if every is None:
         return {}
     logits, labels = torch.cat(every, dim=1)
     if labels.min() == labels.max():
         return {}
-    return {"AUC/training": float(binary_auroc(logits.sigmoid(), labels.long(), validate_args=False))}
+    return {
+        "AUC/training": float(
+            binary_auroc(logits.sigmoid(), labels.long(), validate_args=False)
+        )
+    }
 
 
-def table_points(before: Mapping[str, TableStats], now: Mapping[str, TableStats]) -> dict[str, float]:
+def table_points(
+    before: Mapping[str, TableStats], now: Mapping[str, TableStats]
+) -> dict[str, float]:
     """Returns the points of the curves of each table and of all tables."""
     done = since(before, now)
-    values: dict[str, float] = {"memory/tables": sum(stats.bytes for stats in now.values())}
+    values: dict[str, float] = {
+        "memory/tables": sum(stats.bytes for stats in now.values())
+    }
     for name, stats in [*done.items(), (ALL, total(done))]:
         values |= {f"rows/{name}": stats.rows, f"bytes/{name}": stats.bytes}
         if stats.lookups:  # only RecStore tables count lookups
             unseen = stats.misses - stats.cold_hits
-            values |= {f"hit_rate/{name}": stats.hits / stats.lookups, f"unseen_share/{name}": unseen / stats.lookups}
+            values |= {
+                f"hit_rate/{name}": stats.hits / stats.lookups,
+                f"unseen_share/{name}": unseen / stats.lookups,
+            }
             values |= {f"insert_rate/{name}": stats.inserts / stats.lookups}
             values |= {f"eviction_rate/{name}": stats.evicted / stats.lookups}
     return values

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from common.curves import Curve, has_curves, read_curves
-from common.report import ALL, PART_TITLES, counted_since, plain, share, short, short_bytes, total, write_whole
+from common.report import (
+    ALL,
+    PART_TITLES,
+    counted_since,
+    plain,
+    share,
+    short,
+    short_bytes,
+    total,
+    write_whole,
+)
 from common.style import REST, Line, Points, cell, document, facts, figure
 
 from torchrec_recstore import TableStats
@@ -22,15 +32,39 @@ def draw(curves: Mapping[str, Curve]) -> dict[str, str]:
     kinds = ("training", "validation", "test")
     rates = {"hits": "hit", "rows made": "insert", "rows evicted": "eviction"}
     learning = {name: f"learning_rate/{name}" for name in ("embeddings", "dense")}
-    if all(len(set(curves[tag].values)) == 1 for tag in learning.values() if tag in curves):
+    if all(
+        len(set(curves[tag].values)) == 1 for tag in learning.values() if tag in curves
+    ):
         learning = {}  # constant rates are listed in the settings
     four, three = "{:.4f}".format, "{:.3g}".format
     memory = {"processes": "memory/processes", "of these, tables": "memory/tables"}
-    unseen = ("Lookups of ids without a row", curves, "unseen_share", "share of the ids looked up", share)
+    unseen = (
+        "Lookups of ids without a row",
+        curves,
+        "unseen_share",
+        "share of the ids looked up",
+        share,
+    )
     figures = {
-        "loss": _lines("Loss", curves, {kind: f"loss/{kind}" for kind in kinds}, "mean loss", four, three),
-        "auc": _lines("AUC", curves, {kind: f"AUC/{kind}" for kind in kinds}, "area under the ROC curve", four, three),
-        "rows": _per_table("Rows of each table", curves, "rows", "rows in memory", short),
+        "loss": _lines(
+            "Loss",
+            curves,
+            {kind: f"loss/{kind}" for kind in kinds},
+            "mean loss",
+            four,
+            three,
+        ),
+        "auc": _lines(
+            "AUC",
+            curves,
+            {kind: f"AUC/{kind}" for kind in kinds},
+            "area under the ROC curve",
+            four,
+            three,
+        ),
+        "rows": _per_table(
+            "Rows of each table", curves, "rows", "rows in memory", short
+        ),
         "unseen": _per_table(*unseen),
         "rates": _lines(
             "Hits, inserts and evictions",
@@ -41,8 +75,16 @@ def draw(curves: Mapping[str, Curve]) -> dict[str, str]:
         ),
         "memory": _lines("Memory", curves, memory, "bytes", short_bytes),
         "step_time": _step_time(curves),
-        "speed": _lines("Speed", curves, {"samples/s": "speed/samples_per_second"}, "training samples a second", short),
-        "learning_rate": _lines("Learning rates", curves, learning, "rate", "{:.2g}".format),
+        "speed": _lines(
+            "Speed",
+            curves,
+            {"samples/s": "speed/samples_per_second"},
+            "training samples a second",
+            short,
+        ),
+        "learning_rate": _lines(
+            "Learning rates", curves, learning, "rate", "{:.2g}".format
+        ),
     }
     return {name: figure for name, figure in figures.items() if figure}
 
@@ -55,22 +97,48 @@ def _lines(
     str_of: Callable[[float], str],
     tick_of: Callable[[float], str] | None = None,
 ) -> str:
-    """Draws a line for each curve, with its label. Axes of losses and AUCs do not begin at zero."""
+    """Draws a line for each curve, with its label.
+
+    Axes of losses and AUCs do not begin at zero.
+    """
     found = {label: curves[tag] for label, tag in parts.items() if tag in curves}
-    ends = ", ".join(f"{label} {str_of(curve.values[-1])}" for label, curve in found.items())
+    ends = ", ".join(
+        f"{label} {str_of(curve.values[-1])}" for label, curve in found.items()
+    )
     text = f"{title} over training samples ({unit}). At the end: {ends}."
     lines = [Line(label, _points(curve)) for label, curve in found.items()]
     return _figure(title, text, lines, tick_of or str_of, unit, zero=tick_of is None)
 
 
-def _per_table(title: str, curves: Mapping[str, Curve], kind: str, unit: str, str_of: Callable[[float], str]) -> str:
-    """Draws a line for each table. The tables that are highest at the end have a name; the other lines are grey."""
-    tables = {tag.partition("/")[2]: curve for tag, curve in curves.items() if tag.startswith(f"{kind}/")}
+def _per_table(
+    title: str,
+    curves: Mapping[str, Curve],
+    kind: str,
+    unit: str,
+    str_of: Callable[[float], str],
+) -> str:
+    """Draws a line for each table.
+
+    The tables that are highest at the end have a name; the other lines are grey.
+    """
+    tables = {
+        tag.partition("/")[2]: curve
+        for tag, curve in curves.items()
+        if tag.startswith(f"{kind}/")
+    }
     whole = tables.pop(ALL, None)
-    by_end = sorted(tables, key=lambda table: (tables[table].values[-1], sum(tables[table].values)), reverse=True)
+    by_end = sorted(
+        tables,
+        key=lambda table: (tables[table].values[-1], sum(tables[table].values)),
+        reverse=True,
+    )
     named, others = by_end[:NAMED_TABLES], by_end[NAMED_TABLES:]
     lines = [
-        Line(f"{len(others)} other tables" if number == 0 else "", _points(tables[table]), REST)
+        Line(
+            f"{len(others)} other tables" if number == 0 else "",
+            _points(tables[table]),
+            REST,
+        )
         for number, table in enumerate(others)
     ]
     lines += [Line(table, _points(tables[table])) for table in named]
@@ -83,9 +151,15 @@ def _per_table(title: str, curves: Mapping[str, Curve], kind: str, unit: str, st
 
 
 def _step_time(curves: Mapping[str, Curve]) -> str:
-    found = {title: curves[f"step_ms/{part}"] for part, title in PART_TITLES.items() if f"step_ms/{part}" in curves}
+    found = {
+        title: curves[f"step_ms/{part}"]
+        for part, title in PART_TITLES.items()
+        if f"step_ms/{part}" in curves
+    }
     whole = sum(sum(curve.values) for curve in found.values())
-    shares = ", ".join(f"{title} {share(sum(curve.values) / whole)}" for title, curve in found.items())
+    shares = ", ".join(
+        f"{title} {share(sum(curve.values) / whole)}" for title, curve in found.items()
+    )
     text = f"Time of a step on rank 0 over training samples, in ms. In all: {shares}."
     lines = [Line(title, _points(curve)) for title, curve in found.items()]
     return _figure("Time of a step", text, lines, short, "ms a step", stacked=True)
@@ -96,9 +170,20 @@ def _points(curve: Curve) -> Points:
 
 
 def _figure(
-    title: str, text: str, lines: Sequence[Line], tick_of: Callable[[float], str], unit: str, **how: Any
+    title: str,
+    text: str,
+    lines: Sequence[Line],
+    tick_of: Callable[[float], str],
+    unit: str,
+    **how: Any,
 ) -> str:
-    axes = {"x_of": short, "x_unit": "training samples", "unit": unit, "left": 0.0, "zero": True}
+    axes = {
+        "x_of": short,
+        "x_unit": "training samples",
+        "unit": unit,
+        "left": 0.0,
+        "zero": True,
+    }
     return figure(title, text, lines, tick_of, **axes | how) if lines else ""
 
 
@@ -128,7 +213,10 @@ def write_report(folder: Path) -> Path:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Returns the description of a run. It is empty if the file is missing or incomplete."""
+    """Returns the description of a run.
+
+    It is empty if the file is missing or incomplete.
+    """
     try:
         about = json.loads((folder / RUN_FILE).read_text())
     except (OSError, ValueError):
@@ -145,17 +233,30 @@ def _page(folder: Path, about: Mapping[str, Any], curves: Mapping[str, Curve]) -
         f'<p class="faint">{escape(_when(folder, about, curves))}</p>',
         _facts(result, curves),
         "<h2>Curves</h2>",
-        f'<div class="plots">{"".join(draw(curves).values()) or "<p>The run has no point yet.</p>"}</div>',
-        '<p class="faint">A point describes the steps since the previous point. Times are those of rank 0. Lookups '
-        "count each id of a step once. Ids without a row are new ids, ids whose row was evicted or has expired, and "
-        "ids that are not admitted yet.</p>",
+        (
+            "<div"
+            f' class="plots">{"".join(draw(curves).values()) or "<p>The run has no point yet.</p>"}</div>'
+        ),
+        (
+            '<p class="faint">A point describes the steps since the previous point.'
+            " Times are those of rank 0. Lookups count each id of a step once. Ids"
+            " without a row are new ids, ids whose row was evicted or has expired, and"
+            " ids that are not admitted yet.</p>"
+        ),
         "<h2>Tables</h2>",
         _tables(result, curves),
         '<div class="columns">',
         _section("Settings", settings),
         _section("Versions", about.get("versions") or {}),
         _section("Machine", about.get("machine") or {}),
-        _section("Result", {name: value for name, value in result.items() if not isinstance(value, Mapping)}),
+        _section(
+            "Result",
+            {
+                name: value
+                for name, value in result.items()
+                if not isinstance(value, Mapping)
+            },
+        ),
         "</div>",
     ]
     return document(f"{title} - {folder.absolute().name}", "\n".join(body))
@@ -175,7 +276,9 @@ def _when(folder: Path, about: Mapping[str, Any], curves: Mapping[str, Curve]) -
 
 
 def _facts(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
-    """Returns the main numbers as HTML, from the result or, if there is no result, from the last points."""
+    """Returns the main numbers as HTML, from the result or, if there is no result, from
+    the last points.
+    """
 
     def last(tag: str) -> float | None:
         return curves[tag].values[-1] if tag in curves else None
@@ -188,12 +291,20 @@ def _facts(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
         "validation AUC": result.get("val_auc", last("AUC/validation")),
         "training loss": result.get("train_loss", last("loss/training")),
         "samples": result.get("train_samples"),
-        "samples/s": result.get("train_samples_per_second", last("speed/samples_per_second")),
+        "samples/s": result.get(
+            "train_samples_per_second", last("speed/samples_per_second")
+        ),
         "rows": sum(rows.values()) if rows else last(f"rows/{ALL}"),
         "memory": last("memory/processes"),
     }
     shown = {
-        name: short_bytes(value) if name == "memory" else f"{value:.4f}" if abs(value) < 10 else f"{value:,.0f}"
+        name: (
+            short_bytes(value)
+            if name == "memory"
+            else f"{value:.4f}"
+            if abs(value) < 10
+            else f"{value:,.0f}"
+        )
         for name, value in values.items()
         if value is not None
     }
@@ -201,7 +312,10 @@ def _facts(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
 
 
 def _section(title: str, values: Mapping[str, Any]) -> str:
-    """Returns a table of names and values as HTML. A mapping becomes a line for each of its values."""
+    """Returns a table of names and values as HTML.
+
+    A mapping becomes a line for each of its values.
+    """
     lines: list[str] = []
     for name, value in values.items():
         parts = value.items() if isinstance(value, Mapping) else [("", value)]
@@ -209,15 +323,26 @@ def _section(title: str, values: Mapping[str, Any]) -> str:
             if part and each is None:
                 continue  # a limit that is not set
             whole = f"{name} {part}".strip().replace("_", " ")
-            lines.append(f"<tr><th scope=row>{escape(whole)}</th>{cell(plain(each))}</tr>")
-    return f"<section><h2>{escape(title)}</h2><table>{''.join(lines)}</table></section>" if lines else ""
+            lines.append(
+                f"<tr><th scope=row>{escape(whole)}</th>{cell(plain(each))}</tr>"
+            )
+    return (
+        f"<section><h2>{escape(title)}</h2><table>{''.join(lines)}</table></section>"
+        if lines
+        else ""
+    )
 
 
 def _tables(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
-    """Returns a table of the statistics of each embedding table as HTML. Counts begin when the run was resumed."""
+    """Returns a table of the statistics of each embedding table as HTML.
+
+    Counts begin when the run was resumed.
+    """
     rows = result.get("rows") or _last(curves, "rows")
     sizes = result.get("bytes") or _last(curves, "bytes")
-    counts = {name: TableStats(**each) for name, each in (result.get("counts") or {}).items()}
+    counts = {
+        name: TableStats(**each) for name, each in (result.get("counts") or {}).items()
+    }
     if not rows:
         return "<p>There are no statistics of the tables yet.</p>"
     columns: dict[str, list[str]] = {"table": [*rows]}
@@ -227,11 +352,25 @@ def _tables(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
     if counts:
         done = [counts.get(name, TableStats()) for name in rows]
         whole = total(counts)
-        columns["hit rate"] = [share(stats.hits / stats.lookups) if stats.lookups else "-" for stats in done]
+        columns["hit rate"] = [
+            share(stats.hits / stats.lookups) if stats.lookups else "-"
+            for stats in done
+        ]
         foot.append(share(whole.hits / whole.lookups))
-        for count in ("lookups", "inserts", "evicted", "expired", "refused", "cold_rows", "cold_hits", "nonfinite"):
+        for count in (
+            "lookups",
+            "inserts",
+            "evicted",
+            "expired",
+            "refused",
+            "cold_rows",
+            "cold_hits",
+            "nonfinite",
+        ):
             if getattr(whole, count):
-                columns[count.replace("_", " ")] = [f"{getattr(stats, count):,}" for stats in done]
+                columns[count.replace("_", " ")] = [
+                    f"{getattr(stats, count):,}" for stats in done
+                ]
                 foot.append(f"{getattr(whole, count):,}")
     note = counted_since(result) if counts else None
     lines = "".join(_row("td", cells) for cells in zip(*columns.values(), strict=True))
@@ -247,6 +386,10 @@ def _row(cell: str, texts: Iterable[str]) -> str:
 
 def _last(curves: Mapping[str, Curve], kind: str) -> dict[str, float]:
     """Returns the last value of the curve of each table."""
-    found = {tag.partition("/")[2]: curve.values[-1] for tag, curve in curves.items() if tag.startswith(f"{kind}/")}
+    found = {
+        tag.partition("/")[2]: curve.values[-1]
+        for tag, curve in curves.items()
+        if tag.startswith(f"{kind}/")
+    }
     found.pop(ALL, None)
     return found

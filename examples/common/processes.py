@@ -20,12 +20,15 @@ def _join_torchrun() -> None:
     if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
         dist.init_process_group("gloo")
         return
-    # After a restart, torchrun reuses the store, which still contains the addresses of dead processes. A rank that
-    # reads such an address before it is replaced fails (torch 2.13, pytorch issue 135712). A prefix of the number of
-    # restarts separates the attempts. Nodes may count restarts differently, so for several nodes torch itself offers
-    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d.
+    # After a restart, torchrun reuses the store, which still contains the addresses of
+    # dead processes. A rank that reads such an address before it is replaced fails
+    # (torch 2.13, pytorch issue 135712). A prefix of the number of restarts separates
+    # the attempts. Nodes may count restarts differently, so for several nodes torch
+    # itself offers TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d.
     store, rank, world_size = next(dist.rendezvous("env://"))
-    attempt = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    attempt = dist.PrefixStore(
+        f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store
+    )
     dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world_size)
 
 
@@ -33,8 +36,9 @@ def _join_torchrun() -> None:
 def process_group() -> Iterator[None]:
     """Joins the gloo group of torchrun, or creates a group of this process only.
 
-    If ranks raise an exception, only the first rank that fails passes it on and reports it. The other ranks exit
-    without a message, because they failed for the same reason or because the first rank has exited.
+    If ranks raise an exception, only the first rank that fails passes it on and reports
+    it. The other ranks exit without a message, because they failed for the same reason
+    or because the first rank has exited.
     """
     if dist.is_torchelastic_launched():
         _join_torchrun()
@@ -85,13 +89,17 @@ def on_each_rank(work: Callable[[], T]) -> list[T]:
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
-    """Calls ``work`` on rank 0 and returns its result on every rank. See :func:`on_each_rank`."""
+    """Calls ``work`` on rank 0 and returns its result on every rank.
+
+    See :func:`on_each_rank`.
+    """
     return on_each_rank(lambda: work() if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
 def progress_bar(**options: Any) -> tqdm[Any]:
     """Returns a tqdm bar, which is shown on rank 0 if stderr is a terminal."""
-    # tqdm shows nothing on a terminal of unknown size. shutil assumes 80 by 24 in that case.
+    # tqdm shows nothing on a terminal of unknown size. shutil assumes 80 by 24 in that
+    # case.
     width, height = shutil.get_terminal_size()
     hidden = rank_and_world_size()[0] != 0 or not sys.stderr.isatty()
     return tqdm(unit_scale=True, ncols=width, nrows=height, disable=hidden, **options)

@@ -22,8 +22,14 @@ from torchrec_recstore import TableStats
 ALL = "all"
 """The name under which the sum over all tables is reported."""
 
-PART_TITLES = {part: part.replace("_", " ") for part in ("input_dist", "lookup", "dense", "update", "reading")}
-"""The titles of the parts of a step's time. The parts add up to the whole step. See ``StepSplit``."""
+PART_TITLES = {
+    part: part.replace("_", " ")
+    for part in ("input_dist", "lookup", "dense", "update", "reading")
+}
+"""The titles of the parts of a step's time.
+
+The parts add up to the whole step. See ``StepSplit``.
+"""
 
 STDOUT = Path("-")
 
@@ -63,13 +69,16 @@ def plain(value: Any) -> str:
 
 
 def check_file(path: Path | None) -> None:
-    """Checks before the work begins that a result can be written to a file. The file is not changed.
+    """Checks before the work begins that a result can be written to a file.
+
+    The file is not changed.
 
     Args:
         path: The path of the file. None and "-" are not checked.
 
     Raises:
-        DataError: The folder of the file does not exist, the path is a folder, or the file cannot be written.
+        DataError: The folder of the file does not exist, the path is a folder, or the
+            file cannot be written.
     """
     if path is None or path == STDOUT:
         return
@@ -84,47 +93,64 @@ def check_file(path: Path | None) -> None:
         elif not place.exists():
             place.open("xb").close()
             place.unlink()
-        elif not os.access(place, os.W_OK):  # not opened: the reader of a pipe would see its end
+        elif not os.access(
+            place, os.W_OK
+        ):  # not opened: the reader of a pipe would see its end
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
 
 
 def result_of(tables: Mapping[str, TableStats], since_step: int = 0) -> dict[str, Any]:
-    """Returns the part of a run's result about its tables: rows and bytes, and the counts of RecStore tables.
+    """Returns the part of a run's result about its tables: rows and bytes, and the
+    counts of RecStore tables.
 
     Args:
         tables: The statistics of the tables, from :func:`stats_of_tables`.
-        since_step: The step at which this process resumed the run. Counts begin there. Default: 0.
+        since_step: The step at which this process resumed the run. Counts begin there.
+            Default: 0.
     """
     return {
         "rows": {name: stats.rows for name, stats in tables.items()},
         "bytes": {name: stats.bytes for name, stats in tables.items()},
         "counts_since_step": since_step,
-        "counts": {name: _counts(stats) for name, stats in tables.items() if stats.lookups},
+        "counts": {
+            name: _counts(stats) for name, stats in tables.items() if stats.lookups
+        },
         "hit_rate": hit_rate(total(tables)),
     }
 
 
 def _counts(stats: TableStats) -> dict[str, int]:
-    # The steps of a table are restored from a checkpoint and count the whole run; the result has them elsewhere.
+    # The steps of a table are restored from a checkpoint and count the whole run; the
+    # result has them elsewhere.
     return {name: count for name, count in asdict(stats).items() if name != "steps"}
 
 
-def print_result(console: Console, result: Mapping[str, Any], lines: Mapping[str, str]) -> None:
-    """Prints the rows and bytes of each table and of all tables, with the effects of limits, and the given lines.
+def print_result(
+    console: Console, result: Mapping[str, Any], lines: Mapping[str, str]
+) -> None:
+    """Prints the rows and bytes of each table and of all tables, with the effects of
+    limits, and the given lines.
 
     Args:
         console: The console to print to.
-        result: A result that contains the values of :func:`result_of`. ``bounds`` are the limits of the tables.
+        result: A result that contains the values of :func:`result_of`. ``bounds`` are
+            the limits of the tables.
         lines: What is printed below the tables.
     """
     told = [str(result[name]) for name in ("backend", "sharding") if name in result]
     console.print(", ".join([*told, f"world size {result['world_size']}"]))
     rows, sizes, counts = result["rows"], result["bytes"], result["counts"]
-    tables = {name: TableStats(**({"rows": rows[name], "bytes": sizes[name]} | counts.get(name, {}))) for name in rows}
+    tables = {
+        name: TableStats(
+            **({"rows": rows[name], "bytes": sizes[name]} | counts.get(name, {}))
+        )
+        for name in rows
+    }
     columns = _columns(result.get("bounds") or {}, tables)
-    # Rows and bytes are not counted since a step, so a table of rows and bytes needs no caption.
+    # Rows and bytes are not counted since a step, so a table of rows and bytes needs no
+    # caption.
     shown = Table(caption=counted_since(result) if len(columns) > 2 else None)
     shown.add_column("table")
     for title in columns:
@@ -135,49 +161,84 @@ def print_result(console: Console, result: Mapping[str, Any], lines: Mapping[str
     shown.add_row("all", *(number(total(tables)) for number in columns.values()))
     console.print(shown)
     for name, text in lines.items():
-        console.print(f"{name:<19}{text}" if text else name, soft_wrap=True, highlight=False)
+        console.print(
+            f"{name:<19}{text}" if text else name, soft_wrap=True, highlight=False
+        )
 
 
 def counted_since(result: Mapping[str, Any]) -> str | None:
-    """Returns a note on the step since which counts are counted, or None if it is the beginning of the run."""
+    """Returns a note on the step since which counts are counted, or None if it is the
+    beginning of the run.
+    """
     step = result.get("counts_since_step")
-    return f"hits and other counts: since the run was resumed at step {step:,}" if step else None
+    return (
+        f"hits and other counts: since the run was resumed at step {step:,}"
+        if step
+        else None
+    )
 
 
 def in_words(tables: Mapping[str, TableStats], limits: Mapping[str, Any]) -> str:
     """Returns the last row of the table of :func:`print_result` as one line."""
-    return ", ".join(f"{title} {number(total(tables))}" for title, number in _columns(limits, tables).items())
+    return ", ".join(
+        f"{title} {number(total(tables))}"
+        for title, number in _columns(limits, tables).items()
+    )
 
 
 def total(tables: Mapping[str, TableStats]) -> TableStats:
-    """Returns the sums over all tables. The sum of ``steps`` has no meaning and is not shown."""
-    return TableStats(**{f.name: sum(getattr(stats, f.name) for stats in tables.values()) for f in fields(TableStats)})
+    """Returns the sums over all tables.
+
+    The sum of ``steps`` has no meaning and is not shown.
+    """
+    return TableStats(
+        **{
+            f.name: sum(getattr(stats, f.name) for stats in tables.values())
+            for f in fields(TableStats)
+        }
+    )
 
 
-def since(before: Mapping[str, TableStats], now: Mapping[str, TableStats]) -> dict[str, TableStats]:
+def since(
+    before: Mapping[str, TableStats], now: Mapping[str, TableStats]
+) -> dict[str, TableStats]:
     """Returns the statistics of ``now``, with the counts since ``before``."""
     held = ("rows", "cold_rows", "bytes")
     done = [f.name for f in fields(TableStats) if f.name not in held]
     return {
-        name: replace(stats, **{count: getattr(stats, count) - getattr(before[name], count) for count in done})
+        name: replace(
+            stats,
+            **{
+                count: getattr(stats, count) - getattr(before[name], count)
+                for count in done
+            },
+        )
         for name, stats in now.items()
     }
 
 
 def hit_rate(stats: TableStats) -> float | None:
-    """Returns the fraction of lookups that found a row in memory, or None if there were no lookups."""
+    """Returns the fraction of lookups that found a row in memory, or None if there were
+    no lookups.
+    """
     return stats.hits / stats.lookups if stats.lookups else None
 
 
-def _columns(limits: Mapping[str, Any], tables: Mapping[str, TableStats]) -> dict[str, Callable[[TableStats], str]]:
-    """Returns the columns of the report: functions that format a table's statistics, by title."""
+def _columns(
+    limits: Mapping[str, Any], tables: Mapping[str, TableStats]
+) -> dict[str, Callable[[TableStats], str]]:
+    """Returns the columns of the report: functions that format a table's statistics, by
+    title.
+    """
     shown = {name for name, value in limits.items() if value is not None}
     columns: dict[str, Callable[[TableStats], str]] = {
         "rows": lambda stats: f"{stats.rows:,}",
         "bytes": lambda stats: decimal(stats.bytes),
     }
     if shown:
-        columns["hit rate"] = lambda stats: "-" if (rate := hit_rate(stats)) is None else f"{rate:.1%}"
+        columns["hit rate"] = lambda stats: (
+            "-" if (rate := hit_rate(stats)) is None else f"{rate:.1%}"
+        )
     for limit, counts in (
         ("max_rows", ["evicted"]),
         ("expire_steps", ["expired"]),
@@ -185,18 +246,29 @@ def _columns(limits: Mapping[str, Any], tables: Mapping[str, TableStats]) -> dic
         ("cold_store", ["cold_rows", "cold_hits"]),
         ("nonfinite", ["nonfinite"]),
     ):
-        for count in counts if limit in shown or any(getattr(stats, limit, 0) for stats in tables.values()) else ():
-            columns[count.replace("_", " ")] = lambda stats, count=count: f"{getattr(stats, count):,}"  # type: ignore[misc]
+        for count in (
+            counts
+            if limit in shown
+            or any(getattr(stats, limit, 0) for stats in tables.values())
+            else ()
+        ):
+            columns[count.replace("_", " ")] = lambda stats, count=count: (
+                f"{getattr(stats, count):,}"
+            )  # type: ignore[misc]
     return columns
 
 
 def console_for(json_out: Path | None) -> Console:
-    """Returns the console for the report: stdout, or stderr if the JSON result goes to stdout."""
+    """Returns the console for the report: stdout, or stderr if the JSON result goes to
+    stdout.
+    """
     return Console(stderr=json_out == STDOUT)
 
 
 def finite(value: Any) -> Any:
-    """Replaces numbers that are not finite by None, because JSON has neither NaN nor infinity."""
+    """Replaces numbers that are not finite by None, because JSON has neither NaN nor
+    infinity.
+    """
     if isinstance(value, Mapping):
         return {key: finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -221,7 +293,8 @@ def write_json(path: Path | None, result: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file under a temporary name and renames it, so that the file is never incomplete.
+    """Writes a file under a temporary name and renames it, so that the file is never
+    incomplete.
 
     If the run is killed or the disk is full, the previous file is kept.
 

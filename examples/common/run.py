@@ -1,4 +1,5 @@
-"""A run of an example: its folder, checkpoints, curves and report, each of which the training loop calls in a line.
+"""A run of an example: its folder, checkpoints, curves and report, each of which the
+training loop calls in a line.
 
 with process_group(), Run("dlrm", settings) as run:
     state = run.resume(model, optimizer, {"--data": "train.txt"})      # {} at the beginning
@@ -35,7 +36,15 @@ from common.curves import CurveWriter, has_curves
 from common.measure import StepSplit, Window, table_points
 from common.page import RUN_FILE, read_about, write_report
 from common.processes import on_each_rank, on_rank_0
-from common.report import check_file, console_for, finite, print_result, result_of, write_json, write_whole
+from common.report import (
+    check_file,
+    console_for,
+    finite,
+    print_result,
+    result_of,
+    write_json,
+    write_whole,
+)
 from common.settings import RunSettings
 from rich.filesize import decimal
 from torch import Tensor, nn
@@ -48,7 +57,9 @@ T = TypeVar("T")
 
 INSTEAD = "(choose another folder with --log-dir, or write no log with --no-log)"
 POINTS, MOST_STEPS = 100, 50
-"""A run has at most this number of points of each curve, or a point for this number of steps."""
+"""A run has at most this number of points of each curve, or a point for this number of
+steps.
+"""
 PACKAGES = (
     "torchrec-recstore",
     "torch",
@@ -62,19 +73,25 @@ PACKAGES = (
 
 
 class Run:
-    """The folder, checkpoints, curves and report of a run. Every method is collective; rank 0 writes.
+    """The folder, checkpoints, curves and report of a run.
+
+    Every method is collective; rank 0 writes.
 
     Args:
         example: The name of the example.
-        settings: The settings of the run. Those of ``RunSettings`` say what is written, and where.
+        settings: The settings of the run. Those of ``RunSettings`` say what is written,
+            and where.
 
     Attributes:
-        folder: The folder of curves and report, which this run alone uses. None: the run writes neither.
-        resumed_from: The checkpoint that the run resumes from. None: the run starts from the beginning.
+        folder: The folder of curves and report, which this run alone uses. None: the
+            run writes neither.
+        resumed_from: The checkpoint that the run resumes from. None: the run starts
+            from the beginning.
 
     Raises:
-        DataError: By the ``with`` statement, on every rank: a setting contradicts another one, a folder or the file of
-            the result cannot be written or another run uses it, or a folder contains another run.
+        DataError: By the ``with`` statement, on every rank: a setting contradicts
+            another one, a folder or the file of the result cannot be written or another
+            run uses it, or a folder contains another run.
     """
 
     def __init__(self, example: str, settings: RunSettings) -> None:
@@ -103,10 +120,14 @@ class Run:
                 newest = self._checkpoints.newest()
                 if newest and not settings.resume:
                     raise DataError(
-                        f"{settings.checkpoint} has checkpoints already, up to {newest.path.name}: "
-                        "resume the run with --resume, or choose another folder"
+                        f"{settings.checkpoint} has checkpoints already, up to"
+                        f" {newest.path.name}: resume the run with --resume, or choose"
+                        " another folder"
                     )
-                self._newest, self.resumed_from = newest, newest.path if newest else None
+                self._newest, self.resumed_from = (
+                    newest,
+                    (newest.path if newest else None),
+                )
             if not settings.no_log:
                 self.folder = on_rank_0(partial(self._log_folder, stack))
             self._stack = stack.pop_all()
@@ -118,41 +139,55 @@ class Run:
     def _log_folder(self, stack: ExitStack) -> Path:
         settings = self.settings
         try:
-            import_module("torch.utils.tensorboard")  # a missing package is reported now, and not after the training
+            # a missing package is reported now, and not after the training
+            import_module("torch.utils.tensorboard")
         except ImportError as error:
             raise DataError(
-                f"curves and the report need tensorboard, which cannot be imported: {error}. "
-                "Install it with `pip install tensorboard`, or train with --no-log"
+                "curves and the report need tensorboard, which cannot be imported:"
+                f" {error}. Install it with `pip install tensorboard`, or train with"
+                " --no-log"
             ) from error
-        # A resumed run must find the log again, so its folder is below the folder of checkpoints.
+        # A resumed run must find the log again, so its folder is below the folder of
+        # checkpoints.
         fixed = settings.checkpoint / "log" if settings.checkpoint else None
         folder = settings.log_dir or fixed or _new_folder(self.example)
         try:
             stack.enter_context(locked_folder(folder))
         except DataError as error:
             raise DataError(f"{error} {INSTEAD}") from error
-        # After a restart by torchrun, or in a fixed folder, the curves belong to this run, also without --resume: the
-        # run then has no checkpoint yet and begins again.
+        # After a restart by torchrun, or in a fixed folder, the curves belong to this
+        # run, also without --resume: the run then has no checkpoint yet and begins
+        # again.
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if has_curves(folder) and not (settings.resume or restarted or folder == fixed):
-            raise DataError(f"{folder} contains the curves of another run: choose another --log-dir")
+            raise DataError(
+                f"{folder} contains the curves of another run: choose another --log-dir"
+            )
         return folder
 
     def resume(
-        self, model: nn.Module, optimizer: Optimizer | None = None, data: Mapping[str, Any] | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        data: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Loads the newest checkpoint, if there is one, into the model and the optimizer of its dense part.
+        """Loads the newest checkpoint, if there is one, into the model and the
+        optimizer of its dense part.
 
         Args:
             model: The model, wrapped in ``DistributedModelParallel``.
-            optimizer: The new optimizer of the dense part. Its state is equal on all ranks.
-            data: Values that must be the same when the run is resumed, besides ``settings.must_match()``, by flag.
+            optimizer: The new optimizer of the dense part. Its state is equal on all
+                ranks.
+            data: Values that must be the same when the run is resumed, besides
+                ``settings.must_match()``, by flag.
 
         Returns:
-            The state that was given to :meth:`save`, or {} if the run starts from the beginning.
+            The state that was given to :meth:`save`, or {} if the run starts from the
+            beginning.
 
         Raises:
-            DataError: The checkpoint is damaged, or belongs to a run with other data or settings.
+            DataError: The checkpoint is damaged, or belongs to a run with other data or
+                settings.
         """
         self._identity = {**(data or {}), **self.settings.must_match()}
         path = self.resumed_from
@@ -162,13 +197,16 @@ class Run:
         if not isinstance(before, dict):
             raise DataError(f"{path} was not written by this command")
         others = [
-            f"{flag} {before.get(flag)}, not {now}" for flag, now in self._identity.items() if before.get(flag) != now
+            f"{flag} {before.get(flag)}, not {now}"
+            for flag, now in self._identity.items()
+            if before.get(flag) != now
         ]
         if others:
             raise DataError(f"{path} belongs to a run with {'; '.join(others)}")
         if hasattr(optimizer, "init_state"):
-            # A keyed optimizer copies a loaded state into its existing state, and a new optimizer has no state.
-            # init_state creates the state with an optimizer step, which the load undoes.
+            # A keyed optimizer copies a loaded state into its existing state, and a new
+            # optimizer has no state. init_state creates the state with an optimizer
+            # step, which the load undoes.
             optimizer.init_state()
         state = self._checkpoints.load(model, path)
         if optimizer is not None:
@@ -176,14 +214,22 @@ class Run:
         self._saved_step = state["step"]
         return state["progress"]  # type: ignore[no-any-return]
 
-    def save(self, model: nn.Module, optimizer: Optimizer | None, step: int, state: Mapping[str, Any]) -> None:
-        """Saves a checkpoint, if the run has a folder for checkpoints and none of this step.
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        step: int,
+        state: Mapping[str, Any],
+    ) -> None:
+        """Saves a checkpoint, if the run has a folder for checkpoints and none of this
+        step.
 
         Args:
             model: See :meth:`resume`.
             optimizer: See :meth:`resume`.
             step: The number of steps that the run has made. It names the checkpoint.
-            state: What the run needs besides to be resumed. It must be the same on every rank.
+            state: What the run needs besides to be resumed. It must be the same on
+                every rank.
 
         Raises:
             DataError: The checkpoint cannot be written.
@@ -192,7 +238,12 @@ class Run:
             return
         self._point()  # so that a resumed run has the same points
         dense = None if optimizer is None else optimizer.state_dict()
-        whole = {"identity": self._identity, "step": step, "progress": dict(state), "dense_optimizer": dense}
+        whole = {
+            "identity": self._identity,
+            "step": step,
+            "progress": dict(state),
+            "dense_optimizer": dense,
+        }
         self._checkpoints.save(model, step, whole)
         self._saved_step = step
 
@@ -212,23 +263,36 @@ class Run:
         Args:
             model: The sharded model.
             optimizers: The optimizers whose learning rates become curves, by name.
-            total_steps: The number of steps of the whole run. It determines how often a point is written.
+            total_steps: The number of steps of the whole run. It determines how often a
+                point is written.
             step: The number of steps that the run has already made. Default: 0.
-            samples: The number of training samples of these steps, over all ranks. Default: 0.
+            samples: The number of training samples of these steps, over all ranks.
+                Default: 0.
             about: More values for the report, beside the settings.
-            stats: A function that returns the statistics of the tables. Collective. Default: ``table_stats``.
+            stats: A function that returns the statistics of the tables. Collective.
+                Default: ``table_stats``.
 
         Raises:
             DataError: The folder cannot be written.
         """
-        self._about = {**self.settings.shown(), **(about or {}), "world_size": dist.get_world_size()}
+        self._about = {
+            **self.settings.shown(),
+            **(about or {}),
+            "world_size": dist.get_world_size(),
+        }
         self._step, self._first_step, self._samples = step, step, samples
         self._stats = stats or partial(table_stats, model)
         if self.folder is None:
             return
-        self._every = self.settings.log_every or min(MOST_STEPS, -(-total_steps // POINTS) or 1)
+        self._every = self.settings.log_every or min(
+            MOST_STEPS, -(-total_steps // POINTS) or 1
+        )
         self._optimizers = dict(optimizers)
-        self._split, self._window, self._tables = StepSplit(model), Window(), self._stats()
+        self._split, self._window, self._tables = (
+            StepSplit(model),
+            Window(),
+            self._stats(),
+        )
         on_rank_0(partial(self._begin, self.folder))
 
     def _begin(self, folder: Path) -> None:
@@ -246,7 +310,9 @@ class Run:
             _describe(folder, about)
             self._writer = CurveWriter(folder, self._samples)
         except OSError as error:
-            raise DataError(f"{folder}: {error.strerror} (--no-log writes no log)") from error
+            raise DataError(
+                f"{folder}: {error.strerror} (--no-log writes no log)"
+            ) from error
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """Yields the batches, and measures how long each of them is waited for."""
@@ -262,13 +328,21 @@ class Run:
                 self._split.has_batch()
             yield batch
 
-    def step(self, samples: int, loss: Tensor, logits: Tensor | None = None, labels: Tensor | None = None) -> None:
-        """Records that a training step has ended, and writes a point of each curve when it is due.
+    def step(
+        self,
+        samples: int,
+        loss: Tensor,
+        logits: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> None:
+        """Records that a training step has ended, and writes a point of each curve when
+        it is due.
 
         Args:
             samples: The number of samples of the step, over all ranks.
             loss: (). The mean loss of this rank.
-            logits: (B,). The logits for the AUC, with the same B on every rank. None: no AUC is computed.
+            logits: (B,). The logits for the AUC, with the same B on every rank. None:
+                no AUC is computed.
             labels: (B,). The labels, 0 or 1.
         """
         self._step += 1
@@ -280,7 +354,10 @@ class Run:
                 self._point()
 
     def log(self, values: Mapping[str, float | None]) -> None:
-        """Adds a point to the named curves. Values that are None or not finite are ignored."""
+        """Adds a point to the named curves.
+
+        Values that are None or not finite are ignored.
+        """
         self._point()
         self._write(values)
 
@@ -290,25 +367,45 @@ class Run:
             return
         window, self._window = self._window, Window()
         before, self._tables = self._tables, self._stats()
-        groups = {name: optimizer.param_groups for name, optimizer in self._optimizers.items()}
+        groups = {
+            name: optimizer.param_groups for name, optimizer in self._optimizers.items()
+        }
         # A rank without tables has no rate of the embeddings.
-        rates = {f"learning_rate/{name}": float(of[0]["lr"]) for name, of in groups.items() if of}
-        self._write({**window.values(self._split.take()), **rates, **table_points(before, self._tables)})
+        rates = {
+            f"learning_rate/{name}": float(of[0]["lr"])
+            for name, of in groups.items()
+            if of
+        }
+        self._write(
+            {
+                **window.values(self._split.take()),
+                **rates,
+                **table_points(before, self._tables),
+            }
+        )
 
     def _write(self, values: Mapping[str, float | None]) -> None:
         if self._writer is not None:
-            known = {tag: value for tag, value in values.items() if value is not None and value - value == 0}
+            known = {
+                tag: value
+                for tag, value in values.items()
+                if value is not None and value - value == 0
+            }
             self._writer.add(known, self._samples)
 
-    def finish(self, result: Mapping[str, Any], lines: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Ends the run: writes the report, prints the tables and the result, and writes the result as JSON.
+    def finish(
+        self, result: Mapping[str, Any], lines: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Ends the run: writes the report, prints the tables and the result, and writes
+        the result as JSON.
 
         Args:
             result: The result of the run.
             lines: What is printed below the tables. Default: nothing.
 
         Returns:
-            The settings and the result of the run, with the rows, bytes and counts of the tables.
+            The settings and the result of the run, with the rows, bytes and counts of
+            the tables.
 
         Raises:
             DataError: The JSON file cannot be written.
@@ -321,21 +418,32 @@ class Run:
             try:
                 _describe(self.folder, read_about(self.folder) | {"result": whole})
             except OSError as error:
-                print(f"warning: the result is not in the log: {error}", file=sys.stderr)
-        whole = {**self._about, "log_dir": str(self.folder) if self.folder else None, **whole}
+                print(
+                    f"warning: the result is not in the log: {error}", file=sys.stderr
+                )
+        whole = {
+            **self._about,
+            "log_dir": str(self.folder) if self.folder else None,
+            **whole,
+        }
         if dist.get_rank() == 0:
             print_result(console_for(self.settings.json_out), whole, lines or {})
             if self.folder is not None:
                 try:
                     print(f"report: {write_report(self.folder)}", file=sys.stderr)
-                except Exception as error:  # no error of the report may lose the result of the run
+                except (
+                    Exception
+                ) as error:  # no error of the report may lose the result of the run
                     print(f"warning: no report was made: {error}", file=sys.stderr)
         on_rank_0(partial(write_json, self.settings.json_out, whole))
         return whole
 
 
 def _describe(folder: Path, about: Mapping[str, Any]) -> None:
-    write_whole(folder / RUN_FILE, (json.dumps(finite(about), indent=2, default=str) + "\n").encode())
+    write_whole(
+        folder / RUN_FILE,
+        (json.dumps(finite(about), indent=2, default=str) + "\n").encode(),
+    )
 
 
 def say(line: str) -> None:
@@ -345,27 +453,35 @@ def say(line: str) -> None:
 
 
 def sole_use(path: Path) -> ExitStack:
-    """Creates a folder if it does not exist, and locks it for this run until the result is closed. Collective.
+    """Creates a folder if it does not exist, and locks it for this run until the result
+    is closed.
+
+    Collective.
 
     Args:
         path: The path of the folder, on a file system that all ranks share.
 
     Raises:
-        DataError: The folder cannot be created or written, another run uses it, or a rank does not see it.
+        DataError: The folder cannot be created or written, another run uses it, or a
+            rank does not see it.
     """
     with ExitStack() as locks:
         on_rank_0(lambda: locks.enter_context(locked_folder(path)) and None)
 
         def see() -> None:
             if not path.is_dir():
-                raise DataError(f"{path}: rank {dist.get_rank()} does not see this folder, which all ranks must share")
+                raise DataError(
+                    f"{path}: rank {dist.get_rank()} does not see this folder, which"
+                    " all ranks must share"
+                )
 
         on_each_rank(see)
         return locks.pop_all()
 
 
 def locked_folder(path: Path) -> FileLock:
-    """Creates a folder if it does not exist, and locks it until the lock is closed or the process ends.
+    """Creates a folder if it does not exist, and locks it until the lock is closed or
+    the process ends.
 
     Raises:
         DataError: The folder cannot be created or written, or another run uses it.
@@ -374,10 +490,12 @@ def locked_folder(path: Path) -> FileLock:
         raise DataError(f"{path}: this is not a folder")
     try:
         make_directory(path)
-        # If torchrun is killed, its processes continue to train. The lock keeps a second run from writing to the folder
-        # at the same time.
+        # If torchrun is killed, its processes continue to train. The lock keeps a
+        # second run from writing to the folder at the same time.
         return FileLock(
-            path / ".lock", "writing there", lambda holder: f"{path}: another run is writing there: {holder}"
+            path / ".lock",
+            "writing there",
+            lambda holder: f"{path}: another run is writing there: {holder}",
         )
     except BlockingIOError as error:
         raise DataError(str(error)) from error
@@ -406,9 +524,17 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> dict[str, str]:
-    processors = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    processors = [
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return {
-        "processor": processors[0].partition(":")[2].strip() if processors else platform.machine(),
+        "processor": (
+            processors[0].partition(":")[2].strip()
+            if processors
+            else platform.machine()
+        ),
         "cores": str(len(os.sched_getaffinity(0))),
         "threads of torch": str(torch.get_num_threads()),
         "memory": decimal(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),

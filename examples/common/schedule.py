@@ -11,12 +11,14 @@ from torch.optim.lr_scheduler import LambdaLR
 LrSchedule = Literal["constant", "linear", "cosine"]
 
 
-def lr_factor(schedule: LrSchedule, warmup_steps: int, total_steps: int, step: int) -> float:
+def lr_factor(
+    schedule: LrSchedule, warmup_steps: int, total_steps: int, step: int
+) -> float:
     """Returns the factor by which the learning rate of a step is multiplied.
 
-    The factor rises linearly during the first ``warmup_steps`` steps and reaches 1 in the last of them. Then it stays 1
-    (constant), falls linearly (linear), or falls as half a cosine wave (cosine). It would reach 0 in the step after the
-    last one.
+    The factor rises linearly during the first ``warmup_steps`` steps and reaches 1 in
+    the last of them. Then it stays 1 (constant), falls linearly (linear), or falls as
+    half a cosine wave (cosine). It would reach 0 in the step after the last one.
 
     Args:
         schedule: The shape of the schedule after the warm-up.
@@ -28,23 +30,31 @@ def lr_factor(schedule: LrSchedule, warmup_steps: int, total_steps: int, step: i
         return (step + 1) / warmup_steps
     if schedule == "constant":
         return 1.0
-    # A run that is resumed on fewer ranks may take one more step in each epoch; max keeps the factor from falling below
-    # 0.
+    # A run that is resumed on fewer ranks may take one more step in each epoch; max
+    # keeps the factor from falling below 0.
     left = max(total_steps - step, 0) / max(total_steps - warmup_steps, 1)
     return left if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
 
 
 def lr_scheduler(
-    optimizer: Optimizer, schedule: LrSchedule, warmup_steps: int, total_steps: int, first_step: int = 0
+    optimizer: Optimizer,
+    schedule: LrSchedule,
+    warmup_steps: int,
+    total_steps: int,
+    first_step: int = 0,
 ) -> LambdaLR:
-    """Returns a scheduler of the learning rates. Call its ``step()`` after the optimizer's ``step()``.
+    """Returns a scheduler of the learning rates.
 
-    The number of the step is the whole state of the schedule, so a checkpoint holds only this number.
-    ``LambdaLR.state_dict`` would also contain the rates of all parameter groups, and the number of parameter groups of
-    a sharded model differs between ranks.
+    Call its ``step()`` after the optimizer's ``step()``.
+
+    The number of the step is the whole state of the schedule, so a checkpoint holds
+    only this number. ``LambdaLR.state_dict`` would also contain the rates of all
+    parameter groups, and the number of parameter groups of a sharded model differs
+    between ranks.
 
     Args:
-        optimizer: A new optimizer. The factor multiplies the ``lr`` of each parameter group.
+        optimizer: A new optimizer. The factor multiplies the ``lr`` of each parameter
+            group.
         schedule: See :func:`lr_factor`.
         warmup_steps: See :func:`lr_factor`.
         total_steps: The number of steps of the run.

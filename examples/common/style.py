@@ -1,4 +1,8 @@
-"""The pages that the examples write: the style sheet, parts of a page, and plots as SVG. Needs no torch."""
+"""The pages that the examples write: the style sheet, parts of a page, and plots as
+SVG.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,21 @@ from html import escape
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-# Colours that colour-blind readers can distinguish. Source: Okabe and Ito, Color Universal Design, 2008.
+# Colours that colour-blind readers can distinguish. Source: Okabe and Ito, Color
+# Universal Design, 2008.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 ON_BLACK = ("#56B4E9", "#FF8C4C", "#2FCB9B", "#E39CC4", "#F0C04A", "#A5D8F5")
 REST = "#999"  # of lines without a name
 
 SIDE = 1000
-"""The width and the height of a plot in its own units, which stretch to the size on the page. Texts do not stretch."""
+"""The width and the height of a plot in its own units, which stretch to the size on the
+page.
+
+Texts do not stretch.
+"""
 LONG = 28  # characters
-NARROW_REM = 40  # At this width of the page and below, a plot has fewer numbers on its horizontal axis.
+# At this width of the page and below, a plot has fewer numbers on its horizontal axis.
+NARROW_REM = 40
 
 Points = Sequence[tuple[float, float | None]]
 """Points (x, y) with ascending x. Where y is None, a line is interrupted."""
@@ -81,17 +91,25 @@ def document(title: str, body: str, head: str = "") -> str:
 
 def facts(shown: Mapping[str, str]) -> str:
     """Returns the main numbers of a page as HTML, by name."""
-    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in shown.items())
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in shown.items()
+    )
     return f'<dl class="facts">{items}</dl>'
 
 
 def cell(text: str) -> str:
-    """Returns a cell of a table as HTML. Only a long text, such as a path, may break anywhere: a number must not."""
+    """Returns a cell of a table as HTML.
+
+    Only a long text, such as a path, may break anywhere: a number must not.
+    """
     return f'<td class="{"number" if len(text) < LONG else "long"}">{escape(text)}</td>'
 
 
 def spread(places: list[float], gap: float) -> list[float]:
-    """Moves ascending positions between 0 and 1 apart, to a distance of ``gap`` or less if there is not enough room."""
+    """Moves ascending positions between 0 and 1 apart, to a distance of ``gap`` or less
+    if there is not enough room.
+    """
     gap = min(gap, 1 / max(len(places) - 1, 1))
     moved: list[float] = []
     for place in places:
@@ -109,7 +127,8 @@ class Line(NamedTuple):
     Attributes:
         label: The name at the end of the line. Empty: the line has none.
         points: The points. At least one has a height.
-        colour: A colour of CSS. Default: the colour that follows those of the lines before.
+        colour: A colour of CSS. Default: the colour that follows those of the lines
+            before.
         dashed: Whether the line is dashed.
     """
 
@@ -144,9 +163,14 @@ def figure(
         x_unit: The unit of the horizontal axis.
         left: The begin of the horizontal axis. Default: the smallest position.
         zero: Whether the vertical axis begins at zero.
-        stacked: Whether the lines, which have the same positions, are areas on top of each other.
+        stacked: Whether the lines, which have the same positions, are areas on top of
+            each other.
     """
-    drawing = _svg(lines, str_of, x_of, unit, x_unit, left, zero, stacked, text) if lines else "<p>No point yet.</p>"
+    drawing = (
+        _svg(lines, str_of, x_of, unit, x_unit, left, zero, stacked, text)
+        if lines
+        else "<p>No point yet.</p>"
+    )
     return f"<figure><h3>{escape(title)}</h3>{drawing}<figcaption>{escape(text)}</figcaption></figure>"
 
 
@@ -180,40 +204,69 @@ def _svg(
     heights = [str_of(tick) for tick in ticks]
     for tick, height in zip(ticks, heights, strict=True):
         at = place(first, tick)[1]
-        grid.append(f'<path d="M0 {at:.1f}H{SIDE}" stroke="currentColor" stroke-opacity="0.15" {_STEADY}/>')
-        texts.append(f'<text y="{at / SIDE:.2%}" dx="-8" dy="5" text-anchor="end">{escape(height)}</text>')
+        grid.append(
+            f'<path d="M0 {at:.1f}H{SIDE}" stroke="currentColor" stroke-opacity="0.15"'
+            f" {_STEADY}/>"
+        )
+        texts.append(
+            f'<text y="{at / SIDE:.2%}" dx="-8" dy="5"'
+            f' text-anchor="end">{escape(height)}</text>'
+        )
     shown = [tick for tick in _ticks(first, last, 6) if first <= tick <= last]
     for number, tick in enumerate(shown):
         kind = ' class="between"' if number % 2 and len(shown) > 3 else ""
         at = place(tick, low)[0] / SIDE
-        texts.append(f'<text{kind} x="{at:.2%}" y="100%" dy="20" text-anchor="middle">{escape(x_of(tick))}</text>')
+        texts.append(
+            f'<text{kind} x="{at:.2%}" y="100%" dy="20"'
+            f' text-anchor="middle">{escape(x_of(tick))}</text>'
+        )
     labels = []
-    for number, (line, path, paint) in enumerate(zip(lines, paths, chosen, strict=True)):
+    for number, (line, path, paint) in enumerate(
+        zip(lines, paths, chosen, strict=True)
+    ):
         below = [(x, 0.0) for x, _ in path] if number == 0 else paths[number - 1]
         if stacked:
-            corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in path + below[::-1]))
+            corners = " ".join(
+                f"{x:.1f},{y:.1f}"
+                for x, y in (place(*point) for point in path + below[::-1])
+            )
             drawn.append(f'<polygon points="{corners}" fill="{paint}"/>')
         else:
             drawn += _drawn(line, paint, place)
         if line.label:
             end = next(y for _, y in reversed(path) if y is not None)
-            labels.append((place(last, (end + below[-1][1]) / 2 if stacked else end)[1] / SIDE, line.label, paint))
+            labels.append(
+                (
+                    place(last, (end + below[-1][1]) / 2 if stacked else end)[1] / SIDE,
+                    line.label,
+                    paint,
+                )
+            )
     labels.sort()
     ends = spread([at for at, *_ in labels], gap=0.07)
     for at, (_, label, paint) in zip(ends, labels, strict=True):
         mark = f'<tspan fill="{paint}">\u25a0</tspan>'
-        texts.append(f'<text x="100%" y="{at:.2%}" dx="8" dy="5">{mark}<tspan dx="5">{escape(label)}</tspan></text>')
-    room = f"--left: {max(map(len, heights))}; --right: {max((len(label) for _, label, _ in labels), default=0)}"
+        texts.append(
+            f'<text x="100%" y="{at:.2%}" dx="8" dy="5">{mark}<tspan'
+            f' dx="5">{escape(label)}</tspan></text>'
+        )
+    room = (
+        f"--left: {max(map(len, heights))}; --right:"
+        f" {max((len(label) for _, label, _ in labels), default=0)}"
+    )
     return (
-        f'<div class="plot" style="{room}"><svg role="img" fill="currentColor" aria-label="{escape(text)}">'
+        f'<div class="plot" style="{room}"><svg role="img" fill="currentColor"'
+        f' aria-label="{escape(text)}">'
         f'<text dy="-14">{escape(unit)}</text>'
         f'<text x="50%" y="100%" dy="40" text-anchor="middle">{escape(x_unit)}</text>'
-        f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" width="100%" height="100%" overflow="visible">'
+        f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" width="100%"'
+        ' height="100%" overflow="visible">'
         f"{''.join(grid + drawn)}</svg>{''.join(texts)}</svg></div>"
     )
 
 
-_STEADY = 'vector-effect="non-scaling-stroke"'  # The width of a line does not stretch with the plot.
+# The width of a line does not stretch with the plot.
+_STEADY = 'vector-effect="non-scaling-stroke"'
 
 
 def _stacked(paths: list[Any]) -> list[Any]:
@@ -221,12 +274,19 @@ def _stacked(paths: list[Any]) -> list[Any]:
     if len(paths[0]) == 1:  # a single point has no area, so a bar is drawn
         paths = [[(x * 0.9, y), (x * 1.1, y)] for ((x, y),) in paths]
     for below, path in pairwise(paths):
-        path[:] = [(x, y + bottom) for (x, y), (_, bottom) in zip(path, below, strict=True)]
+        path[:] = [
+            (x, y + bottom) for (x, y), (_, bottom) in zip(path, below, strict=True)
+        ]
     return paths
 
 
-def _drawn(line: Line, paint: str, place: Callable[[float, float], tuple[float, float]]) -> list[str]:
-    """Draws the parts of a line between its gaps. Few points, and a point on its own, are dots."""
+def _drawn(
+    line: Line, paint: str, place: Callable[[float, float], tuple[float, float]]
+) -> list[str]:
+    """Draws the parts of a line between its gaps.
+
+    Few points, and a point on its own, are dots.
+    """
     parts: list[list[tuple[float, float]]] = [[]]
     for x, y in line.points:
         if y is not None:
@@ -239,20 +299,32 @@ def _drawn(line: Line, paint: str, place: Callable[[float, float], tuple[float, 
     drawn = []
     for part in filter(None, parts):
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in part)
-        drawn.append(f'<polyline points="{points}" {paint} stroke-width="{width}"{dashes}/>')
+        drawn.append(
+            f'<polyline points="{points}" {paint} stroke-width="{width}"{dashes}/>'
+        )
     few = sum(map(len, parts)) < 20
     dots = [point for part in parts if few or len(part) == 1 for point in part]
-    if dots:  # A line of no length with round ends is a dot of the same size wherever the plot stretches.
+    # A line of no length with round ends is a dot of the same size wherever the plot
+    # stretches.
+    if dots:
         ends = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in dots)
-        drawn.append(f'<path d="{ends}" {paint} stroke-width="{2 * width + 1}" stroke-linecap="round"/>')
+        drawn.append(
+            f'<path d="{ends}" {paint} stroke-width="{2 * width + 1}"'
+            ' stroke-linecap="round"/>'
+        )
     return drawn
 
 
 def _ticks(low: float, high: float, most: int) -> list[float]:
-    """Returns at most about ``most`` round numbers. The first is not above ``low``, and the last not below ``high``."""
+    """Returns at most about ``most`` round numbers.
+
+    The first is not above ``low``, and the last not below ``high``.
+    """
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):
         high = low + (abs(low) or 1.0)
     step = 10 ** math.floor(math.log10((high - low) / most))
-    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= most)
+    step *= next(
+        factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= most
+    )
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [number * step for number in range(first, last + 1)]

@@ -1,6 +1,8 @@
-"""Reads the Criteo click log, ``train.txt`` of the Kaggle challenge, plain or gzip, as a stream of arrays.
+"""Reads the Criteo click log, ``train.txt`` of the Kaggle challenge, plain or gzip, as
+a stream of arrays.
 
-The file is read in blocks of bytes, so the memory use does not depend on the size of the file.
+The file is read in blocks of bytes, so the memory use does not depend on the size of
+the file.
 
     source = CriteoFile("train.txt")
     source.scan()                                   # counts and checks all lines
@@ -32,7 +34,10 @@ ID_NAMES = tuple(f"C{i}" for i in range(1, NUM_IDS + 1))
 COLUMNS = ("label", *DENSE_NAMES, *ID_NAMES)
 
 MAX_LINE_BYTES = 1 << 20
-"""The longest line in bytes. A longer line is a bad row, so that a file without newlines does not fill the memory."""
+"""The longest line in bytes.
+
+A longer line is a bad row, so that a file without newlines does not fill the memory.
+"""
 
 CHUNK_BYTES = 8 << 20
 
@@ -46,7 +51,10 @@ _INT64 = range(-(2**63), 2**63)
 
 
 class BadRowError(DataError):
-    """A line is not a Criteo row. The message names the file, the line (counted from 1) and the column, if known."""
+    """A line is not a Criteo row.
+
+    The message names the file, the line (counted from 1) and the column, if known.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +63,10 @@ class Rows:
 
     Attributes:
         labels: (n,) int32. The labels, 0 or 1.
-        dense: (n, 13) float32. ``log(max(x, -2) + 3)`` of the integer features. An empty field counts as 0.
-        ids: (n, 26) int64. The hexadecimal ids, unchanged. Ids of 2**63 and above wrap to negative numbers. An empty
-            field is 0.
+        dense: (n, 13) float32. ``log(max(x, -2) + 3)`` of the integer features. An
+            empty field counts as 0.
+        ids: (n, 26) int64. The hexadecimal ids, unchanged. Ids of 2**63 and above wrap
+            to negative numbers. An empty field is 0.
     """
 
     labels: npt.NDArray[np.int32]
@@ -85,8 +94,9 @@ def concat(parts: list[Rows]) -> Rows:
 def transform_dense(values: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Returns ``log(max(x, -2) + 3)``.
 
-    TorchRec's reader subtracts the minimum of the file before the logarithm. A stream does not know its minimum. The
-    published minimum of the click log is -3 in one column, which would give log(0), so values below -2 count as -2.
+    TorchRec's reader subtracts the minimum of the file before the logarithm. A stream
+    does not know its minimum. The published minimum of the click log is -3 in one
+    column, which would give log(0), so values below -2 count as -2.
 
     Args:
         values: int64, any shape. The integer features.
@@ -95,12 +105,15 @@ def transform_dense(values: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         float32, the same shape.
     """
     # The sum is computed in float32, because it could overflow in int64.
-    shifted: npt.NDArray[np.float32] = np.maximum(values, -2).astype(np.float32) + np.float32(3)
+    shifted: npt.NDArray[np.float32] = np.maximum(values, -2).astype(
+        np.float32
+    ) + np.float32(3)
     return np.log(shifted)
 
 
 def parse_fast(data: bytes) -> Rows | None:
-    """Parses complete lines with the fast parser, which handles only data without any unusual line.
+    """Parses complete lines with the fast parser, which handles only data without any
+    unusual line.
 
     Args:
         data: The lines. Each line ends with LF.
@@ -114,16 +127,28 @@ def parse_fast(data: bytes) -> Rows | None:
     # Tab and newline are the only bytes below "-" in the alphabet.
     ends = np.flatnonzero(buffer < ord("-"))
     num_rows = data.count(b"\n")
-    if len(ends) != num_rows * len(COLUMNS) or (buffer[ends[len(COLUMNS) - 1 :: len(COLUMNS)]] != ord("\n")).any():
+    if (
+        len(ends) != num_rows * len(COLUMNS)
+        or (buffer[ends[len(COLUMNS) - 1 :: len(COLUMNS)]] != ord("\n")).any()
+    ):
         return None
     lengths = np.diff(ends, prepend=-1).reshape(num_rows, len(COLUMNS)) - 1
     labels = buffer[ends[:: len(COLUMNS)] - 1] - np.uint8(ord("0"))
-    if (lengths[:, 0] != 1).any() or (labels > 1).any() or (lengths[:, -NUM_IDS:] > 16).any():
+    if (
+        (lengths[:, 0] != 1).any()
+        or (labels > 1).any()
+        or (lengths[:, -NUM_IDS:] > 16).any()
+    ):
         return None
-    if np.diff(ends[len(COLUMNS) - 1 :: len(COLUMNS)], prepend=-1).max(initial=0) > MAX_LINE_BYTES:
+    if (
+        np.diff(ends[len(COLUMNS) - 1 :: len(COLUMNS)], prepend=-1).max(initial=0)
+        > MAX_LINE_BYTES
+    ):
         return None
     try:
-        frame = pl.read_csv(data, has_header=False, separator="\t", quote_char=None, schema=_SCHEMA)
+        frame = pl.read_csv(
+            data, has_header=False, separator="\t", quote_char=None, schema=_SCHEMA
+        )
         frame = frame.select(
             pl.col(DENSE_NAMES).fill_null(0),
             pl.col(ID_NAMES).str.to_integer(base=16, dtype=pl.UInt64).fill_null(0),
@@ -136,7 +161,9 @@ def parse_fast(data: bytes) -> Rows | None:
         dense[column] = frame[name].to_numpy()
     for column, name in enumerate(ID_NAMES):
         ids[column] = frame[name].to_numpy().view(np.int64)
-    return Rows(labels.astype(np.int32), np.ascontiguousarray(transform_dense(dense).T), ids.T)
+    return Rows(
+        labels.astype(np.int32), np.ascontiguousarray(transform_dense(dense).T), ids.T
+    )
 
 
 def find_fault(line: bytes) -> tuple[str | None, str] | None:
@@ -146,21 +173,30 @@ def find_fault(line: bytes) -> tuple[str | None, str] | None:
         line: The line without its line ending.
 
     Returns:
-        (column, reason), or None for a good line. The column is None if the whole line is bad.
+        (column, reason), or None for a good line. The column is None if the whole line
+        is bad.
     """
     fields = line.split(b"\t")
     if len(line) > MAX_LINE_BYTES:
         return None, f"the line is longer than {MAX_LINE_BYTES} bytes"
     commas = line.count(b",")
     if len(fields) == 1 and commas in (len(COLUMNS) - 1, len(COLUMNS)):
-        columns = " | cut -d , -f 2-" if commas == len(COLUMNS) else ""  # the first column is the number of the row
+        # the first column is the number of the row
+        columns = " | cut -d , -f 2-" if commas == len(COLUMNS) else ""
         header = "" if line[:1].isdigit() else " | tail -n +2"
-        return None, (
-            "the columns are separated by commas, as in Kaggle's CSV, and must be separated by tabs: "
-            f"cat FILE{header}{columns} | tr , '\\t' > train.txt"
+        return (
+            None,
+            (
+                "the columns are separated by commas, as in Kaggle's CSV, and must be"
+                f" separated by tabs: cat FILE{header}{columns} | tr , '\\t' >"
+                " train.txt"
+            ),
         )
     if len(fields) != len(COLUMNS):
-        return None, f"expected {len(COLUMNS)} tab-separated columns, found {len(fields)}"
+        return (
+            None,
+            f"expected {len(COLUMNS)} tab-separated columns, found {len(fields)}",
+        )
     if fields[0] not in (b"0", b"1"):
         return "label", f"expected 0 or 1, found {_show(fields[0])}"
     for name, field in zip(DENSE_NAMES, fields[1:], strict=False):
@@ -170,7 +206,10 @@ def find_fault(line: bytes) -> tuple[str | None, str] | None:
             return name, f"{_show(field)} is outside int64"
     for name, field in zip(ID_NAMES, fields[-NUM_IDS:], strict=True):
         if not _HEX.fullmatch(field):
-            return name, f"expected 1 to 16 hexadecimal digits or nothing, found {_show(field)}"
+            return (
+                name,
+                f"expected 1 to 16 hexadecimal digits or nothing, found {_show(field)}",
+            )
     return None
 
 
@@ -187,19 +226,29 @@ def _integer(field: bytes) -> int:
 
 def _parse_slow(lines: list[bytes]) -> Rows:
     fields = [line.split(b"\t") for line in lines]
-    dense = np.array([[_integer(field) for field in row[1:-NUM_IDS]] for row in fields], np.int64)
-    ids = np.array([[int(field or b"0", 16) for field in row[-NUM_IDS:]] for row in fields], np.uint64)
+    dense = np.array(
+        [[_integer(field) for field in row[1:-NUM_IDS]] for row in fields], np.int64
+    )
+    ids = np.array(
+        [[int(field or b"0", 16) for field in row[-NUM_IDS:]] for row in fields],
+        np.uint64,
+    )
     labels = np.array([int(row[0]) for row in fields], np.int32)
-    return Rows(labels, transform_dense(dense.reshape(-1, NUM_DENSE)), ids.reshape(-1, NUM_IDS).view(np.int64))
+    return Rows(
+        labels,
+        transform_dense(dense.reshape(-1, NUM_DENSE)),
+        ids.reshape(-1, NUM_IDS).view(np.int64),
+    )
 
 
 def parse(data: bytes, on_bad: Callable[[int, str | None, str], None]) -> Rows:
     """Parses complete lines. Bad lines are reported and left out.
 
     Args:
-        data: The lines, which end with LF or CRLF. The last line may have no line ending.
-        on_bad: A function that is called with (index of the line in ``data``, column or None, reason) for every bad
-            line. It may raise.
+        data: The lines, which end with LF or CRLF. The last line may have no line
+            ending.
+        on_bad: A function that is called with (index of the line in ``data``, column or
+            None, reason) for every bad line. It may raise.
 
     Returns:
         The good rows.
@@ -213,9 +262,13 @@ def parse(data: bytes, on_bad: Callable[[int, str | None, str], None]) -> Rows:
         return rows
     good = []
     for index, line in enumerate(data.split(b"\n")[:-1]):
-        # One match of the whole line is many times faster than checking each field. Numbers of 19 digits may overflow
-        # and are checked by find_fault.
-        plain = len(line) < 1024 and _GOOD_LINE.fullmatch(line) and not _LONG_NUMBER.search(line)
+        # One match of the whole line is many times faster than checking each field.
+        # Numbers of 19 digits may overflow and are checked by find_fault.
+        plain = (
+            len(line) < 1024
+            and _GOOD_LINE.fullmatch(line)
+            and not _LONG_NUMBER.search(line)
+        )
         fault = None if plain else find_fault(line)
         if fault is None:
             good.append(line)
@@ -231,7 +284,10 @@ def _is_gzip(path: str) -> bool:
 
 
 def _read_blocks(path: str, offset: int, block_bytes: int) -> Iterator[bytes]:
-    """Yields the content from ``offset``. A gzip file is decompressed; its ``offset`` must be 0."""
+    """Yields the content from ``offset``.
+
+    A gzip file is decompressed; its ``offset`` must be 0.
+    """
     packed_file = _is_gzip(path)
     with open(path, "rb", buffering=0) as file:
         if not packed_file:
@@ -239,13 +295,15 @@ def _read_blocks(path: str, offset: int, block_bytes: int) -> Iterator[bytes]:
             while block := file.read(block_bytes):
                 yield block
             return
-        # zlib is used directly, because GzipFile of Python 3.11 reads only 8 KiB at a time, through two more layers.
+        # zlib is used directly, because GzipFile of Python 3.11 reads only 8 KiB at a
+        # time, through two more layers.
         member = zlib.decompressobj(zlib.MAX_WBITS | 16)
         packed = b""
         try:
             while packed := packed or file.read(1 << 20):
                 if member.eof:
-                    # More members may follow. Zeros between members are padding, as in GzipFile.
+                    # More members may follow. Zeros between members are padding, as in
+                    # GzipFile.
                     packed = packed.lstrip(b"\0")
                     if not packed:
                         continue
@@ -259,8 +317,13 @@ def _read_blocks(path: str, offset: int, block_bytes: int) -> Iterator[bytes]:
             raise DataError(f"{path}: the gzip file is truncated")
 
 
-def _read_lines(path: str, offset: int, block_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yields (complete lines, offset of their end). Only the last line of the file may have no line ending."""
+def _read_lines(
+    path: str, offset: int, block_bytes: int
+) -> Iterator[tuple[bytes, int]]:
+    """Yields (complete lines, offset of their end).
+
+    Only the last line of the file may have no line ending.
+    """
     rest = b""
     for block in _read_blocks(path, offset, block_bytes):
         offset += len(block)
@@ -290,20 +353,23 @@ def _skip_lines(data: bytes, count: int) -> int:
 class CriteoFile:
     """A Criteo TSV file of any size, plain or gzip.
 
-    Call ``scan`` before ``rows``. The object is not thread-safe, but several ``rows`` iterators may run at the same
-    time.
+    Call ``scan`` before ``rows``. The object is not thread-safe, but several ``rows``
+    iterators may run at the same time.
 
     Args:
         path: The path of the file.
-        skip_bad_rows: Whether bad lines are left out and counted. Default: False, a bad line is an error.
+        skip_bad_rows: Whether bad lines are left out and counted. Default: False, a bad
+            line is an error.
         limit_rows: The number of lines to read. Default: None, all lines.
         chunk_bytes: The number of bytes that are parsed at a time. Default: 8 MiB.
 
     Attributes:
         num_rows: The number of lines, including bad lines, up to ``limit_rows``.
         bad_lines: The numbers of the bad lines, counted from 0, ascending.
-        fingerprint: A text that identifies the content. It does not depend on the file's name and compression.
-        marks: The (line, byte offset) pairs at which reading can begin. A gzip file has only the first pair.
+        fingerprint: A text that identifies the content. It does not depend on the
+            file's name and compression.
+        marks: The (line, byte offset) pairs at which reading can begin. A gzip file has
+            only the first pair.
     """
 
     def __init__(
@@ -329,14 +395,17 @@ class CriteoFile:
         return len(self.bad_lines)
 
     def scan(self, on_progress: Callable[[int], None] = lambda num_lines: None) -> None:
-        """Reads the whole file once, and counts and checks all lines, so that no training starts on a bad file.
+        """Reads the whole file once, and counts and checks all lines, so that no
+        training starts on a bad file.
 
         Args:
-            on_progress: A function that is called after every chunk with the number of its lines.
+            on_progress: A function that is called after every chunk with the number of
+                its lines.
 
         Raises:
             BadRowError: A line is bad, and ``skip_bad_rows`` is False.
-            DataError: The file has no good line, or a gzip file is damaged or truncated.
+            DataError: The file has no good line, or a gzip file is damaged or
+                truncated.
             OSError: The file cannot be read.
         """
         first = begin = checksum = num_rows = 0
@@ -355,10 +424,13 @@ class CriteoFile:
             begin = end
             on_progress(num_rows - first)
         if num_rows == len(bad_lines):
-            raise DataError(f"{self.path}: {'no good row' if num_rows else 'the file is empty'}")
+            raise DataError(
+                f"{self.path}: {'no good row' if num_rows else 'the file is empty'}"
+            )
         self.num_rows, self.bad_lines = num_rows, bad_lines
         self.fingerprint = f"{num_rows:,} rows of checksum {checksum:08x}"
-        # The offsets count uncompressed bytes, so reading of a gzip file can only begin at its start.
+        # The offsets count uncompressed bytes, so reading of a gzip file can only begin
+        # at its start.
         self.marks = marks[:1] if _is_gzip(self.path) else marks
 
     def rows(self, start: int, stop: int) -> Iterator[Rows]:
@@ -371,7 +443,9 @@ class CriteoFile:
             yield parse(data, partial(self._on_bad, first))
 
     def _chunks(self, start: int, stop: int | None) -> Iterator[tuple[int, bytes, int]]:
-        """Yields (number of the first line, complete lines, offset of their end) for lines ``[start, stop)``."""
+        """Yields (number of the first line, complete lines, offset of their end) for
+        lines ``[start, stop)``.
+        """
         first, offset = self.marks[bisect_right(self.marks, (start, sys.maxsize)) - 1]
         for data, end in _read_lines(self.path, offset, self.chunk_bytes):
             if stop is not None and first >= stop:
@@ -388,5 +462,7 @@ class CriteoFile:
 
     def _on_bad(self, first: int, index: int, column: str | None, reason: str) -> None:
         if not self.skip_bad_rows:
-            place = f"line {first + index + 1}" + (f", column {column}" if column else "")
+            place = f"line {first + index + 1}" + (
+                f", column {column}" if column else ""
+            )
             raise BadRowError(f"{self.path}, {place}: {reason}")

@@ -1,11 +1,13 @@
-"""Export a DLRM that was trained by ``train.py`` to a TorchScript file, which runs without this project.
+"""Export a DLRM that was trained by ``train.py`` to a TorchScript file, which runs
+without this project.
 
     python examples/dlrm/train.py --data train.txt --checkpoint run
     python examples/dlrm/export.py --checkpoint run --out dlrm.pt                       # int8 rows
     python examples/dlrm/export.py --checkpoint run --out dlrm.pt --check train.txt     # compares the test AUC
 
-The ``forward(dense, ids)`` of the file takes dense features (B, 13) float32 and ids (B, 26) int64, and returns logits
-(B,). docs/serving.md describes how to serve the file, in Python with fbgemm_gpu or in C++.
+The ``forward(dense, ids)`` of the file takes dense features (B, 13) float32 and ids (B,
+26) int64, and returns logits (B,). docs/serving.md describes how to serve the file, in
+Python with fbgemm_gpu or in C++.
 """
 
 # ruff: noqa: E402, RUF009  (flags are read before the import of TorchRec, which takes seconds, and are fields)
@@ -25,23 +27,42 @@ from common.settings import flag, settings_of_flags
 
 @dataclass(frozen=True)
 class Export:
-    """Export a trained DLRM from a checkpoint to a TorchScript file, and compare the test AUC."""
+    """Export a trained DLRM from a checkpoint to a TorchScript file, and compare the
+    test AUC.
+    """
 
     checkpoint: Path = flag(
-        MISSING, None, "A checkpoint, or a folder of checkpoints. The newest one is used.", metavar="DIR"
+        MISSING,
+        None,
+        "A checkpoint, or a folder of checkpoints. The newest one is used.",
+        metavar="DIR",
     )
     out: Path = flag(MISSING, None, "File to write.", metavar="FILE")
-    dtype: Literal["int8", "int4", "fp16", "float32"] = flag("int8", None, "Data type of the embedding rows.")
-    min_frequency: int = flag(0, None, "Omit rows that were looked up in fewer training steps.", min=0)
-    top_rows: int | None = flag(None, None, "Export only this many rows of each table, the most frequent ones.", min=1)
+    dtype: Literal["int8", "int4", "fp16", "float32"] = flag(
+        "int8", None, "Data type of the embedding rows."
+    )
+    min_frequency: int = flag(
+        0, None, "Omit rows that were looked up in fewer training steps.", min=0
+    )
+    top_rows: int | None = flag(
+        None,
+        None,
+        "Export only this many rows of each table, the most frequent ones.",
+        min=1,
+    )
     check: str | None = flag(
         None,
         None,
-        "Compare the test AUC of the trained and the exported model on the data of the run: the file, or 'generated'.",
+        "Compare the test AUC of the trained and the exported model on the data of the"
+        " run: the file, or 'generated'.",
         metavar="DATA",
     )
-    limit_rows: int | None = flag(None, None, "The value of --limit-rows of the run.", min=1)
-    json_out: Path | None = flag(None, None, "Write the result as JSON.", "--json", metavar="OUT")
+    limit_rows: int | None = flag(
+        None, None, "The value of --limit-rows of the run.", min=1
+    )
+    json_out: Path | None = flag(
+        None, None, "Write the result as JSON.", "--json", metavar="OUT"
+    )
 
 
 asked = settings_of_flags(Export) if __name__ == "__main__" else None
@@ -71,7 +92,8 @@ class Served(nn.Module):
     """A DLRM that takes plain tensors, for a server.
 
     Args:
-        dlrm: The DLRM with the features C1 to C26. Each sample has one id of each feature.
+        dlrm: The DLRM with the features C1 to C26. Each sample has one id of each
+            feature.
     """
 
     def __init__(self, dlrm: DLRM) -> None:
@@ -80,15 +102,20 @@ class Served(nn.Module):
         self._features = list(ID_NAMES)
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
-        """Returns the logits, (B,), of dense features (B, 13) float32 and ids (B, 26) int64."""
+        """Returns the logits, (B,), of dense features (B, 13) float32 and ids (B, 26)
+        int64.
+        """
         values = ids.t().reshape(-1)
-        features = KeyedJaggedTensor(keys=self._features, values=values, lengths=torch.ones_like(values))
+        features = KeyedJaggedTensor(
+            keys=self._features, values=values, lengths=torch.ones_like(values)
+        )
         logits: Tensor = self.dlrm(dense, features)
         return logits.squeeze(1)
 
 
 def export(asked: Export) -> None:
-    """Exports the model, compares the test AUC if ``check`` is set, and prints a report.
+    """Exports the model, compares the test AUC if ``check`` is set, and prints a
+    report.
 
     Raises:
         DataError: The checkpoint, the data or a file cannot be used.
@@ -116,10 +143,15 @@ def export(asked: Export) -> None:
             "rows": sum(table.rows for table in info.tables.values()),
         }
         console = Console(highlight=False)
-        console.print(f"{asked.out}: {asked.dtype}, {decimal(result['bytes'])}", soft_wrap=True)
-        console.print(f"checkpoint         {decimal(info.bytes)}, {result['rows']:,} rows")
+        console.print(
+            f"{asked.out}: {asked.dtype}, {decimal(result['bytes'])}", soft_wrap=True
+        )
+        console.print(
+            f"checkpoint         {decimal(info.bytes)}, {result['rows']:,} rows"
+        )
         if source is not None:
-            aucs = aucs_of([model, torch.jit.load(asked.out)], settings, source)  # the file is compared
+            # the file is compared
+            aucs = aucs_of([model, torch.jit.load(asked.out)], settings, source)
             result["test_auc_trained"], result["test_auc_exported"] = aucs
             console.print(f"test AUC, trained  {aucs[0]:.6f}")
             console.print(f"test AUC, exported {aucs[1]:.6f}")
@@ -128,7 +160,11 @@ def export(asked: Export) -> None:
 
 def checkpoint_at(path: Path) -> CheckpointInfo:
     """Returns the metadata of a checkpoint, or of the newest one in a folder."""
-    newest = None if (path / "metadata.json").exists() or not path.is_dir() else CheckpointFolder(path, 1).newest()
+    newest = (
+        None
+        if (path / "metadata.json").exists() or not path.is_dir()
+        else CheckpointFolder(path, 1).newest()
+    )
     try:
         return newest or read_info(path)
     except (ValueError, OSError) as error:
@@ -136,7 +172,9 @@ def checkpoint_at(path: Path) -> CheckpointInfo:
 
 
 def settings_of_run(info: CheckpointInfo, asked: Export) -> Settings:
-    """Returns the settings of the run that wrote a checkpoint, as far as the model depends on them."""
+    """Returns the settings of the run that wrote a checkpoint, as far as the model
+    depends on them.
+    """
     identity = (info.training_state or {}).get("identity")
     if not isinstance(identity, dict):
         raise DataError(f"{info.path} was not written by train.py")
@@ -144,7 +182,11 @@ def settings_of_run(info: CheckpointInfo, asked: Export) -> Settings:
     given = {name: identity[f"--{name.replace('_', '-')}"] for name in names}
     if half_life := identity.get("--half-life-steps"):  # frequencies are halved by it
         most = max(table.rows for table in info.tables.values())
-        given |= {"max_rows": max(1, most), "eviction": "lfu", "half_life_steps": half_life}
+        given |= {
+            "max_rows": max(1, most),
+            "eviction": "lfu",
+            "half_life_steps": half_life,
+        }
     data = Path(asked.check) if asked.check not in (None, "generated") else None
     return Settings(data=data, limit_rows=asked.limit_rows, skip_bad_rows=True, **given)
 
@@ -154,7 +196,10 @@ def source_of_run(info: CheckpointInfo, settings: Settings) -> RowSource:
     source = open_source(settings)
     trained_on = info.training_state["identity"]["--data"]
     if source.fingerprint != trained_on:
-        raise DataError(f"--check: {source.path} is not the data of {info.path}, which is {trained_on}")
+        raise DataError(
+            f"--check: {source.path} is not the data of {info.path}, which is"
+            f" {trained_on}"
+        )
     return source
 
 
@@ -167,8 +212,12 @@ def aucs_of(models: list[Any], settings: Settings, source: RowSource) -> list[fl
         for batch in batches:
             ids = batch.sparse_features.values().view(-1, len(batch.labels)).t()
             for model, auc in zip(models, aucs, strict=True):
-                # In float64, because the float32 sigmoid of large logits is exactly 1, which would make ties.
-                auc.update(torch.sigmoid(model(batch.dense_features, ids).double()), batch.labels)
+                # In float64, because the float32 sigmoid of large logits is exactly 1,
+                # which would make ties.
+                auc.update(
+                    torch.sigmoid(model(batch.dense_features, ids).double()),
+                    batch.labels,
+                )
     return [float(auc.compute()) for auc in aucs]
 
 

@@ -1,9 +1,10 @@
 """Generates a synthetic click log in the Criteo format, from which a model can learn.
 
-Every feature draws its ids from an unbounded population. Few ids are frequent, and most ids are rare. The population
-drifts: new ids become frequent and old ids become rare. Each id has a hidden effect on the label, so a model must learn
-the ids to predict the label. A row depends only on the seed and the number of the row, so a stream can start at any
-row.
+Every feature draws its ids from an unbounded population. Few ids are frequent, and most
+ids are rare. The population drifts: new ids become frequent and old ids become rare.
+Each id has a hidden effect on the label, so a model must learn the ids to predict the
+label. A row depends only on the seed and the number of the row, so a stream can start
+at any row.
 
     python examples/dlrm/generator.py rows.tsv --rows 100000 --seed 0
 """
@@ -21,14 +22,25 @@ import typer
 from criteo import NUM_DENSE, NUM_IDS, Rows, transform_dense
 
 BLOCK_ROWS = 8192
-"""The number of rows of one random stream. A part of a block is cut from the complete block."""
+"""The number of rows of one random stream.
+
+A part of a block is cut from the complete block.
+"""
 
 POPULATION = tuple(int(3 * 1.44**feature) for feature in range(NUM_IDS))
-"""The number of frequent ids of each feature, 3 to 27,000. About half of the rows have one of these ids."""
+"""The number of frequent ids of each feature, 3 to 27,000.
+
+About half of the rows have one of these ids.
+"""
 DRIFT_ROWS = 200_000
-"""The number of rows after which all frequent ids of a drifting feature have been replaced."""
+"""The number of rows after which all frequent ids of a drifting feature have been
+replaced.
+"""
 TAIL = 1.2
-"""The exponent of the tail. An id at rank k is drawn with a probability of about ``k ** -(TAIL + 1)``."""
+"""The exponent of the tail.
+
+An id at rank k is drawn with a probability of about ``k ** -(TAIL + 1)``.
+"""
 EMPTY_IDS = (0.0,) * 20 + (0.03, 0.03, 0.12, 0.44, 0.44, 0.76)
 EMPTY_DENSE = 0.05
 ID_EFFECT = 0.3
@@ -39,7 +51,10 @@ _UINT64 = np.uint64
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Hashes 64-bit values bijectively. Source: the finaliser of splitmix64 (Steele et al. 2014)."""
+    """Hashes 64-bit values bijectively.
+
+    Source: the finaliser of splitmix64 (Steele et al. 2014).
+    """
     values = (values ^ (values >> _UINT64(30))) * _UINT64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> _UINT64(27))) * _UINT64(0x94D049BB133111EB)
     return values ^ (values >> _UINT64(31))
@@ -47,14 +62,17 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def _unit(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
     """Maps hashes to uniformly distributed floats of mean 0 and variance 1."""
-    centred = (values >> _UINT64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
+    centred = (values >> _UINT64(40)).astype(np.float32) * np.float32(
+        2**-23
+    ) - np.float32(1)
     return centred * np.float32(3**0.5)
 
 
 class _Block(NamedTuple):
     labels: npt.NDArray[np.int32]  # (n,)
     dense: npt.NDArray[np.int64]  # (n, 13)
-    dense_empty: npt.NDArray[np.bool_]  # (n, 13), True where a value is missing and dense is 0
+    # (n, 13), True where a value is missing and dense is 0
+    dense_empty: npt.NDArray[np.bool_]
     ids: npt.NDArray[np.int64]  # (n, 26)
 
 
@@ -80,9 +98,18 @@ class Generator:
         self.num_rows = num_rows
         self.seed = seed
         self.fingerprint = f"{num_rows:,} generated rows of seed {seed}"
-        salts = np.arange(1, 2 * NUM_IDS + 1, dtype=np.uint64) + _UINT64(seed % 2**32) * _UINT64(1 << 20)
-        self._id_salts, self._effect_salts = _mix(salts)[:NUM_IDS], _mix(salts)[NUM_IDS:]
-        self._dense_weights = np.random.default_rng([seed, 1]).choice([-1, 1], NUM_DENSE).astype(np.float32)
+        salts = np.arange(1, 2 * NUM_IDS + 1, dtype=np.uint64) + _UINT64(
+            seed % 2**32
+        ) * _UINT64(1 << 20)
+        self._id_salts, self._effect_salts = (
+            _mix(salts)[:NUM_IDS],
+            _mix(salts)[NUM_IDS:],
+        )
+        self._dense_weights = (
+            np.random.default_rng([seed, 1])
+            .choice([-1, 1], NUM_DENSE)
+            .astype(np.float32)
+        )
 
     def rows(self, start: int, stop: int) -> Iterator[Rows]:
         """Yields rows ``[start, stop)`` in blocks."""
@@ -91,35 +118,59 @@ class Generator:
             yield Rows(block.labels, transform_dense(block.dense), block.ids)[part]
 
     def lines(self, start: int, stop: int) -> Iterator[bytes]:
-        """Yields rows ``[start, stop)`` as lines of a Criteo TSV file. Each line ends with a newline."""
+        """Yields rows ``[start, stop)`` as lines of a Criteo TSV file.
+
+        Each line ends with a newline.
+        """
         for first, (labels, dense, dense_empty, ids) in self._blocks(start, stop):
             for row in range(max(start - first, 0), min(stop - first, BLOCK_ROWS)):
                 fields = [str(labels[row])]
-                fields += ["" if empty else str(x) for x, empty in zip(dense[row], dense_empty[row], strict=True)]
-                fields += [f"{x:016x}" if x else "" for x in ids[row].astype(np.uint64).tolist()]
+                fields += [
+                    "" if empty else str(x)
+                    for x, empty in zip(dense[row], dense_empty[row], strict=True)
+                ]
+                fields += [
+                    f"{x:016x}" if x else ""
+                    for x in ids[row].astype(np.uint64).tolist()
+                ]
                 yield "\t".join(fields).encode() + b"\n"
 
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, _Block]]:
-        for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS) if start < stop else 0):
+        for block in range(
+            start // BLOCK_ROWS, -(-stop // BLOCK_ROWS) if start < stop else 0
+        ):
             yield block * BLOCK_ROWS, self._block(block)
 
     def _block(self, block: int) -> _Block:
         random = np.random.default_rng([self.seed, 0, block])
         logits = np.full(BLOCK_ROWS, BIAS, np.float32)
-        dense = np.exp(1.0 + 1.5 * random.standard_normal((BLOCK_ROWS, NUM_DENSE), np.float32)).astype(np.int64) - 2
+        dense = (
+            np.exp(
+                1.0 + 1.5 * random.standard_normal((BLOCK_ROWS, NUM_DENSE), np.float32)
+            ).astype(np.int64)
+            - 2
+        )
         dense_empty = random.random((BLOCK_ROWS, NUM_DENSE), np.float32) < EMPTY_DENSE
         dense[dense_empty] = 0
-        logits += DENSE_EFFECT * ((transform_dense(dense) - np.float32(1.7)) @ self._dense_weights)
+        logits += DENSE_EFFECT * (
+            (transform_dense(dense) - np.float32(1.7)) @ self._dense_weights
+        )
         now = np.arange(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS, dtype=np.float64)
         ids = np.empty((NUM_IDS, BLOCK_ROWS), np.uint64)
         for feature in range(NUM_IDS):
             ids[feature] = self._ids(feature, now, random)
-            logits += ID_EFFECT * _unit(_mix(ids[feature] ^ self._effect_salts[feature]))
+            logits += ID_EFFECT * _unit(
+                _mix(ids[feature] ^ self._effect_salts[feature])
+            )
         labels = random.random(BLOCK_ROWS, np.float32) < 1 / (1 + np.exp(-logits))
         return _Block(labels.astype(np.int32), dense, dense_empty, ids.view(np.int64).T)
 
-    def _ids(self, feature: int, now: npt.NDArray[np.float64], random: np.random.Generator) -> npt.NDArray[np.uint64]:
-        """Draws one id for each row: a heavy-tailed age is subtracted from the newest member at the time of the row."""
+    def _ids(
+        self, feature: int, now: npt.NDArray[np.float64], random: np.random.Generator
+    ) -> npt.NDArray[np.uint64]:
+        """Draws one id for each row: a heavy-tailed age is subtracted from the newest
+        member at the time of the row.
+        """
         width = POPULATION[feature]
         uniform = 1 - random.random(len(now))
         age = np.minimum(width * (uniform ** (-1 / TAIL) - 1), 2.0**52)

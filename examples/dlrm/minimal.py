@@ -1,12 +1,15 @@
-"""The shortest training of TorchRec's DLRM with RecStore tables: raw 64-bit ids, no table sizes, no hashing.
+"""The shortest training of TorchRec's DLRM with RecStore tables: raw 64-bit ids, no
+table sizes, no hashing.
 
     python examples/dlrm/minimal.py                  # generated rows
     python examples/dlrm/minimal.py train.txt        # a Criteo click log, also .gz
     torchrun --nproc-per-node 2 examples/dlrm/minimal.py train.txt
 
-Only the sharder, the options and the planner in build() differ from a TorchRec program. The log is split by time: the
-model is trained once on the first 80 % of the rows, and tested on the last 10 %. The test AUC is 0.752 on 137,139 rows
-of the Kaggle log. examples/dlrm/train.py trains the same model with flags, checkpoints, curves and a report.
+Only the sharder, the options and the planner in build() differ from a TorchRec program.
+The log is split by time: the model is trained once on the first 80 % of the rows, and
+tested on the last 10 %. The test AUC is 0.752 on 137,139 rows of the Kaggle log.
+examples/dlrm/train.py trains the same model with flags, checkpoints, curves and a
+report.
 """
 
 import sys
@@ -24,17 +27,29 @@ from torchrec.distributed.planner import Topology
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torchrec_recstore import LRU, RecStoreConstraints, RecStorePlanner, RecStoreSharder, TableOptions, table_stats
+from torchrec_recstore import (
+    LRU,
+    RecStoreConstraints,
+    RecStorePlanner,
+    RecStoreSharder,
+    TableOptions,
+    table_stats,
+)
 
 DENSE, SPARSE = [f"I{i}" for i in range(1, 14)], [f"C{i}" for i in range(1, 27)]
 DIM, BATCH_SIZE = 16, 512  # samples of a step, over all ranks
 
-Rows = tuple[Tensor, Tensor, Tensor]  # counts (n, 13) float32, ids (n, 26) int64, labels (n,) float32
+# counts (n, 13) float32, ids (n, 26) int64, labels (n,) float32
+Rows = tuple[Tensor, Tensor, Tensor]
 
 
 def read(path: str) -> Rows:
     """Reads a Criteo log. An empty field counts as 0."""
-    schema = {"label": pl.Float32} | dict.fromkeys(DENSE, pl.Float32) | dict.fromkeys(SPARSE, pl.String)
+    schema = (
+        {"label": pl.Float32}
+        | dict.fromkeys(DENSE, pl.Float32)
+        | dict.fromkeys(SPARSE, pl.String)
+    )
     rows = pl.read_csv(path, separator="\t", has_header=False, schema=schema)
     counts = rows.select((pl.col(DENSE).fill_null(0).clip(-2) + 3).log())
     ids = rows.select(pl.col(SPARSE).str.to_integer(base=16).fill_null(0))
@@ -42,59 +57,104 @@ def read(path: str) -> Rows:
 
 
 def generate(num_rows: int = 100_000) -> Rows:
-    """Makes rows whose ids are 64-bit hashes, of which few are frequent. Each id has a hidden effect on the label."""
+    """Makes rows whose ids are 64-bit hashes, of which few are frequent.
+
+    Each id has a hidden effect on the label.
+    """
     torch.manual_seed(0)
-    members = (torch.rand(num_rows, len(SPARSE)) ** -1.5).long()  # member 1 of a feature is the most frequent
-    ids = (members * len(SPARSE) + torch.arange(len(SPARSE))) * -0x61C8864680B583EB  # overflows, which mixes the bits
+    # member 1 of a feature is the most frequent
+    members = (torch.rand(num_rows, len(SPARSE)) ** -1.5).long()
+    # overflows, which mixes the bits
+    ids = (members * len(SPARSE) + torch.arange(len(SPARSE))) * -0x61C8864680B583EB
     effects = (ids * (ids >> 32)).float() / 2**63  # between -1 and 1
     counts = torch.randn(num_rows, len(DENSE))
-    labels = torch.bernoulli(torch.sigmoid(effects.sum(dim=1) + 0.3 * counts.sum(dim=1) - 2))
+    labels = torch.bernoulli(
+        torch.sigmoid(effects.sum(dim=1) + 0.3 * counts.sum(dim=1) - 2)
+    )
     return counts, ids, labels
 
 
 def batches(rows: Rows, batch_size: int) -> list[Batch]:
-    """Returns this rank's part of each batch. The parts of all ranks have the same size."""
+    """Returns this rank's part of each batch.
+
+    The parts of all ranks have the same size.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     even = len(rows[0]) // world_size * world_size
-    parts = (tensor[rank:even:world_size].split(batch_size // world_size) for tensor in rows)
-    return [Batch(counts, features(ids), labels) for counts, ids, labels in zip(*parts, strict=True)]
+    parts = (
+        tensor[rank:even:world_size].split(batch_size // world_size) for tensor in rows
+    )
+    return [
+        Batch(counts, features(ids), labels)
+        for counts, ids, labels in zip(*parts, strict=True)
+    ]
 
 
 def features(ids: Tensor) -> KeyedJaggedTensor:
     """Makes TorchRec's input of (B, 26) ids: one id for each sample and feature."""
-    return KeyedJaggedTensor(SPARSE, ids.T.flatten(), lengths=torch.ones(ids.numel(), dtype=torch.int32))
+    return KeyedJaggedTensor(
+        SPARSE, ids.T.flatten(), lengths=torch.ones(ids.numel(), dtype=torch.int32)
+    )
 
 
 def build() -> DistributedModelParallel:
     """Builds TorchRec's DLRM, and places its tables in RecStore."""
-    tables = [  # num_embeddings is a hint that allocates nothing: a table makes a row for each new id
-        EmbeddingBagConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=2**40, feature_names=[name])
+    # num_embeddings is a hint that allocates nothing: a table makes a row for each new
+    # id
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t_{name}",
+            embedding_dim=DIM,
+            num_embeddings=2**40,
+            feature_names=[name],
+        )
         for name in SPARSE
     ]
     ebc = EmbeddingBagCollection(tables, device=torch.device("meta"))
-    dlrm = DLRM(ebc, len(DENSE), dense_arch_layer_sizes=[256, DIM], over_arch_layer_sizes=[256, 1])
+    dlrm = DLRM(
+        ebc,
+        len(DENSE),
+        dense_arch_layer_sizes=[256, DIM],
+        over_arch_layer_sizes=[256, 1],
+    )
     model = DLRMTrain(dlrm)
-    fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.01}
-    sharders = [RecStoreSharder(fused_params=fused_params)]  # the rows are updated in the backward pass
-    options = TableOptions(max_rows=1_000_000, eviction=LRU())  # by default, a table keeps all of its rows
+    fused_params = {
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "learning_rate": 0.01,
+    }
+    # the rows are updated in the backward pass
+    sharders = [RecStoreSharder(fused_params=fused_params)]
+    # by default, a table keeps all of its rows
+    options = TableOptions(max_rows=1_000_000, eviction=LRU())
     constraints = {table.name: RecStoreConstraints(options=options) for table in tables}
     topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
-    plan = RecStorePlanner(topology, constraints=constraints).collective_plan(model, sharders, dist.group.WORLD)
-    return DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+    plan = RecStorePlanner(topology, constraints=constraints).collective_plan(
+        model, sharders, dist.group.WORLD
+    )
+    return DistributedModelParallel(
+        model, plan=plan, sharders=sharders, device=torch.device("cpu")
+    )
 
 
 def main() -> None:
     """Trains for one epoch, and prints the AUC of the test rows."""
-    alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone = (
+        {}
+        if dist.is_torchelastic_launched()
+        else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    )
     dist.init_process_group("gloo", **alone)
     rows = read(sys.argv[1]) if len(sys.argv) > 1 else generate()
     train_rows, test_begin = len(rows[0]) * 8 // 10, len(rows[0]) * 9 // 10
     torch.manual_seed(0)
     model = build()
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))  # all parameters but those of the tables
+    # all parameters but those of the tables
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = torch.optim.Adam(dense.values(), lr=0.001)
 
-    for step, batch in enumerate(batches(tuple(tensor[:train_rows] for tensor in rows), BATCH_SIZE), start=1):
+    for step, batch in enumerate(
+        batches(tuple(tensor[:train_rows] for tensor in rows), BATCH_SIZE), start=1
+    ):
         optimizer.zero_grad()
         loss, _ = model(batch)
         loss.backward()
@@ -108,7 +168,10 @@ def main() -> None:
         for batch in batches(tuple(tensor[test_begin:] for tensor in rows), 4096):
             _, (_, logits, labels) = model(batch)
             auc.update(logits.double().sigmoid(), labels.long())
-    num_rows, area = sum(stats.rows for stats in table_stats(model).values()), auc.compute().item()
+    num_rows, area = (
+        sum(stats.rows for stats in table_stats(model).values()),
+        auc.compute().item(),
+    )
     if dist.get_rank() == 0:
         print(f"{num_rows:,} rows in {len(SPARSE)} tables, test AUC {area:.4f}")
     dist.destroy_process_group()

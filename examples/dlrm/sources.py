@@ -1,4 +1,6 @@
-"""Opens the data of a run on every rank, splits it by time, and reads batches ahead of the training."""
+"""Opens the data of a run on every rank, splits it by time, and reads batches ahead of
+the training.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ GENERATED_ROWS = 800_000
 
 
 class RowSource(Protocol):
-    """The interface of a source of rows: ``criteo.CriteoFile`` or ``generator.Generator``."""
+    """The interface of a source of rows: ``criteo.CriteoFile`` or
+    ``generator.Generator``.
+    """
 
     path: str
     num_rows: int
@@ -47,14 +51,20 @@ class RowSource(Protocol):
 
 
 def open_source(settings: Settings) -> RowSource:
-    """Opens the data, or generates it if there is no file. A file is read once, to count and check all lines.
+    """Opens the data, or generates it if there is no file.
+
+    A file is read once, to count and check all lines.
 
     Raises:
         DataError: The file cannot be read, or ``CriteoFile.scan`` finds an error.
     """
     if settings.data is None:
         return Generator(settings.limit_rows or GENERATED_ROWS, settings.seed)
-    file = CriteoFile(settings.data, skip_bad_rows=settings.skip_bad_rows, limit_rows=settings.limit_rows)
+    file = CriteoFile(
+        settings.data,
+        skip_bad_rows=settings.skip_bad_rows,
+        limit_rows=settings.limit_rows,
+    )
     try:
         with progress_bar(desc="checking", unit=" rows", leave=False) as bar:
             file.scan(bar.update)
@@ -64,10 +74,13 @@ def open_source(settings: Settings) -> RowSource:
 
 
 def open_on_all_ranks(settings: Settings) -> RowSource:
-    """Opens the data on rank 0, and returns a copy of the source on every rank. Collective.
+    """Opens the data on rank 0, and returns a copy of the source on every rank.
+
+    Collective.
 
     Raises:
-        DataError: Rank 0 cannot use the data, or another rank cannot open the file. It is raised on every rank.
+        DataError: Rank 0 cannot use the data, or another rank cannot open the file. It
+            is raised on every rank.
     """
 
     def open_here() -> RowSource | None:
@@ -77,7 +90,9 @@ def open_on_all_ranks(settings: Settings) -> RowSource:
             if settings.data is not None:
                 settings.data.open("rb").close()
         except OSError as error:
-            raise DataError(f"{settings.data} on rank {dist.get_rank()}: {error.strerror}") from error
+            raise DataError(
+                f"{settings.data} on rank {dist.get_rank()}: {error.strerror}"
+            ) from error
         return None
 
     return on_each_rank(open_here)[0]
@@ -92,42 +107,69 @@ def splits(source: RowSource) -> tuple[range, range, range]:
     bounds = [0, source.num_rows * 8 // 10, source.num_rows * 9 // 10, source.num_rows]
     train, validation, test = (range(*pair) for pair in pairwise(bounds))
     if not (train and validation and test):
-        raise DataError(f"{source.path}: {source.num_rows} rows are too few to split 80/10/10")
+        raise DataError(
+            f"{source.path}: {source.num_rows} rows are too few to split 80/10/10"
+        )
     return train, validation, test
 
 
 def good_rows(bad_lines: Sequence[int], part: range) -> int:
     """Returns the number of good lines in a part. ``bad_lines`` must be ascending."""
-    return len(part) - bisect_left(bad_lines, part.stop) + bisect_left(bad_lines, part.start)
+    return (
+        len(part)
+        - bisect_left(bad_lines, part.stop)
+        + bisect_left(bad_lines, part.start)
+    )
 
 
 def behind(bad_lines: Sequence[int], part: range, count: int) -> range:
-    """Returns the rest of a part after its first ``count`` good rows. ``bad_lines`` must be ascending."""
+    """Returns the rest of a part after its first ``count`` good rows.
+
+    ``bad_lines`` must be ascending.
+    """
     first = bisect_left(bad_lines, part.start)
-    # The number of good rows before the i-th bad line is the distance of the line from the start, minus i.
-    skipped = bisect_left(range(len(bad_lines) - first), count, key=lambda i: bad_lines[first + i] - part.start - i)
+    # The number of good rows before the i-th bad line is the distance of the line from
+    # the start, minus i.
+    skipped = bisect_left(
+        range(len(bad_lines) - first),
+        count,
+        key=lambda i: bad_lines[first + i] - part.start - i,
+    )
     return range(min(part.start + count + skipped, part.stop), part.stop)
 
 
 def steps_in_epoch(settings: Settings, source: RowSource, training: range) -> int:
-    """Returns the number of training steps in an epoch, without a last step that has fewer samples than ranks."""
+    """Returns the number of training steps in an epoch, without a last step that has
+    fewer samples than ranks.
+    """
     full, rest = divmod(good_rows(source.bad_lines, training), settings.batch_size)
     return full + (rest >= rank_and_world_size()[1])
 
 
 def batches_of(
-    settings: Settings, source: RowSource, part: range, batch_rows: int, even: bool = False
+    settings: Settings,
+    source: RowSource,
+    part: range,
+    batch_rows: int,
+    even: bool = False,
 ) -> ReadAhead[Batch, None, None]:
-    """Yields the batches of this rank for a part of the log, read ahead. Close the generator to stop early.
+    """Yields the batches of this rank for a part of the log, read ahead.
+
+    Close the generator to stop early.
 
     All ranks get the same number of batches. See ``batches_of_rank`` for ``even``.
     """
     pieces = cut(source.rows(part.start, part.stop), batch_rows)
-    return read_ahead(batches_of_rank(pieces, *rank_and_world_size(), settings.modulo, even))
+    return read_ahead(
+        batches_of_rank(pieces, *rank_and_world_size(), settings.modulo, even)
+    )
 
 
 def cut(pieces: Iterable[Rows], batch_rows: int) -> Iterator[Rows]:
-    """Cuts pieces of any size into batches of exactly ``batch_rows`` rows. The last batch may be smaller."""
+    """Cuts pieces of any size into batches of exactly ``batch_rows`` rows.
+
+    The last batch may be smaller.
+    """
     held: list[Rows] = []
     held_rows = 0
     for piece in pieces:
@@ -144,9 +186,14 @@ def cut(pieces: Iterable[Rows], batch_rows: int) -> Iterator[Rows]:
 
 
 def batches_of_rank(
-    batches: Iterable[Rows], rank: int = 0, world_size: int = 1, modulo: int | None = None, even: bool = False
+    batches: Iterable[Rows],
+    rank: int = 0,
+    world_size: int = 1,
+    modulo: int | None = None,
+    even: bool = False,
 ) -> Iterator[Batch]:
-    """Yields one rank's part of each batch: the r-th of W contiguous parts, so the training does not depend on W.
+    """Yields one rank's part of each batch: the r-th of W contiguous parts, so the
+    training does not depend on W.
 
     A batch with fewer samples than ranks is left out on all ranks.
 
@@ -154,13 +201,16 @@ def batches_of_rank(
         batches: The batches of all ranks.
         rank: The rank.
         world_size: The number of ranks.
-        modulo: The divisor that ids are taken modulo of; the results are not negative. None: raw ids.
-        even: Whether every rank gets the same number of samples. Up to W - 1 samples at the end of the log are then
-            left out. Training needs it, because the backward pass of row-wise sharding fails on parts of different
-            sizes (torchrec 1.8.0 with gloo).
+        modulo: The divisor that ids are taken modulo of; the results are not negative.
+            None: raw ids.
+        even: Whether every rank gets the same number of samples. Up to W - 1 samples at
+            the end of the log are then left out. Training needs it, because the
+            backward pass of row-wise sharding fails on parts of different sizes
+            (torchrec 1.8.0 with gloo).
 
     Yields:
-        Dense features (B, 13) float32, labels (B,) int32, and one int64 id for each sample and each feature C1 to C26.
+        Dense features (B, 13) float32, labels (B,) int32, and one int64 id for each
+        sample and each feature C1 to C26.
     """
     ones = torch.ones(0, dtype=torch.int32)
     for rows in batches:
@@ -168,8 +218,11 @@ def batches_of_rank(
             rows = rows[: len(rows) // world_size * world_size]
         if len(rows) < world_size:
             continue
-        mine = rows[slice(*(len(rows) * each // world_size for each in (rank, rank + 1)))]
-        ids = np.ascontiguousarray(mine.ids.T)  # (26, B): a KeyedJaggedTensor stores one feature after another
+        mine = rows[
+            slice(*(len(rows) * each // world_size for each in (rank, rank + 1)))
+        ]
+        # (26, B): a KeyedJaggedTensor stores one feature after another
+        ids = np.ascontiguousarray(mine.ids.T)
         if modulo is not None:
             ids %= modulo
         if len(ones) < ids.size:
@@ -184,11 +237,13 @@ def batches_of_rank(
         yield Batch(torch.from_numpy(mine.dense), sparse, torch.from_numpy(mine.labels))
 
 
-def read_ahead(items: Iterator[T], depth: int = READ_AHEAD_BATCHES) -> ReadAhead[T, None, None]:
+def read_ahead(
+    items: Iterator[T], depth: int = READ_AHEAD_BATCHES
+) -> ReadAhead[T, None, None]:
     """Runs an iterator in a separate thread, at most ``depth`` items ahead.
 
-    An error in the thread is raised here after the items that precede it. Closing this generator ends the thread and
-    closes ``items`` if it is a generator.
+    An error in the thread is raised here after the items that precede it. Closing this
+    generator ends the thread and closes ``items`` if it is a generator.
     """
     ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(depth)
     stopped = threading.Event()
@@ -227,7 +282,8 @@ def read_ahead(items: Iterator[T], depth: int = READ_AHEAD_BATCHES) -> ReadAhead
 
 
 def read_only(settings: Settings) -> None:
-    """Reads all data, makes the batches of training without training on them, and prints the rate.
+    """Reads all data, makes the batches of training without training on them, and
+    prints the rate.
 
     Raises:
         DataError: The data cannot be used, or the result cannot be written.
@@ -237,15 +293,28 @@ def read_only(settings: Settings) -> None:
     samples = 0
     begin = time.perf_counter()
     batches = batches_of(settings, source, range(source.num_rows), settings.batch_size)
-    with progress_bar(desc="reading", unit=" samples", total=source.num_rows, leave=False) as bar, closing(batches):
+    with (
+        progress_bar(
+            desc="reading", unit=" samples", total=source.num_rows, leave=False
+        ) as bar,
+        closing(batches),
+    ):
         for batch in batches:
             samples += len(batch.labels)
             bar.update(len(batch.labels))
     rate = samples / (time.perf_counter() - begin)
     console = console_for(settings.json_out)
     skipped = f"{source.bad_rows:,} bad rows skipped"
-    console.print(f"{samples:,} samples read from {source.path}, {skipped}", soft_wrap=True, highlight=False)
+    console.print(
+        f"{samples:,} samples read from {source.path}, {skipped}",
+        soft_wrap=True,
+        highlight=False,
+    )
     console.print(f"reader samples/s   {rate:,.0f}", highlight=False)
-    result = {"data": source.path, "batch_size": settings.batch_size, "samples": samples}
+    result = {
+        "data": source.path,
+        "batch_size": settings.batch_size,
+        "samples": samples,
+    }
     rates = {"skipped_rows": source.bad_rows, "reader_samples_per_second": rate}
     write_json(settings.json_out, result | rates)

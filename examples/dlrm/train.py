@@ -9,15 +9,18 @@
     python examples/dlrm/train.py --servers 127.0.0.1:7700,127.0.0.1:7701     # the tables are on parameter servers
     torchrun --nproc-per-node 2 --max-restarts 3 examples/dlrm/train.py --checkpoint run --checkpoint-every 200 --resume
 
-The last command writes checkpoints to the folder run. After a crash of one or all processes, the run resumes from the
-newest checkpoint: torchrun restarts it, or you give the same command again. The number of processes and the sharding
-may then differ. A run that has ended goes on with more epochs: --checkpoint run --resume --epochs 2.
+The last command writes checkpoints to the folder run. After a crash of one or all
+processes, the run resumes from the newest checkpoint: torchrun restarts it, or you give
+the same command again. The number of processes and the sharding may then differ. A run
+that has ended goes on with more epochs: --checkpoint run --resume --epochs 2.
 
-During the training, tensorboard --logdir runs shows the curves of the run. They are in the folder
-runs/dlrm-<date>-<time>. With --checkpoint run the folder is run/log, and a resumed run continues the curves. The folder
-contains report.html after the training. For a run that was killed, examples/report.py writes the report.
+During the training, tensorboard --logdir runs shows the curves of the run. They are in
+the folder runs/dlrm-<date>-<time>. With --checkpoint run the folder is run/log, and a
+resumed run continues the curves. The folder contains report.html after the training.
+For a run that was killed, examples/report.py writes the report.
 
-The data is split by time: 80 % for training, 10 % for validation after each epoch, and 10 % for the test at the end.
+The data is split by time: 80 % for training, 10 % for validation after each epoch, and
+10 % for the test at the end.
 """
 
 # ruff: noqa: E402, RUF009  (flags are read before the import of TorchRec, which takes seconds, and are fields)
@@ -35,7 +38,15 @@ from typing import Any, ClassVar, Literal
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common.command import run
-from common.settings import DATA, MODEL, RUN, TableSettings, flag, refuse, settings_of_flags
+from common.settings import (
+    DATA,
+    MODEL,
+    RUN,
+    TableSettings,
+    flag,
+    refuse,
+    settings_of_flags,
+)
 
 # ---- Configuration: each field is a flag ----
 
@@ -53,57 +64,107 @@ class Settings(TableSettings):
     Exit status: 0, or 2 with one line on stderr for invalid input.
     """  # noqa: D301  (typer keeps the lines after a backspace)
 
-    data: Path | None = flag(None, DATA, "Criteo TSV file, plain or gzip. Default: generated rows.")
-    limit_rows: int | None = flag(None, DATA, "Number of rows to read or to generate.", min=1)
-    skip_bad_rows: bool = flag(False, DATA, "Skip bad lines and count them.", "--skip-bad-rows")
-    dtype: Literal["fp32", "fp16", "bf16", "int8"] = flag("fp32", MODEL, "Data type of the rows of RecStore tables.")
+    data: Path | None = flag(
+        None, DATA, "Criteo TSV file, plain or gzip. Default: generated rows."
+    )
+    limit_rows: int | None = flag(
+        None, DATA, "Number of rows to read or to generate.", min=1
+    )
+    skip_bad_rows: bool = flag(
+        False, DATA, "Skip bad lines and count them.", "--skip-bad-rows"
+    )
+    dtype: Literal["fp32", "fp16", "bf16", "int8"] = flag(
+        "fp32", MODEL, "Data type of the rows of RecStore tables."
+    )
     optimizer: Literal["sgd", "adagrad", "rowwise_adagrad"] = flag(
         "rowwise_adagrad", MODEL, "Optimizer of the embeddings."
     )
     lr: float = flag(0.01, MODEL, "Learning rate of the embeddings.", min=0.0)
-    dense_lr: float = flag(0.001, MODEL, "Learning rate of the dense layers (Adam).", min=0.0)
+    dense_lr: float = flag(
+        0.001, MODEL, "Learning rate of the dense layers (Adam).", min=0.0
+    )
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
         "constant", MODEL, "Schedule of both learning rates after the warm-up."
     )
-    warmup_steps: int = flag(0, MODEL, "Number of steps in which both learning rates rise.", min=0)
+    warmup_steps: int = flag(
+        0, MODEL, "Number of steps in which both learning rates rise.", min=0
+    )
     epochs: int = flag(1, RUN, "Number of passes over the training part.", min=1)
     reset_rows_each_epoch: bool = flag(
         False,
         RUN,
-        "Begin each epoch with new rows, and keep the dense layers. Without it, several epochs overfit the rows.",
+        "Begin each epoch with new rows, and keep the dense layers. Without it, several"
+        " epochs overfit the rows.",
         "--reset-rows-each-epoch",
     )
     amp: bool = flag(
         False,
         RUN,
-        "Train the dense layers in bfloat16, by torch.autocast. Faster with AMX or AVX512-BF16 alone.",
+        "Train the dense layers in bfloat16, by torch.autocast. Faster with AMX or"
+        " AVX512-BF16 alone.",
         "--amp",
     )
-    read_only: bool = flag(False, RUN, "Only read the data, and print the rate of the reader.", "--read-only")
+    read_only: bool = flag(
+        False,
+        RUN,
+        "Only read the data, and print the rate of the reader.",
+        "--read-only",
+    )
 
-    # The data is compared by its content. The cold store may change, because a checkpoint contains the cold rows.
+    # The data is compared by its content. The cold store may change, because a
+    # checkpoint contains the cold rows.
     MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         *TableSettings.MAY_CHANGE,
-        *("data", "limit_rows", "skip_bad_rows", "read_only", "backend", "num_embeddings"),
-        *("sharding", "servers", "staleness", "token_file", "tls_ca", "tls_cert", "tls_key", "cold_store"),
+        *(
+            "data",
+            "limit_rows",
+            "skip_bad_rows",
+            "read_only",
+            "backend",
+            "num_embeddings",
+        ),
+        *(
+            "sharding",
+            "servers",
+            "staleness",
+            "token_file",
+            "tls_ca",
+            "tls_cert",
+            "tls_key",
+            "cold_store",
+        ),
     )
 
     def check_group(self, world_size: int) -> None:
-        """Raises a DataError if a setting contradicts another setting, or does not fit the number of ranks."""
+        """Raises a DataError if a setting contradicts another setting, or does not fit
+        the number of ranks.
+        """
         self.check_tables(world_size)
         fused, reset = self.backend == "fused", "--reset-rows-each-epoch"
         served = self.servers is not None
         refuse(
             (fused and self.dtype != "fp32", "--dtype is for --backend recstore"),
-            (fused and self.reset_rows_each_epoch, f"{reset} is for --backend recstore"),
+            (
+                fused and self.reset_rows_each_epoch,
+                f"{reset} is for --backend recstore",
+            ),
             (
                 fused and self.checkpoint,
-                "--checkpoint is for --backend recstore: save stock tables with torch.distributed.checkpoint",
+                (
+                    "--checkpoint is for --backend recstore: save stock tables with"
+                    " torch.distributed.checkpoint"
+                ),
             ),
-            (served and self.reset_rows_each_epoch, f"{reset} cannot be used with --servers, which own the rows"),
+            (
+                served and self.reset_rows_each_epoch,
+                f"{reset} cannot be used with --servers, which own the rows",
+            ),
             (
                 served and self.checkpoint,
-                "--checkpoint cannot be used with --servers, which own the tables: RecStoreClient.save saves them",
+                (
+                    "--checkpoint cannot be used with --servers, which own the tables:"
+                    " RecStoreClient.save saves them"
+                ),
             ),
         )
 
@@ -118,15 +179,30 @@ from common.run import Run, say
 from common.schedule import lr_scheduler
 from criteo import ID_NAMES, NUM_DENSE
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from sources import RowSource, batches_of, behind, open_on_all_ranks, read_only, splits, steps_in_epoch
+from sources import (
+    RowSource,
+    batches_of,
+    behind,
+    open_on_all_ranks,
+    read_only,
+    splits,
+    steps_in_epoch,
+)
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAUROC
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.model_parallel import (
+    DefaultDataParallelWrapper,
+    DistributedModelParallel,
+)
+from torchrec.distributed.planner import (
+    EmbeddingShardingPlanner,
+    ParameterConstraints,
+    Topology,
+)
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -150,11 +226,14 @@ LOSS_EVERY_STEPS = 20
 
 
 def build(settings: Settings) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Builds a DLRM and shards its tables. Collective; the process group must be initialized.
+    """Builds a DLRM and shards its tables.
+
+    Collective; the process group must be initialized.
 
     Returns:
-        The sharded model, which takes a ``Batch`` and returns (loss, (loss, logits, labels)), and the optimizer of its
-        tables and of its dense part. The embeddings are updated in the backward pass.
+        The sharded model, which takes a ``Batch`` and returns (loss, (loss, logits,
+        labels)), and the optimizer of its tables and of its dense part. The embeddings
+        are updated in the backward pass.
     """
     torch.manual_seed(settings.seed)
     tables = [
@@ -168,7 +247,9 @@ def build(settings: Settings) -> tuple[DistributedModelParallel, CombinedOptimiz
         for feature in ID_NAMES
     ]
     dlrm = DLRM(
-        embedding_bag_collection=EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
+        embedding_bag_collection=EmbeddingBagCollection(
+            tables=tables, device=torch.device("meta")
+        ),
         dense_in_features=NUM_DENSE,
         dense_arch_layer_sizes=[512, 256, settings.dim],
         over_arch_layer_sizes=[512, 512, 256, 1],
@@ -185,33 +266,57 @@ def build(settings: Settings) -> tuple[DistributedModelParallel, CombinedOptimiz
     if settings.backend == "recstore":
         sharders = [RecStoreSharder(fused_params=fused_params)]
         constraint = RecStoreConstraints(**kinds, options=settings.options())
-        planner = RecStorePlanner(constraints={table.name: constraint for table in tables}, **planned)
+        planner = RecStorePlanner(
+            constraints={table.name: constraint for table in tables}, **planned
+        )
     else:
         sharders = [EmbeddingBagCollectionSharder(fused_params=fused_params)]
         constraint = ParameterConstraints(**kinds, compute_kernels=["fused"])
-        planner = EmbeddingShardingPlanner(constraints={table.name: constraint for table in tables}, **planned)
+        planner = EmbeddingShardingPlanner(
+            constraints={table.name: constraint for table in tables}, **planned
+        )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    # By default, DDP rearranges its buckets after the first step. This changes the order in which the gradients of
-    # three or more ranks are summed, so a resumed run would differ in the last bits.
-    same_buckets = DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True)
-    sharded = DistributedModelParallel(
-        model, plan=plan, sharders=sharders, device=CPU, data_parallel_wrapper=same_buckets
+    # By default, DDP rearranges its buckets after the first step. This changes the
+    # order in which the gradients of three or more ranks are summed, so a resumed run
+    # would differ in the last bits.
+    same_buckets = DefaultDataParallelWrapper(
+        static_graph=False, find_unused_parameters=True
     )
-    # With Adagrad for the dense layers, DLRM loses up to 0.04 of its AUC for some seeds, because the first steps make
-    # units of the dense layers inactive.
+    sharded = DistributedModelParallel(
+        model,
+        plan=plan,
+        sharders=sharders,
+        device=CPU,
+        data_parallel_wrapper=same_buckets,
+    )
+    # With Adagrad for the dense layers, DLRM loses up to 0.04 of its AUC for some
+    # seeds, because the first steps make units of the dense layers inactive.
     dense_parameters = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    dense = KeyedOptimizerWrapper(dense_parameters, lambda params: torch.optim.Adam(params, lr=settings.dense_lr))
-    return sharded, CombinedOptimizer([("tables", sharded.fused_optimizer), ("dense", dense)])
+    dense = KeyedOptimizerWrapper(
+        dense_parameters, lambda params: torch.optim.Adam(params, lr=settings.dense_lr)
+    )
+    return sharded, CombinedOptimizer(
+        [("tables", sharded.fused_optimizer), ("dense", dense)]
+    )
 
 
 def stats_of(settings: Settings, model: nn.Module) -> Mapping[str, TableStats]:
-    """Returns the statistics of each table over all ranks. Stock tables have only rows and bytes. Collective."""
+    """Returns the statistics of each table over all ranks.
+
+    Stock tables have only rows and bytes. Collective.
+    """
     if settings.backend == "recstore":
         return table_stats(model)
-    # FBGEMM on CPU stores float32 weights and, depending on the optimizer, a state of the same shape, of one number for
-    # each row, or none.
-    rows, state = settings.num_embeddings, {"sgd": 0, "adagrad": settings.dim, "rowwise_adagrad": 1}[settings.optimizer]
-    return {f"t_{name}": TableStats(rows=rows, bytes=rows * 4 * (settings.dim + state)) for name in ID_NAMES}
+    # FBGEMM on CPU stores float32 weights and, depending on the optimizer, a state of
+    # the same shape, of one number for each row, or none.
+    rows, state = (
+        settings.num_embeddings,
+        {"sgd": 0, "adagrad": settings.dim, "rowwise_adagrad": 1}[settings.optimizer],
+    )
+    return {
+        f"t_{name}": TableStats(rows=rows, bytes=rows * 4 * (settings.dim + state))
+        for name in ID_NAMES
+    }
 
 
 # ---- Training steps and evaluation ----
@@ -219,52 +324,86 @@ def stats_of(settings: Settings, model: nn.Module) -> Mapping[str, TableStats]:
 
 @dataclass
 class Progress:
-    """The place of a run, and the loss of its epoch. All numbers but the loss are the same on every rank."""
+    """The place of a run, and the loss of its epoch.
+
+    All numbers but the loss are the same on every rank.
+    """
 
     step: int = 0
     samples: int = 0  # over all ranks, as all numbers of samples
     epoch: int = 0  # counted from 0
     epoch_steps: int = 0  # also the place in the data
     epoch_samples: int = 0
-    loss_sum: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # of this rank's samples
+    # of this rank's samples
+    loss_sum: Tensor = field(
+        default_factory=lambda: torch.zeros((), dtype=torch.float64)
+    )
 
     def count(self, loss: Tensor, samples: int) -> None:
         """Adds a step with the mean loss of this rank, () float32."""
         self.loss_sum += loss.detach() * samples
         self.step, self.samples = self.step + 1, self.samples + samples
-        self.epoch_steps, self.epoch_samples = self.epoch_steps + 1, self.epoch_samples + samples
+        self.epoch_steps, self.epoch_samples = (
+            self.epoch_steps + 1,
+            self.epoch_samples + samples,
+        )
 
     def next_epoch(self) -> Progress:
         """Returns the place at the beginning of the next epoch."""
         return Progress(self.step, self.samples, self.epoch + 1)
 
     def mean_loss(self) -> float:
-        """Returns the mean loss of the epoch's samples over all ranks, or NaN if there are no samples. Collective."""
+        """Returns the mean loss of the epoch's samples over all ranks, or NaN if there
+        are no samples.
+
+        Collective.
+        """
         total = self.loss_sum.clone()
         dist.all_reduce(total)
-        return float(total) / (self.epoch_samples * dist.get_world_size()) if self.epoch_samples else float("nan")
+        return (
+            float(total) / (self.epoch_samples * dist.get_world_size())
+            if self.epoch_samples
+            else float("nan")
+        )
 
     def state(self) -> dict[str, Any]:
-        """Returns the place for a checkpoint, which is the same on every rank. Collective."""
-        loss_sums = [torch.empty_like(self.loss_sum) for _ in range(dist.get_world_size())]
+        """Returns the place for a checkpoint, which is the same on every rank.
+
+        Collective.
+        """
+        loss_sums = [
+            torch.empty_like(self.loss_sum) for _ in range(dist.get_world_size())
+        ]
         dist.all_gather(loss_sums, self.loss_sum)
         return vars(self) | {"loss_sum": torch.stack(loss_sums)}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Progress:
-        """Returns the place of a checkpoint. If the number of ranks has changed, each rank takes the mean loss sum."""
+        """Returns the place of a checkpoint.
+
+        If the number of ranks has changed, each rank takes the mean loss sum.
+        """
         if not state:
             return cls()
         loss_sums: Tensor = state["loss_sum"]
         same = len(loss_sums) == dist.get_world_size()
-        return cls(**{**state, "loss_sum": (loss_sums[dist.get_rank()] if same else loss_sums.mean()).clone()})
+        return cls(
+            **{
+                **state,
+                "loss_sum": (
+                    (loss_sums[dist.get_rank()] if same else loss_sums.mean()).clone()
+                ),
+            }
+        )
 
 
 Trained = tuple[Tensor, Tensor, Tensor]
 """The loss, the logits and the labels of a step on this rank."""
 
 
-def plain_steps(model: nn.Module, optimizer: CombinedOptimizer, batches: Iterator[Batch]) -> Iterator[Trained]:
+def plain_steps(
+    model: nn.Module, optimizer: CombinedOptimizer, batches: Iterator[Batch]
+) -> Iterator[Trained]:
     """Trains on each batch. Collective."""
     for batch in batches:
         optimizer.zero_grad(set_to_none=True)
@@ -274,7 +413,9 @@ def plain_steps(model: nn.Module, optimizer: CombinedOptimizer, batches: Iterato
         yield loss, logits, labels
 
 
-def prefetched_steps(model: nn.Module, optimizer: CombinedOptimizer, batches: Iterator[Batch]) -> Iterator[Trained]:
+def prefetched_steps(
+    model: nn.Module, optimizer: CombinedOptimizer, batches: Iterator[Batch]
+) -> Iterator[Trained]:
     """Trains on each batch, while the rows of the next batch are read. Collective."""
     pipeline = RecStorePrefetchPipeline(model, optimizer, CPU)
     try:
@@ -298,11 +439,17 @@ def evaluate(
     """
     model.eval()
     auc, logloss, positives = BinaryAUROC(), MeanMetric(), MeanMetric()
-    batches = batches_of(settings, source, part, max(settings.batch_size, EVALUATION_ROWS))
-    with progress_bar(desc=label, unit=" samples", total=len(part), leave=False) as bar, closing(batches):
+    batches = batches_of(
+        settings, source, part, max(settings.batch_size, EVALUATION_ROWS)
+    )
+    with (
+        progress_bar(desc=label, unit=" samples", total=len(part), leave=False) as bar,
+        closing(batches),
+    ):
         for batch in batches:
             _, (loss, logits, labels) = model(batch)
-            # In float64, because the float32 sigmoid of large logits is exactly 1, which would make ties.
+            # In float64, because the float32 sigmoid of large logits is exactly 1,
+            # which would make ties.
             auc.update(torch.sigmoid(logits.double()), labels)
             logloss.update(loss.double(), len(labels))
             positives.update(labels.double())
@@ -324,8 +471,8 @@ def train(settings: Settings) -> dict[str, Any]:
         The settings and the result of the run.
 
     Raises:
-        DataError: The data or the checkpoints cannot be used, or the settings do not fit the group. It is raised on
-            every rank.
+        DataError: The data or the checkpoints cannot be used, or the settings do not
+            fit the group. It is raised on every rank.
     """
     world_size = dist.get_world_size()
     settings.check_group(world_size)
@@ -335,23 +482,45 @@ def train(settings: Settings) -> dict[str, Any]:
         training, validation, test = splits(source)
         total_steps = steps_in_epoch(settings, source, training) * settings.epochs
         warmup = settings.warmup_steps
-        refuse((warmup > total_steps, f"--warmup-steps {warmup} is more than the run's {total_steps:,} steps"))
+        refuse(
+            (
+                warmup > total_steps,
+                f"--warmup-steps {warmup} is more than the run's {total_steps:,} steps",
+            )
+        )
 
-        # The model, and the place in the run: the beginning, or that of the newest checkpoint.
+        # The model, and the place in the run: the beginning, or that of the newest
+        # checkpoint.
         model, optimizer = build(settings)
         (_, tables), (_, dense) = optimizer.optimizers
-        # A schedule depends on the number of all steps, so that only a constant rate goes on in more epochs.
-        epochs = {} if settings.lr_schedule == "constant" else {"--epochs": settings.epochs}
-        progress = Progress.of(run.resume(model, dense, {"--data": source.fingerprint, **epochs}))
+        # A schedule depends on the number of all steps, so that only a constant rate
+        # goes on in more epochs.
+        epochs = (
+            {} if settings.lr_schedule == "constant" else {"--epochs": settings.epochs}
+        )
+        progress = Progress.of(
+            run.resume(model, dense, {"--data": source.fingerprint, **epochs})
+        )
         now = progress.epoch + 1
         refuse(
-            (now > settings.epochs, f"{run.resumed_from} has trained in epoch {now}: --epochs must be at least {now}")
+            (
+                now > settings.epochs,
+                (
+                    f"{run.resumed_from} has trained in epoch {now}: --epochs must be"
+                    f" at least {now}"
+                ),
+            )
         )
         resumed = None
         if run.resumed_from:
-            resumed = f"resumed at step {progress.step:,} of {total_steps:,} from {run.resumed_from}"
+            resumed = (
+                f"resumed at step {progress.step:,} of {total_steps:,} from"
+                f" {run.resumed_from}"
+            )
             say(resumed)
-        scheduler = lr_scheduler(optimizer, settings.lr_schedule, warmup, total_steps, progress.step)
+        scheduler = lr_scheduler(
+            optimizer, settings.lr_schedule, warmup, total_steps, progress.step
+        )
         run.watch(
             model,
             {"embeddings": tables, "dense": dense},
@@ -361,23 +530,40 @@ def train(settings: Settings) -> dict[str, Any]:
             about={"data": source.path},
             stats=lambda: stats_of(settings, model),
         )
-        samples_before, seconds, stats = progress.samples, 0.0, stats_of(settings, model)
+        samples_before, seconds, stats = (
+            progress.samples,
+            0.0,
+            stats_of(settings, model),
+        )
 
         # The epochs. A checkpoint may lie at any step.
         while True:
             label = f"epoch {progress.epoch + 1}/{settings.epochs}"
             part = f"{label}, resumed" if progress.epoch_steps else label
             begin = time.perf_counter()
-            if settings.reset_rows_each_epoch and progress.epoch and not progress.epoch_steps:
+            if (
+                settings.reset_rows_each_epoch
+                and progress.epoch
+                and not progress.epoch_steps
+            ):
                 reset_rows(model)
             model.train()
-            left = behind(source.bad_lines, training, progress.epoch_steps * settings.batch_size)
+            left = behind(
+                source.bad_lines, training, progress.epoch_steps * settings.batch_size
+            )
             batches = batches_of(settings, source, left, settings.batch_size, even=True)
             steps = prefetched_steps if settings.servers else plain_steps
-            bar = progress_bar(desc=part, unit=" samples", total=len(training), initial=progress.epoch_samples)
-            # The cache would keep the weights of the first step. The evaluation is in float32, because many logits are
-            # equal in bfloat16.
-            amp = torch.autocast("cpu", torch.bfloat16, enabled=settings.amp, cache_enabled=False)
+            bar = progress_bar(
+                desc=part,
+                unit=" samples",
+                total=len(training),
+                initial=progress.epoch_samples,
+            )
+            # The cache would keep the weights of the first step. The evaluation is in
+            # float32, because many logits are equal in bfloat16.
+            amp = torch.autocast(
+                "cpu", torch.bfloat16, enabled=settings.amp, cache_enabled=False
+            )
             with amp, bar, closing(batches):
                 for loss, logits, labels in steps(model, optimizer, run.timed(batches)):
                     scheduler.step()
@@ -387,15 +573,23 @@ def train(settings: Settings) -> dict[str, Any]:
                     if progress.epoch_steps % LOSS_EVERY_STEPS == 1:
                         bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
                     bar.update(samples)
-                    if settings.checkpoint_every and progress.step % settings.checkpoint_every == 0:
+                    if (
+                        settings.checkpoint_every
+                        and progress.step % settings.checkpoint_every == 0
+                    ):
                         run.save(model, dense, progress.step, progress.state())
                 run.save(model, dense, progress.step, progress.state())
             train_loss = progress.mean_loss()
             seconds += time.perf_counter() - begin
 
-            val_auc, val_logloss = evaluate(settings, source, validation, model, "validation")
+            val_auc, val_logloss = evaluate(
+                settings, source, validation, model, "validation"
+            )
             run.log({"AUC/validation": val_auc, "loss/validation": val_logloss})
-            say(f"{label}: training loss {train_loss:.4f}, validation AUC {number(val_auc)}")
+            say(
+                f"{label}: training loss {train_loss:.4f}, validation AUC"
+                f" {number(val_auc)}"
+            )
             if settings.limit_flags:
                 before, stats = stats, stats_of(settings, model)
                 say(f"{part}: {in_words(since(before, stats), settings.limits)}")

@@ -1,11 +1,13 @@
-"""DCN-v2, a click model that learns products of features, on the Criteo click log, with raw ids.
+"""DCN-v2, a click model that learns products of features, on the Criteo click log, with
+raw ids.
 
     python examples/models/dcn_v2.py --data train.txt
     torchrun --nproc-per-node 2 examples/models/dcn_v2.py --data train.txt
 
-The file is train.txt of the Kaggle challenge, or a part of it, plain or .gz. The split is by time: the model is trained
-on the first 80 % of the rows, for one epoch, and tested on the last 10 %. On 137,139 rows, every
-300th or so in the order of time, it ends with a test AUC of about 0.75.
+The file is train.txt of the Kaggle challenge, or a part of it, plain or .gz. The split
+is by time: the model is trained on the first 80 % of the rows, for one epoch, and
+tested on the last 10 %. On 137,139 rows, every 300th or so in the order of time, it
+ends with a test AUC of about 0.75.
 
 Source: Wang et al., DCN V2, arXiv 2008.13535. The cross network is TorchRec's.
 """
@@ -35,8 +37,14 @@ LR, DENSE_LR = 0.01, 0.001  # row-wise Adagrad for tables, Adam for layers
 
 
 def read(path: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns labels (n,), the logarithms of the counts (n, 13), and the raw ids (n, 26) int64; no id counts as 0."""
-    schema = {"label": pl.Float32} | dict.fromkeys(DENSE, pl.Float32) | dict.fromkeys(SPARSE, pl.String)
+    """Returns labels (n,), the logarithms of the counts (n, 13), and the raw ids (n,
+    26) int64; no id counts as 0.
+    """
+    schema = (
+        {"label": pl.Float32}
+        | dict.fromkeys(DENSE, pl.Float32)
+        | dict.fromkeys(SPARSE, pl.String)
+    )
     rows = pl.read_csv(path, separator="\t", has_header=False, schema=schema)
     counts = rows.select((pl.col(DENSE).fill_null(0).clip(-2) + 3).log())
     ids = rows.select(pl.col(SPARSE).str.to_integer(base=16).fill_null(0))
@@ -49,10 +57,16 @@ class DCN(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         tables = [
-            EmbeddingBagConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=2**40, feature_names=[name])
+            EmbeddingBagConfig(
+                name=f"t_{name}",
+                embedding_dim=DIM,
+                num_embeddings=2**40,
+                feature_names=[name],
+            )
             for name in SPARSE
         ]
-        self.tables = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))  # RecStore makes the rows
+        # RecStore makes the rows
+        self.tables = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
         width = len(DENSE) + len(SPARSE) * DIM
         self.cross = LowRankCrossNet(width, CROSS_LAYERS, RANK)
         self.deep = MLP(width, HIDDEN)
@@ -60,65 +74,101 @@ class DCN(nn.Module):
 
     def forward(self, counts: Tensor, ids: KeyedJaggedTensor) -> Tensor:
         """Returns the logits of a click, (B,)."""
-        rows = self.tables(ids).to_dict()  # by key, because a sharded collection has another order
+        # by key, because a sharded collection has another order
+        rows = self.tables(ids).to_dict()
         x = torch.cat([counts, *(rows[name] for name in SPARSE)], dim=1)
         return self.out(torch.cat([self.cross(x), self.deep(x)], dim=1)).squeeze(1)
 
 
 def keyed(ids: Tensor) -> KeyedJaggedTensor:
     """Returns (B, 26) ids as features with one id in each sample."""
-    return KeyedJaggedTensor(SPARSE, ids.T.flatten(), lengths=torch.ones(ids.numel(), dtype=torch.int64))
+    return KeyedJaggedTensor(
+        SPARSE, ids.T.flatten(), lengths=torch.ones(ids.numel(), dtype=torch.int64)
+    )
 
 
 @torch.no_grad()
 def auc(model: nn.Module, labels: Tensor, counts: Tensor, ids: Tensor) -> float:
     """Returns the area under the ROC curve. Every rank computes it for all rows."""
     model.eval()
-    logits = [model(c, keyed(i)) for c, i in zip(counts.split(4096), ids.split(4096), strict=True)]
+    logits = [
+        model(c, keyed(i))
+        for c, i in zip(counts.split(4096), ids.split(4096), strict=True)
+    ]
     return binary_auroc(torch.cat(logits), labels.long()).item()
 
 
 def main(data: Path, batch_size: int, epochs: int, seed: int) -> None:
     """Trains, and prints the AUC of the test rows."""
     tune_threads()
-    alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone = (
+        {}
+        if dist.is_torchelastic_launched()
+        else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    )
     dist.init_process_group("gloo", **alone)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(seed)
     labels, counts, ids = read(data)
     train_rows, test_begin = int(0.8 * len(labels)), int(0.9 * len(labels))
 
-    fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": LR}
-    sharder = RecStoreSharder(fused_params=fused_params)  # updates the rows in the backward pass
-    model = DistributedModelParallel(DCN(), sharders=[sharder], device=torch.device("cpu"))
+    fused_params = {
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "learning_rate": LR,
+    }
+    # updates the rows in the backward pass
+    sharder = RecStoreSharder(fused_params=fused_params)
+    model = DistributedModelParallel(
+        DCN(), sharders=[sharder], device=torch.device("cpu")
+    )
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = torch.optim.Adam(dense.values(), lr=DENSE_LR)
 
     began, losses = time.perf_counter(), []
     for epoch in range(epochs):
-        order = torch.randperm(train_rows, generator=torch.Generator().manual_seed(seed * epochs + epoch))
+        order = torch.randperm(
+            train_rows, generator=torch.Generator().manual_seed(seed * epochs + epoch)
+        )
         for batch in order[: train_rows // ranks * ranks].split(batch_size):
             part = batch[rank::ranks]
-            loss = nn.functional.binary_cross_entropy_with_logits(model(counts[part], keyed(ids[part])), labels[part])
+            loss = nn.functional.binary_cross_entropy_with_logits(
+                model(counts[part], keyed(ids[part])), labels[part]
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
             if rank == 0 and len(losses) % 50 == 0:
-                print(f"step {len(losses)}: training loss {sum(losses[-50:]) / 50:.4f}", flush=True)
+                print(
+                    f"step {len(losses)}: training loss {sum(losses[-50:]) / 50:.4f}",
+                    flush=True,
+                )
     seconds = time.perf_counter() - began
     area = auc(model, labels[test_begin:], counts[test_begin:], ids[test_begin:])
     rows = sum(stats.rows for stats in table_stats(model).values())
     if rank == 0:
-        print(f"{epochs * train_rows / seconds:,.0f} samples/s in training, {rows:,} rows")
+        print(
+            f"{epochs * train_rows / seconds:,.0f} samples/s in training, {rows:,} rows"
+        )
         print(f"test AUC {area:.4f}", flush=True)
 
 
 if __name__ == "__main__":
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--data", type=Path, required=True, help="train.txt of Criteo's Kaggle challenge, plain or .gz")
-    flags.add_argument("--batch-size", type=int, default=512, help="rows of a step, over all ranks")
-    flags.add_argument("--epochs", type=int, default=1, help="a second epoch makes the AUC worse")
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        help="train.txt of Criteo's Kaggle challenge, plain or .gz",
+    )
+    flags.add_argument(
+        "--batch-size", type=int, default=512, help="rows of a step, over all ranks"
+    )
+    flags.add_argument(
+        "--epochs", type=int, default=1, help="a second epoch makes the AUC worse"
+    )
     flags.add_argument("--seed", type=int, default=0)
     main(**vars(flags.parse_args()))
     os._exit(0)  # gloo's threads abort in some normal exits (torch 2.13)

@@ -1,8 +1,11 @@
-"""Generates clicks whose taste drifts. A click depends only on the settings and on its number.
+"""Generates clicks whose taste drifts.
 
-Users and items are angles on a circle. A user is likely to click an item that lies in the direction that the user
-likes, and all directions rotate: after ``TURN_S`` seconds they have made one turn. New users and items appear all the
-time and old ones vanish, and the newest items are shown most.
+A click depends only on the settings and on its number.
+
+Users and items are angles on a circle. A user is likely to click an item that lies in
+the direction that the user likes, and all directions rotate: after ``TURN_S`` seconds
+they have made one turn. New users and items appear all the time and old ones vanish,
+and the newest items are shown most.
 """
 
 from __future__ import annotations
@@ -16,9 +19,14 @@ from online.settings import Settings
 Clicks = npt.NDArray[Any]
 
 OUTCOMES = ("history", "answered", "no answer in time", "refused", "not asked")
-"""What became of the request for the score of a click. A click of the history was never asked for."""
+"""What became of the request for the score of a click.
+
+A click of the history was never asked for.
+"""
 LATE_S = 2.0
-"""A click is late if it was written more than this time after the moment at which it was due."""
+"""A click is late if it was written more than this time after the moment at which it
+was due.
+"""
 HISTORY, ANSWERED, NO_ANSWER, REFUSED, NOT_ASKED = range(len(OUTCOMES))
 
 CLICK = np.dtype(
@@ -35,33 +43,45 @@ CLICK = np.dtype(
         ("waited", "<f8"),
     ]
 )
-"""A click: its time in milliseconds since 1970, the ids, the label 0 or 1, and the logits that the served model and the
-frozen model gave before the label was known (NaN: the model did not answer), and what became of both requests, a number
-of ``OUTCOMES``.
+"""A click: its time in milliseconds since 1970, the ids, the label 0 or 1, and the
+logits that the served model and the frozen model gave before the label was known (NaN:
+the model did not answer), and what became of both requests, a number of ``OUTCOMES``.
 
-``age`` is the age in seconds of the rows of the served model at this click. If it did not answer, these are the rows
-that have answered last, which have become older since. ``waited`` is the time in seconds from the moment at which the
-click was due until it was written. Both are NaN for clicks of the history."""
+``age`` is the age in seconds of the rows of the served model at this click. If it did
+not answer, these are the rows that have answered last, which have become older since.
+``waited`` is the time in seconds from the moment at which the click was due until it
+was written. Both are NaN for clicks of the history.
+"""
 
 BLOCK = 1024  # clicks of one random stream
 USERS, ITEMS = 600, 300  # at any time
 NEW_USERS_S, NEW_ITEMS_S = 4.0, 4.0  # a second
 TURN_S = 360.0
 SCALE, BIAS = 3.0, -1.0
-_ODD = np.uint64(0x9E3779B97F4A7C15)  # The product with an odd number maps 64-bit numbers one to one.
-_GOLDEN, _PLASTIC = 0.6180339887498949, 0.7548776662466927  # Multiples of these fill the circle evenly.
+# The product with an odd number maps 64-bit numbers one to one.
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+# Multiples of these fill the circle evenly.
+_GOLDEN, _PLASTIC = 0.6180339887498949, 0.7548776662466927
 
 
 def generated(settings: Settings, first: int, last: int) -> Clicks:
-    """Returns the clicks with the numbers from ``first`` to ``last``, both included. The first click has the number 1.
+    """Returns the clicks with the numbers from ``first`` to ``last``, both included.
+
+    The first click has the number 1.
 
     Returns:
         (last - first + 1,) of the dtype :data:`CLICK`, without scores.
     """
     begin, end = first - 1, last
-    blocks = [_block(settings, block) for block in range(begin // BLOCK, -(-end // BLOCK))]
+    blocks = [
+        _block(settings, block) for block in range(begin // BLOCK, -(-end // BLOCK))
+    ]
     offset = begin // BLOCK * BLOCK
-    return np.concatenate(blocks)[begin - offset : end - offset] if blocks else np.empty(0, CLICK)
+    return (
+        np.concatenate(blocks)[begin - offset : end - offset]
+        if blocks
+        else np.empty(0, CLICK)
+    )
 
 
 def time_ms(settings: Settings, number: npt.NDArray[np.int64] | int) -> Any:
@@ -75,8 +95,12 @@ def _block(settings: Settings, block: int) -> Clicks:
     numbers = np.arange(block * BLOCK, (block + 1) * BLOCK) + 1
     clicks["time_ms"] = time_ms(settings, numbers)
     second = (numbers - 1) / settings.rate
-    user = np.floor(second * NEW_USERS_S - USERS * random.random(BLOCK)).astype(np.int64)
-    item = np.floor(second * NEW_ITEMS_S - ITEMS * random.random(BLOCK) ** 2).astype(np.int64)
+    user = np.floor(second * NEW_USERS_S - USERS * random.random(BLOCK)).astype(
+        np.int64
+    )
+    item = np.floor(second * NEW_ITEMS_S - ITEMS * random.random(BLOCK) ** 2).astype(
+        np.int64
+    )
     turned = _GOLDEN * item - _PLASTIC * user - second / TURN_S
     logits = SCALE * np.cos(2 * np.pi * turned) + BIAS
     clicks["user"] = (user.view(np.uint64) * _ODD).view(np.int64)

@@ -1,7 +1,8 @@
-"""The process that shows items to users: it asks the served model for a score, and then writes the user's click.
+"""The process that shows items to users: it asks the served model for a score, and then
+writes the user's click.
 
-It does not wait for a server: a click without a score is written a second after its time. A generator that was killed
-continues behind the last click of the stream.
+It does not wait for a server: a click without a score is written a second after its
+time. A generator that was killed continues behind the last click of the stream.
 """
 
 from __future__ import annotations
@@ -47,10 +48,16 @@ class Request:
     """
 
     def __init__(self, clicks: Clicks) -> None:
-        features = {name: [[id] for id in clicks[name].tolist()] for name in ("user", "item")}
+        features = {
+            name: [[id] for id in clicks[name].tolist()] for name in ("user", "item")
+        }
         self.body = json.dumps({"arguments": {"features": features}}).encode()
         self.until = time.monotonic() + ANSWER_S
-        self.outcome, self.logits, self.fresh = NO_ANSWER, np.full(len(clicks), np.nan), math.nan
+        self.outcome, self.logits, self.fresh = (
+            NO_ANSWER,
+            np.full(len(clicks), np.nan),
+            math.nan,
+        )
         self.done = threading.Event()
 
     def end(self, outcome: int) -> None:
@@ -65,7 +72,8 @@ class Request:
 
 
 class Server:
-    """Asks ``recstore follow`` for scores over HTTP, in a thread, so that a caller never waits.
+    """Asks ``recstore follow`` for scores over HTTP, in a thread, so that a caller
+    never waits.
 
     Args:
         address: The address of the server, ``host:port``.
@@ -78,7 +86,10 @@ class Server:
         threading.Thread(target=self._work, daemon=True).start()
 
     def ask(self, clicks: Clicks) -> Request:
-        """Asks for the logits of clicks (B,). A server that is left alone, or has too much to answer, is not asked."""
+        """Asks for the logits of clicks (B,).
+
+        A server that is left alone, or has too much to answer, is not asked.
+        """
         request = Request(clicks)
         try:
             if time.monotonic() < self._again:
@@ -94,13 +105,19 @@ class Server:
             if request.is_over:
                 continue
             try:
-                with urllib.request.urlopen(self._url, request.body, timeout=ANSWER_S) as answer:
+                with urllib.request.urlopen(
+                    self._url, request.body, timeout=ANSWER_S
+                ) as answer:
                     told = json.loads(b"".join(_parts(answer, request)))
                 (logits,) = told["outputs"].values()
                 request.logits = np.array(logits, dtype=np.float64)
                 request.fresh = time.time() - told["seconds_behind"]
                 request.end(ANSWERED)
-            except (OSError, HTTPException, ValueError) as error:  # killed, hung, or without a model yet
+            except (
+                OSError,
+                HTTPException,
+                ValueError,
+            ) as error:  # killed, hung, or without a model yet
                 self._again = time.monotonic() + ALONE_S
                 # urllib raises a timeout of the connection as the reason of a URLError.
                 hung = isinstance(getattr(error, "reason", error), TimeoutError)
@@ -108,7 +125,10 @@ class Server:
 
 
 def _parts(answer: HTTPResponse, request: Request) -> Iterator[bytes]:
-    """Reads an answer. The timeout of a connection does not end one that arrives byte by byte."""
+    """Reads an answer.
+
+    The timeout of a connection does not end one that arrives byte by byte.
+    """
     while part := answer.read1(1 << 16):
         yield part
         if request.is_over:
@@ -125,7 +145,9 @@ class Batch:
         frozen: The server of the frozen model.
     """
 
-    def __init__(self, number: int, clicks: Clicks, served: Server, frozen: Server) -> None:
+    def __init__(
+        self, number: int, clicks: Clicks, served: Server, frozen: Server
+    ) -> None:
         self.number, self.clicks = number, clicks
         self.requests = {"served": served.ask(clicks), "frozen": frozen.ask(clicks)}
 
@@ -135,21 +157,29 @@ class Batch:
         return all(request.is_over for request in self.requests.values())
 
     def scored(self, fresh: float, due: npt.NDArray[np.float64]) -> float:
-        """Completes the clicks with the scores, the age of the rows, and the time that they have waited.
+        """Completes the clicks with the scores, the age of the rows, and the time that
+        they have waited.
 
         Args:
-            fresh: The moment of the rows that have answered last, in seconds since 1970.
-            due: (B,) float64. The moments at which the clicks were due, in seconds since 1970.
+            fresh: The moment of the rows that have answered last, in seconds since
+                1970.
+            due: (B,) float64. The moments at which the clicks were due, in seconds
+                since 1970.
 
         Returns:
             The moment of the rows that have answered last, by now.
         """
         now = time.time()
         self.clicks["waited"] = now - due
-        outcomes = {name: each.outcome if each.done.is_set() else NO_ANSWER for name, each in self.requests.items()}
+        outcomes = {
+            name: each.outcome if each.done.is_set() else NO_ANSWER
+            for name, each in self.requests.items()
+        }
         for name, outcome in outcomes.items():
             self.clicks[f"{name}_outcome"] = outcome
-            self.clicks[name] = self.requests[name].logits if outcome == ANSWERED else np.nan
+            self.clicks[name] = (
+                self.requests[name].logits if outcome == ANSWERED else np.nan
+            )
         if outcomes["served"] == ANSWERED:
             fresh = self.requests["served"].fresh
             self.clicks["age"] = now - fresh
@@ -159,9 +189,14 @@ class Batch:
 
 
 def generate(settings: Settings) -> None:
-    """Writes the clicks that the stream lacks: the history at once, and each live click when its time has come."""
+    """Writes the clicks that the stream lacks: the history at once, and each live click
+    when its time has come.
+    """
     stream = stream_of(settings)
-    number, first_live = stream.last(), settings.history if settings.paced else settings.clicks
+    number, first_live = (
+        stream.last(),
+        (settings.history if settings.paced else settings.clicks),
+    )
     while number < first_live:
         last = min(number + MOST, first_live)
         stream.append(number + 1, generated(settings, number + 1, last))
@@ -173,21 +208,33 @@ def generate(settings: Settings) -> None:
 def _generate_live(settings: Settings, stream: ClickStream, number: int) -> None:
     served, frozen = Server(settings.http), Server(settings.frozen_http)
     opened, fresh = _opened(settings, served, frozen, number)
-    if math.isnan(fresh):  # A generator that was killed: the rows that had answered last are those of the last click.
+    # A generator that was killed: the rows that had answered last are those of the last
+    # click.
+    if math.isnan(fresh):
         fresh = opened
         if number > settings.history:
             (click,) = stream.read(number - 1, 1)
-            fresh = float(_due(settings, opened, number) + click["waited"] - click["age"])
+            fresh = float(
+                _due(settings, opened, number) + click["waited"] - click["age"]
+            )
     most = max(MOST, settings.rate // 5)
     batches: deque[Batch] = deque()
     asked, ask_at = number, 0.0
     while number < settings.clicks:
         if time.monotonic() >= ask_at:
             ask_at = time.monotonic() + TICK_S
-            due = settings.history + 1 + math.floor((time.time() - opened) * settings.rate)
+            due = (
+                settings.history
+                + 1
+                + math.floor((time.time() - opened) * settings.rate)
+            )
             last = min(due, asked + most, settings.clicks)
             if last > asked:
-                batches.append(Batch(asked + 1, generated(settings, asked + 1, last), served, frozen))
+                batches.append(
+                    Batch(
+                        asked + 1, generated(settings, asked + 1, last), served, frozen
+                    )
+                )
                 asked = last
         while batches and batches[0].is_over:
             batch = batches.popleft()
@@ -199,12 +246,17 @@ def _generate_live(settings: Settings, stream: ClickStream, number: int) -> None
         time.sleep(TICK_S / 20)
 
 
-def _opened(settings: Settings, served: Server, frozen: Server, number: int) -> tuple[float, float]:
-    """Waits until both servers answer, with rows of this session. Then the click after ``number`` is due.
+def _opened(
+    settings: Settings, served: Server, frozen: Server, number: int
+) -> tuple[float, float]:
+    """Waits until both servers answer, with rows of this session.
+
+    Then the click after ``number`` is due.
 
     Returns:
-        The moment of the first live click, in seconds since 1970, as if the run had never been interrupted, and the
-        moment of the rows of the answer. NaN: the clicks of this session have begun before.
+        The moment of the first live click, in seconds since 1970, as if the run had
+        never been interrupted, and the moment of the rows of the answer. NaN: the
+        clicks of this session have begun before.
     """
     if settings.opened.exists():
         return int(settings.opened.read_text()) / 1000, math.nan
@@ -214,7 +266,10 @@ def _opened(settings: Settings, served: Server, frozen: Server, number: int) -> 
         for request in requests:
             request.done.wait(ANSWER_S)
         fresh = requests[0].fresh
-        if all(request.outcome == ANSWERED for request in requests) and fresh * 1000 >= settings.session_ms:
+        if (
+            all(request.outcome == ANSWERED for request in requests)
+            and fresh * 1000 >= settings.session_ms
+        ):
             opened = time.time() - (number - settings.history) / settings.rate
             _write(settings.opened, int(opened * 1000))
             return opened, fresh

@@ -1,4 +1,6 @@
-"""The model of the example: embeddings of user and item, and dense layers over them and over their product."""
+"""The model of the example: embeddings of user and item, and dense layers over them and
+over their product.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torchrec_recstore import Expiry, RecStoreConstraints, RecStorePlanner, RecStoreSharder, TableOptions, UniformInit
+from torchrec_recstore import (
+    Expiry,
+    RecStoreConstraints,
+    RecStorePlanner,
+    RecStoreSharder,
+    TableOptions,
+    UniformInit,
+)
 
 FEATURES = ["user", "item"]
 WHOLE_HINT = 2**20
@@ -31,7 +40,12 @@ class Taste(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         tables = [
-            EmbeddingBagConfig(name=f"t_{each}", embedding_dim=dim, num_embeddings=WHOLE_HINT, feature_names=[each])
+            EmbeddingBagConfig(
+                name=f"t_{each}",
+                embedding_dim=dim,
+                num_embeddings=WHOLE_HINT,
+                feature_names=[each],
+            )
             for each in FEATURES
         ]
         self.bags = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
@@ -39,7 +53,9 @@ class Taste(nn.Module):
         self._dim = dim
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Returns the logits, (B,) float32, of ``features`` with one user and one item for each click."""
+        """Returns the logits, (B,) float32, of ``features`` with one user and one item
+        for each click.
+        """
         user, item = self.bags(features).values().split(self._dim, dim=1)
         return self.over(torch.cat([user, item, user * item], dim=1)).squeeze(1)
 
@@ -47,30 +63,44 @@ class Taste(nn.Module):
 def features_of(clicks: Clicks) -> KeyedJaggedTensor:
     """Returns the input of the model for clicks (B,)."""
     values = torch.cat([torch.from_numpy(clicks[name].copy()) for name in FEATURES])
-    return KeyedJaggedTensor(keys=FEATURES, values=values, lengths=torch.ones_like(values, dtype=torch.int32))
+    return KeyedJaggedTensor(
+        keys=FEATURES, values=values, lengths=torch.ones_like(values, dtype=torch.int32)
+    )
 
 
 def build(settings: Settings) -> tuple[DistributedModelParallel, torch.optim.Adam]:
     """Shards the tables of a new model. The process group must be initialized.
 
     Returns:
-        The model, and the optimizer of its dense layers. The embeddings are updated in the backward pass.
+        The model, and the optimizer of its dense layers. The embeddings are updated in
+        the backward pass.
     """
     torch.manual_seed(settings.seed)
     model = Taste(settings.dim)
-    # Adam, because the steps of Adagrad become smaller and smaller, so that the model would not follow the drift.
-    sharders: list[Any] = [RecStoreSharder(fused_params={"optimizer": EmbOptimType.ADAM, "learning_rate": settings.lr})]
+    # Adam, because the steps of Adagrad become smaller and smaller, so that the model
+    # would not follow the drift.
+    sharders: list[Any] = [
+        RecStoreSharder(
+            fused_params={"optimizer": EmbOptimType.ADAM, "learning_rate": settings.lr}
+        )
+    ]
     options = TableOptions(
         initializer=UniformInit(-0.1, 0.1),
         seed=settings.seed,
         expiry=Expiry(seconds=settings.expire_s),
     )
-    constraints = {f"t_{each}": RecStoreConstraints(options=options) for each in FEATURES}
+    constraints = {
+        f"t_{each}": RecStoreConstraints(options=options) for each in FEATURES
+    }
     topology = Topology(world_size=1, compute_device="cpu")
     planner = RecStorePlanner(topology=topology, constraints=constraints)
     group = dist.group.WORLD
     assert group is not None
     plan = planner.collective_plan(model, sharders, group)
-    sharded = DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
-    dense = [each for _, each in in_backward_optimizer_filter(sharded.named_parameters())]
+    sharded = DistributedModelParallel(
+        model, plan=plan, sharders=sharders, device=torch.device("cpu")
+    )
+    dense = [
+        each for _, each in in_backward_optimizer_filter(sharded.named_parameters())
+    ]
     return sharded, torch.optim.Adam(dense, lr=settings.lr)

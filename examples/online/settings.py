@@ -1,4 +1,7 @@
-"""The settings of an online run. Every process of the run reads them from the run's folder. Needs no torch."""
+"""The settings of an online run.
+
+Every process of the run reads them from the run's folder. Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from torchrec_recstore.options import RedisStore
 
 FILE = "settings.json"
 FORMAT = 2
-"""The number of the format of all files of a run. It changes with the fields of a click."""
+"""The number of the format of all files of a run.
+
+It changes with the fields of a click.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,22 +29,29 @@ class Settings:
 
     Attributes:
         folder: The folder of the run. It contains everything that the run writes.
-        url: The Redis server of the clicks, ``redis://host:port/db``, or their Kafka brokers, ``kafka://host:port``.
-            None: the clicks are in the file ``clicks.log``.
+        url: The Redis server of the clicks, ``redis://host:port/db``, or their Kafka
+            brokers, ``kafka://host:port``. None: the clicks are in the file
+            ``clicks.log``.
         stream: The name of the Redis stream or of the Kafka topic.
         seed: The seed of the clicks, of the dense weights and of the tables.
-        history: The number of clicks from before the beginning. They are trained on before anything is published.
+        history: The number of clicks from before the beginning. They are trained on
+            before anything is published.
         clicks: The number of all clicks. The run ends after the last one.
         rate: The number of clicks a second.
-        start_ms: The time of the first live click, the one after the history, in milliseconds since 1970. The example
-            writes this click when all processes are ready, which is some seconds later.
-        session_ms: The moment at which the command was started, or was started again, in milliseconds since 1970.
-        paced: Whether live clicks are written at their rate. If False, all clicks are written at once.
+        start_ms: The time of the first live click, the one after the history, in
+            milliseconds since 1970. The example writes this click when all processes
+            are ready, which is some seconds later.
+        session_ms: The moment at which the command was started, or was started again,
+            in milliseconds since 1970.
+        paced: Whether live clicks are written at their rate. If False, all clicks are
+            written at once.
         batch_size: The number of clicks of a step.
-        window: The number of clicks of a window, over which AUC and calibration are computed.
+        window: The number of clicks of a window, over which AUC and calibration are
+            computed.
         checkpoint_every: The number of steps between checkpoints.
         publish_every_s: The time between publications, in seconds.
-        expire_s: The time of the clicks, in seconds, after which a row that no click has used is deleted.
+        expire_s: The time of the clicks, in seconds, after which a row that no click
+            has used is deleted.
         dim: The width of the embeddings.
         lr: The learning rate of the embeddings and of the dense layers (Adam).
         grpc: The address of the follower for gRPC.
@@ -47,7 +60,8 @@ class Settings:
         frozen_http: The address of the frozen model for HTTP.
 
     Raises:
-        DataError: The URL of the Kafka brokers has more than addresses, for example a password.
+        DataError: The URL of the Kafka brokers has more than addresses, for example a
+            password.
     """
 
     folder: Path
@@ -73,8 +87,13 @@ class Settings:
     frozen_http: str = ""
 
     def __post_init__(self) -> None:
-        if self.is_kafka and not re.fullmatch(r"kafka://([^@/?#,]+:\d+)(,[^@/?#,]+:\d+)*", self.url or ""):
-            raise DataError("--url must be kafka://host:port, or several host:port with commas, without credentials")
+        if self.is_kafka and not re.fullmatch(
+            r"kafka://([^@/?#,]+:\d+)(,[^@/?#,]+:\d+)*", self.url or ""
+        ):
+            raise DataError(
+                "--url must be kafka://host:port, or several host:port with commas,"
+                " without credentials"
+            )
 
     @property
     def is_kafka(self) -> bool:
@@ -93,9 +112,11 @@ class Settings:
 
     @property
     def opened(self) -> Path:
-        """The file with the moment at which the first live click was due, in milliseconds since 1970.
+        """The file with the moment at which the first live click was due, in
+        milliseconds since 1970.
 
-        The time for which a run was interrupted does not count: the moment is later then.
+        The time for which a run was interrupted does not count: the moment is later
+        then.
         """
         return self.folder / "opened"
 
@@ -106,7 +127,10 @@ class Settings:
 
     @property
     def redis(self) -> Path:
-        """The folder of the Redis server that the example starts. It does not exist if there is none."""
+        """The folder of the Redis server that the example starts.
+
+        It does not exist if there is none.
+        """
         return self.folder / "redis"
 
     @property
@@ -116,14 +140,24 @@ class Settings:
 
     def shown(self) -> dict[str, Any]:
         """Returns the settings for JSON, without the credentials in the URL."""
-        url = self.url if self.url is None or self.is_kafka else RedisStore(self.url).public_url
+        url = (
+            self.url
+            if self.url is None or self.is_kafka
+            else RedisStore(self.url).public_url
+        )
         return asdict(self) | {"folder": str(self.folder), "url": url}
 
     def write(self) -> None:
-        """Writes the settings into the run's folder. Only the user can read the file, because the URL is complete."""
+        """Writes the settings into the run's folder.
+
+        Only the user can read the file, because the URL is complete.
+        """
         path = self.folder / FILE
         path.touch(mode=0o600)
-        path.write_text(json.dumps({"format": FORMAT, **self.shown(), "url": self.url}, indent=2) + "\n")
+        path.write_text(
+            json.dumps({"format": FORMAT, **self.shown(), "url": self.url}, indent=2)
+            + "\n"
+        )
 
     @classmethod
     def read(cls, folder: Path) -> Settings:
@@ -134,5 +168,8 @@ class Settings:
         """
         read = json.loads((folder / FILE).read_text())
         if read.pop("format", 1) != FORMAT:
-            raise DataError(f"{folder}: another version of the example has written this run: choose a new folder")
+            raise DataError(
+                f"{folder}: another version of the example has written this run: choose"
+                " a new folder"
+            )
         return cls(**read | {"folder": folder})

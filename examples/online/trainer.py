@@ -1,7 +1,9 @@
-"""The process that trains on the clicks in their order, scores each click before, saves checkpoints and publishes.
+"""The process that trains on the clicks in their order, scores each click before, saves
+checkpoints and publishes.
 
-A trainer that was killed continues from its newest checkpoint, which contains the offset: the
-number of clicks that the model, the optimizers and the metrics of this checkpoint have seen.
+A trainer that was killed continues from its newest checkpoint, which contains the
+offset: the number of clicks that the model, the optimizers and the metrics of this
+checkpoint have seen.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ from online.windows import Windows
 from torch import nn
 
 from torchrec_recstore import set_time, table_stats
-from torchrec_recstore.inference import DeltaPublisher, export_for_inference, load_library
+from torchrec_recstore.inference import (
+    DeltaPublisher,
+    export_for_inference,
+    load_library,
+)
 
 KEPT = 2  # checkpoints
 REPORT_S = 0.5
@@ -35,7 +41,8 @@ def train(settings: Settings) -> None:
     """Trains until the last click.
 
     Raises:
-        DataError: The stream has lost clicks, or a checkpoint cannot be read or written.
+        DataError: The stream has lost clicks, or a checkpoint cannot be read or
+            written.
     """
     torch.set_num_threads(1)
     with process_group(), sole_use(settings.checkpoints):
@@ -60,26 +67,41 @@ def _train(settings: Settings) -> None:
     while offset < settings.clicks:
         if publisher is None and offset >= settings.history:
             publisher = _publisher(settings, model)
-            publisher.step()  # The first full export: the frozen model, if the run has just begun.
+            # The first full export: the frozen model, if the run has just begun.
+            publisher.step()
             report.write(offset, windows, at_once=True)
-        # A batch is cut by the numbers of the clicks, so that a run that was disturbed has the same batches.
+        # A batch is cut by the numbers of the clicks, so that a run that was disturbed
+        # has the same batches.
         end = settings.history if offset < settings.history else settings.clicks
         count = min(settings.batch_size, end - offset)
         clicks = read_batch(stream, offset, count)
-        set_time(model, int(clicks["time_ms"][-1]) / 1000)  # Rows expire by the time of the clicks.
+        # Rows expire by the time of the clicks.
+        set_time(model, int(clicks["time_ms"][-1]) / 1000)
         logits = model(features_of(clicks))
         windows.add(clicks, logits)  # before the update
         optimizer.zero_grad()
-        F.binary_cross_entropy_with_logits(logits, torch.from_numpy(clicks["clicked"]).float()).backward()
+        F.binary_cross_entropy_with_logits(
+            logits, torch.from_numpy(clicks["clicked"]).float()
+        ).backward()
         optimizer.step()
         offset, step = offset + count, step + 1
         if publisher is not None:
             publisher.step()
         if offset == settings.clicks or step % settings.checkpoint_every == 0:
-            # One checkpoint has everything that belongs together, and it is there completely or not at all.
-            state = {"offset": offset, "step": step, "optimizer": optimizer.state_dict()}
-            checkpoints.save(model, step, state | {"windows": windows.state(), "report": report.state()})
-            stream.trim(saved)  # The checkpoint before is kept, and a run may resume from it.
+            # One checkpoint has everything that belongs together, and it is there
+            # completely or not at all.
+            state = {
+                "offset": offset,
+                "step": step,
+                "optimizer": optimizer.state_dict(),
+            }
+            checkpoints.save(
+                model,
+                step,
+                state | {"windows": windows.state(), "report": report.state()},
+            )
+            # The checkpoint before is kept, and a run may resume from it.
+            stream.trim(saved)
             saved = offset
         report.write(offset, windows)
     with publisher or _publisher(settings, model):
@@ -88,15 +110,23 @@ def _train(settings: Settings) -> None:
     path = settings.folder / EXPORT
     export_for_inference(model, path, dtype=torch.float32, index="hash")
     load_library()
-    report.write(offset, windows, at_once=True, final_version=torch.jit.load(path).recstore_version())
+    report.write(
+        offset,
+        windows,
+        at_once=True,
+        final_version=torch.jit.load(path).recstore_version(),
+    )
 
 
 def _publisher(settings: Settings, model: nn.Module) -> DeltaPublisher:
-    return DeltaPublisher(model, settings.published, every_s=settings.publish_every_s, dtype=torch.float32)
+    return DeltaPublisher(
+        model, settings.published, every_s=settings.publish_every_s, dtype=torch.float32
+    )
 
 
 class Report:
-    """Writes ``trainer.json``, the numbers of the page: the offset, the rows, and the metrics by window.
+    """Writes ``trainer.json``, the numbers of the page: the offset, the rows, and the
+    metrics by window.
 
     Args:
         settings: The settings of the run.
@@ -111,13 +141,25 @@ class Report:
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
-        return {"expired": self._expired + sum(each.expired for each in table_stats(self._model).values())}
+        return {
+            "expired": (
+                self._expired
+                + sum(each.expired for each in table_stats(self._model).values())
+            )
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continues from the state of a checkpoint."""
         self._expired = state["expired"]
 
-    def write(self, offset: int, windows: Windows, *, at_once: bool = False, final_version: str | None = None) -> None:
+    def write(
+        self,
+        offset: int,
+        windows: Windows,
+        *,
+        at_once: bool = False,
+        final_version: str | None = None,
+    ) -> None:
         """Writes the file, twice a second.
 
         Args:
@@ -131,7 +173,9 @@ class Report:
         self._next = time.monotonic() + REPORT_S
         document = {
             "offset": offset,
-            "rows": {name: each.rows for name, each in table_stats(self._model).items()},
+            "rows": {
+                name: each.rows for name, each in table_stats(self._model).items()
+            },
             "expired": self.state()["expired"],
             "windows": windows.done,
             **windows.freshness,

@@ -19,40 +19,59 @@ STEP_S = 0.1
 
 
 class Windows:
-    """The metrics of consecutive windows. Window k has the clicks from ``k * size + 1`` to ``(k + 1) * size``.
+    """The metrics of consecutive windows.
+
+    Window k has the clicks from ``k * size + 1`` to ``(k + 1) * size``.
 
     Args:
         size: The number of clicks of a window.
 
     Attributes:
-        done: One dict for each window that is complete, the oldest first: ``last``, the number of its last click,
-            ``time_ms``, the time of this click, ``clicked``, the share of clicks with the label 1, and for each name of
-            ``MODELS`` a dict with ``answered``, the share of clicks that the model has scored, ``auc``, and
-            ``calibration``, the sum of the predictions over the sum of the labels. A metric is None if it is undefined.
-        outcomes: The number of live clicks by server and by what became of the request; see ``OUTCOMES``.
+        done: One dict for each window that is complete, the oldest first: ``last``, the
+            number of its last click, ``time_ms``, the time of this click, ``clicked``,
+            the share of clicks with the label 1, and for each name of ``MODELS`` a dict
+            with ``answered``, the share of clicks that the model has scored, ``auc``,
+            and ``calibration``, the sum of the predictions over the sum of the labels.
+            A metric is None if it is undefined.
+        outcomes: The number of live clicks by server and by what became of the request;
+            see ``OUTCOMES``.
         late: The number of live clicks that are late.
-        ages: The number of live clicks by the age of the rows of the served model, in steps of ``STEP_S``. A click
-            without an answer counts too: its age is that of the rows that have answered last.
+        ages: The number of live clicks by the age of the rows of the served model, in
+            steps of ``STEP_S``. A click without an answer counts too: its age is that
+            of the rows that have answered last.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.done: list[dict[str, Any]] = []
-        self._open = torch.empty(0, 2 + len(MODELS), dtype=torch.float64)  # label, time, logits of each model
+        # label, time, logits of each model
+        self._open = torch.empty(0, 2 + len(MODELS), dtype=torch.float64)
         self._last = 0
-        self.outcomes = {name: dict.fromkeys(OUTCOMES[ANSWERED:], 0) for name in SERVERS}
+        self.outcomes = {
+            name: dict.fromkeys(OUTCOMES[ANSWERED:], 0) for name in SERVERS
+        }
         self.late = 0
         self.ages: dict[int, int] = {}
 
     def add(self, clicks: Clicks, logits: Tensor) -> None:
-        """Adds clicks in their order, and computes the metrics of windows that are complete.
+        """Adds clicks in their order, and computes the metrics of windows that are
+        complete.
 
         Args:
             clicks: (B,) of the dtype ``CLICK``.
-            logits: (B,) float. The logits of the trained model, from before it was trained on these clicks.
+            logits: (B,) float. The logits of the trained model, from before it was
+                trained on these clicks.
         """
-        columns = [clicks["clicked"], clicks["time_ms"], logits.detach().numpy(), clicks["served"], clicks["frozen"]]
-        rows = torch.from_numpy(np.stack([column.astype(np.float64) for column in columns], axis=1))
+        columns = [
+            clicks["clicked"],
+            clicks["time_ms"],
+            logits.detach().numpy(),
+            clicks["served"],
+            clicks["frozen"],
+        ]
+        rows = torch.from_numpy(
+            np.stack([column.astype(np.float64) for column in columns], axis=1)
+        )
         self._open = torch.cat([self._open, rows])
         while len(self._open) >= self.size:
             self._last += self.size
@@ -62,7 +81,9 @@ class Windows:
 
     @property
     def freshness(self) -> dict[str, Any]:
-        """The counts of live clicks, and the percentiles of the age of the rows in seconds over all of them."""
+        """The counts of live clicks, and the percentiles of the age of the rows in
+        seconds over all of them.
+        """
         return {
             "outcomes": self.outcomes,
             "late": self.late,
@@ -72,7 +93,9 @@ class Windows:
 
     def _count(self, live: Clicks) -> None:
         for name in SERVERS:
-            for outcome, count in zip(*np.unique(live[f"{name}_outcome"], return_counts=True), strict=True):
+            for outcome, count in zip(
+                *np.unique(live[f"{name}_outcome"], return_counts=True), strict=True
+            ):
                 self.outcomes[name][OUTCOMES[outcome]] += int(count)
         self.late += int((live["waited"] > LATE_S).sum())
         steps = np.round(live["age"] / STEP_S).astype(np.int64)
@@ -89,25 +112,45 @@ class Windows:
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
-        counts = {"outcomes": self.outcomes, "late": self.late, "ages": list(self.ages.items())}
-        return {"last": self._last, "done": self.done, "open": self._open.clone(), **counts}
+        counts = {
+            "outcomes": self.outcomes,
+            "late": self.late,
+            "ages": list(self.ages.items()),
+        }
+        return {
+            "last": self._last,
+            "done": self.done,
+            "open": self._open.clone(),
+            **counts,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continues from the state of a checkpoint."""
         self._last, self.done, self._open = state["last"], state["done"], state["open"]
-        self.outcomes, self.late, self.ages = state["outcomes"], state["late"], dict(state["ages"])
+        self.outcomes, self.late, self.ages = (
+            state["outcomes"],
+            state["late"],
+            dict(state["ages"]),
+        )
 
     def _metrics(self, rows: Tensor) -> dict[str, Any]:
         labels = rows[:, 0]
-        metrics: dict[str, Any] = {"last": self._last, "time_ms": int(rows[-1, 1]), "clicked": float(labels.mean())}
+        metrics: dict[str, Any] = {
+            "last": self._last,
+            "time_ms": int(rows[-1, 1]),
+            "clicked": float(labels.mean()),
+        }
         for name, logits in zip(MODELS, rows[:, 2:].T, strict=True):
             answered = ~logits.isnan()
-            metrics[name] = {"answered": float(answered.double().mean())} | quality(logits[answered], labels[answered])
+            metrics[name] = {"answered": float(answered.double().mean())} | quality(
+                logits[answered], labels[answered]
+            )
         return metrics
 
 
 def quality(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
-    """Returns the AUC, and the calibration: the sum of the predictions over the sum of the labels.
+    """Returns the AUC, and the calibration: the sum of the predictions over the sum of
+    the labels.
 
     Args:
         logits: (N,) float64.

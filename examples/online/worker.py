@@ -1,4 +1,7 @@
-"""Runs the trainer or the generator of an online run. The supervisor starts it: worker.py trainer FOLDER."""
+"""Runs the trainer or the generator of an online run.
+
+The supervisor starts it: worker.py trainer FOLDER.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,18 @@
-"""TorchRec's DLRM with raw ids by Accelerate: a plain loop with save_state. The same command continues to the bit.
+"""TorchRec's DLRM with raw ids by Accelerate: a plain loop with save_state.
+
+The same command continues to the bit.
 
     python examples/trainers/accelerate_loop.py                  # generated rows
     python examples/trainers/accelerate_loop.py --data train.txt --folder runs/accelerate
     accelerate launch --cpu --num_processes 2 examples/trainers/accelerate_loop.py --data train.txt
 
-accelerator.prepare gets the optimizer of the dense layers and the data, but not the model: DistributedModelParallel has
-distributed it. Two hooks save and load the model with save_checkpoint and load_checkpoint, within save_state and
-load_state. After a crash, or after Ctrl-C, give the same command again, with any number of processes.
+accelerator.prepare gets the optimizer of the dense layers and the data, but not the
+model: DistributedModelParallel has distributed it. Two hooks save and load the model
+with save_checkpoint and load_checkpoint, within save_state and load_state. After a
+crash, or after Ctrl-C, give the same command again, with any number of processes.
 
-The model is that of examples/dlrm/minimal.py. The log is split by time: the first 80 % train, the last 10 % test.
-Packages: requirements/trainers.txt.
+The model is that of examples/dlrm/minimal.py. The log is split by time: the first 80 %
+train, the last 10 % test. Packages: requirements/trainers.txt.
 """
 
 import argparse
@@ -44,31 +47,44 @@ def batch_of(rows: list[tuple[Tensor, Tensor, Tensor]]) -> Batch:
 
 
 def main(data: Path | None, folder: Path, checkpoint_every: int) -> None:
-    """Trains for one epoch, from the newest checkpoint on if there is one, and prints the AUC of the test rows."""
+    """Trains for one epoch, from the newest checkpoint on if there is one, and prints
+    the AUC of the test rows.
+    """
     prepare_torch()
     accelerator = Accelerator(cpu=True)
-    if accelerator.num_processes == 1:  # Accelerate makes a process group for several processes only
+    # Accelerate makes a process group for several processes only
+    if accelerator.num_processes == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     model = build()
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))  # all parameters but those of the tables
+    # all parameters but those of the tables
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = torch.optim.Adam(dense.values(), lr=0.001)
 
     rows = TensorDataset(*(read(str(data)) if data else generate()))
     training, test = range(len(rows) * 8 // 10), range(len(rows) * 9 // 10, len(rows))
     batch_size = BATCH_SIZE // accelerator.num_processes
-    training = DataLoader(rows, batch_size, sampler=training, drop_last=True, collate_fn=batch_of)
+    training = DataLoader(
+        rows, batch_size, sampler=training, drop_last=True, collate_fn=batch_of
+    )
     test = DataLoader(rows, 4096, sampler=test, collate_fn=batch_of)
-    optimizer, training, test = accelerator.prepare(optimizer, training, test)  # each process gets some of the batches
+    # each process gets some of the batches
+    optimizer, training, test = accelerator.prepare(optimizer, training, test)
 
     step, begin = 0, 0
     accelerator.register_save_state_pre_hook(
-        lambda models, weights, path: save_checkpoint(model, f"{path}/model", training_state={"step": step})
+        lambda models, weights, path: save_checkpoint(
+            model, f"{path}/model", training_state={"step": step}
+        )
     )
-    accelerator.register_load_state_pre_hook(lambda models, path: load_checkpoint(model, f"{path}/model"))
+    accelerator.register_load_state_pre_hook(
+        lambda models, path: load_checkpoint(model, f"{path}/model")
+    )
 
     def save() -> None:
-        """Saves under another name first, so that a crash leaves no checkpoint without some of its files."""
+        """Saves under another name first, so that a crash leaves no checkpoint without
+        some of its files.
+        """
         if accelerator.is_main_process:
             shutil.rmtree(folder / "saving", ignore_errors=True)
         accelerator.wait_for_everyone()
@@ -92,23 +108,44 @@ def main(data: Path | None, folder: Path, checkpoint_every: int) -> None:
         step += 1
         if step % checkpoint_every == 0:
             save()
-            accelerator.print(f"step {step}: training loss {loss.item():.4f}", flush=True)
+            accelerator.print(
+                f"step {step}: training loss {loss.item():.4f}", flush=True
+            )
     if step > begin and step % checkpoint_every:
         save()
 
     model.eval()
     with torch.no_grad():
-        tested = [accelerator.gather_for_metrics(model(batch)[1][1:]) for batch in test]  # without rows twice
+        # without rows twice
+        tested = [accelerator.gather_for_metrics(model(batch)[1][1:]) for batch in test]
     logits, labels = (torch.cat(parts) for parts in zip(*tested, strict=True))
     area = binary_auroc(logits, labels.long()).item()
     num_rows = sum(stats.rows for stats in table_stats(model).values())
-    accelerator.print(f"{num_rows:,} rows in {len(SPARSE)} tables, test AUC {area:.4f}", flush=True)
+    accelerator.print(
+        f"{num_rows:,} rows in {len(SPARSE)} tables, test AUC {area:.4f}", flush=True
+    )
 
 
 if __name__ == "__main__":
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--data", type=Path, help="Criteo click log, plain or .gz; default: generated rows")
-    flags.add_argument("--folder", type=Path, default=Path("runs/accelerate"), help="folder of the checkpoints")
-    flags.add_argument("--checkpoint-every", type=int, default=40, help="number of steps between two checkpoints")
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument(
+        "--data",
+        type=Path,
+        help="Criteo click log, plain or .gz; default: generated rows",
+    )
+    flags.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/accelerate"),
+        help="folder of the checkpoints",
+    )
+    flags.add_argument(
+        "--checkpoint-every",
+        type=int,
+        default=40,
+        help="number of steps between two checkpoints",
+    )
     main(**vars(flags.parse_args()))
     os._exit(0)  # gloo's threads abort in some normal exits (torch 2.13)

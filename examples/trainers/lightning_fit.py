@@ -1,15 +1,19 @@
-"""TorchRec's DLRM with raw ids by Lightning's Trainer.fit. The same command continues to the bit.
+"""TorchRec's DLRM with raw ids by Lightning's Trainer.fit.
+
+The same command continues to the bit.
 
     python examples/trainers/lightning_fit.py                  # generated rows
     python examples/trainers/lightning_fit.py --data train.txt --folder runs/lightning
     torchrun --nproc-per-node 2 examples/trainers/lightning_fit.py --data train.txt
 
-ModelCheckpoint decides when a checkpoint is saved and which ones are kept, and Checkpoints below saves them with
-save_checkpoint. A file of Lightning's own would have the weights of the rows, but not the state of their optimizer, and
-only the rows of one process. After a crash, or after Ctrl-C, give the same command again, with any number of processes.
+ModelCheckpoint decides when a checkpoint is saved and which ones are kept, and
+Checkpoints below saves them with save_checkpoint. A file of Lightning's own would have
+the weights of the rows, but not the state of their optimizer, and only the rows of one
+process. After a crash, or after Ctrl-C, give the same command again, with any number of
+processes.
 
-The model is that of examples/dlrm/minimal.py. The log is split by time: the first 80 % train, the last 10 % test.
-Packages: requirements/trainers.txt.
+The model is that of examples/dlrm/minimal.py. The log is split by time: the first 80 %
+train, the last 10 % test. Packages: requirements/trainers.txt.
 """
 
 import argparse
@@ -41,16 +45,28 @@ from torchrec_recstore import load_checkpoint, save_checkpoint, table_stats
 
 
 class Checkpoints(CheckpointIO):
-    """Lightning's checkpoints as those of RecStore. All ranks call each method, and share the folder."""
+    """Lightning's checkpoints as those of RecStore.
+
+    All ranks call each method, and share the folder.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Saves the model, and the rest that Lightning knows: loops, callbacks, the optimizer of the dense layers."""
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        """Saves the model, and the rest that Lightning knows: loops, callbacks, the
+        optimizer of the dense layers.
+        """
         save_checkpoint(self.model, path, training_state=checkpoint, overwrite=True)
 
-    def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any = None,
+        weights_only: bool | None = None,
+    ) -> Any:
         """Loads the model, and returns the rest."""
         return load_checkpoint(self.model, path).training_state
 
@@ -71,12 +87,20 @@ class Training(lightning.LightningModule):
         self.auc = BinaryAUROC()  # over all ranks
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns nothing: Checkpoints saves the model, and a state_dict of it would copy all rows into memory."""
+        """Returns nothing: Checkpoints saves the model, and a state_dict of it would
+        copy all rows into memory.
+        """
         return {}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Returns the optimizer of the dense layers. The rows are updated in the backward pass."""
-        return torch.optim.Adam(dict(in_backward_optimizer_filter(self.model.named_parameters())).values(), lr=0.001)
+        """Returns the optimizer of the dense layers.
+
+        The rows are updated in the backward pass.
+        """
+        return torch.optim.Adam(
+            dict(in_backward_optimizer_filter(self.model.named_parameters())).values(),
+            lr=0.001,
+        )
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         """Returns the loss of a batch."""
@@ -91,28 +115,42 @@ class Training(lightning.LightningModule):
 
 
 def main(data: Path | None, folder: Path, checkpoint_every: int) -> None:
-    """Trains for one epoch, from the newest checkpoint on if there is one, and prints the AUC of the test rows."""
+    """Trains for one epoch, from the newest checkpoint on if there is one, and prints
+    the AUC of the test rows.
+    """
     prepare_torch()
-    alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone = (
+        {}
+        if dist.is_torchelastic_launched()
+        else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    )
     dist.init_process_group("gloo", **alone)
     rows = read(str(data)) if data else generate()
     train_rows, test_begin = len(rows[0]) * 8 // 10, len(rows[0]) * 9 // 10
     training = batches(tuple(tensor[:train_rows] for tensor in rows), BATCH_SIZE)
     test = batches(tuple(tensor[test_begin:] for tensor in rows), 4096)
     # A StatefulDataLoader has a position, which Lightning saves with its loops.
-    training, test = (StatefulDataLoader(each, batch_size=None) for each in (training, test))
+    training, test = (
+        StatefulDataLoader(each, batch_size=None) for each in (training, test)
+    )
 
     torch.manual_seed(0)
     module = Training()
     trainer = lightning.Trainer(
         max_epochs=1,
-        # DistributedModelParallel distributes the model. To Lightning, each process is a training of its own.
+        # DistributedModelParallel distributes the model. To Lightning, each process is
+        # a training of its own.
         strategy=SingleDeviceStrategy("cpu"),
         plugins=[Checkpoints(module.model), LightningEnvironment()],
         # It keeps the two newest.
         callbacks=[
             ModelCheckpoint(
-                folder, "{step:09}", monitor="step", mode="max", save_top_k=2, every_n_train_steps=checkpoint_every
+                folder,
+                "{step:09}",
+                monitor="step",
+                mode="max",
+                save_top_k=2,
+                every_n_train_steps=checkpoint_every,
             )
         ],
         enable_progress_bar=dist.get_rank() == 0,
@@ -123,15 +161,37 @@ def main(data: Path | None, folder: Path, checkpoint_every: int) -> None:
     trainer.fit(module, training, ckpt_path=newest)
     trainer.save_checkpoint(folder / f"step={trainer.global_step:09}.ckpt")
     trainer.test(module, test)
-    num_rows, area = sum(stats.rows for stats in table_stats(module.model).values()), module.auc.compute().item()
+    num_rows, area = (
+        sum(stats.rows for stats in table_stats(module.model).values()),
+        module.auc.compute().item(),
+    )
     if dist.get_rank() == 0:
-        print(f"{num_rows:,} rows in {len(SPARSE)} tables, test AUC {area:.4f}", flush=True)
+        print(
+            f"{num_rows:,} rows in {len(SPARSE)} tables, test AUC {area:.4f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--data", type=Path, help="Criteo click log, plain or .gz; default: generated rows")
-    flags.add_argument("--folder", type=Path, default=Path("runs/lightning"), help="folder of the checkpoints")
-    flags.add_argument("--checkpoint-every", type=int, default=40, help="number of steps between two checkpoints")
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument(
+        "--data",
+        type=Path,
+        help="Criteo click log, plain or .gz; default: generated rows",
+    )
+    flags.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/lightning"),
+        help="folder of the checkpoints",
+    )
+    flags.add_argument(
+        "--checkpoint-every",
+        type=int,
+        default=40,
+        help="number of steps between two checkpoints",
+    )
     main(**vars(flags.parse_args()))
     os._exit(0)  # gloo's threads abort in some normal exits (torch 2.13)

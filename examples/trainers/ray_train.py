@@ -1,16 +1,20 @@
-"""TorchRec's DLRM by Ray Train on two workers, with raw ids that Ray Data reads from Parquet. Workers may be killed.
+"""TorchRec's DLRM by Ray Train on two workers, with raw ids that Ray Data reads from
+Parquet.
+
+Workers may be killed.
 
     python examples/trainers/ray_train.py                      # generated rows
     python examples/trainers/ray_train.py --data train.txt     # a Criteo click log, also .gz
     python examples/trainers/ray_train.py --data rows          # a folder of Parquet files
     python examples/trainers/ray_train.py --kill-at 80         # the second worker is killed after step 80
 
-When a worker dies, Ray Train starts both workers again, and they continue from the newest checkpoint. Ray Data gives
-each worker the same rows in the same order again, so that the next checkpoints are the same to the bit as without the
-death. Each is printed with its checksum.
+When a worker dies, Ray Train starts both workers again, and they continue from the
+newest checkpoint. Ray Data gives each worker the same rows in the same order again, so
+that the next checkpoints are the same to the bit as without the death. Each is printed
+with its checksum.
 
-The model is that of examples/dlrm/minimal.py. The log is split by time: the first 80 % train, the last 10 % test.
-Packages: requirements/trainers.txt.
+The model is that of examples/dlrm/minimal.py. The log is split by time: the first 80 %
+train, the last 10 % test. Packages: requirements/trainers.txt.
 """
 
 import argparse
@@ -45,27 +49,46 @@ ROWS_OF_A_FILE = 4096
 
 
 def write_parquet(log: Path | None, folder: Path) -> None:
-    """Writes a click log, or generated rows, as Parquet files, whose order is that of the rows."""
+    """Writes a click log, or generated rows, as Parquet files, whose order is that of
+    the rows.
+    """
     counts, ids, labels = read(str(log)) if log else generate()
-    columns = dict(zip(DENSE, counts.T.numpy(), strict=True)) | dict(zip(SPARSE, ids.T.numpy(), strict=True))
+    columns = dict(zip(DENSE, counts.T.numpy(), strict=True)) | dict(
+        zip(SPARSE, ids.T.numpy(), strict=True)
+    )
     folder.mkdir(parents=True)
-    for number, part in enumerate(pl.DataFrame({"label": labels.numpy(), **columns}).iter_slices(ROWS_OF_A_FILE)):
+    for number, part in enumerate(
+        pl.DataFrame({"label": labels.numpy(), **columns}).iter_slices(ROWS_OF_A_FILE)
+    ):
         part.write_parquet(folder / f"part-{number:05}.parquet")
 
 
 def batch_of(columns: dict[str, np.ndarray]) -> Batch:
     """Makes TorchRec's batch of a batch of Ray Data."""
-    counts, ids = (torch.from_numpy(np.stack([columns[name] for name in names], axis=1)) for names in (DENSE, SPARSE))
+    counts, ids = (
+        torch.from_numpy(np.stack([columns[name] for name in names], axis=1))
+        for names in (DENSE, SPARSE)
+    )
     return Batch(counts, features(ids), torch.tensor(columns["label"]))
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
-    """Trains for one epoch and tests. Ray Train calls it in each worker, within a process group of all workers."""
-    logging.disable(logging.WARNING)  # Ray makes TorchRec print each step of its planner
-    folder, rank, steps = Path(config["folder"]), ray.train.get_context().get_world_rank(), config["steps"]
+    """Trains for one epoch and tests.
+
+    Ray Train calls it in each worker, within a process group of all workers.
+    """
+    # Ray makes TorchRec print each step of its planner
+    logging.disable(logging.WARNING)
+    folder, rank, steps = (
+        Path(config["folder"]),
+        ray.train.get_context().get_world_rank(),
+        config["steps"],
+    )
     torch.manual_seed(0)
     model = build()
-    optimizer = torch.optim.Adam(dict(in_backward_optimizer_filter(model.named_parameters())).values(), lr=0.001)
+    optimizer = torch.optim.Adam(
+        dict(in_backward_optimizer_filter(model.named_parameters())).values(), lr=0.001
+    )
 
     step = 0
     if checkpoint := ray.train.get_checkpoint():
@@ -75,7 +98,11 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         if rank == 0:
             print(f"continues after step {step}", flush=True)
 
-    rows = iter(ray.train.get_dataset_shard("rows").iter_batches(batch_size=BATCH_SIZE // WORKERS))
+    rows = iter(
+        ray.train.get_dataset_shard("rows").iter_batches(
+            batch_size=BATCH_SIZE // WORKERS
+        )
+    )
     for columns in islice(rows, step, steps):
         optimizer.zero_grad()
         loss, _ = model(batch_of(columns))
@@ -84,12 +111,23 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         step += 1
         due = step % config["checkpoint_every"] == 0 or step == steps
         if due:
-            # The workers write it together, to where Ray Train expects it. If one of them dies before Ray Train knows
-            # the checkpoint, there is one of this name already.
-            path, state = folder / f"step-{step:09}", {"optimizer": optimizer.state_dict(), "step": step}
+            # The workers write it together, to where Ray Train expects it. If one of
+            # them dies before Ray Train knows the checkpoint, there is one of this name
+            # already.
+            path, state = (
+                folder / f"step-{step:09}",
+                {
+                    "optimizer": optimizer.state_dict(),
+                    "step": step,
+                },
+            )
             info = save_checkpoint(model, path, training_state=state, overwrite=True)
             if rank == 0:
-                print(f"step {step}: training loss {loss.item():.4f}, checkpoint {info.checksum}", flush=True)
+                print(
+                    f"step {step}: training loss {loss.item():.4f}, checkpoint"
+                    f" {info.checksum}",
+                    flush=True,
+                )
         if step == config["kill_at"] and rank == 1 and not (folder / "killed").exists():
             (folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -106,11 +144,19 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         for columns in islice(rows, steps // 8, None):
             _, (_, logits, labels) = model(batch_of(columns))
             auc.update(logits.double().sigmoid(), labels.long())
-    return {"rows": sum(stats.rows for stats in table_stats(model).values()), "auc": auc.compute().item()}
+    return {
+        "rows": sum(stats.rows for stats in table_stats(model).values()),
+        "auc": auc.compute().item(),
+    }
 
 
 def main(
-    data: Path | None, folder: Path, kill_at: int | None, checkpoint_every: int, worker_cpus: float, **cluster: Any
+    data: Path | None,
+    folder: Path,
+    kill_at: int | None,
+    checkpoint_every: int,
+    worker_cpus: float,
+    **cluster: Any,
 ) -> None:
     """Starts Ray, and has it train."""
     folder = folder.absolute()
@@ -118,9 +164,11 @@ def main(
         log, data = data, folder / "data"
         if not data.exists():
             write_parquet(log, data)
-    ray.cloudpickle.register_pickle_by_value(minimal)  # the workers need not find its file
+    # the workers need not find its file
+    ray.cloudpickle.register_pickle_by_value(minimal)
     given = {name: value for name, value in cluster.items() if value is not None}
-    os.environ.setdefault("RAY_LOGGER_LEVEL", "error")  # without a dashboard, Ray Train 2.60 warns each second
+    # without a dashboard, Ray Train 2.60 warns each second
+    os.environ.setdefault("RAY_LOGGER_LEVEL", "error")
     ray.init(**given, include_dashboard=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
     num_rows = pl.scan_parquet(data / "*.parquet").select(pl.len()).collect().item()
@@ -134,11 +182,15 @@ def main(
             "checkpoint_every": checkpoint_every,
         },
         # Ray Data needs CPUs, too: it waits forever if the workers take all of them.
-        scaling_config=ray.train.ScalingConfig(num_workers=WORKERS, resources_per_worker={"CPU": worker_cpus}),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=WORKERS, resources_per_worker={"CPU": worker_cpus}
+        ),
         torch_config=TorchConfig(backend="gloo"),
         datasets={"rows": ray.data.read_parquet(str(data))},
         # Without it, a worker gets the rows that happen to be read first.
-        dataset_config=ray.train.DataConfig(execution_options=ray.data.ExecutionOptions(preserve_order=True)),
+        dataset_config=ray.train.DataConfig(
+            execution_options=ray.data.ExecutionOptions(preserve_order=True)
+        ),
         run_config=ray.train.RunConfig(
             name=folder.name,
             storage_path=str(folder.parent),
@@ -147,17 +199,56 @@ def main(
         ),
     ).fit()
     figures = result.return_value
-    print(f"{figures['rows']:,} rows in {len(SPARSE)} tables, test AUC {figures['auc']:.4f}", flush=True)
+    print(
+        f"{figures['rows']:,} rows in {len(SPARSE)} tables, test AUC"
+        f" {figures['auc']:.4f}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--data", type=Path, help="Criteo click log, or a folder of Parquet files; default: generated")
-    flags.add_argument("--folder", type=Path, default=Path("runs/ray"), help="folder of the run and its checkpoints")
-    flags.add_argument("--checkpoint-every", type=int, default=40, help="number of steps between two checkpoints")
-    flags.add_argument("--kill-at", type=int, help="step after which the second worker is killed, once")
-    flags.add_argument("--worker-cpus", type=float, default=0.5, help="CPUs of a worker; Ray Data needs a free one")
-    flags.add_argument("--address", default="local", help="address of a Ray cluster; default: starts one")
-    flags.add_argument("--num-cpus", type=int, help="CPUs of the started cluster; default: all, which must be two")
-    flags.add_argument("--object-store-memory", type=int, help="shared memory of the started cluster in bytes")
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument(
+        "--data",
+        type=Path,
+        help="Criteo click log, or a folder of Parquet files; default: generated",
+    )
+    flags.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/ray"),
+        help="folder of the run and its checkpoints",
+    )
+    flags.add_argument(
+        "--checkpoint-every",
+        type=int,
+        default=40,
+        help="number of steps between two checkpoints",
+    )
+    flags.add_argument(
+        "--kill-at", type=int, help="step after which the second worker is killed, once"
+    )
+    flags.add_argument(
+        "--worker-cpus",
+        type=float,
+        default=0.5,
+        help="CPUs of a worker; Ray Data needs a free one",
+    )
+    flags.add_argument(
+        "--address",
+        default="local",
+        help="address of a Ray cluster; default: starts one",
+    )
+    flags.add_argument(
+        "--num-cpus",
+        type=int,
+        help="CPUs of the started cluster; default: all, which must be two",
+    )
+    flags.add_argument(
+        "--object-store-memory",
+        type=int,
+        help="shared memory of the started cluster in bytes",
+    )
     main(**vars(flags.parse_args()))

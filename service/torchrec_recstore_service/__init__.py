@@ -1,6 +1,7 @@
 """Parameter servers for RecStore tables, and the client of tables by name.
 
-Names are imported when they are first used, so that the command ``recstore`` starts without torch.
+Names are imported when they are first used, so that the command ``recstore`` starts
+without torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
     from torchrec_recstore_service.client import RecStoreClient, get_kv_client
-    from torchrec_recstore_service.wire.protocol import NoInitialRow, ServerRestartedError, ServerSetError, ServiceError
+    from torchrec_recstore_service.wire.protocol import (
+        NoInitialRow,
+        ServerRestartedError,
+        ServerSetError,
+        ServiceError,
+    )
 
 __version__ = "0.2.0"
 
@@ -28,7 +34,9 @@ __all__ = [
 
 
 def get_include() -> str:
-    """Returns the path of the directory with ``recstore_client.h``, for C++ programs that call parameter servers."""
+    """Returns the path of the directory with ``recstore_client.h``, for C++ programs
+    that call parameter servers.
+    """
     return str(Path(__file__).parent / "include")
 
 

@@ -39,7 +39,11 @@ PAIRS = "Replication"
 def serve(
     listen: Listen,
     data: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory of checkpoints. The last one is loaded at start.")
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Directory of checkpoints. The last one is loaded at start.",
+        ),
     ],
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -51,57 +55,97 @@ def serve(
     max_request_memory: MaxRequestMemory = 4.0,
     rows_port: Annotated[
         int,
-        typer.Option(help="Port for rows by TCP, on the host of --listen. Port 0 chooses a free port."),
+        typer.Option(
+            help=(
+                "Port for rows by TCP, on the host of --listen. Port 0 chooses a free"
+                " port."
+            )
+        ),
     ] = 0,
     advertise_rows: Annotated[
         str | None,
         typer.Option(
             metavar="[HOST:]PORT",
-            help="Where clients reach --rows-port, if a mapping of ports gives it another number.",
+            help=(
+                "Where clients reach --rows-port, if a mapping of ports gives it"
+                " another number."
+            ),
         ),
     ] = None,
     max_write: Annotated[
         int,
         typer.Option(
             metavar="MIB",
-            help="Maximum size of a write, in MiB. Other calls on the table wait while it is carried out.",
+            help=(
+                "Maximum size of a write, in MiB. Other calls on the table wait while"
+                " it is carried out."
+            ),
             rich_help_panel=LIMITS,
         ),
     ] = 128,
-    max_tables: Annotated[int, typer.Option(help="Maximum number of tables.", rich_help_panel=LIMITS)] = 1024,
+    max_tables: Annotated[
+        int, typer.Option(help="Maximum number of tables.", rich_help_panel=LIMITS)
+    ] = 1024,
     max_counter_memory: Annotated[
         float,
         typer.Option(
             metavar="GIB",
-            help="Maximum memory in which all tables together count how often ids were seen, in GiB.",
+            help=(
+                "Maximum memory in which all tables together count how often ids were"
+                " seen, in GiB."
+            ),
             rich_help_panel=LIMITS,
         ),
     ] = 8.0,
     max_rows: Annotated[
         int | None,
-        typer.Option(help="Maximum number of rows of each table in this server's memory.", rich_help_panel=BOUNDS),
+        typer.Option(
+            help="Maximum number of rows of each table in this server's memory.",
+            rich_help_panel=BOUNDS,
+        ),
     ] = None,
     eviction: Annotated[
         Literal["lru", "lfu"] | None,
-        typer.Option(help="Rows to evict when a table is full. Needs --max-rows.", rich_help_panel=BOUNDS),
+        typer.Option(
+            help="Rows to evict when a table is full. Needs --max-rows.",
+            rich_help_panel=BOUNDS,
+        ),
     ] = None,
     half_life_steps: Annotated[
-        int | None, typer.Option(help="Half-life of the frequencies of lfu, in updates.", rich_help_panel=BOUNDS)
+        int | None,
+        typer.Option(
+            help="Half-life of the frequencies of lfu, in updates.",
+            rich_help_panel=BOUNDS,
+        ),
     ] = None,
     expire_steps: Annotated[
-        int | None, typer.Option(help="Delete rows that were not updated for this many steps.", rich_help_panel=BOUNDS)
+        int | None,
+        typer.Option(
+            help="Delete rows that were not updated for this many steps.",
+            rich_help_panel=BOUNDS,
+        ),
     ] = None,
     expire_seconds: Annotated[
         float | None,
-        typer.Option(help="Delete rows that were not updated for this many seconds.", rich_help_panel=BOUNDS),
+        typer.Option(
+            help="Delete rows that were not updated for this many seconds.",
+            rich_help_panel=BOUNDS,
+        ),
     ] = None,
     min_frequency: Annotated[
-        int | None, typer.Option(help="Number of updates with an id before it gets a row.", rich_help_panel=BOUNDS)
+        int | None,
+        typer.Option(
+            help="Number of updates with an id before it gets a row.",
+            rich_help_panel=BOUNDS,
+        ),
     ] = None,
     cold_store: Annotated[
         str | None,
         typer.Option(
-            help="Cold store for evicted rows: a folder on an SSD, rocksdb://FOLDER, or redis://...",
+            help=(
+                "Cold store for evicted rows: a folder on an SSD, rocksdb://FOLDER, or"
+                " redis://..."
+            ),
             rich_help_panel=BOUNDS,
         ),
     ] = None,
@@ -109,7 +153,10 @@ def serve(
         float | None,
         typer.Option(
             metavar="HOURS",
-            help="Delete the private cold rows of a job that no call has used for this time.",
+            help=(
+                "Delete the private cold rows of a job that no call has used for this"
+                " time."
+            ),
             rich_help_panel=BOUNDS,
         ),
     ] = None,
@@ -117,18 +164,27 @@ def serve(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Save all servers of the set after each time of this length. The first server of the set does it.",
+            help=(
+                "Save all servers of the set after each time of this length. The first"
+                " server of the set does it."
+            ),
             rich_help_panel=SAVES,
         ),
     ] = None,
     keep: Annotated[
-        int, typer.Option(help="Number of saves by --save-every that are kept.", rich_help_panel=SAVES)
+        int,
+        typer.Option(
+            help="Number of saves by --save-every that are kept.", rich_help_panel=SAVES
+        ),
     ] = 3,
     servers: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT,...",
-            help="Addresses of all servers of the set, for --save-every. Default: this server alone.",
+            help=(
+                "Addresses of all servers of the set, for --save-every. Default: this"
+                " server alone."
+            ),
             rich_help_panel=SAVES,
         ),
     ] = None,
@@ -136,7 +192,10 @@ def serve(
         str | None,
         typer.Option(
             metavar="PEM",
-            help="File with the CA certificates of the servers, for --save-every and --replicate.",
+            help=(
+                "File with the CA certificates of the servers, for --save-every and"
+                " --replicate."
+            ),
             rich_help_panel=SAVES,
         ),
     ] = None,
@@ -144,7 +203,10 @@ def serve(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Keep all rows on a second server, which has the same NAME: each write is on both.",
+            help=(
+                "Keep all rows on a second server, which has the same NAME: each write"
+                " is on both."
+            ),
             rich_help_panel=PAIRS,
         ),
     ] = None,
@@ -152,7 +214,10 @@ def serve(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Redis server that says which of the two answers, such as redis://host:6379/0.",
+            help=(
+                "Redis server that says which of the two answers, such as"
+                " redis://host:6379/0."
+            ),
             rich_help_panel=PAIRS,
         ),
     ] = None,
@@ -168,15 +233,26 @@ def serve(
         bool,
         typer.Option(
             "--take-over",
-            help="Begin with the last save of this server, because the server with newer rows is lost for good.",
+            help=(
+                "Begin with the last save of this server, because the server with newer"
+                " rows is lost for good."
+            ),
             rich_help_panel=PAIRS,
         ),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a line of JSON with the address at the start, and another at the end.")
+        bool,
+        typer.Option(
+            "--json",
+            help=(
+                "Print a line of JSON with the address at the start, and another at the"
+                " end."
+            ),
+        ),
     ] = False,
 ) -> None:
-    """Serve tables to RecStoreClient over gRPC until SIGTERM or Ctrl-C, and then save the tables.
+    """Serve tables to RecStoreClient over gRPC until SIGTERM or Ctrl-C, and then save
+    the tables.
 
     An address that other machines can reach requires TLS and a token.
 
@@ -184,10 +260,11 @@ def serve(
 
     A server that cannot save serves on, and says on stderr what to free.
 
-    Exit status: 0 after SIGTERM or Ctrl-C, or 2 with one line on stderr if the server cannot serve.
+    Exit status: 0 after SIGTERM or Ctrl-C, or 2 with one line on stderr if the server
+    cannot serve.
     """
-    # Each thread that serves calls has its own team of OpenMP threads, which would spin while they wait. OpenMP reads
-    # the variable when torch is imported.
+    # Each thread that serves calls has its own team of OpenMP threads, which would spin
+    # while they wait. OpenMP reads the variable when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with errors_in_one_line(), missing_in_one_line():
         from torchrec_recstore.option_flags import options_of_flags
@@ -201,7 +278,9 @@ def serve(
             *(listen, tls_cert, tls_key, client_ca, token_file, metrics),
             *(max_calls, max_connections, max_request_memory),
         )
-        listening = replace(listening, rows_port=rows_port, advertise_rows=advertise_rows)
+        listening = replace(
+            listening, rows_port=rows_port, advertise_rows=advertise_rows
+        )
         bounds = options_of_flags(
             max_rows=max_rows,
             eviction=eviction,
@@ -211,7 +290,11 @@ def serve(
             min_frequency=min_frequency,
             cold_store=cold_store,
         )
-        limits = replace(limits_of(bounds), max_tables=max_tables, max_counter_bytes=int(max_counter_memory * 2**30))
+        limits = replace(
+            limits_of(bounds),
+            max_tables=max_tables,
+            max_counter_bytes=int(max_counter_memory * 2**30),
+        )
         idle_s = math.inf if drop_idle_after is None else 3600 * drop_idle_after
         if save_every is None and servers is not None:
             raise ValueError("--servers needs --save-every")
@@ -220,23 +303,40 @@ def serve(
         pair = None
         if replicate is not None and lease is not None:
             pair = PairOptions(replicate, lease, advertise or listen, tls_ca, take_over)
-        elif replicate is not None or lease is not None or advertise is not None or take_over:
+        elif (
+            replicate is not None
+            or lease is not None
+            or advertise is not None
+            or take_over
+        ):
             raise ValueError(
-                "--replicate and --lease must be given together, and --advertise and --take-over need them"
+                "--replicate and --lease must be given together, and --advertise and"
+                " --take-over need them"
             )
         schedule = None
         if save_every is not None:
-            schedule = Schedule(save_every, keep, () if servers is None else servers.split(","), tls_ca)
-        options = ServerOptions(listening, data, limits, idle_s, schedule, max_write * 2**20, pair)
+            schedule = Schedule(
+                save_every, keep, () if servers is None else servers.split(","), tls_ca
+            )
+        options = ServerOptions(
+            listening, data, limits, idle_s, schedule, max_write * 2**20, pair
+        )
         begin = time.monotonic()
         addresses: list[str] = []
 
         def ready(address: str) -> None:
             addresses.append(address)
-            said = json.dumps({"event": "serving", "address": address, "pid": os.getpid()})
+            said = json.dumps(
+                {"event": "serving", "address": address, "pid": os.getpid()}
+            )
             print(said if as_json else f"serving on {address}", flush=True)
 
         run(options, ready)
         if as_json:
             seconds = round(time.monotonic() - begin, 3)
-            print(json.dumps({"event": "stopped", "address": addresses[0], "seconds": seconds}), flush=True)
+            print(
+                json.dumps(
+                    {"event": "stopped", "address": addresses[0], "seconds": seconds}
+                ),
+                flush=True,
+            )

@@ -1,4 +1,5 @@
-"""The commands on a set of parameter servers: ``recstore servers status``, ``restore`` and ``reset``.
+"""The commands on a set of parameter servers: ``recstore servers status``, ``restore``
+and ``reset``.
 
 Tests: tests/service/test_agreement.py.
 """
@@ -12,15 +13,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchrec_recstore.commands.explore import Timeout, TlsCa, TlsCert, TlsKey, TokenFile
-from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
+from torchrec_recstore.commands.explore import (
+    Timeout,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+)
+from torchrec_recstore.commands.output import (
+    AsJson,
+    errors_in_one_line,
+    print_json,
+    stdout,
+    table_of,
+)
 from torchrec_recstore.commands.scripts import missing_in_one_line
 
 if TYPE_CHECKING:
     from torchrec_recstore_service.client.server_set import ServerSet
     from torchrec_recstore_service.wire import recstore_pb2 as pb
 
-servers = typer.Typer(help="Show the state of a set of parameter servers, and bring all of them to one save.")
+servers = typer.Typer(
+    help=(
+        "Show the state of a set of parameter servers, and bring all of them to one"
+        " save."
+    )
+)
 
 Addresses = Annotated[
     str,
@@ -46,25 +64,36 @@ def status(
 
     Example: recstore servers status 127.0.0.1:7700,127.0.0.1:7701
 
-    Exit status: 0, 1 if the servers do not agree or a server cannot be reached, or 2 for invalid input.
+    Exit status: 0, 1 if the servers do not agree or a server cannot be reached, or 2
+    for invalid input.
     """
-    with connected_to(addresses, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
+    with connected_to(
+        addresses, token_file, tls_ca, tls_cert, tls_key, timeout
+    ) as connected:
         from torchrec_recstore_service.wire.agreement import complete_saves, to_resume
         from torchrec_recstore_service.wire.protocol import ServiceError
 
         states = connected.describe_reachable()
         known = [state for state in states if not isinstance(state, Exception)]
         saves = complete_saves(known) if len(known) == len(states) else []
-        error = next((str(state) for state in states if isinstance(state, Exception)), "")
+        error = next(
+            (str(state) for state in states if isinstance(state, Exception)), ""
+        )
         summary = ""
         if not error:
             try:
                 begin = to_resume(connected.addresses, known)
                 summary = f"all servers are in epoch {begin.epoch}"
                 if begin.waiting:
-                    summary += ", and the next client lets those go on that were stopped"
+                    summary += (
+                        ", and the next client lets those go on that were stopped"
+                    )
                 if begin.pending:
-                    rows = f"from the save {begin.save.name!r}" if begin.save.name else "without rows"
+                    rows = (
+                        f"from the save {begin.save.name!r}"
+                        if begin.save.name
+                        else "without rows"
+                    )
                     summary = f"the next client begins epoch {begin.epoch} {rows}"
             except ServiceError as difference:
                 error = str(difference)
@@ -73,13 +102,21 @@ def status(
             {
                 "agree": not error,
                 "summary": summary or error,
-                "complete_saves": [{"name": saved.name, "number": saved.number} for saved in saves],
-                "servers": [_as_json(a, s) for a, s in zip(connected.addresses, states, strict=True)],
+                "complete_saves": [
+                    {"name": saved.name, "number": saved.number} for saved in saves
+                ],
+                "servers": [
+                    _as_json(a, s)
+                    for a, s in zip(connected.addresses, states, strict=True)
+                ],
             }
         )
     else:
         _print(connected.addresses, states)
-        stdout().print(f"complete saves  {', '.join(saved.name for saved in saves) or 'none'}", highlight=False)
+        stdout().print(
+            f"complete saves  {', '.join(saved.name for saved in saves) or 'none'}",
+            highlight=False,
+        )
         stdout().print(summary or error, highlight=False, markup=False)
     if error:
         raise typer.Exit(1)
@@ -87,14 +124,20 @@ def status(
 
 @servers.command()
 def restore(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the save.", show_default=False)],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="Name of the save.", show_default=False),
+    ],
     addresses: Addresses,
     to: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT,...",
-            help="Addresses of other servers, also of another number, over which the rows of the save are distributed. "
-            "They are empty, or belong to the set that has the save.",
+            help=(
+                "Addresses of other servers, also of another number, over which the"
+                " rows of the save are distributed. "
+                "They are empty, or belong to the set that has the save."
+            ),
         ),
     ] = None,
     token_file: TokenFile = None,
@@ -104,16 +147,21 @@ def restore(
     timeout: Timeout = 30.0,
     as_json: AsJson = False,
 ) -> None:
-    """Bring all servers of a set to one save. The rows that were written after it are lost.
+    """Bring all servers of a set to one save.
 
-    With --to, other servers begin with the save, and the servers that have it do not change unless they are among them.
+    The rows that were written after it are lost.
+
+    With --to, other servers begin with the save, and the servers that have it do not
+    change unless they are among them.
 
     Example: recstore servers restore monday 127.0.0.1:7700,127.0.0.1:7701
 
-    Exit status: 0, or 2 if a server cannot be reached or cannot load the save. Nothing has changed then, unless the
-    error says so.
+    Exit status: 0, or 2 if a server cannot be reached or cannot load the save. Nothing
+    has changed then, unless the error says so.
     """
-    with connected_to(addresses, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
+    with connected_to(
+        addresses, token_file, tls_ca, tls_cert, tls_key, timeout
+    ) as connected:
         if to is None:
             connected.load(name, exact=True)
             _print_begun(connected, name, as_json)
@@ -139,25 +187,37 @@ def reset(
 
     Exit status: 0, or 2 if a server cannot be reached.
     """
-    with connected_to(addresses, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
+    with connected_to(
+        addresses, token_file, tls_ca, tls_cert, tls_key, timeout
+    ) as connected:
         connected.load(None, exact=True)
         _print_begun(connected, None, as_json)
 
 
 @contextmanager
 def connected_to(
-    addresses: str, token_file: Path | None, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None, s: float
+    addresses: str,
+    token_file: Path | None,
+    tls_ca: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    s: float,
 ) -> Iterator[ServerSet]:
-    """Connects to servers for the body. Errors of the body end the command with one line.
+    """Connects to servers for the body.
 
-    The arguments are the flags of the same names. A server counts as gone after ``s`` seconds.
+    Errors of the body end the command with one line.
+
+    The arguments are the flags of the same names. A server counts as gone after ``s``
+    seconds.
     """
     with errors_in_one_line(), missing_in_one_line():
         from torchrec_recstore_service.client.connection import Access
         from torchrec_recstore_service.client.server_set import ServerSet
 
         token = None if token_file is None else token_file.read_text().strip()
-        connected = ServerSet(addresses.split(","), Access(token, tls_ca, tls_cert, tls_key, s))
+        connected = ServerSet(
+            addresses.split(","), Access(token, tls_ca, tls_cert, tls_key, s)
+        )
         try:
             yield connected
         finally:
@@ -186,11 +246,15 @@ def _as_json(address: str, state: pb.DescribeReply | Exception) -> dict[str, Any
     }
 
 
-def _print(addresses: Sequence[str], states: Sequence[pb.DescribeReply | Exception]) -> None:
+def _print(
+    addresses: Sequence[str], states: Sequence[pb.DescribeReply | Exception]
+) -> None:
     from torchrec_recstore_service.wire.agreement import state_of
 
     known = [state for state in states if not isinstance(state, Exception)]
-    table = table_of(("server", "set", "number", "epoch", "state", "save", "saves", "tables"))
+    table = table_of(
+        ("server", "set", "number", "epoch", "state", "save", "saves", "tables")
+    )
     for address, state in zip(addresses, states, strict=True):
         if isinstance(state, Exception):
             table.add_row(address, "", "", "", "cannot be reached", "", "", "")
@@ -200,8 +264,21 @@ def _print(addresses: Sequence[str], states: Sequence[pb.DescribeReply | Excepti
         saves = ", ".join(saved.name for saved in state.saves)
         is_now = state_of(state, known)
         if state.replicated:
-            is_now += f", with the backup {state.backup}" if state.backup else ", without a backup"
-        table.add_row(address, state.set[:8], number, epoch, is_now, state.at.name, saves, str(len(state.tables)))
+            is_now += (
+                f", with the backup {state.backup}"
+                if state.backup
+                else ", without a backup"
+            )
+        table.add_row(
+            address,
+            state.set[:8],
+            number,
+            epoch,
+            is_now,
+            state.at.name,
+            saves,
+            str(len(state.tables)),
+        )
     stdout().print(table)
 
 

@@ -1,6 +1,10 @@
-"""Exports trained models as static, quantised, scripted models that run without this package. See docs/serving.md.
+"""Exports trained models as static, quantised, scripted models that run without this
+package.
 
-Names are imported when they are first used, so that the export of a checkpoint does not need TorchRec's sharding.
+See docs/serving.md.
+
+Names are imported when they are first used, so that the export of a checkpoint does not
+need TorchRec's sharding.
 """
 
 from __future__ import annotations
@@ -14,7 +18,10 @@ if TYPE_CHECKING:
     from torchrec_recstore_serving.export import export_delta, export_for_inference
     from torchrec_recstore_serving.follower import Follower, follow
     from torchrec_recstore_serving.follower_state import FollowerState
-    from torchrec_recstore_serving.from_checkpoint import export_checkpoint, export_checkpoint_delta
+    from torchrec_recstore_serving.from_checkpoint import (
+        export_checkpoint,
+        export_checkpoint_delta,
+    )
     from torchrec_recstore_serving.library import load_library
     from torchrec_recstore_serving.packages import load_package, sign_package
     from torchrec_recstore_serving.publish import DeltaPublisher
@@ -67,5 +74,10 @@ __all__ = [
 ]
 
 _WITHOUT_TORCHREC = {"FollowerState", "load_library", "verify"}
-__getattr__, __dir__ = lazy_names(__name__, _MODULES, public=__all__, with_torchrec=_MODULES.keys() - _WITHOUT_TORCHREC)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    _MODULES,
+    public=__all__,
+    with_torchrec=_MODULES.keys() - _WITHOUT_TORCHREC,
+)
 del __all__  # __getattr__ returns it, with the names of what is installed

@@ -34,11 +34,13 @@ class _BadRead:
 
 
 class BadReads:
-    """Files that could not be used. Each is read again after a pause, which doubles up to a minute.
+    """Files that could not be used.
 
-    A read may fail for a moment: a file is not whole yet, the cache of a network's file system is old, or there is no
-    memory. Only a file whose checksum was wrong in eight reads in a row, each time with the same bytes, is not read
-    again.
+    Each is read again after a pause, which doubles up to a minute.
+
+    A read may fail for a moment: a file is not whole yet, the cache of a network's file
+    system is old, or there is no memory. Only a file whose checksum was wrong in eight
+    reads in a row, each time with the same bytes, is not read again.
     """
 
     def __init__(self) -> None:
@@ -47,7 +49,12 @@ class BadReads:
     def cause(self, file: Hashable) -> str | None:
         """Returns the reason why a file must not be read now. None: it can be read."""
         bad = self._found.get(file)
-        return bad.cause if bad is not None and (self._is_final(bad) or time.monotonic() < bad.again_at) else None
+        return (
+            bad.cause
+            if bad is not None
+            and (self._is_final(bad) or time.monotonic() < bad.again_at)
+            else None
+        )
 
     def add(self, file: Hashable, error: BaseException) -> str:
         """Records a failed read, and returns the reason."""
@@ -62,13 +69,17 @@ class BadReads:
         return bad.cause
 
     def next_read(self, file: Hashable) -> str:
-        """Returns when a file is read again, for messages: ``which is read again in 1.5 s``."""
+        """Returns when a file is read again, for messages: ``which is read again in 1.5
+        s``.
+        """
         bad = self._found.get(file)
         if bad is None:
             return "which is read now"
         if self._is_final(bad):
             return "which is not read again"
-        return f"which is read again in {max(0.0, bad.again_at - time.monotonic()):.1f} s"
+        return (
+            f"which is read again in {max(0.0, bad.again_at - time.monotonic()):.1f} s"
+        )
 
     def is_final(self, file: Hashable) -> bool:
         """Returns whether a file is not read again."""

@@ -41,15 +41,17 @@ class Answer:
 class Batcher:
     """A queue of requests, and threads that answer them.
 
-    A thread takes all requests of one kind that wait, up to ``max_examples`` examples, and calls the model once. A
-    request that finds a free thread is answered at once, so that batches are only made when there is load.
+    A thread takes all requests of one kind that wait, up to ``max_examples`` examples,
+    and calls the model once. A request that finds a free thread is answered at once, so
+    that batches are only made when there is load.
 
     Args:
         follower: The follower with the model.
         jagged: See :func:`torchrec_recstore_serving.requests.request_of`.
         max_examples: The largest number of examples in a batch of several requests.
         threads: The number of threads that call the model.
-        observe: A function that is called for each request, with its time in seconds and whether it has failed.
+        observe: A function that is called for each request, with its time in seconds
+            and whether it has failed.
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class Batcher:
         self._call_s = math.inf
         """A running mean of the time of a call of the model."""
         self._threads = [
-            threading.Thread(target=self._run, name=f"predict-{number}", daemon=True) for number in range(threads)
+            threading.Thread(target=self._run, name=f"predict-{number}", daemon=True)
+            for number in range(threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -87,9 +90,10 @@ class Batcher:
 
         Args:
             request: The request.
-            caller_s: The longest time in seconds for which the calling thread may call the model itself, which saves
-                the change of threads. It does so if no request waits, fewer than ``threads`` threads call the model,
-                and the calls before took less time. Default: 0, never.
+            caller_s: The longest time in seconds for which the calling thread may call
+                the model itself, which saves the change of threads. It does so if no
+                request waits, fewer than ``threads`` threads call the model, and the
+                calls before took less time. Default: 0, never.
 
         Raises:
             RuntimeError: The queue is closed.
@@ -99,7 +103,11 @@ class Batcher:
             if self._closed:
                 raise RuntimeError("the server stops")
             queued = (request, answer, time.perf_counter())
-            here = not self._waiting and self._busy < len(self._threads) and self._call_s < caller_s
+            here = (
+                not self._waiting
+                and self._busy < len(self._threads)
+                and self._call_s < caller_s
+            )
             if here:
                 self._busy += 1
             else:
@@ -118,17 +126,30 @@ class Batcher:
             thread.join()
 
     def report(self) -> dict[str, float]:
-        """Returns the counts of requests, failed requests and batches, and the percentiles of the last times.
+        """Returns the counts of requests, failed requests and batches, and the
+        percentiles of the last times.
 
-        The time of a request begins when it is queued, and is in milliseconds. Without requests, it is 0.
+        The time of a request begins when it is queued, and is in milliseconds. Without
+        requests, it is 0.
         """
         with self._change:
             times = sorted(self._times)
-            counts = {"requests": self._requests, "failed": self._failed, "batches": self._batches}
-        return {**counts, "p50_ms": _percentile(times, 0.50), "p99_ms": _percentile(times, 0.99)}
+            counts = {
+                "requests": self._requests,
+                "failed": self._failed,
+                "batches": self._batches,
+            }
+        return {
+            **counts,
+            "p50_ms": _percentile(times, 0.50),
+            "p99_ms": _percentile(times, 0.99),
+        }
 
     def _take(self) -> list[tuple[Request, Future[Answer], float]]:
-        """Waits for requests, and returns those of one batch. An empty list: the queue is closed."""
+        """Waits for requests, and returns those of one batch.
+
+        An empty list: the queue is closed.
+        """
         with self._change:
             while not self._waiting and not self._closed:
                 self._change.wait()
@@ -138,14 +159,20 @@ class Batcher:
             first = taken[0][0]
             kind, total = first.kind(), first.examples or 0
             if first.examples is not None and kind not in self._alone:
-                others = [each for each in self._waiting if each[0].examples is not None and each[0].kind() == kind]
+                others = [
+                    each
+                    for each in self._waiting
+                    if each[0].examples is not None and each[0].kind() == kind
+                ]
                 for each in others:
                     total += each[0].examples or 0
                     if total > self._max_examples:
                         break
                     taken.append(each)
                 chosen = {id(each) for each in taken}
-                self._waiting = deque(each for each in self._waiting if id(each) not in chosen)
+                self._waiting = deque(
+                    each for each in self._waiting if id(each) not in chosen
+                )
             self._busy += 1
             return taken
 
@@ -160,7 +187,11 @@ class Batcher:
         now = time.perf_counter()
         with self._change:
             self._busy -= 1
-            self._call_s = now - start if self._call_s == math.inf else 0.9 * self._call_s + 0.1 * (now - start)
+            self._call_s = (
+                now - start
+                if self._call_s == math.inf
+                else 0.9 * self._call_s + 0.1 * (now - start)
+            )
             self._batches += 1
             self._requests += len(taken)
             self._failed += sum(isinstance(answer, Exception) for answer in answers)
@@ -173,7 +204,10 @@ class Batcher:
                 future.set_result(answer)
 
     def _answered(self, requests: Sequence[Request]) -> list[Answer | Exception]:
-        """Calls the model once. If that fails, or the result cannot be split, calls it for each request."""
+        """Calls the model once.
+
+        If that fails, or the result cannot be split, calls it for each request.
+        """
         seconds = self._follower.seconds_behind
         try:
             model, publication = self._follower.served
@@ -183,7 +217,10 @@ class Batcher:
                 return [error]
         else:
             if parts is not None:
-                return [Answer(part, publication.version, publication.number, seconds) for part in parts]
+                return [
+                    Answer(part, publication.version, publication.number, seconds)
+                    for part in parts
+                ]
             with self._change:
                 self._alone.add(requests[0].kind())
         return [answer for request in requests for answer in self._answered([request])]
@@ -192,4 +229,6 @@ class Batcher:
 def _percentile(ascending: Sequence[float], share: float) -> float:
     if not ascending:
         return 0.0
-    return round(1000 * ascending[min(len(ascending) - 1, int(share * len(ascending)))], 3)
+    return round(
+        1000 * ascending[min(len(ascending) - 1, int(share * len(ascending)))], 3
+    )

@@ -1,4 +1,6 @@
-"""Writes and reads deltas: small files with the changes since an export, which a served model applies while it runs."""
+"""Writes and reads deltas: small files with the changes since an export, which a served
+model applies while it runs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from torchrec_recstore.store.arguments import among
 from torchrec_recstore_serving.changes import ChangedRows
 from torchrec_recstore_serving.library import load_library
 from torchrec_recstore_serving.row_formats import FORMATS, packed
-from torchrec_recstore_serving.served_model import dense_tensors, served_tables, tensor_at, version_of
+from torchrec_recstore_serving.served_model import (
+    dense_tensors,
+    served_tables,
+    tensor_at,
+    version_of,
+)
 from torchrec_recstore_serving.served_tables import ServedTable
 from torchrec_recstore_serving.server_tables import served_on_servers
 from torchrec_recstore_serving.signing import Key, key_at
@@ -74,16 +81,19 @@ class DeltaInfo:
 def read_delta(path: str | Path, *, key: str | Path | None = None) -> dict[str, Tensor]:
     """Reads the tensors of a delta, the argument of a served model's ``apply_delta``.
 
-    ``safetensors.torch.load_file`` returns the same tensors. ``apply_delta`` checks the delta's checksum.
+    ``safetensors.torch.load_file`` returns the same tensors. ``apply_delta`` checks the
+    delta's checksum.
 
     Args:
         path: The delta's file.
-        key: The file of the key with which the delta must have been signed. Default: None, the signature is not
-            checked.
+        key: The file of the key with which the delta must have been signed. Default:
+            None, the signature is not checked.
 
     Raises:
-        OSError, SafetensorError: The file is missing or damaged, or the key cannot be read.
-        ValueError: The file is no delta, or it is of another format; or with ``key``, see :func:`verify`.
+        OSError, SafetensorError: The file is missing or damaged, or the key cannot be
+            read.
+        ValueError: The file is no delta, or it is of another format; or with ``key``,
+            see :func:`verify`.
     """
     if key is not None:
         return checked_delta(Path(path), str(path), key_at(key))
@@ -93,9 +103,15 @@ def read_delta(path: str | Path, *, key: str | Path | None = None) -> dict[str, 
 
 
 def checked_delta(
-    path: Path, name: str, key: Key | None, on_block: Callable[[], object] = lambda: None
+    path: Path,
+    name: str,
+    key: Key | None,
+    on_block: Callable[[], object] = lambda: None,
 ) -> dict[str, Tensor]:
-    """Reads a delta into memory, checks the bytes, and returns their tensors. See check_file for the errors."""
+    """Reads a delta into memory, checks the bytes, and returns their tensors.
+
+    See check_file for the errors.
+    """
     data = path.read_bytes()
     check_file(BytesIO(data), name, key, on_block)
     try:
@@ -103,16 +119,22 @@ def checked_delta(
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        # safetensors 0.8 panics where it has no memory for a copy, and a panic is no Exception.
+        # safetensors 0.8 panics where it has no memory for a copy, and a panic is no
+        # Exception.
         raise MemoryError(f"{name}: out of memory for its tensors") from None
     return tensors
 
 
-def open_base(base: str | Path | torch.jit.ScriptModule, key: Key | None = None) -> torch.jit.ScriptModule:
-    """Checks a served model and returns it. A path is loaded first, if it is signed with the key.
+def open_base(
+    base: str | Path | torch.jit.ScriptModule, key: Key | None = None
+) -> torch.jit.ScriptModule:
+    """Checks a served model and returns it.
+
+    A path is loaded first, if it is signed with the key.
 
     Raises:
-        ValueError: The model was not exported by this package, is damaged, or is of another format.
+        ValueError: The model was not exported by this package, is damaged, or is of
+            another format.
         OSError: There is no such file.
     """
     if not isinstance(base, torch.jit.ScriptModule):
@@ -124,19 +146,27 @@ def open_base(base: str | Path | torch.jit.ScriptModule, key: Key | None = None)
         with tempfile.TemporaryDirectory(prefix="recstore-base-") as folder:
             return load_export(private_copy(Path(base), Path(folder), str(base), key))
     _check_served(base, "base")
-    # A check would read all rows of a model with a hash index. Its version follows from the changed rows of each delta.
+    # A check would read all rows of a model with a hash index. Its version follows from
+    # the changed rows of each delta.
     if not is_hashed(base):
         try:
             base.verify()
         except torch.jit.Error as error:
-            raise ValueError(f"base cannot be used: {str(error).strip().splitlines()[-1]}") from error
+            raise ValueError(
+                f"base cannot be used: {str(error).strip().splitlines()[-1]}"
+            ) from error
     return base
 
 
 def private_copy(
-    path: Path, folder: Path, name: str, key: Key | None, on_block: Callable[[], object] = lambda: None
+    path: Path,
+    folder: Path,
+    name: str,
+    key: Key | None,
+    on_block: Callable[[], object] = lambda: None,
 ) -> Path:
-    """Copies a file into a folder of this process, and checks the copy: nobody can change it afterwards.
+    """Copies a file into a folder of this process, and checks the copy: nobody can
+    change it afterwards.
 
     Returns:
         The path of the copy.
@@ -155,7 +185,10 @@ def private_copy(
 
 
 def load_libraries() -> None:
-    """Loads the libraries that served models may need. A thread that loads models is started after this call."""
+    """Loads the libraries that served models may need.
+
+    A thread that loads models is started after this call.
+    """
     with suppress(ImportError):  # Models with a sorted index load without the library.
         load_library()
     with suppress(ImportError):  # Models with float32 rows load without FBGEMM.
@@ -173,7 +206,9 @@ def load_export(path: str | Path) -> torch.jit.ScriptModule:
         served = torch.jit.load(path)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         cause = str(error).strip().splitlines() or [""]
-        raise ValueError(f"{path} cannot be loaded as an exported model: {cause[0]}") from error
+        raise ValueError(
+            f"{path} cannot be loaded as an exported model: {cause[0]}"
+        ) from error
     assert isinstance(served, torch.jit.ScriptModule)
     _check_served(served, str(path))
     return served
@@ -181,7 +216,10 @@ def load_export(path: str | Path) -> torch.jit.ScriptModule:
 
 def _check_served(model: torch.jit.ScriptModule, what: str) -> None:
     if not hasattr(model, "recstore_format"):
-        raise ValueError(f"{what} is not a model that export_for_inference or export_checkpoint has written")
+        raise ValueError(
+            f"{what} is not a model that export_for_inference or export_checkpoint has"
+            " written"
+        )
     if model.recstore_format() != FORMAT:
         raise ValueError(not_known(f"{what} has the format {model.recstore_format()}"))
 
@@ -210,25 +248,31 @@ def write_delta(
         served: The model as it is now, in the row format of ``base``.
         base: The earlier export.
         path: The file. It is written completely or not at all.
-        changes: The rows that have changed, if ``served`` has one row in each table, whose id is the position of the
-            table's changes in this list. Default: None, all rows of ``served`` are compared with those of ``base``.
+        changes: The rows that have changed, if ``served`` has one row in each table,
+            whose id is the position of the table's changes in this list. Default: None,
+            all rows of ``served`` are compared with those of ``base``.
         key: The key with which the file is signed. Default: None, no signature.
 
     Returns:
         A description of the delta.
 
     Raises:
-        ValueError: The two are exports of different models. The message names the difference.
+        ValueError: The two are exports of different models. The message names the
+            difference.
         OSError: The file cannot be written.
     """
     tables = {table.name: table for _, table in served_tables(served)}
     if sorted(tables) != sorted(base.recstore_tables()):
-        raise ValueError(f"the model has the tables {sorted(tables)}, base has {sorted(base.recstore_tables())}")
+        raise ValueError(
+            f"the model has the tables {sorted(tables)}, base has"
+            f" {sorted(base.recstore_tables())}"
+        )
     check_attributes(served, base)
     there = served_on_servers(served)
     for name in sorted(there.keys() ^ served_on_servers(base).keys()):
         raise ValueError(
-            f"table {name!r} is on servers only in {'the model' if name in there else 'base'}: export anew"
+            f"table {name!r} is on servers only in"
+            f" {'the model' if name in there else 'base'}: export anew"
         )
     tensors: dict[str, Tensor] = {}
     found = {}
@@ -236,11 +280,19 @@ def write_delta(
         if name in there:  # the servers have the changes
             continue
         if changes is not None and table.has_ids:
-            ids, rows, removed = _known_changes(table, changes[int(table.raw_ids())], base)
+            ids, rows, removed = _known_changes(
+                table, changes[int(table.raw_ids())], base
+            )
         else:
-            ids, rows, removed = _changes(table, base.recstore_ids(name), base.recstore_rows(name))
+            ids, rows, removed = _changes(
+                table, base.recstore_ids(name), base.recstore_rows(name)
+            )
         if len(ids) or len(removed):
-            tensors |= {f"{name}/ids": ids, f"{name}/rows": rows, f"{name}/removed": removed}
+            tensors |= {
+                f"{name}/ids": ids,
+                f"{name}/rows": rows,
+                f"{name}/removed": removed,
+            }
         found[name] = DeltaTable(len(ids), len(removed))
     dense = {}
     for name, tensor in dense_tensors(served, every_path=is_hashed(base)).items():
@@ -251,9 +303,14 @@ def write_delta(
                     f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
                     f"and {before.dtype} of shape {tuple(before.shape)} in base"
                 )
-            # safetensors accepts no tensors that share memory, as a tensor with several names does.
+            # safetensors accepts no tensors that share memory, as a tensor with several
+            # names does.
             dense[f"dense/{name}"] = tensor.clone(memory_format=torch.contiguous_format)
-    after = base.recstore_version_after(tensors | dense) if is_hashed(base) else version_of(served, base)
+    after = (
+        base.recstore_version_after(tensors | dense)
+        if is_hashed(base)
+        else version_of(served, base)
+    )
     versions = base.recstore_version(), after
     write_tensors(tensors | dense, *versions, path, key)
     names = tuple(name.removeprefix("dense/") for name in dense)
@@ -263,39 +320,59 @@ def write_delta(
 def check_attributes(served: nn.Module, base: torch.jit.ScriptModule) -> None:
     """Refuses attributes that differ from those of ``base``.
 
-    A delta cannot change numbers, strings and lists, and the outputs may depend on them.
+    A delta cannot change numbers, strings and lists, and the outputs may depend on
+    them.
     """
     modules = dict(base.named_modules())
     for path, module in served.named_modules():
         for name, value in vars(module).items():
-            if name in ("training", "version", "attributes") or not isinstance(value, int | float | str | list):
+            if name in ("training", "version", "attributes") or not isinstance(
+                value, int | float | str | list
+            ):
                 continue
-            if isinstance(value, list) and any(isinstance(part, Tensor) for part in value):
-                continue  # such as the weights of a recurrent layer, which are dense tensors
+            if isinstance(value, list) and any(
+                isinstance(part, Tensor) for part in value
+            ):
+                # such as the weights of a recurrent layer, which are dense tensors
+                continue
             before = getattr(modules.get(path), name, None)
-            if isinstance(before, int | float | str | list) and repr(before) != repr(value):
+            if isinstance(before, int | float | str | list) and repr(before) != repr(
+                value
+            ):
                 where = f"{path}.{name}" if path else name
                 raise ValueError(
-                    f"{where} is {value!r}, and {before!r} in base: export the model anew, without a delta"
+                    f"{where} is {value!r}, and {before!r} in base: export the model"
+                    " anew, without a delta"
                 )
 
 
-def _changes(table: ServedTable, old_ids: Tensor, old_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the ids of the rows that are new or have changed, these rows, and the ids that no longer have a row."""
+def _changes(
+    table: ServedTable, old_ids: Tensor, old_rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the ids of the rows that are new or have changed, these rows, and the ids
+    that no longer have a row.
+    """
     rows = table.rows
     if rows.shape[1] != old_rows.shape[1] or rows.dtype != old_rows.dtype:
         raise ValueError(f"table {table.name!r} has another dim or data type in base")
     if not table.has_ids:
         if len(old_ids) or rows.shape != old_rows.shape:
-            raise ValueError(f"table {table.name!r} is one of TorchRec's own tables, and a different table in base")
+            raise ValueError(
+                f"table {table.name!r} is one of TorchRec's own tables, and a different"
+                " table in base"
+            )
         changed = _differ(rows, old_rows).nonzero().squeeze(1)
         return changed, rows[changed], torch.empty(0, dtype=torch.int64)
     ids = table.raw_ids()
     if bool(_differ(rows[:1], old_rows[:1])):
-        raise ValueError(f"table {table.name!r}: ids without a row read as other values in base")
+        raise ValueError(
+            f"table {table.name!r}: ids without a row read as other values in base"
+        )
     known = among(ids, old_ids)
     changed_too = torch.ones_like(known)
-    changed_too[known] = _differ(rows[1:][known], old_rows[1:][torch.searchsorted(old_ids, ids[known])])
+    changed_too[known] = _differ(
+        rows[1:][known], old_rows[1:][torch.searchsorted(old_ids, ids[known])]
+    )
     places = changed_too.nonzero().squeeze(1)
     return ids[places], rows[1:][places], old_ids[~among(old_ids, ids)]
 
@@ -303,18 +380,27 @@ def _changes(table: ServedTable, old_ids: Tensor, old_rows: Tensor) -> tuple[Ten
 def _known_changes(
     table: ServedTable, changed: ChangedRows, base: torch.jit.ScriptModule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the result of :func:`_changes` for rows that may have changed. It reads no other rows of ``base``."""
+    """Returns the result of :func:`_changes` for rows that may have changed.
+
+    It reads no other rows of ``base``.
+    """
     found = base.recstore_rows_of(table.name, changed.ids)
     if not found:
-        raise ValueError(f"table {table.name!r} is a RecStore table, and one of TorchRec's own tables in base")
-    rows, known, missing = found[:3]  # The same for each path of a table that the model has at several paths.
+        raise ValueError(
+            f"table {table.name!r} is a RecStore table, and one of TorchRec's own"
+            " tables in base"
+        )
+    # The same for each path of a table that the model has at several paths.
+    rows, known, missing = found[:3]
     now = changed.rows
     if now.dtype == torch.float32:  # The training thread does not wait for this.
         now = packed(table.name, now, base.recstore_row_format())
     if now.shape != rows.shape or now.dtype != rows.dtype:
         raise ValueError(f"table {table.name!r} has another dim or data type in base")
     if bool(_differ(table.rows[:1], missing)):
-        raise ValueError(f"table {table.name!r}: ids without a row read as other values in base")
+        raise ValueError(
+            f"table {table.name!r}: ids without a row read as other values in base"
+        )
     places = (~known | _differ(now, rows)).nonzero().squeeze(1)
     removed = changed.left[base.recstore_rows_of(table.name, changed.left)[1]]
     return changed.ids[places], now[places], removed
@@ -323,7 +409,10 @@ def _known_changes(
 def _differ(rows: Tensor, others: Tensor) -> Tensor:
     """Returns whether each row differs in any bit: (N,) bool."""
     if rows.dtype == torch.float32:
-        rows, others = rows.contiguous().view(torch.int32), others.contiguous().view(torch.int32)
+        rows, others = (
+            rows.contiguous().view(torch.int32),
+            others.contiguous().view(torch.int32),
+        )
     return (rows != others).any(1)
 
 
@@ -334,8 +423,11 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*pair)
 
 
-def write_tensors(tensors: Mapping[str, Tensor], base: str, version: str, path: Path, key: Key | None) -> None:
-    """Writes the file of a delta from one version of a model to another, completely or not at all.
+def write_tensors(
+    tensors: Mapping[str, Tensor], base: str, version: str, path: Path, key: Key | None
+) -> None:
+    """Writes the file of a delta from one version of a model to another, completely or
+    not at all.
 
     Raises:
         OSError: The file cannot be written.
@@ -348,12 +440,18 @@ def write_tensors(tensors: Mapping[str, Tensor], base: str, version: str, path: 
         with whole_file(path) as beside:
             safetensors.torch.save_file(tensors, beside, metadata=delta_metadata(key))
             sign(beside, key)
-    except (OSError, SafetensorError) as error:  # safetensors raises SafetensorError in the place of an OSError.
-        raise OSError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    except (
+        OSError,
+        SafetensorError,
+    ) as error:  # safetensors raises SafetensorError in the place of an OSError.
+        raise OSError(
+            f"{path} cannot be written: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 def described(path: Path) -> dict[str, Any]:
-    """Describes an exported model, a package or a delta, in values that ``json`` can write.
+    """Describes an exported model, a package or a delta, in values that ``json`` can
+    write.
 
     The file is not verified: see :func:`torchrec_recstore.inference.verify`.
 
@@ -361,11 +459,12 @@ def described(path: Path) -> dict[str, Any]:
         path: The file.
 
     Returns:
-        For both kinds: ``path``, ``kind`` (``"export"`` or ``"delta"``), ``format``, ``version``, ``tables`` by name,
-        ``dense`` (the names of the other parameters and buffers) and ``bytes``. For an exported model also ``index``
-        (``"sorted"`` or ``"hash"``) and ``dtype``, the data type of the rows. For a delta also ``base``, the version to
-        which it can be applied. For a package with a checksum only ``path``, ``kind`` (``"package"``), ``format`` and
-        ``bytes``.
+        For both kinds: ``path``, ``kind`` (``"export"`` or ``"delta"``), ``format``,
+        ``version``, ``tables`` by name, ``dense`` (the names of the other parameters
+        and buffers) and ``bytes``. For an exported model also ``index`` (``"sorted"``
+        or ``"hash"``) and ``dtype``, the data type of the rows. For a delta also
+        ``base``, the version to which it can be applied. For a package with a checksum
+        only ``path``, ``kind`` (``"package"``), ``format`` and ``bytes``.
 
     Raises:
         OSError: The file cannot be read.
@@ -373,14 +472,25 @@ def described(path: Path) -> dict[str, Any]:
     """
     kind = kind_of(path)
     if kind == "package":
-        return {"path": str(path), "kind": kind, "format": FORMAT, "bytes": path.stat().st_size}
+        return {
+            "path": str(path),
+            "kind": kind,
+            "format": FORMAT,
+            "bytes": path.stat().st_size,
+        }
     return _delta(path) if kind == "delta" else _export(path)
 
 
 def _export(path: Path) -> dict[str, Any]:
     served = load_export(path)
-    modules = {path: module for path, module in served.named_modules() if hasattr(module, "has_ids")}
-    of_tables = {f"{path}.{kind}".lstrip(".") for path in modules for kind in ("ids", "rows")}
+    modules = {
+        path: module
+        for path, module in served.named_modules()
+        if hasattr(module, "has_ids")
+    }
+    of_tables = {
+        f"{path}.{kind}".lstrip(".") for path in modules for kind in ("ids", "rows")
+    }
     tables = {
         table.name: {
             "rows": table.row_count(),
@@ -405,10 +515,14 @@ def _export(path: Path) -> dict[str, Any]:
 def _delta(path: Path) -> dict[str, Any]:
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
-        base, version = (bytes(tensors[key].tolist()).decode() for key in ("base", "version"))
+        base, version = (
+            bytes(tensors[key].tolist()).decode() for key in ("base", "version")
+        )
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"{path} is not a delta, or it is damaged: {error}") from error
-    names = sorted(key.removesuffix("/removed") for key in tensors if key.endswith("/removed"))
+    names = sorted(
+        key.removesuffix("/removed") for key in tensors if key.endswith("/removed")
+    )
     return {
         "path": str(path),
         "kind": "delta",
@@ -416,8 +530,14 @@ def _delta(path: Path) -> dict[str, Any]:
         "version": version,
         "base": base,
         "tables": {
-            name: {"rows": len(tensors[f"{name}/ids"]), "removed": len(tensors[f"{name}/removed"])} for name in names
+            name: {
+                "rows": len(tensors[f"{name}/ids"]),
+                "removed": len(tensors[f"{name}/removed"]),
+            }
+            for name in names
         },
-        "dense": sorted(key.removeprefix("dense/") for key in tensors if key.startswith("dense/")),
+        "dense": sorted(
+            key.removeprefix("dense/") for key in tensors if key.startswith("dense/")
+        ),
         "bytes": path.stat().st_size,
     }

@@ -12,21 +12,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import (
+    ShardedFeatureProcessedEmbeddingBagCollection,
+)
 from torchrec.distributed.types import ShardedModule, ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+)
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_recstore.checkpoint.files import check_path
 from torchrec_recstore.checkpoint.stock import gathered
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
-from torchrec_recstore.modules.embedding_modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
+from torchrec_recstore.modules.embedding_modules import (
+    RecStoreEmbeddingBagCollection,
+    RecStoreEmbeddingCollection,
+)
 from torchrec_recstore.modules.table_module import TableModule
 from torchrec_recstore.options import Initializer, TableOptions, default_initializer
 from torchrec_recstore.sharders.collection import RecStoreCollection
-from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.sharders.gather import (
+    all_gathered,
+    refused_together,
+    whole_environment,
+)
 from torchrec_recstore.sharders.model_tables import refuse_remote_tables
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, initializer_of
@@ -39,9 +51,21 @@ from torchrec_recstore.torchrec_seams.models import (
     sharding_env,
 )
 from torchrec_recstore_serving.changes import ChangedRows, changed_since, remember
-from torchrec_recstore_serving.delta import DeltaInfo, dtype_of, is_hashed, open_base, write_delta
+from torchrec_recstore_serving.delta import (
+    DeltaInfo,
+    dtype_of,
+    is_hashed,
+    open_base,
+    write_delta,
+)
 from torchrec_recstore_serving.hashed_tables import check_index, mapped_tables
-from torchrec_recstore_serving.row_formats import FORMATS, check_dim, check_dtype, check_range, packed
+from torchrec_recstore_serving.row_formats import (
+    FORMATS,
+    check_dim,
+    check_dtype,
+    check_range,
+    packed,
+)
 from torchrec_recstore_serving.script import save_script, scripted
 from torchrec_recstore_serving.selection import (
     check_counted,
@@ -53,7 +77,11 @@ from torchrec_recstore_serving.selection import (
     warn_unless_finite,
     whole_table,
 )
-from torchrec_recstore_serving.served_model import copied_with, scriptable, served_collection
+from torchrec_recstore_serving.served_model import (
+    copied_with,
+    scriptable,
+    served_collection,
+)
 from torchrec_recstore_serving.server_tables import (
     ON_SERVERS,
     ServerTable,
@@ -98,59 +126,78 @@ def export_for_inference(
     rows: str = "memory",
     key: str | Path | None = None,
 ) -> nn.Module:
-    """Makes a model for inference from a trained model. The result runs without this package.
+    """Makes a model for inference from a trained model.
 
-    The result has the same module tree, where each collection of tables is replaced by a static one: raw ids are
-    searched in a sorted tensor of ids, and TorchRec's own module of that kind looks up the rows. An id without a row
-    reads as zeros. TorchRec's own tables, sharded or not, are exported too, with their row numbers as ids. The given
-    model does not change and can be trained further. The call is collective if the model is sharded.
+    The result runs without this package.
 
-    With float32 rows the outputs are bit-equal to those of the given model in evaluation mode. If the rows of a table
-    are sharded over several ranks, the order of the sums may differ, and TorchRec's own tables may round differently.
+    The result has the same module tree, where each collection of tables is replaced by
+    a static one: raw ids are searched in a sorted tensor of ids, and TorchRec's own
+    module of that kind looks up the rows. An id without a row reads as zeros.
+    TorchRec's own tables, sharded or not, are exported too, with their row numbers as
+    ids. The given model does not change and can be trained further. The call is
+    collective if the model is sharded.
+
+    With float32 rows the outputs are bit-equal to those of the given model in
+    evaluation mode. If the rows of a table are sharded over several ranks, the order of
+    the sums may differ, and TorchRec's own tables may round differently.
     docs/serving.md gives the errors of the other data types.
 
     Args:
-        model: ``DistributedModelParallel``, or any module that contains sharded modules or modules of
-            :mod:`torchrec_recstore.modules`.
-        path: The file for the scripted model, which ``torch.jit.load`` loads without this package. Rank 0 writes it
-            completely or not at all. docs/serving.md describes how to serve and update it. Default: None, no file.
-        dtype: The data type of the exported rows: ``torch.int8``, ``torch.quint4x2`` (TorchRec's int4),
-            ``torch.float16`` or ``torch.float32``. Default: ``torch.int8``.
-        min_frequency: The minimum frequency of an exported row of a RecStore table. The frequency is the number of
-            training steps that have looked up the row since its id was admitted, or of the occurrences of the id, as
-            LFU eviction counts it: it is halved if the eviction policy has a half-life. Rows that were inserted and
-            never trained have frequency 0. Tables with ``Scored()`` do not count, and are refused.
-            Default: 0, all rows.
-        top_rows: The maximum number of exported rows of each RecStore table. The rows of the highest frequency are
-            exported, and among equal frequencies the smallest ids. Default: None, no limit.
-        index: How the scripted model searches ids. ``"sorted"`` needs no library besides torch and FBGEMM. ``"hash"``
-            needs the library of :func:`torchrec_recstore.inference.load_library`; it searches many times as fast, a
-            copy of the model shares the rows, and deltas take time for the changed rows only. docs/serving.md says when
-            to take which. Default: ``"sorted"``.
-        rows: Where a process has the rows of the RecStore tables that it serves. ``"memory"``: it reads them into its
-            memory. ``"mapped"``, which needs ``index="hash"``: it maps them from the file, so that all processes of a
-            host share them, and the model may be larger than the memory; docs/serving.md has the conditions. Default:
-            ``"memory"``.
-        key: The file of a secret key of at least 32 characters, with which the file at ``path`` is signed;
-            docs/publishing.md says why. Default: None, no signature.
+        model: ``DistributedModelParallel``, or any module that contains sharded modules
+            or modules of :mod:`torchrec_recstore.modules`.
+        path: The file for the scripted model, which ``torch.jit.load`` loads without
+            this package. Rank 0 writes it completely or not at all. docs/serving.md
+            describes how to serve and update it. Default: None, no file.
+        dtype: The data type of the exported rows: ``torch.int8``, ``torch.quint4x2``
+            (TorchRec's int4), ``torch.float16`` or ``torch.float32``. Default:
+            ``torch.int8``.
+        min_frequency: The minimum frequency of an exported row of a RecStore table. The
+            frequency is the number of training steps that have looked up the row since
+            its id was admitted, or of the occurrences of the id, as LFU eviction counts
+            it: it is halved if the eviction policy has a half-life. Rows that were
+            inserted and never trained have frequency 0. Tables with ``Scored()`` do not
+            count, and are refused. Default: 0, all rows.
+        top_rows: The maximum number of exported rows of each RecStore table. The rows
+            of the highest frequency are exported, and among equal frequencies the
+            smallest ids. Default: None, no limit.
+        index: How the scripted model searches ids. ``"sorted"`` needs no library
+            besides torch and FBGEMM. ``"hash"`` needs the library of
+            :func:`torchrec_recstore.inference.load_library`; it searches many times as
+            fast, a copy of the model shares the rows, and deltas take time for the
+            changed rows only. docs/serving.md says when to take which. Default:
+            ``"sorted"``.
+        rows: Where a process has the rows of the RecStore tables that it serves.
+            ``"memory"``: it reads them into its memory. ``"mapped"``, which needs
+            ``index="hash"``: it maps them from the file, so that all processes of a
+            host share them, and the model may be larger than the memory;
+            docs/serving.md has the conditions. Default: ``"memory"``.
+        key: The file of a secret key of at least 32 characters, with which the file at
+            ``path`` is signed; docs/publishing.md says why. Default: None, no
+            signature.
 
     Returns:
         The model in evaluation mode, on the CPU, on every rank.
 
     Raises:
-        TypeError, ValueError: An argument is invalid; ``dtype`` does not support a table's dim, or with
-            ``rows="servers"`` is not that of the rows; a table is on the meta device; a table is on servers, or with
-            ``rows="servers"`` none is; ``min_frequency`` or ``top_rows`` is given and a table was never trained; a
-            sharded module cannot be exported; the model has no tables; or with ``path``, TorchScript cannot compile a
-            module. The message names the argument, the table or the module.
-        ImportError: ``index`` is ``"hash"``, and the native library was built with a different version of torch.
+        TypeError, ValueError: An argument is invalid; ``dtype`` does not support a
+            table's dim, or with ``rows="servers"`` is not that of the rows; a table is
+            on the meta device; a table is on servers, or with ``rows="servers"`` none
+            is; ``min_frequency`` or ``top_rows`` is given and a table was never
+            trained; a sharded module cannot be exported; the model has no tables; or
+            with ``path``, TorchScript cannot compile a module. The message names the
+            argument, the table or the module.
+        ImportError: ``index`` is ``"hash"``, and the native library was built with a
+            different version of torch.
         OSError: The file cannot be written.
         ColdStoreError: A cold store fails.
-        ServiceError: With ``rows="servers"``, a server cannot be reached. All of these errors are raised on every rank.
+        ServiceError: With ``rows="servers"``, a server cannot be reached. All of these
+            errors are raised on every rank.
 
     Warns:
-        RecStoreWarning: A table reads ids without a row as random initial rows (``TableOptions.missing="init"``). The
-            exported table reads them as zeros. Or float32 rows or dense tensors have NaN or infinity.
+        RecStoreWarning: A table reads ids without a row as random initial rows
+        (``TableOptions.missing="init"``). The
+            exported table reads them as zeros. Or float32 rows or dense tensors have
+            NaN or infinity.
     """
     env = whole_environment()
     signing: Key | None = None
@@ -186,12 +233,18 @@ def read_model(
     path: str | Path | None = None,
     rows: str = "memory",
 ) -> nn.Module:
-    """Returns the static model, and adds the change mark of each shard to ``marks``. See export_for_inference."""
+    """Returns the static model, and adds the change mark of each shard to ``marks``.
+
+    See export_for_inference.
+    """
     with refused_together(env):
         row_format = check_dtype(dtype)
         check_selection(min_frequency, top_rows)
         if rows == "servers" and (min_frequency or top_rows is not None):
-            raise ValueError('min_frequency and top_rows select exported rows, and rows="servers" exports none')
+            raise ValueError(
+                'min_frequency and top_rows select exported rows, and rows="servers"'
+                " exports none"
+            )
         if path is not None and env.rank == 0:
             check_path(Path(path))
         kinds = _collections(model, rows)
@@ -217,32 +270,40 @@ def export_delta(
     top_rows: int | None = None,
     key: str | Path | None = None,
 ) -> DeltaInfo:
-    """Writes the differences between a model and an earlier export into a file. Collective if the model is sharded.
+    """Writes the differences between a model and an earlier export into a file.
 
-    The served model's method ``apply_delta`` applies the delta. Rows are compared in their exported form, so the delta
-    is exact after training, after loading a checkpoint, and if ``top_rows`` selects other rows. The file contains only
-    the differences.
+    Collective if the model is sharded.
 
-    The call takes as long as an export and more memory. It reads only the rows that have changed if ``base`` is a model
-    with ``index="hash"`` whose version this process has exported or made by a delta, if no rows are selected by
-    frequency, and if the tables have not been loaded since and are not sharded by column.
+    The served model's method ``apply_delta`` applies the delta. Rows are compared in
+    their exported form, so the delta is exact after training, after loading a
+    checkpoint, and if ``top_rows`` selects other rows. The file contains only the
+    differences.
+
+    The call takes as long as an export and more memory. It reads only the rows that
+    have changed if ``base`` is a model with ``index="hash"`` whose version this process
+    has exported or made by a delta, if no rows are selected by frequency, and if the
+    tables have not been loaded since and are not sharded by column.
 
     Args:
         model: The model; see :func:`export_for_inference`.
-        path: The delta's file, in the format of safetensors. Rank 0 writes it completely or not at all.
-        base: The file of the earlier export, which rank 0 reads, or the model that ``torch.jit.load`` has loaded from
-            it. Deltas may have been applied to the loaded model.
+        path: The delta's file, in the format of safetensors. Rank 0 writes it
+            completely or not at all.
+        base: The file of the earlier export, which rank 0 reads, or the model that
+            ``torch.jit.load`` has loaded from it. Deltas may have been applied to the
+            loaded model.
         min_frequency: The value with which ``base`` was exported. Default: 0.
         top_rows: The value with which ``base`` was exported. Default: None.
-        key: The file of the secret key with which the delta is signed. If ``base`` is a file, it must have been signed
-            with the same key. Default: None, no signature.
+        key: The file of the secret key with which the delta is signed. If ``base`` is a
+            file, it must have been signed with the same key. Default: None, no
+            signature.
 
     Returns:
         A description of the delta, on every rank.
 
     Raises:
-        TypeError, ValueError, OSError, ColdStoreError: See :func:`export_for_inference`; or ``base`` is an export of a
-            different model. All of these errors are raised on every rank.
+        TypeError, ValueError, OSError, ColdStoreError: See
+            :func:`export_for_inference`; or ``base`` is an export of a different model.
+            All of these errors are raised on every rank.
     """
     env = whole_environment()
     signing: Key | None = None
@@ -266,11 +327,15 @@ def export_delta(
         exported, changes = read_changes(model, dtype, version, env, marks, rows)
     if exported is None or changes is None:
         marks = {}
-        exported = read_model(model, dtype, min_frequency, top_rows, env, marks, rows=rows)
+        exported = read_model(
+            model, dtype, min_frequency, top_rows, env, marks, rows=rows
+        )
     info: DeltaInfo | None = None
     with refused_together(env):
         if served is not None:
-            info = write_delta(scriptable(exported), served, Path(path), changes, signing)
+            info = write_delta(
+                scriptable(exported), served, Path(path), changes, signing
+            )
     info = all_gathered(info, env)[0]
     assert info is not None
     if chained:
@@ -286,10 +351,12 @@ def read_changes(
     marks: dict[Table, int],
     rows: str = "memory",
 ) -> tuple[nn.Module, list[ChangedRows] | None]:
-    """Returns the static model without the rows of RecStore tables, and the rows that have changed since a version.
+    """Returns the static model without the rows of RecStore tables, and the rows that
+    have changed since a version.
 
-    In the model, each of these tables has one row. The id of the row is the position of the table's changes in the
-    list. The list is None, on every rank, if it is not known which rows have changed.
+    In the model, each of these tables has one row. The id of the row is the position of
+    the table's changes in the list. The list is None, on every rank, if it is not known
+    which rows have changed.
     """
     with refused_together(env):
         kinds = _collections(model, rows)
@@ -306,39 +373,75 @@ def read_changes(
             return exported, None
         changes.append(found)
     names = [name for name, _, _ in conversion.sources]
-    float32 = {name: each.rows for name, each in zip(names, changes, strict=True) if dtype == torch.float32}
+    float32 = {
+        name: each.rows
+        for name, each in zip(names, changes, strict=True)
+        if dtype == torch.float32
+    }
     warn_unless_finite(exported, float32)
     return exported, changes
 
 
 def _collections(model: nn.Module, rows: str) -> list[nn.Module]:
-    """Returns the modules that an export replaces. A feature-processed collection comes after the collection in it.
+    """Returns the modules that an export replaces.
+
+    A feature-processed collection comes after the collection in it.
 
     Raises:
-        ValueError: There is no such module, a sharded module cannot be exported, or a table is on servers and ``rows``
-            is not ``"servers"``.
+        ValueError: There is no such module, a sharded module cannot be exported, or a
+            table is on servers and ``rows`` is not ``"servers"``.
     """
     if rows != "servers":
         refuse_remote_tables(model, ON_SERVERS)
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, _KINDS)]
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, _KINDS)
+    ]
     for name, module in model.named_modules():
-        inside = any(name == outer or name.startswith(f"{outer}.") or outer == "" for outer, _ in found)
+        inside = any(
+            name == outer or name.startswith(f"{outer}.") or outer == ""
+            for outer, _ in found
+        )
         if isinstance(module, ShardedModule) and not inside:
-            raise ValueError(f"{name or 'the model'} is a {type(module).__name__}, whose tables cannot be exported")
+            raise ValueError(
+                f"{name or 'the model'} is a {type(module).__name__}, whose tables"
+                " cannot be exported"
+            )
     if not found:
-        raise ValueError(f"{type(model).__name__} has no tables: there is nothing to export")
-    return [module for _, module in sorted(found, key=lambda each: _processors(each[1]) is not None)]
+        raise ValueError(
+            f"{type(model).__name__} has no tables: there is nothing to export"
+        )
+    return [
+        module
+        for _, module in sorted(
+            found, key=lambda each: _processors(each[1]) is not None
+        )
+    ]
 
 
 def _processors(module: nn.Module) -> nn.Module | None:
-    """Returns the feature processors of a feature-processed collection; None for other modules."""
-    kinds = (ShardedFeatureProcessedEmbeddingBagCollection, FeatureProcessedEmbeddingBagCollection)
+    """Returns the feature processors of a feature-processed collection; None for other
+    modules.
+    """
+    kinds = (
+        ShardedFeatureProcessedEmbeddingBagCollection,
+        FeatureProcessedEmbeddingBagCollection,
+    )
     return feature_processors(module) if isinstance(module, kinds) else None
 
 
 def _dims(modules: list[nn.Module]) -> list[tuple[str, int]]:
-    dims = [(config.name, config.embedding_dim) for module in modules for config in configs_of(module)]
-    single = [module for module in modules if isinstance(module, RecStoreEmbedding | RecStoreEmbeddingBag)]
+    dims = [
+        (config.name, config.embedding_dim)
+        for module in modules
+        for config in configs_of(module)
+    ]
+    single = [
+        module
+        for module in modules
+        if isinstance(module, RecStoreEmbedding | RecStoreEmbeddingBag)
+    ]
     return dims + [(module.table.name, module.embedding_dim) for module in single]
 
 
@@ -351,8 +454,8 @@ class _Conversion:
         top_rows: The maximum number of exported rows of each table. None: no limit.
         marks: The change mark of each shard whose rows are read is added to it.
         on_servers: The tables whose rows stay on servers, by collection and name.
-        structure: Whether no rows are read. Each RecStore table then has one row, whose id is the table's position in
-            :attr:`sources`. Default: False.
+        structure: Whether no rows are read. Each RecStore table then has one row, whose
+            id is the table's position in :attr:`sources`. Default: False.
     """
 
     def __init__(
@@ -368,7 +471,9 @@ class _Conversion:
         self._on_servers = on_servers
         self._structure = structure
         self.sources: list[tuple[str, list[Table], ShardingEnv | None]] = []
-        """The name, the shards and the environment of each table whose rows were not read."""
+        """The name, the shards and the environment of each table whose rows were not
+        read.
+        """
         self._dtype = dtype
         self._min_frequency = min_frequency
         self._top_rows = top_rows
@@ -376,8 +481,12 @@ class _Conversion:
         """The tables whose ids without a row read as initial rows in the model."""
         self._done: dict[int, nn.Module] = {}
 
-    def model(self, model: nn.Module, kinds: list[nn.Module], env: ShardingEnv) -> nn.Module:
-        """Returns a copy of a model in evaluation mode, with static modules in the place of ``kinds``."""
+    def model(
+        self, model: nn.Module, kinds: list[nn.Module], env: ShardingEnv
+    ) -> nn.Module:
+        """Returns a copy of a model in evaluation mode, with static modules in the
+        place of ``kinds``.
+        """
         replaced: dict[int, Any] = {id(module): self.of(module) for module in kinds}
         with refused_together(env):
             exported = copied_with(model, replaced).eval().requires_grad_(False)
@@ -391,17 +500,29 @@ class _Conversion:
         return self._done[id(module)]
 
     def _with_servers(self, module: nn.Module, static: nn.Module) -> nn.Module:
-        """Returns the static module of a collection; if it has tables on servers, the served module with them."""
-        of_module = {name: table for (each, name), table in self._on_servers.items() if each is module}
+        """Returns the static module of a collection; if it has tables on servers, the
+        served module with them.
+        """
+        of_module = {
+            name: table
+            for (each, name), table in self._on_servers.items()
+            if each is module
+        }
         if not of_module:
             return static
-        assert isinstance(static, StaticEmbeddingBagCollection | StaticEmbeddingCollection)
+        assert isinstance(
+            static, StaticEmbeddingBagCollection | StaticEmbeddingCollection
+        )
         served = served_collection(static)
         tables: nn.ModuleList = served.tables  # type: ignore[assignment]
         for number, (config, _) in enumerate(static.tables()):
             if config.name in of_module:
-                tables[number] = ServerTable(config.name, FORMATS[self._dtype], of_module[config.name])
-        self.initial_rows += [name for name, table in of_module.items() if not table.zeros]
+                tables[number] = ServerTable(
+                    config.name, FORMATS[self._dtype], of_module[config.name]
+                )
+        self.initial_rows += [
+            name for name, table in of_module.items() if not table.zeros
+        ]
         return served
 
     def _of(self, module: nn.Module) -> nn.Module:
@@ -412,7 +533,10 @@ class _Conversion:
                 for each in processors.modules()
                 if type(each) is PositionWeightedModule
             }
-            return ProcessedFeatures(copied_with(processors, dict(weights)), self.of(collection_inside(module)))
+            return ProcessedFeatures(
+                copied_with(processors, dict(weights)),
+                self.of(collection_inside(module)),
+            )
         if isinstance(module, RecStoreEmbedding | RecStoreEmbeddingBag):
             ids, rows = self._rows_of_module(module)
             if isinstance(module, RecStoreEmbedding):
@@ -420,9 +544,13 @@ class _Conversion:
             return StaticEmbeddingBag(module, ids, rows, FORMATS[self._dtype])
         tables = self._tables(module)
         if isinstance(module, ShardedEmbeddingBagCollection):
-            return StaticEmbeddingBagCollection(tables, is_weighted(module), self._dtype)
+            return StaticEmbeddingBagCollection(
+                tables, is_weighted(module), self._dtype
+            )
         if isinstance(module, EmbeddingBagCollection | RecStoreEmbeddingBagCollection):
-            return StaticEmbeddingBagCollection(tables, module.is_weighted(), self._dtype)
+            return StaticEmbeddingBagCollection(
+                tables, module.is_weighted(), self._dtype
+            )
         if isinstance(module, ShardedEmbeddingCollection):
             return StaticEmbeddingCollection(tables, need_indices(module), self._dtype)
         return StaticEmbeddingCollection(tables, module.need_indices(), self._dtype)  # type: ignore[operator]
@@ -433,9 +561,16 @@ class _Conversion:
         for config in configs_of(module):
             if config.name in stock:
                 tables.append(StaticTable(config, None, stock[config.name].float()))
-            elif (module, config.name) in self._on_servers:  # the place of a ServerTable
+            elif (
+                module,
+                config.name,
+            ) in self._on_servers:  # the place of a ServerTable
                 tables.append(
-                    StaticTable(config, torch.empty(0, dtype=torch.int64), torch.zeros(1, config.embedding_dim))
+                    StaticTable(
+                        config,
+                        torch.empty(0, dtype=torch.int64),
+                        torch.zeros(1, config.embedding_dim),
+                    )
                 )
             else:
                 ids, weight = self._rows_of_table(module, config)
@@ -444,13 +579,23 @@ class _Conversion:
         return tables
 
     def _stock_weights(self, module: nn.Module) -> Mapping[str, Tensor]:
-        if isinstance(module, RecStoreEmbeddingBagCollection | RecStoreEmbeddingCollection):
+        if isinstance(
+            module, RecStoreEmbeddingBagCollection | RecStoreEmbeddingCollection
+        ):
             return {}
-        dynamic = set(module.recstore_table_names()) if isinstance(module, RecStoreCollection) else set()
+        dynamic = (
+            set(module.recstore_table_names())
+            if isinstance(module, RecStoreCollection)
+            else set()
+        )
         names = {config.name for config in configs_of(module)} - dynamic
         if not names:
             return {}
-        emits = module.recstore_state.emits_rows if isinstance(module, RecStoreCollection) else True
+        emits = (
+            module.recstore_state.emits_rows
+            if isinstance(module, RecStoreCollection)
+            else True
+        )
         if isinstance(module, RecStoreCollection):
             module.recstore_state.emits_rows = False
         try:
@@ -458,30 +603,56 @@ class _Conversion:
         finally:
             if isinstance(module, RecStoreCollection):
                 module.recstore_state.emits_rows = emits
-        weights = {key.split(".")[-2]: value for key, value in state.items() if key.endswith(".weight")}
+        weights = {
+            key.split(".")[-2]: value
+            for key, value in state.items()
+            if key.endswith(".weight")
+        }
         weights = {name: weights[name] for name in sorted(names)}
         for name, weight in weights.items():
-            # A ShardedTensor is also a Tensor, and raises on is_meta if this rank has no part of it.
+            # A ShardedTensor is also a Tensor, and raises on is_meta if this rank has
+            # no part of it.
             if type(weight) in (Tensor, nn.Parameter) and weight.is_meta:
-                raise ValueError(f"table {name!r} is on the meta device and has no rows")
+                raise ValueError(
+                    f"table {name!r} is on the meta device and has no rows"
+                )
         if not isinstance(module, ShardedModule):
-            return {name: weight.detach().cpu().clone() for name, weight in weights.items()}
-        plain = {name: weight for name, weight in weights.items() if type(weight) in (Tensor, nn.Parameter)}
-        sharded = {name: weight for name, weight in weights.items() if name not in plain}
+            return {
+                name: weight.detach().cpu().clone() for name, weight in weights.items()
+            }
+        plain = {
+            name: weight
+            for name, weight in weights.items()
+            if type(weight) in (Tensor, nn.Parameter)
+        }
+        sharded = {
+            name: weight for name, weight in weights.items() if name not in plain
+        }
         whole = gathered(sharded, sharding_env(module))
-        return {**whole, **{name: weight.detach().cpu().clone() for name, weight in plain.items()}}
+        return {
+            **whole,
+            **{name: weight.detach().cpu().clone() for name, weight in plain.items()},
+        }
 
-    def _rows_of_table(self, module: nn.Module, config: BaseEmbeddingConfig) -> tuple[Tensor, Tensor]:
+    def _rows_of_table(
+        self, module: nn.Module, config: BaseEmbeddingConfig
+    ) -> tuple[Tensor, Tensor]:
         if isinstance(module, RecStoreCollection):
             state = module.recstore_state.tables[config.name]
             shards = [shard.table for shard in state.shards]
             options = state.options
             env: ShardingEnv | None = sharding_env(module)
         else:
-            tables: nn.ModuleDict = getattr(module, "embedding_bags", None) or module.embeddings  # type: ignore[assignment]
+            tables: nn.ModuleDict = (
+                getattr(module, "embedding_bags", None) or module.embeddings  # type: ignore[assignment]
+            )
             table_module = tables[config.name]
             assert isinstance(table_module, TableModule)
-            shards, options, env = [table_module.table], table_module.table.options, None
+            shards, options, env = (
+                [table_module.table],
+                table_module.table.options,
+                None,
+            )
         missing = self._missing_row(
             config.name,
             initializer_of(config, options),
@@ -489,16 +660,24 @@ class _Conversion:
             config.embedding_dim,
             ROW_DTYPES[config.data_type],
         )
-        return self._rows(config.name, shards, missing, env, "float32")  # TorchRec's modules quantise the rows.
+        # TorchRec's modules quantise the rows.
+        return self._rows(config.name, shards, missing, env, "float32")
 
     def _rows_of_module(self, module: TableModule) -> tuple[Tensor, Tensor]:
         table = module.table
         initializer = default_initializer(table.options)
-        missing = self._missing_row(table.name, initializer, table.options, table.dim, table.dtype)
+        missing = self._missing_row(
+            table.name, initializer, table.options, table.dim, table.dtype
+        )
         return self._rows(table.name, [table], missing, None, FORMATS[self._dtype])
 
     def _missing_row(
-        self, name: str, initializer: Initializer, options: TableOptions, dim: int, dtype: torch.dtype
+        self,
+        name: str,
+        initializer: Initializer,
+        options: TableOptions,
+        dim: int,
+        dtype: torch.dtype,
     ) -> Tensor:
         check_counts(name, options, self._min_frequency, self._top_rows)
         missing, exact = missing_row(initializer, options, dim, dtype)
@@ -507,14 +686,25 @@ class _Conversion:
         return missing
 
     def _rows(
-        self, name: str, shards: list[Table], missing: Tensor, env: ShardingEnv | None, row_format: str
+        self,
+        name: str,
+        shards: list[Table],
+        missing: Tensor,
+        env: ShardingEnv | None,
+        row_format: str,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the ids, and the rows in the row format after a first row for ids without a row."""
+        """Returns the ids, and the rows in the row format after a first row for ids
+        without a row.
+        """
         if self._structure:
             self.sources.append((name, shards, env))
-            return torch.tensor([len(self.sources) - 1]), packed(name, missing.expand(2, -1).contiguous(), row_format)
+            return torch.tensor([len(self.sources) - 1]), packed(
+                name, missing.expand(2, -1).contiguous(), row_format
+            )
         whole = whole_table(name, shards, missing, env, row_format, self._marks)
-        check_counted(name, len(whole.ids), whole.steps, self._min_frequency, self._top_rows)
+        check_counted(
+            name, len(whole.ids), whole.steps, self._min_frequency, self._top_rows
+        )
         places = selected(whole.frequency, self._min_frequency, self._top_rows)
         if len(places) == len(whole.ids):
             return whole.ids, whole.rows

@@ -17,7 +17,14 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from torchrec_recstore.commands.checkpoints import Checkpoint
-from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, stdout, table_of
+from torchrec_recstore.commands.output import (
+    AsJson,
+    errors_in_one_line,
+    in_order,
+    print_json,
+    stdout,
+    table_of,
+)
 from torchrec_recstore.commands.progress import progress
 from torchrec_recstore.commands.scripts import missing_in_one_line
 from torchrec_recstore.utils import RecStoreWarning
@@ -31,7 +38,9 @@ ROWS = "Selection of rows"
 
 def export(
     checkpoint: Checkpoint,
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="File to write.", show_default=False)],
+    output: Annotated[
+        Path, typer.Argument(metavar="OUT", help="File to write.", show_default=False)
+    ],
     dtype: Annotated[
         Literal["int8", "int4", "fp16", "float32"] | None,
         typer.Option(help="Data type of the exported rows.", show_default="int8"),
@@ -39,65 +48,106 @@ def export(
     index: Annotated[
         Literal["sorted", "hash"] | None,
         typer.Option(
-            help="How the model finds ids; hash needs a library of torchrec-recstore-serving.", show_default="sorted"
+            help=(
+                "How the model finds ids; hash needs a library of"
+                " torchrec-recstore-serving."
+            ),
+            show_default="sorted",
         ),
     ] = None,
     rows: Annotated[
         Literal["memory", "mapped"] | None,
         typer.Option(
-            help="Where a process that serves has the rows; mapped needs --index hash.", show_default="memory"
+            help="Where a process that serves has the rows; mapped needs --index hash.",
+            show_default="memory",
         ),
     ] = None,
     tables: Annotated[
         list[str] | None,
-        typer.Option("--table", metavar="NAME", help="Export only this table. May be given several times."),
+        typer.Option(
+            "--table",
+            metavar="NAME",
+            help="Export only this table. May be given several times.",
+        ),
     ] = None,
     delta_of: Annotated[
         Path | None,
         typer.Option(
             metavar="EXPORT.pt",
-            help="Write a delta with the changes since this export. The export loads it with apply_delta.",
+            help=(
+                "Write a delta with the changes since this export. The export loads it"
+                " with apply_delta."
+            ),
         ),
     ] = None,
     min_frequency: Annotated[
-        int, typer.Option(min=0, help="Omit rows that were looked up in fewer steps.", rich_help_panel=ROWS)
+        int,
+        typer.Option(
+            min=0,
+            help="Omit rows that were looked up in fewer steps.",
+            rich_help_panel=ROWS,
+        ),
     ] = 0,
     top_rows: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Export only the N most frequent rows of each table.", rich_help_panel=ROWS
+            min=1,
+            metavar="N",
+            help="Export only the N most frequent rows of each table.",
+            rich_help_panel=ROWS,
         ),
     ] = None,
     key: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File with the secret key that signs OUT, and has signed --delta-of."),
+        typer.Option(
+            metavar="FILE",
+            help="File with the secret key that signs OUT, and has signed --delta-of.",
+        ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it exists.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Export the tables of a checkpoint as a TorchScript file that torch.jit.load runs without torchrec_recstore.
+    """Export the tables of a checkpoint as a TorchScript file that torch.jit.load runs
+    without torchrec_recstore.
 
-    The exported model takes raw ids, and ids without a row read as zeros. With --index hash --rows mapped, all
-    processes of a host share the rows, which lie in the file, and the tables may be larger than the memory.
+    The exported model takes raw ids, and ids without a row read as zeros. With --index
+    hash --rows mapped, all processes of a host share the rows, which lie in the file,
+    and the tables may be larger than the memory.
 
-    With --delta-of, OUT is a safetensors file. A running server applies the file to the loaded export. The delta has
-    the tables and the data type of the export. --min-frequency and --top-rows must have the same values as for the
-    export.
+    With --delta-of, OUT is a safetensors file. A running server applies the file to the
+    loaded export. The delta has the tables and the data type of the export.
+    --min-frequency and --top-rows must have the same values as for the export.
 
-    Example: recstore export run/step-000001000 tables.pt --dtype int8 --top-rows 1000000
+    Example: recstore export run/step-000001000 tables.pt --dtype int8 --top-rows
+    1000000
 
     Exit status: 0, or 2 with one line on stderr. In that case OUT is not changed.
     """
     with errors_in_one_line():
         if os.path.lexists(output) and not overwrite:
-            raise ValueError(f"{output} exists already: name a path that does not, or pass --overwrite")
+            raise ValueError(
+                f"{output} exists already: name a path that does not, or pass"
+                " --overwrite"
+            )
         if delta_of is not None and (tables or dtype or index or rows):
-            raise ValueError("--delta-of takes these from the export: leave out --table, --dtype, --index and --rows")
+            raise ValueError(
+                "--delta-of takes these from the export: leave out --table, --dtype,"
+                " --index and --rows"
+            )
         for name in tables or ():
             if (tables or []).count(name) > 1:
                 raise ValueError(f"--table {name} is named twice")
-        model = {"tables": tables, "dtype": dtype or "int8", "index": index or "sorted", "rows": rows or "memory"}
-        info = _export(checkpoint, output, model, delta_of, min_frequency, top_rows, key)
+        model = {
+            "tables": tables,
+            "dtype": dtype or "int8",
+            "index": index or "sorted",
+            "rows": rows or "memory",
+        }
+        info = _export(
+            checkpoint, output, model, delta_of, min_frequency, top_rows, key
+        )
     if as_json:
         print_json(_as_json(info))
     else:
@@ -118,12 +168,18 @@ def _export(
     known = read_info(checkpoint).tables
     with missing_in_one_line(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        from torchrec_recstore_serving.from_checkpoint import export_checkpoint, export_checkpoint_delta
+        from torchrec_recstore_serving.from_checkpoint import (
+            export_checkpoint,
+            export_checkpoint_delta,
+        )
         from torchrec_recstore_serving.row_formats import DTYPES
 
         tables = model["tables"]
-        rows = sum(table.rows for name, table in known.items() if not tables or name in tables)
-        rows *= 2 if min_frequency or top_rows else 1  # rows are read once to select them and once to export them
+        rows = sum(
+            table.rows for name, table in known.items() if not tables or name in tables
+        )
+        # rows are read once to select them and once to export them
+        rows *= 2 if min_frequency or top_rows else 1
         with progress("exporting", rows) as advance:
             info: ExportInfo | DeltaInfo
             if delta_of is None:
@@ -147,7 +203,8 @@ def _export(
                     advance=advance,
                 )
     for warning in caught:
-        if issubclass(warning.category, RecStoreWarning):  # warnings of torch are not shown
+        # warnings of torch are not shown
+        if issubclass(warning.category, RecStoreWarning):
             print(f"warning: {warning.message}", file=sys.stderr)
     return info
 
@@ -167,7 +224,12 @@ def _print(info: ExportInfo | DeltaInfo) -> None:
     for name, table in in_order(tables):
         shown.add_row(Text(name), *(_cell(column, table[column]) for column in columns))
     stdout().print(shown)
-    stdout().print(f"{info.path}: {decimal(info.bytes)}", highlight=False, markup=False, soft_wrap=True)
+    stdout().print(
+        f"{info.path}: {decimal(info.bytes)}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _cell(column: str, value: int | str) -> str:

@@ -37,20 +37,30 @@ def follow(
         list[str],
         typer.Argument(
             metavar="[NAME=]SOURCE[@NUMBER]...",
-            help="Directory of a DeltaPublisher, or redis://host:port/db?stream=name. Each of several sources needs a "
-            "name. With @12, publication 12 is served, and no later one.",
+            help=(
+                "Directory of a DeltaPublisher, or redis://host:port/db?stream=name."
+                " Each of several sources needs a "
+                "name. With @12, publication 12 is served, and no later one."
+            ),
         ),
     ],
     listen: Listen,
     http: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT", help="Address for JSON over HTTP: POST /predict or /models/NAME/predict, GET /state."
+            metavar="HOST:PORT",
+            help=(
+                "Address for JSON over HTTP: POST /predict or /models/NAME/predict, GET"
+                " /state."
+            ),
         ),
     ] = None,
     key: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File with the secret key of the publisher. Nothing else is loaded."),
+        typer.Option(
+            metavar="FILE",
+            help="File with the secret key of the publisher. Nothing else is loaded.",
+        ),
     ] = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -62,47 +72,77 @@ def follow(
     max_request_memory: MaxRequestMemory = 4.0,
     max_batch: Annotated[
         int,
-        typer.Option(help="Maximum number of examples of requests that are answered together.", rich_help_panel=MODEL),
+        typer.Option(
+            help="Maximum number of examples of requests that are answered together.",
+            rich_help_panel=MODEL,
+        ),
     ] = 1024,
-    threads: Annotated[int, typer.Option(help="Number of threads that call a model.", rich_help_panel=MODEL)] = 2,
+    threads: Annotated[
+        int,
+        typer.Option(
+            help="Number of threads that call a model.", rich_help_panel=MODEL
+        ),
+    ] = 2,
     jagged: Annotated[
         list[str] | None,
         typer.Option(
             metavar="[NAME:]VALUES,LENGTHS,FEATURES",
-            help="Arguments of the model, or of the model NAME only, that are bags of ids, as plain tensors, and their "
-            "number of features.",
+            help=(
+                "Arguments of the model, or of the model NAME only, that are bags of"
+                " ids, as plain tensors, and their "
+                "number of features."
+            ),
             rich_help_panel=MODEL,
         ),
     ] = None,
     poll_every: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Longest time between two looks at the source.")
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Longest time between two looks at the source."
+        ),
     ] = 0.2,
     max_age: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Age of the rows of a model without @NUMBER above which health checks say that it is not ready.",
+            help=(
+                "Age of the rows of a model without @NUMBER above which health checks"
+                " say that it is not ready."
+            ),
         ),
     ] = None,
     report_every: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Time between two reports of the state with --json.")
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Time between two reports of the state with --json."
+        ),
     ] = 10.0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print lines of JSON: the address, the state from time to time, the end.")
+        bool,
+        typer.Option(
+            "--json",
+            help=(
+                "Print lines of JSON: the address, the state from time to time, the"
+                " end."
+            ),
+        ),
     ] = False,
 ) -> None:
-    """Serve predictions of published models over gRPC, with rows that follow the training, until SIGTERM or Ctrl-C.
+    """Serve predictions of published models over gRPC, with rows that follow the
+    training, until SIGTERM or Ctrl-C.
 
-    Loads the newest full export, applies all deltas after it, and continues to apply deltas. A name chooses the model
-    of a request (/models/NAME/predict); without a name, the first model answers. An address that other
-    machines can reach requires TLS and a token. A model that is loaded runs code of its file: without --key, everyone
+    Loads the newest full export, applies all deltas after it, and continues to apply
+    deltas. A name chooses the model of a request (/models/NAME/predict); without a
+    name, the first model answers. An address that other machines can reach requires TLS
+    and a token. A model that is loaded runs code of its file: without --key, everyone
     who may write to SOURCE is trusted.
 
     Example: recstore follow published --listen 127.0.0.1:7800 --http 127.0.0.1:7801
 
     Example: recstore follow new=published old=published@12 --listen 127.0.0.1:7800
 
-    Exit status: 0 after SIGTERM or Ctrl-C, or 2 with one line on stderr if the server cannot serve.
+    Exit status: 0 after SIGTERM or Ctrl-C, or 2 with one line on stderr if the server
+    cannot serve.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as for recstore serve
     with errors_in_one_line(), missing_in_one_line():
@@ -111,7 +151,11 @@ def follow(
             *(max_calls, max_connections, max_request_memory),
         )
         from torchrec_recstore_serving.named_models import sources_of
-        from torchrec_recstore_serving.predictor import PredictorOptions, jagged_of, serve_predictions
+        from torchrec_recstore_serving.predictor import (
+            PredictorOptions,
+            jagged_of,
+            serve_predictions,
+        )
 
         options = PredictorOptions(
             sources=sources_of(sources),
@@ -127,14 +171,30 @@ def follow(
         )
         begin = time.monotonic()
 
-        def ready(address: str, http_address: str | None, trusts: Mapping[str, str]) -> None:
+        def ready(
+            address: str, http_address: str | None, trusts: Mapping[str, str]
+        ) -> None:
             if as_json:
-                said = {"event": "serving", "address": address, "http": http_address, "pid": os.getpid()}
-                print(json.dumps({**said, "trusts": trusts.get("", trusts)}), flush=True)
+                said = {
+                    "event": "serving",
+                    "address": address,
+                    "http": http_address,
+                    "pid": os.getpid(),
+                }
+                print(
+                    json.dumps({**said, "trusts": trusts.get("", trusts)}), flush=True
+                )
             else:
-                print(f"serving on {address}{f', http://{http_address}' if http_address else ''}", flush=True)
+                print(
+                    "serving on"
+                    f" {address}{f', http://{http_address}' if http_address else ''}",
+                    flush=True,
+                )
                 for name, trusted in trusts.items():
-                    print(f"{f'{name}: ' if name else ''}loads models of {trusted}", flush=True)
+                    print(
+                        f"{f'{name}: ' if name else ''}loads models of {trusted}",
+                        flush=True,
+                    )
 
         def report(state: Mapping[str, Any]) -> None:
             if as_json:
@@ -142,4 +202,9 @@ def follow(
 
         serve_predictions(options, ready, report)
         if as_json:
-            print(json.dumps({"event": "stopped", "seconds": round(time.monotonic() - begin, 3)}), flush=True)
+            print(
+                json.dumps(
+                    {"event": "stopped", "seconds": round(time.monotonic() - begin, 3)}
+                ),
+                flush=True,
+            )

@@ -1,4 +1,5 @@
-"""Exports the tables of a checkpoint to a TorchScript file, without a model and without a table in memory.
+"""Exports the tables of a checkpoint to a TorchScript file, without a model and without
+a table in memory.
 
 Tests: tests/serving/test_delta.py.
 """
@@ -31,7 +32,11 @@ from torchrec_recstore_serving.selection import (
     warn_of_initial_rows,
     warn_unless_finite,
 )
-from torchrec_recstore_serving.served_tables import ServedTable, ServedTables, served_table
+from torchrec_recstore_serving.served_tables import (
+    ServedTable,
+    ServedTables,
+    served_table,
+)
 from torchrec_recstore_serving.signing import key_at
 
 
@@ -62,7 +67,8 @@ class ExportInfo:
         path: The file.
         bytes: The size of the file in bytes.
         tables: The tables by name, in the order of the module's input and output.
-        version: The version of the module, which its method ``recstore_version`` returns.
+        version: The version of the module, which its method ``recstore_version``
+            returns.
     """
 
     path: Path
@@ -86,36 +92,46 @@ def export_checkpoint(
 ) -> ExportInfo:
     """Writes the tables of a checkpoint into a file as one scripted module.
 
-    The module's ``forward(values, lengths)`` returns sums over bags of raw ids, and ``lookup(table, values)`` returns
-    rows, with plain tensors as arguments and results; see
-    :class:`torchrec_recstore_serving.served_tables.ServedTables`. The module needs neither this package nor TorchRec.
-    With float32 rows it needs only torch, and with other rows also ``fbgemm_gpu``.
+    The module's ``forward(values, lengths)`` returns sums over bags of raw ids, and
+    ``lookup(table, values)`` returns rows, with plain tensors as arguments and results;
+    see :class:`torchrec_recstore_serving.served_tables.ServedTables`. The module needs
+    neither this package nor TorchRec. With float32 rows it needs only torch, and with
+    other rows also ``fbgemm_gpu``.
 
     Args:
-        checkpoint: The directory of a full checkpoint or of a delta. The chain of a delta is folded.
+        checkpoint: The directory of a full checkpoint or of a delta. The chain of a
+            delta is folded.
         output: The file. An existing file is replaced when the new file is complete.
-        tables: The names of the tables to export, in the order of the module's input and output. Default: None, all
-            tables in the order of their names.
-        dtype: The data type of the exported rows; see :func:`torchrec_recstore.inference.export_for_inference`.
-            Default: ``torch.int8``.
+        tables: The names of the tables to export, in the order of the module's input
+            and output. Default: None, all tables in the order of their names.
+        dtype: The data type of the exported rows; see
+            :func:`torchrec_recstore.inference.export_for_inference`. Default:
+            ``torch.int8``.
         min_frequency: The minimum frequency of an exported row; see
-            :func:`torchrec_recstore.inference.export_for_inference`. Default: 0, all rows.
+            :func:`torchrec_recstore.inference.export_for_inference`. Default: 0, all
+            rows.
         top_rows: The maximum number of exported rows of each table; see
-            :func:`torchrec_recstore.inference.export_for_inference`. Default: None, no limit.
-        index: How the module searches ids; see :func:`torchrec_recstore.inference.export_for_inference`. With
-            ``"hash"``, the module needs the native library and no FBGEMM. Default: ``"sorted"``.
-        rows: Where a process has the rows that it serves, ``"memory"`` or ``"mapped"``; see
-            :func:`torchrec_recstore.inference.export_for_inference`. Default: ``"memory"``.
-        key: The file of the secret key with which the file is signed. Default: None, no signature.
-        advance: A callback that is called with the number of rows read since the last call. With ``min_frequency`` or
-            ``top_rows``, all rows are read twice.
+            :func:`torchrec_recstore.inference.export_for_inference`. Default: None, no
+            limit.
+        index: How the module searches ids; see
+            :func:`torchrec_recstore.inference.export_for_inference`. With ``"hash"``,
+            the module needs the native library and no FBGEMM. Default: ``"sorted"``.
+        rows: Where a process has the rows that it serves, ``"memory"`` or ``"mapped"``;
+            see :func:`torchrec_recstore.inference.export_for_inference`. Default:
+            ``"memory"``.
+        key: The file of the secret key with which the file is signed. Default: None, no
+            signature.
+        advance: A callback that is called with the number of rows read since the last
+            call. With ``min_frequency`` or ``top_rows``, all rows are read twice.
 
     Returns:
         A description of the file.
 
     Raises:
-        FileNotFoundError, CheckpointError: A checkpoint of the chain is missing or damaged.
-        TypeError, ValueError: An argument is invalid, or the checkpoint does not have one of ``tables``.
+        FileNotFoundError, CheckpointError: A checkpoint of the chain is missing or
+            damaged.
+        TypeError, ValueError: An argument is invalid, or the checkpoint does not have
+            one of ``tables``.
         OSError: The file cannot be written.
 
     Warns:
@@ -125,9 +141,14 @@ def export_checkpoint(
     check_path(output)
     check_index(index, rows)
     if rows == "servers":
-        raise ValueError('rows="servers" is for a model whose tables are on servers, and a checkpoint has its own rows')
+        raise ValueError(
+            'rows="servers" is for a model whose tables are on servers, and a'
+            " checkpoint has its own rows"
+        )
     signing = key_at(key)
-    served, left_out = _served(checkpoint, tables, dtype, min_frequency, top_rows, advance)
+    served, left_out = _served(
+        checkpoint, tables, dtype, min_frequency, top_rows, advance
+    )
     if index == "hash":
         hashed(served)
     script = scripted(served)
@@ -156,33 +177,38 @@ def export_checkpoint_delta(
     key: str | Path | None = None,
     advance: Callable[[int], object] = lambda rows: None,
 ) -> DeltaInfo:
-    """Writes the differences between a checkpoint's tables and an earlier export into a file.
+    """Writes the differences between a checkpoint's tables and an earlier export into a
+    file.
 
     The exported module's method ``apply_delta`` applies the delta.
 
     Args:
         checkpoint: The checkpoint's directory; see :func:`export_checkpoint`.
         output: The delta's file, in the format of safetensors.
-        base: The file that :func:`export_checkpoint` has written, or the module that ``torch.jit.load`` has loaded from
-            it.
+        base: The file that :func:`export_checkpoint` has written, or the module that
+            ``torch.jit.load`` has loaded from it.
         min_frequency: The value with which ``base`` was exported. Default: 0.
         top_rows: The value with which ``base`` was exported. Default: None.
-        key: The file of the secret key; see :func:`torchrec_recstore.inference.export_delta`. Default: None.
-        advance: A callback that is called with the number of rows read since the last call.
+        key: The file of the secret key; see
+            :func:`torchrec_recstore.inference.export_delta`. Default: None.
+        advance: A callback that is called with the number of rows read since the last
+            call.
 
     Returns:
         A description of the delta.
 
     Raises:
-        FileNotFoundError, CheckpointError, TypeError, ValueError, OSError: See :func:`export_checkpoint`; or ``base``
-            has other tables.
+        FileNotFoundError, CheckpointError, TypeError, ValueError, OSError: See
+            :func:`export_checkpoint`; or ``base`` has other tables.
     """
     signing = key_at(key)
     base = open_base(base, signing)
     output = Path(output)
     check_path(output)
     names = base.recstore_tables()
-    served, _ = _served(checkpoint, names, dtype_of(base), min_frequency, top_rows, advance)
+    served, _ = _served(
+        checkpoint, names, dtype_of(base), min_frequency, top_rows, advance
+    )
     return write_delta(served, base, output, key=signing)
 
 
@@ -202,22 +228,30 @@ def _served(
     unknown = [name for name in names if name not in known]
     if unknown or not names or len(set(names)) != len(names):
         raise ValueError(
-            f"tables must be different tables of {chain[-1].path}, which has "
-            f"{', '.join(map(repr, sorted(known))) or 'none'}, got {', '.join(map(repr, names)) or 'none'}"
+            f"tables must be different tables of {chain[-1].path}, which has"
+            f" {', '.join(map(repr, sorted(known))) or 'none'}, got"
+            f" {', '.join(map(repr, names)) or 'none'}"
         )
     for name in names:
         check_dim(name, known[name].dim, row_format)
         check_counts(name, known[name].options, min_frequency, top_rows)
-        check_counted(name, known[name].rows, known[name].steps, min_frequency, top_rows)
+        check_counted(
+            name, known[name].rows, known[name].steps, min_frequency, top_rows
+        )
     check_files(chain)
     served, left_out, initial = [], {}, []
     for name in names:
         info = known[name]
         missing, exact = missing_row(
-            default_initializer(info.options), info.options, info.dim, getattr(torch, info.dtype)
+            default_initializer(info.options),
+            info.options,
+            info.dim,
+            getattr(torch, info.dtype),
         )
         initial += [] if exact else [name]
-        ids, rows = _rows(chain, name, missing, row_format, min_frequency, top_rows, advance)
+        ids, rows = _rows(
+            chain, name, missing, row_format, min_frequency, top_rows, advance
+        )
         served.append(served_table(name, info.dim, row_format, ids, rows))
         left_out[name] = info.rows - len(ids)
     warn_of_initial_rows(initial)
@@ -235,9 +269,11 @@ def _rows(
     top_rows: int | None,
     advance: Callable[[int], object],
 ) -> tuple[Tensor, Tensor]:
-    """Returns a table's ids, and its rows in the row format after a first row for ids without a row.
+    """Returns a table's ids, and its rows in the row format after a first row for ids
+    without a row.
 
-    A selection by frequency reads the rows twice: first the frequencies, then the selected rows.
+    A selection by frequency reads the rows twice: first the frequencies, then the
+    selected rows.
     """
     info = chain[-1].tables[name]
     kept: Tensor | None = None
@@ -264,7 +300,9 @@ def _rows(
     return ids, rows
 
 
-def _parts(chain: Sequence[CheckpointInfo], name: str, advance: Callable[[int], object]) -> Parts:
+def _parts(
+    chain: Sequence[CheckpointInfo], name: str, advance: Callable[[int], object]
+) -> Parts:
     for shards in FoldedTable(chain, name):
         if shards and len(shards[0]):
             yield Part.joined(shards, range(chain[-1].tables[name].dim))
@@ -272,4 +310,6 @@ def _parts(chain: Sequence[CheckpointInfo], name: str, advance: Callable[[int], 
 
 
 def _frequency(part: Part, info: TableInfo) -> Tensor:
-    return aged(part.rows["frequency"], part.rows["last_step"], info.steps, info.options)
+    return aged(
+        part.rows["frequency"], part.rows["last_step"], info.steps, info.options
+    )

@@ -1,7 +1,9 @@
-"""Writes the rows of a served model beside the model in its file, so that processes map them instead of reading them.
+"""Writes the rows of a served model beside the model in its file, so that processes map
+them instead of reading them.
 
-The file is the zip file that ``torch.jit.save`` writes, with one record more for each table: the lines of the index and
-the rows, as they are in memory. The native library finds the records by their name.
+The file is the zip file that ``torch.jit.save`` writes, with one record more for each
+table: the lines of the index and the rows, as they are in memory. The native library
+finds the records by their name.
 
 Tests: tests/serving/test_mapped.py.
 """
@@ -28,18 +30,24 @@ _PADDING = 0x4246  # the number of the extra field with which torch aligns recor
 
 @contextmanager
 def rows_apart(tables: Sequence[Any]) -> Iterator[dict[str, list[Tensor]]]:
-    """Makes ``torch.jit.save`` write the tables without their rows, until the end of the context.
+    """Makes ``torch.jit.save`` write the tables without their rows, until the end of
+    the context.
 
     Args:
-        tables: Modules or compiled modules of :class:`torchrec_recstore_serving.hashed_tables.HashedTable`.
+        tables: Modules or compiled modules of
+            :class:`torchrec_recstore_serving.hashed_tables.HashedTable`.
 
     Yields:
-        The tensors of each record that :func:`append_records` then adds to the file, by the name of the record.
+        The tensors of each record that :func:`append_records` then adds to the file, by
+        the name of the record.
     """
     identity = secrets.token_hex(16)
     names = [f"rows/{identity}/{number}" for number, _ in enumerate(tables)]
     try:
-        yield {name: table.native.write_apart(name) for name, table in zip(names, tables, strict=True)}
+        yield {
+            name: table.native.write_apart(name)
+            for name, table in zip(names, tables, strict=True)
+        }
     finally:
         for table in tables:
             table.native.write_within()

@@ -19,8 +19,10 @@ class ModelSource:
     """Where a model of a server comes from.
 
     Args:
-        place: The place that is followed; see :func:`torchrec_recstore.inference.follow`.
-        pinned: The number of the only publication that is served. None: the newest one is served.
+        place: The place that is followed; see
+            :func:`torchrec_recstore.inference.follow`.
+        pinned: The number of the only publication that is served. None: the newest one
+            is served.
     """
 
     place: str
@@ -28,7 +30,9 @@ class ModelSource:
 
 
 def sources_of(texts: Sequence[str]) -> dict[str, ModelSource]:
-    """Returns the sources of ``[NAME=]SOURCE[@NUMBER]``, by name. The name of a single source may be missing: ``""``.
+    """Returns the sources of ``[NAME=]SOURCE[@NUMBER]``, by name.
+
+    The name of a single source may be missing: ``""``.
 
     Raises:
         ValueError: A name is missing or occurs twice.
@@ -40,7 +44,10 @@ def sources_of(texts: Sequence[str]) -> dict[str, ModelSource]:
         if len(texts) > 1 and not name:
             raise ValueError(f"each of several sources needs a name: write NAME={text}")
         if name in found:
-            raise ValueError(f"there are two sources with the name {name}: each needs a name of its own")
+            raise ValueError(
+                f"there are two sources with the name {name}: each needs a name of"
+                " its own"
+            )
         found[name or ""] = ModelSource(place, None if pinned is None else int(pinned))
     return found
 
@@ -50,8 +57,13 @@ class Answering(Protocol):
 
     jagged: Mapping[str, tuple[str, int]]
 
-    def submit(self, arguments: Mapping[str, Value], *, caller_s: float = 0.0) -> Future[Answer]:
-        """Queues a request. The calling thread may answer it if that takes less than ``caller_s``."""
+    def submit(
+        self, arguments: Mapping[str, Value], *, caller_s: float = 0.0
+    ) -> Future[Answer]:
+        """Queues a request.
+
+        The calling thread may answer it if that takes less than ``caller_s``.
+        """
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the model."""
@@ -64,32 +76,55 @@ class NamedModels:
     """The models of a server.
 
     Args:
-        models: The models by name, at least one. The name of a single model may be ``""``.
+        models: The models by name, at least one. The name of a single model may be
+            ``""``.
     """
 
     def __init__(self, models: Mapping[str, Answering]) -> None:
         self._models = models
 
     def unknown(self, name: str | None) -> str | None:
-        """Returns an error that lists the names of the models. None: a model has the name, or there is no name."""
+        """Returns an error that lists the names of the models.
+
+        None: a model has the name, or there is no name.
+        """
         if not name or name in self._models:
             return None
         names = ", ".join(filter(None, self._models))
-        return f"there is no model {name!r}: {f'the models are {names}' if names else 'the only model has no name'}"
+        return (
+            f"there is no model {name!r}:"
+            f" {f'the models are {names}' if names else 'the only model has no name'}"
+        )
 
     def one(self, name: str | None) -> Answering:
-        """Returns the model of a name that is known. Without a name: the first model."""
+        """Returns the model of a name that is known.
+
+        Without a name: the first model.
+        """
         return self._models[name] if name else next(iter(self._models.values()))
 
     def state(self, name: str | None = None) -> dict[str, Any]:
-        """Returns the state of a model. Without a name: of all models, by name if they have names."""
+        """Returns the state of a model.
+
+        Without a name: of all models, by name if they have names.
+        """
         if name or "" in self._models:
             return self.one(name).state()
         return {"models": {each: model.state() for each, model in self._models.items()}}
 
     def not_ready(self, name: str | None = None) -> str | None:
-        """Returns why a model is not ready. Without a name: why some models are not. None: they are."""
+        """Returns why a model is not ready.
+
+        Without a name: why some models are not. None: they are.
+        """
         if name or "" in self._models:
             return self.one(name).not_ready()
         reasons = {each: model.not_ready() for each, model in self._models.items()}
-        return "; ".join(f"{each}: {reason}" for each, reason in reasons.items() if reason is not None) or None
+        return (
+            "; ".join(
+                f"{each}: {reason}"
+                for each, reason in reasons.items()
+                if reason is not None
+            )
+            or None
+        )

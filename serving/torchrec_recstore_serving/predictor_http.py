@@ -22,42 +22,69 @@ from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler, stream_request_body
 
 from torchrec_recstore_service.server.credentials import watched_context, watched_token
-from torchrec_recstore_service.server.listening import GRACE_S, ListenOptions, allowed, host_and_port
+from torchrec_recstore_service.server.listening import (
+    GRACE_S,
+    ListenOptions,
+    allowed,
+    host_and_port,
+)
 from torchrec_recstore_serving.batching import Answer
 from torchrec_recstore_serving.named_models import NamedModels
-from torchrec_recstore_serving.request_values import arguments_of_json, not_finite, place_of_float
+from torchrec_recstore_serving.request_values import (
+    arguments_of_json,
+    not_finite,
+    place_of_float,
+)
 from torchrec_recstore_serving.requests import FLOAT_IDS, Value
 
 _LONGEST_BODY = 1 << 26  # bytes
 _LONGEST_HEADERS = 1 << 16  # bytes
-_SLOWEST_S = 60.0  # for the TLS handshake and the headers, for the body, and for reading a reply
+# for the TLS handshake and the headers, for the body, and for reading a reply
+_SLOWEST_S = 60.0
 _LOOK_S = 1.0
-_AT_ONCE = 1 << 16  # bytes; larger documents would hold up other requests, and are converted in threads of their own
-_SHORT_S = 1e-3  # A change of threads and back takes a large part of this; a longer call would hold up other requests.
+# bytes; larger documents would hold up other requests, and are converted in threads of
+# their own
+_AT_ONCE = 1 << 16
+# A change of threads and back takes a large part of this; a longer call would hold up
+# other requests.
+_SHORT_S = 1e-3
 _CONVERTERS = 2  # threads
 _DEEP = 100
 _MOST_DIGITS = 20  # of Content-Length
-# Upper bounds, in bytes, of what the conversion of a document takes at its worst moment for each of its parts. A body
-# is held as pieces, as one, and as text, and again as the strings in it. A list is held as an object of Python, and its
-# entries as objects, in lists of all entries of one depth, and in a tensor. tests/serving/test_predictor_http.py
-# measures them.
+# Upper bounds, in bytes, of what the conversion of a document takes at its worst moment
+# for each of its parts. A body is held as pieces, as one, and as text, and again as the
+# strings in it. A list is held as an object of Python, and its entries as objects, in
+# lists of all entries of one depth, and in a tensor.
+# tests/serving/test_predictor_http.py measures them.
 _OF_A_BYTE = 4
-_OF_A_WIDE_BYTE = 20  # Python holds a text with one character that needs it with four bytes for each character.
+# Python holds a text with one character that needs it with four bytes for each
+# character.
+_OF_A_WIDE_BYTE = 20
 _OF_A_LIST = 130
 _OF_AN_OBJECT = 260
 _OF_AN_ENTRY = 56
 _OF_A_QUOTE = 40
-_OF_A_RESULT = 100  # a number of an answer: in the tensor, as an object of Python, and as text in two copies
+# a number of an answer: in the tensor, as an object of Python, and as text in two
+# copies
+_OF_A_RESULT = 100
 _DEPTH = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
-_ROUTES = "there are GET /state, GET /health and POST /predict, for a model with a name also below /models/NAME"
-_NO_ROOM = "the requests that are being answered take all of --max-request-memory: try again"
+_ROUTES = (
+    "there are GET /state, GET /health and POST /predict, for a model with a name also"
+    " below /models/NAME"
+)
+_NO_ROOM = (
+    "the requests that are being answered take all of --max-request-memory: try again"
+)
 _encode = json.JSONEncoder(allow_nan=False).encode
 _Result = TypeVar("_Result")
 
 
 def failure(error: Exception) -> str:
     """Returns the message of a failed call of the model."""
-    return f"the model has failed: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}"
+    return (
+        "the model has failed:"
+        f" {(str(error).strip().splitlines() or [type(error).__name__])[-1]}"
+    )
 
 
 class HeldMemory:
@@ -74,7 +101,9 @@ class HeldMemory:
         self._bytes = 0
 
     def grow_to(self, size: int) -> bool:
-        """Holds at least ``size`` bytes, and returns whether the other requests leave room for them."""
+        """Holds at least ``size`` bytes, and returns whether the other requests leave
+        room for them.
+        """
         more = max(0, size - self._bytes)
         if self._server.held_bytes + more > self.limit:
             return False
@@ -89,7 +118,8 @@ class HeldMemory:
 
 
 def memory_of(body: Sequence[bytes]) -> int:
-    """Returns an upper bound of the memory in bytes that the conversion of a JSON document takes.
+    """Returns an upper bound of the memory in bytes that the conversion of a JSON
+    document takes.
 
     Args:
         body: The pieces of the document, which are included.
@@ -111,7 +141,9 @@ def _size(body: Sequence[bytes]) -> int:
 
 
 class HttpServer:
-    """JSON over HTTP: POST /predict, GET /state and GET /health. One thread serves all connections.
+    """JSON over HTTP: POST /predict, GET /state and GET /health.
+
+    One thread serves all connections.
 
     The routes of the model NAME are the same below /models/NAME.
 
@@ -124,31 +156,43 @@ class HttpServer:
         OSError: The address cannot be listened on.
     """
 
-    def __init__(self, address: str, access: ListenOptions, models: NamedModels) -> None:
+    def __init__(
+        self, address: str, access: ListenOptions, models: NamedModels
+    ) -> None:
         host, port = host_and_port(address)
         self.models = models
         self._access = access
         self._loop = asyncio.new_event_loop()
-        # Python's lock lets one thread convert at a time. malloc keeps memory that was freed for each thread, so that
-        # more threads would keep more of it.
-        self._loop.set_default_executor(ThreadPoolExecutor(_CONVERTERS, "http-documents"))
+        # Python's lock lets one thread convert at a time. malloc keeps memory that was
+        # freed for each thread, so that more threads would keep more of it.
+        self._loop.set_default_executor(
+            ThreadPoolExecutor(_CONVERTERS, "http-documents")
+        )
         self._stop = asyncio.Event()
         self.running = 0
         """The number of predictions that are being answered."""
         self.held_bytes = 0
-        """The memory of their requests, and of those that are being read; see :class:`HeldMemory`."""
+        """The memory of their requests, and of those that are being read; see
+        :class:`HeldMemory`.
+        """
         try:
-            self._token = None if access.token_file is None else watched_token(access.token_file)
+            self._token = (
+                None if access.token_file is None else watched_token(access.token_file)
+            )
             sockets = bind_sockets(port, host)
         except OSError as error:
             raise OSError(f"--http {address}: {error.strerror}") from error
         self.address = f"{address.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
-        # A client that makes no handshake, or whose request is malformed, is no matter for the operator.
+        # A client that makes no handshake, or whose request is malformed, is no matter
+        # for the operator.
         logging.getLogger("tornado.general").setLevel(logging.ERROR)
         routes = {"predict": _Predict, "state": _State, "health": _Health}
         self._server = _Server(
             Application(
-                [(rf"(?:/models/([^/]+))?/{name}", handler, {"server": self}) for name, handler in routes.items()],
+                [
+                    (rf"(?:/models/([^/]+))?/{name}", handler, {"server": self})
+                    for name, handler in routes.items()
+                ],
                 default_handler_class=_Other,
                 default_handler_args={"server": self},
                 log_function=lambda handler: None,
@@ -166,7 +210,9 @@ class HttpServer:
         )
         self._look()
         self._thread = threading.Thread(
-            target=lambda: self._loop.run_until_complete(self._serve(sockets)), name="http", daemon=True
+            target=lambda: self._loop.run_until_complete(self._serve(sockets)),
+            name="http",
+            daemon=True,
         )
         self._thread.start()
 
@@ -188,7 +234,9 @@ class HttpServer:
     def health(self, model: str | None) -> tuple[int, bytes]:
         """Returns the answer to GET /health."""
         reason = self.models.not_ready(model)
-        return 200 if reason is None else 503, _encoded({"serving": reason is None, "reason": reason})
+        return 200 if reason is None else 503, _encoded(
+            {"serving": reason is None, "reason": reason}
+        )
 
     def state(self, model: str | None) -> tuple[int, bytes]:
         """Returns the answer to GET /state."""
@@ -198,13 +246,17 @@ class HttpServer:
         """Returns the memory of a request, of which nothing is held yet."""
         return HeldMemory(self, self._access.max_request_memory)
 
-    async def answer(self, model: str | None, body: list[bytes], held: HeldMemory) -> tuple[int, bytes]:
+    async def answer(
+        self, model: str | None, body: list[bytes], held: HeldMemory
+    ) -> tuple[int, bytes]:
         """Returns the status and the body of the answer to POST /predict.
 
         Args:
             model: The name of the model. None: the model without a name.
-            body: The pieces of the body of the request. They are removed when they have been read.
-            held: The memory that is held for the request. It grows by what the conversions take.
+            body: The pieces of the body of the request. They are removed when they have
+                been read.
+            held: The memory that is held for the request. It grows by what the
+                conversions take.
         """
         given: Mapping[str, Any] = {}
         predictor = self.models.one(model)
@@ -214,29 +266,44 @@ class HttpServer:
             needed = await _converted(size, lambda: memory_of(body))
             if needed > held.limit:
                 return 413, _error(
-                    f"the document takes up to {needed} bytes of memory while it is read, and --max-request-memory is "
-                    f"{held.limit}: send fewer or shorter lists in one request, or use gRPC"
+                    f"the document takes up to {needed} bytes of memory while it is"
+                    f" read, and --max-request-memory is {held.limit}: send fewer or"
+                    " shorter lists in one request, or use gRPC"
                 )
             if not held.grow_to(needed):
                 return 503, _error(_NO_ROOM)
-            given, arguments = await _converted(size, lambda: _read(b"".join(body), predictor.jagged))
+            given, arguments = await _converted(
+                size, lambda: _read(b"".join(body), predictor.jagged)
+            )
             body.clear()
-            future = predictor.submit(arguments, caller_s=_SHORT_S if size <= _AT_ONCE else 0.0)
-            answer = future.result() if future.done() else await asyncio.wrap_future(future)
+            future = predictor.submit(
+                arguments, caller_s=_SHORT_S if size <= _AT_ONCE else 0.0
+            )
+            answer = (
+                future.result() if future.done() else await asyncio.wrap_future(future)
+            )
             results = sum(output.numel() for output in answer.outputs.values())
             needed = results * _OF_A_RESULT
             if needed > held.limit:
                 return 413, _error(
-                    f"the answer has {results} numbers and takes up to {needed} bytes of memory, and "
-                    f"--max-request-memory is {held.limit}: send fewer examples in one request, or use gRPC"
+                    f"the answer has {results} numbers and takes up to {needed} bytes"
+                    f" of memory, and --max-request-memory is {held.limit}: send fewer"
+                    " examples in one request, or use gRPC"
                 )
             if not held.grow_to(needed):
                 return 503, _error(_NO_ROOM)
             return await _converted(results * 8, lambda: _written(answer))
         except ValueError as error:
-            places = [name + place for name, value in given.items() if (place := place_of_float(value))]
+            places = [
+                name + place
+                for name, value in given.items()
+                if (place := place_of_float(value))
+            ]
             if places and str(error).startswith(FLOAT_IDS):
-                return 400, _error(f"{error} ({', '.join(places)}): send integers, because floats do not hold every id")
+                return 400, _error(
+                    f"{error} ({', '.join(places)}): send integers, because floats do"
+                    " not hold every id"
+                )
             return 400, _error(str(error))
         except ConnectionError as error:
             return 503, _error(str(error))
@@ -271,7 +338,10 @@ class _Server(HTTPServer):
     connections = 0
 
     def handle_stream(self, stream: IOStream, address: tuple[Any, ...]) -> None:
-        """See tornado. Closes a connection if there are too many, before its TLS handshake."""
+        """See tornado.
+
+        Closes a connection if there are too many, before its TLS handshake.
+        """
         if self.connections >= self.max_connections:
             stream.close()
             return
@@ -298,9 +368,14 @@ class _Handler(RequestHandler):
 
     def prepare(self) -> None:
         """See tornado. A reply before the body has been read closes the connection."""
-        if self.needs_token and not self._server.is_allowed(self.request.headers.get("Authorization", "")):
+        if self.needs_token and not self._server.is_allowed(
+            self.request.headers.get("Authorization", "")
+        ):
             self.reply(401, _error("the token is missing or wrong"))
-        elif self.path_args and (unknown := self._server.models.unknown(self.path_args[0])) is not None:
+        elif (
+            self.path_args
+            and (unknown := self._server.models.unknown(self.path_args[0])) is not None
+        ):
             self.reply(404, _error(unknown))
 
     def reply(self, status: int, body: bytes) -> asyncio.Future[None]:
@@ -351,18 +426,31 @@ class _Predict(_Handler):
             return
         given = self.request.headers.get("Content-Length", "")
         if not given.isdecimal():
-            self.reply(411, _error(f"Content-Length is missing; the body may have {_LONGEST_BODY} bytes"))
+            self.reply(
+                411,
+                _error(
+                    f"Content-Length is missing; the body may have {_LONGEST_BODY}"
+                    " bytes"
+                ),
+            )
             return
         # int() refuses a number of more than 4,300 digits.
         length = int(given) if len(given) <= _MOST_DIGITS else 10**_MOST_DIGITS
         if length > _LONGEST_BODY:
-            # The body is not read: tornado would send an error of its own after this one.
+            # The body is not read: tornado would send an error of its own after this
+            # one.
             self.request.connection.set_max_body_size(length)  # type: ignore[union-attr]
             self.reply(413, _error(f"the body may have {_LONGEST_BODY} bytes"))
             return
         if length > self._held.limit:
             self.request.connection.set_max_body_size(length)  # type: ignore[union-attr]
-            self.reply(413, _error(f"the body has {length} bytes, and --max-request-memory is {self._held.limit}"))
+            self.reply(
+                413,
+                _error(
+                    f"the body has {length} bytes, and --max-request-memory is"
+                    f" {self._held.limit}"
+                ),
+            )
         elif not self._held.grow_to(length):
             self.reply(503, _error(_NO_ROOM))
 
@@ -387,7 +475,11 @@ class _Predict(_Handler):
             self._held.release()
 
     def on_finish(self) -> None:
-        """See tornado. The memory of a request whose client has gone away is held until its work has ended."""
+        """See tornado.
+
+        The memory of a request whose client has gone away is held until its work has
+        ended.
+        """
         if not self._is_working:
             self._chunks.clear()
             self._held.release()
@@ -400,10 +492,16 @@ class _Predict(_Handler):
 
 async def _converted(size: int, convert: Callable[[], _Result]) -> _Result:
     """Converts a document of ``size`` bytes."""
-    return convert() if size <= _AT_ONCE else await asyncio.get_running_loop().run_in_executor(None, convert)
+    return (
+        convert()
+        if size <= _AT_ONCE
+        else await asyncio.get_running_loop().run_in_executor(None, convert)
+    )
 
 
-def _read(body: bytes, jagged: Mapping[str, tuple[str, int]]) -> tuple[Mapping[str, Any], Mapping[str, Value]]:
+def _read(
+    body: bytes, jagged: Mapping[str, tuple[str, int]]
+) -> tuple[Mapping[str, Any], Mapping[str, Value]]:
     """Returns the arguments of a request as they are in JSON, and as tensors."""
     try:
         document = json.loads(body)
@@ -411,7 +509,9 @@ def _read(body: bytes, jagged: Mapping[str, tuple[str, int]]) -> tuple[Mapping[s
         raise ValueError(_too_deep(body)) from None
     except ValueError as error:
         raise ValueError(f"the body is not JSON: {error}") from None
-    if not isinstance(document, dict) or not isinstance(document.get("arguments"), dict):
+    if not isinstance(document, dict) or not isinstance(
+        document.get("arguments"), dict
+    ):
         raise ValueError('the body must be {"arguments": {NAME: VALUE, ...}}')
     return document["arguments"], arguments_of_json(document["arguments"], jagged)
 
@@ -422,7 +522,10 @@ def _too_deep(body: bytes) -> str:
         if match[0] in (b"[", b"{"):
             depth += 1
             if depth > _DEEP:
-                return f"the argument {name} has {_DEEP} lists within lists at byte {match.start()} of the body"
+                return (
+                    f"the argument {name} has {_DEEP} lists within lists at byte"
+                    f" {match.start()} of the body"
+                )
         elif match[0] in (b"]", b"}"):
             depth -= 1
         elif depth == 2:
@@ -432,12 +535,18 @@ def _too_deep(body: bytes) -> str:
 
 def _written(answer: Answer) -> tuple[int, bytes]:
     outputs = {name: each.tolist() for name, each in answer.outputs.items()}
-    told = {"version": answer.version, "number": answer.number, "seconds_behind": answer.seconds_behind}
+    told = {
+        "version": answer.version,
+        "number": answer.number,
+        "seconds_behind": answer.seconds_behind,
+    }
     try:
         return 200, _encoded({"outputs": outputs, **told})
     except ValueError as error:  # JSON has no NaN and no infinity. A search before would take longer than the encoding.
         problem = not_finite(answer.outputs) or str(error)
-        return 500, _error(f"{problem}: gRPC returns it. Publish a model whose weights are finite")
+        return 500, _error(
+            f"{problem}: gRPC returns it. Publish a model whose weights are finite"
+        )
 
 
 def _error(message: str) -> bytes:

@@ -15,9 +15,15 @@ from torchrec_recstore_service.server.metrics_endpoint import MetricsEndpoint
 
 AGES = ("seconds_behind", "publication_age_s", "arrival_age_s")
 _GAUGES = {
-    "seconds_behind": "The age of the served rows in seconds: the larger of the two that follow.",
-    "publication_age_s": "The age of the served rows in seconds by the clock of the publisher.",
-    "arrival_age_s": "The time in seconds since the last news of the served rows has arrived.",
+    "seconds_behind": (
+        "The age of the served rows in seconds: the larger of the two that follow."
+    ),
+    "publication_age_s": (
+        "The age of the served rows in seconds by the clock of the publisher."
+    ),
+    "arrival_age_s": (
+        "The time in seconds since the last news of the served rows has arrived."
+    ),
     "not_ready": "Whether the server is not ready: 1 or 0.",
     "versions_behind": "The number of publications that are not applied.",
     "problem": "Whether the newest publication cannot be served: 1 or 0.",
@@ -26,16 +32,22 @@ _GAUGES = {
 _COUNTERS = {
     "fulls_loaded": "The number of full exports that were loaded.",
     "deltas_applied": "The number of deltas that were applied.",
-    "history_changes": "The number of times that the follower has left a history that the place has lost.",
+    "history_changes": (
+        "The number of times that the follower has left a history that the place has"
+        " lost."
+    ),
     "batches": "The number of calls of the model.",
 }
 
 
 class PredictorMetrics:
-    """An HTTP endpoint for Prometheus. The metrics of models with names have the label ``model``.
+    """An HTTP endpoint for Prometheus.
+
+    The metrics of models with names have the label ``model``.
 
     Args:
-        states: A function that returns the states of the models by name. The name of a single model may be ``""``.
+        states: A function that returns the states of the models by name. The name of a
+            single model may be ``""``.
         address: The address to listen on, ``host:port``. Port 0 chooses a free port.
         named: Whether the models have names.
 
@@ -43,8 +55,14 @@ class PredictorMetrics:
         OSError: The address cannot be listened on.
     """
 
-    def __init__(self, states: Callable[[], Mapping[str, Mapping[str, Any]]], address: str, named: bool) -> None:
-        import prometheus_client as prometheus  # imported here, because most servers report no metrics
+    def __init__(
+        self,
+        states: Callable[[], Mapping[str, Mapping[str, Any]]],
+        address: str,
+        named: bool,
+    ) -> None:
+        # imported here, because most servers report no metrics
+        import prometheus_client as prometheus
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         registry, labels = prometheus.CollectorRegistry(), ["model"] if named else []
@@ -58,13 +76,19 @@ class PredictorMetrics:
             registry=registry,
         )
         self._predictions = prometheus.Counter(
-            "recstore_predictions", "The number of predictions by outcome.", [*labels, "outcome"], registry=registry
+            "recstore_predictions",
+            "The number of predictions by outcome.",
+            [*labels, "outcome"],
+            registry=registry,
         )
 
         class OfFollowers:
             def collect(self) -> Iterator[Any]:
                 now = {model: _numbers(state) for model, state in states().items()}
-                for names, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
+                for names, family in (
+                    (_GAUGES, GaugeMetricFamily),
+                    (_COUNTERS, CounterMetricFamily),
+                ):
                     for name, text in names.items():
                         found = family(f"recstore_follow_{name}", text, labels=labels)
                         for model, numbers in now.items():

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_NO_INTEGERS = "must be integers"  # what served lookups say about ids; see served_tables.integers and served_table.cpp
+# what served lookups say about ids; see served_tables.integers and served_table.cpp
+_NO_INTEGERS = "must be integers"
 FLOAT_IDS = "ids must be integers"
 """The beginning of the error of a model that got ids of another type."""
 
@@ -32,15 +33,26 @@ class JaggedArgument:
     def __post_init__(self) -> None:
         for part, tensor in (("values", self.values), ("lengths", self.lengths)):
             if not _are_integers(tensor):
-                raise ValueError(f"the {part} of bags must be integers, got {tensor.dtype}")
+                raise ValueError(
+                    f"the {part} of bags must be integers, got {tensor.dtype}"
+                )
         if self.values.dim() != 1 or self.lengths.dim() != 2:
-            raise ValueError("values must have one dimension, and lengths must be a multiple of the number of features")
-        if bool((self.lengths < 0).any()) or int(self.lengths.sum()) != len(self.values):
             raise ValueError(
-                f"the lengths are {int(self.lengths.sum())} in total, and there are {len(self.values)} values"
+                "values must have one dimension, and lengths must be a multiple of the"
+                " number of features"
+            )
+        if bool((self.lengths < 0).any()) or int(self.lengths.sum()) != len(
+            self.values
+        ):
+            raise ValueError(
+                f"the lengths are {int(self.lengths.sum())} in total, and there are"
+                f" {len(self.values)} values"
             )
         if self.weights is not None and self.weights.shape != self.values.shape:
-            raise ValueError(f"there are {len(self.values)} values and {self.weights.numel()} weights")
+            raise ValueError(
+                f"there are {len(self.values)} values and {self.weights.numel()}"
+                " weights"
+            )
 
 
 Value = Tensor | JaggedArgument
@@ -51,9 +63,10 @@ class Request:
     """The arguments of one call.
 
     Args:
-        arguments: The arguments of the model's ``forward`` by name. Each tensor has one row for each example.
-        examples: The number of examples. None: the tensors have no common number of rows, so that the request cannot
-            be answered together with others.
+        arguments: The arguments of the model's ``forward`` by name. Each tensor has one
+            row for each example.
+        examples: The number of examples. None: the tensors have no common number of
+            rows, so that the request cannot be answered together with others.
     """
 
     arguments: Mapping[str, Value]
@@ -62,20 +75,32 @@ class Request:
     def kind(self) -> Hashable:
         """Returns what requests must have in common to become one batch."""
         return tuple(
-            (name, value.keys, value.values.dtype, value.lengths.shape[0], value.lengths.dtype, value.weights is None)
-            if isinstance(value, JaggedArgument)
-            else (name, value.dtype, value.shape[1:])
+            (
+                (
+                    name,
+                    value.keys,
+                    value.values.dtype,
+                    value.lengths.shape[0],
+                    value.lengths.dtype,
+                    value.weights is None,
+                )
+                if isinstance(value, JaggedArgument)
+                else (name, value.dtype, value.shape[1:])
+            )
             for name, value in sorted(self.arguments.items())
         )
 
 
-def request_of(arguments: Mapping[str, Value], jagged: Mapping[str, tuple[str, int]]) -> Request:
+def request_of(
+    arguments: Mapping[str, Value], jagged: Mapping[str, tuple[str, int]]
+) -> Request:
     """Makes a request.
 
     Args:
         arguments: The arguments by name.
-        jagged: The names of plain tensors that are the ids of bags. For each name, the name of the argument with the
-            lengths of the bags, and the number of features.
+        jagged: The names of plain tensors that are the ids of bags. For each name, the
+            name of the argument with the lengths of the bags, and the number of
+            features.
 
     Raises:
         ValueError: An argument is missing, or its shape does not fit.
@@ -84,12 +109,21 @@ def request_of(arguments: Mapping[str, Value], jagged: Mapping[str, tuple[str, i
     for name, (lengths_name, features) in jagged.items():
         values, lengths = joined.get(name), joined.pop(lengths_name, None)
         if not isinstance(values, Tensor) or not isinstance(lengths, Tensor):
-            raise ValueError(f"the arguments {name!r} and {lengths_name!r} must be tensors")
+            raise ValueError(
+                f"the arguments {name!r} and {lengths_name!r} must be tensors"
+            )
         if lengths.dim() != 1 or len(lengths) % features:
-            raise ValueError(f"{lengths_name!r} must be a vector with a multiple of {features} lengths")
+            raise ValueError(
+                f"{lengths_name!r} must be a vector with a multiple of {features}"
+                " lengths"
+            )
         joined[name] = JaggedArgument((), values, lengths.view(features, -1))
     counts = {
-        value.lengths.shape[1] if isinstance(value, JaggedArgument) else (value.shape[0] if value.dim() else None)
+        (
+            value.lengths.shape[1]
+            if isinstance(value, JaggedArgument)
+            else (value.shape[0] if value.dim() else None)
+        )
         for value in joined.values()
     }
     examples = counts.pop() if len(counts) == 1 else None
@@ -105,9 +139,13 @@ def merged(requests: Sequence[Request]) -> Request:
     for name, value in first.arguments.items():
         parts = [request.arguments[name] for request in requests]
         if isinstance(value, JaggedArgument):
-            arguments[name] = _merged_bags([part for part in parts if isinstance(part, JaggedArgument)])
+            arguments[name] = _merged_bags(
+                [part for part in parts if isinstance(part, JaggedArgument)]
+            )
         else:
-            arguments[name] = torch.cat([part for part in parts if isinstance(part, Tensor)])
+            arguments[name] = torch.cat(
+                [part for part in parts if isinstance(part, Tensor)]
+            )
     return Request(arguments, sum(request.examples or 0 for request in requests))
 
 
@@ -116,18 +154,37 @@ def _merged_bags(parts: Sequence[JaggedArgument]) -> JaggedArgument:
     counts = [part.lengths.sum(1).tolist() for part in parts]
 
     def by_feature(tensors: Sequence[Tensor]) -> Tensor:
-        pieces = [torch.split(tensor, count) for tensor, count in zip(tensors, counts, strict=True)]
-        return torch.cat([piece[feature] for feature in range(len(first.lengths)) for piece in pieces])
+        pieces = [
+            torch.split(tensor, count)
+            for tensor, count in zip(tensors, counts, strict=True)
+        ]
+        return torch.cat(
+            [
+                piece[feature]
+                for feature in range(len(first.lengths))
+                for piece in pieces
+            ]
+        )
 
     return JaggedArgument(
         first.keys,
         by_feature([part.values for part in parts]),
         torch.cat([part.lengths for part in parts], dim=1),
-        None if first.weights is None else by_feature([part.weights for part in parts if part.weights is not None]),
+        (
+            None
+            if first.weights is None
+            else by_feature(
+                [part.weights for part in parts if part.weights is not None]
+            )
+        ),
     )
 
 
-def call(model: torch.jit.ScriptModule, request: Request, jagged: Mapping[str, tuple[str, int]]) -> dict[str, Tensor]:
+def call(
+    model: torch.jit.ScriptModule,
+    request: Request,
+    jagged: Mapping[str, tuple[str, int]],
+) -> dict[str, Tensor]:
     """Calls a served model, and returns the tensors of its result by name.
 
     Raises:
@@ -140,12 +197,19 @@ def call(model: torch.jit.ScriptModule, request: Request, jagged: Mapping[str, t
         if not isinstance(value, JaggedArgument):
             arguments[name] = value
         elif name in jagged:
-            arguments[name], arguments[jagged[name][0]] = value.values, value.lengths.reshape(-1)
+            arguments[name], arguments[jagged[name][0]] = (
+                value.values,
+                value.lengths.reshape(-1),
+            )
         else:
-            from torchrec import KeyedJaggedTensor  # Models of plain tensors are served without TorchRec.
+            # Models of plain tensors are served without TorchRec.
+            from torchrec import KeyedJaggedTensor
 
             arguments[name] = KeyedJaggedTensor(
-                list(value.keys), value.values, lengths=value.lengths.reshape(-1), weights=value.weights
+                list(value.keys),
+                value.values,
+                lengths=value.lengths.reshape(-1),
+                weights=value.weights,
             )
     with torch.inference_mode():
         try:
@@ -156,20 +220,37 @@ def call(model: torch.jit.ScriptModule, request: Request, jagged: Mapping[str, t
 
 
 def _refusal(error: Exception, arguments: Mapping[str, object]) -> ValueError | None:
-    """Returns the error of a model that refuses its arguments: a ``ValueError`` in TorchScript. None: another error."""
+    """Returns the error of a model that refuses its arguments: a ``ValueError`` in
+    TorchScript.
+
+    None: another error.
+    """
     last = (str(error).strip().splitlines() or [""])[-1]
-    floats = [name for name, value in arguments.items() if isinstance(value, Tensor) and not _are_integers(value)]
+    floats = [
+        name
+        for name, value in arguments.items()
+        if isinstance(value, Tensor) and not _are_integers(value)
+    ]
     if floats and _NO_INTEGERS in last:
-        return ValueError(f"{FLOAT_IDS}, and the argument(s) {', '.join(map(repr, floats))} hold floats")
+        return ValueError(
+            f"{FLOAT_IDS}, and the argument(s) {', '.join(map(repr, floats))} hold"
+            " floats"
+        )
     kind, _, cause = last.partition("ValueError: ")
     if kind != "builtins.":
         return None
-    given = (f"{name!r} of shape {list(each.shape)}" for name, each in arguments.items() if isinstance(each, Tensor))
+    given = (
+        f"{name!r} of shape {list(each.shape)}"
+        for name, each in arguments.items()
+        if isinstance(each, Tensor)
+    )
     return ValueError(f"the model refuses its arguments ({', '.join(given)}): {cause}")
 
 
 def _are_integers(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    return not (
+        tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    )
 
 
 def _outputs(result: object) -> dict[str, Tensor]:
@@ -177,17 +258,34 @@ def _outputs(result: object) -> dict[str, Tensor]:
         return {"output": result}
     if isinstance(result, tuple | list):
         result = {str(place): each for place, each in enumerate(result)}
-    if isinstance(result, dict) and result and all(isinstance(each, Tensor) for each in result.values()):
+    if (
+        isinstance(result, dict)
+        and result
+        and all(isinstance(each, Tensor) for each in result.values())
+    ):
         return {str(name): each for name, each in result.items()}
-    raise TypeError(f"the model returns {type(result).__name__}: it must return tensors, or a tuple or dict of tensors")
+    raise TypeError(
+        f"the model returns {type(result).__name__}: it must return tensors, or a tuple"
+        " or dict of tensors"
+    )
 
 
-def split(outputs: Mapping[str, Tensor], requests: Sequence[Request]) -> list[dict[str, Tensor]] | None:
-    """Splits the result of a merged request. None: the tensors do not have one row for each example."""
+def split(
+    outputs: Mapping[str, Tensor], requests: Sequence[Request]
+) -> list[dict[str, Tensor]] | None:
+    """Splits the result of a merged request.
+
+    None: the tensors do not have one row for each example.
+    """
     if len(requests) == 1:
         return [dict(outputs)]
     counts = [request.examples or 0 for request in requests]
-    if any(each.dim() == 0 or each.shape[0] != sum(counts) for each in outputs.values()):
+    if any(
+        each.dim() == 0 or each.shape[0] != sum(counts) for each in outputs.values()
+    ):
         return None
     parts = {name: torch.split(each, counts) for name, each in outputs.items()}
-    return [{name: each[place] for name, each in parts.items()} for place in range(len(requests))]
+    return [
+        {name: each[place] for name, each in parts.items()}
+        for place in range(len(requests))
+    ]

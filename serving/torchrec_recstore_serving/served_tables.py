@@ -1,8 +1,8 @@
 """Served tables: modules for TorchScript and ``torch.export`` that map raw ids to rows.
 
-The scripted modules do not need this package, and with float32 rows they need only torch. A forward does not change
-buffers, so several threads may call it at the same time. No thread may call it during
-:meth:`ServedTable.replace_rows`.
+The scripted modules do not need this package, and with float32 rows they need only
+torch. A forward does not change buffers, so several threads may call it at the same
+time. No thread may call it during :meth:`ServedTable.replace_rows`.
 
 Tests: tests/serving/test_hashed_tables.py.
 """
@@ -28,7 +28,8 @@ def id_buffer(ids: Tensor) -> Tensor:
         ids: (R,) int64. The ids in ascending order.
 
     Returns:
-        (R + 1,) int64: the ids and the greatest int64, so that the result of a search is always a valid position.
+        (R + 1,) int64: the ids and the greatest int64, so that the result of a search
+        is always a valid position.
     """
     return torch.cat([ids, torch.full((1,), _LAST_ID, dtype=torch.int64)])
 
@@ -37,10 +38,12 @@ def id_buffer(ids: Tensor) -> Tensor:
 def integers(values: Tensor, name: str) -> Tensor:
     """Converts ids, lengths or offsets to int64.
 
-    Floats are refused, because they do not hold every integer: float32 holds 20000001 as 20000000, which is another id.
+    Floats are refused, because they do not hold every integer: float32 holds 20000001
+    as 20000000, which is another id.
 
     Raises:
-        ValueError: The tensor is not of an integer type. The message begins with ``name``.
+        ValueError: The tensor is not of an integer type. The message begins with
+            ``name``.
     """
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise ValueError(name + " must be integers")
@@ -61,15 +64,16 @@ def check_ids(values: Tensor) -> None:
 def check_lengths(values: Tensor, lengths: Tensor) -> None:
     """Refuses lengths of bags that do not fit the ids of the bags.
 
-    FBGEMM's op of quantized rows does not check lengths: it would read memory after the end of the ids (fbgemm 1.8.0).
+    FBGEMM's op of quantized rows does not check lengths: it would read memory after the
+    end of the ids (fbgemm 1.8.0).
 
     Args:
         values: (N,). The ids.
         lengths: (bags,) of an integer type. The number of ids of each bag.
 
     Raises:
-        ValueError: A length is negative, or the lengths do not add up to N. It is not raised in a program of
-            ``torch.export``, which has no checks of values.
+        ValueError: A length is negative, or the lengths do not add up to N. It is not
+            raised in a program of ``torch.export``, which has no checks of values.
     """
     if torch.jit.is_scripting() or not torch.compiler.is_compiling():  # type: ignore[attr-defined]
         _check_lengths(values, lengths)
@@ -78,7 +82,9 @@ def check_lengths(values: Tensor, lengths: Tensor) -> None:
 def _check_lengths(values: Tensor, lengths: Tensor) -> None:
     is_negative = bool(torch.any(lengths < 0).item())
     if is_negative or int(lengths.sum().item()) != values.shape[0]:
-        raise ValueError("lengths must not be negative and add up to the number of values")
+        raise ValueError(
+            "lengths must not be negative and add up to the number of values"
+        )
 
 
 @torch.fx.wrap
@@ -103,9 +109,13 @@ def rows_of_ids(ids: Tensor, values: Tensor) -> Tensor:
 
 @torch.fx.wrap
 def rows_of_numbers(rows: int, values: Tensor) -> Tensor:
-    """Returns row numbers for a table of TorchRec: 0 for a row that does not exist, as in FBGEMM's bounds check."""
+    """Returns row numbers for a table of TorchRec: 0 for a row that does not exist, as
+    in FBGEMM's bounds check.
+    """
     wanted = integers(values, "values")
-    return torch.where((wanted >= 0) & (wanted < rows), wanted, torch.zeros_like(wanted))
+    return torch.where(
+        (wanted >= 0) & (wanted < rows), wanted, torch.zeros_like(wanted)
+    )
 
 
 @torch.fx.wrap
@@ -115,8 +125,12 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 @torch.fx.wrap
-def pooled_in_order(weight: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool) -> Tensor:
-    """Pools bags of rows by the sum or the mean. The results are bit-equal to those of RecStore's kernels.
+def pooled_in_order(
+    weight: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool
+) -> Tensor:
+    """Pools bags of rows by the sum or the mean.
+
+    The results are bit-equal to those of RecStore's kernels.
 
     Args:
         weight: (R, dim) floating point. The rows.
@@ -129,12 +143,19 @@ def pooled_in_order(weight: Tensor, rows: Tensor, offsets: Tensor, weights: Tens
         (bags, dim) float32.
     """
     if weights is not None:
-        # nn.EmbeddingBag rounds once for a multiplication and an addition, and RecStore's kernels round twice
-        # (torch 2.13).
-        weight = F.embedding(rows, weight).float() * weights.to(torch.float32).unsqueeze(1)
+        # nn.EmbeddingBag rounds once for a multiplication and an addition, and
+        # RecStore's kernels round twice (torch 2.13).
+        weight = F.embedding(rows, weight).float() * weights.to(
+            torch.float32
+        ).unsqueeze(1)
         rows = torch.arange(rows.shape[0], device=rows.device)
     out = F.embedding_bag(
-        rows, weight.float(), offsets.to(torch.int64), norm_type=2.0, mode="sum", include_last_offset=True
+        rows,
+        weight.float(),
+        offsets.to(torch.int64),
+        norm_type=2.0,
+        mode="sum",
+        include_last_offset=True,
     )
     if mean:
         lengths = (offsets[1:] - offsets[:-1]).clamp(min=1)
@@ -142,8 +163,12 @@ def pooled_in_order(weight: Tensor, rows: Tensor, offsets: Tensor, weights: Tens
     return out
 
 
-def check_tensor(delta: dict[str, Tensor], key: str, tensor: Tensor, known: list[str]) -> None:
-    """Refuses a delta whose tensor :func:`take_tensor` cannot copy. If the delta has the key, appends it to ``known``.
+def check_tensor(
+    delta: dict[str, Tensor], key: str, tensor: Tensor, known: list[str]
+) -> None:
+    """Refuses a delta whose tensor :func:`take_tensor` cannot copy.
+
+    If the delta has the key, appends it to ``known``.
 
     Raises:
         ValueError: The shape or data type differs. The message names the key.
@@ -161,22 +186,26 @@ def take_tensor(delta: dict[str, Tensor], key: str, tensor: Tensor) -> None:
 
 
 class ServedTable(nn.Module):
-    """A served table of float32 rows. :class:`ServedQuantTable` is the subclass for the other row formats.
+    """A served table of float32 rows. :class:`ServedQuantTable` is the subclass for the
+    other row formats.
 
     Args:
         name: The table's name.
         dim: The number of columns.
         row_format: A name in :data:`torchrec_recstore_serving.row_formats.FORMATS`.
-        ids: (R,) int64. The ids in ascending order. None for a table of TorchRec, in which row i is id i.
-        rows: (R + 1, ...). The rows in the row format, after a first row for ids without a row. Without ids: (R, ...),
-            without that first row.
+        ids: (R,) int64. The ids in ascending order. None for a table of TorchRec, in
+            which row i is id i.
+        rows: (R + 1, ...). The rows in the row format, after a first row for ids
+            without a row. Without ids: (R, ...), without that first row.
     """
 
     if TYPE_CHECKING:  # TorchScript must not read these annotations.
         ids: Tensor
         rows: Tensor
 
-    def __init__(self, name: str, dim: int, row_format: str, ids: Tensor | None, rows: Tensor) -> None:
+    def __init__(
+        self, name: str, dim: int, row_format: str, ids: Tensor | None, rows: Tensor
+    ) -> None:
         super().__init__()
         self.name = name
         self.dim = dim
@@ -184,7 +213,9 @@ class ServedTable(nn.Module):
         self.has_ids = ids is not None
         self.version = ""
         self.attributes = ""
-        self.register_buffer("ids", torch.empty(0, dtype=torch.int64) if ids is None else id_buffer(ids))
+        self.register_buffer(
+            "ids", torch.empty(0, dtype=torch.int64) if ids is None else id_buffer(ids)
+        )
         self.register_buffer("rows", rows)
 
     def row_numbers(self, values: Tensor) -> Tensor:
@@ -201,7 +232,9 @@ class ServedTable(nn.Module):
         """Returns the rows of (N,) raw ids: (N, dim) float32."""
         return F.embedding(self.row_numbers(values), self.rows)
 
-    def pooled(self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool) -> Tensor:
+    def pooled(
+        self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool
+    ) -> Tensor:
         """Pools the rows of bags of ids.
 
         Args:
@@ -217,16 +250,22 @@ class ServedTable(nn.Module):
             ValueError: See :func:`integers` and :func:`check_lengths`.
         """
         check_lengths(values, integers(lengths, "lengths"))
-        return pooled_in_order(self.rows, self.row_numbers(values), offsets_of(lengths), weights, mean)
+        return pooled_in_order(
+            self.rows, self.row_numbers(values), offsets_of(lengths), weights, mean
+        )
 
     @torch.jit.export
     def raw_ids(self) -> Tensor:
-        """Returns the ids in ascending order: (R,) int64, or (0,) for a table of TorchRec."""
+        """Returns the ids in ascending order: (R,) int64, or (0,) for a table of
+        TorchRec.
+        """
         return self.ids[:-1]
 
     @torch.jit.export
     def give_ids(self, table: str, found: list[Tensor]) -> None:
-        """Appends the result of :meth:`raw_ids` to ``found`` if this table has the name ``table``."""
+        """Appends the result of :meth:`raw_ids` to ``found`` if this table has the name
+        ``table``.
+        """
         if table == self.name:
             found.append(self.raw_ids())
 
@@ -238,12 +277,16 @@ class ServedTable(nn.Module):
 
     @torch.jit.export
     def stored_rows(self) -> Tensor:
-        """Returns the rows in the row format, after a first row for ids without a row if the table has ids."""
+        """Returns the rows in the row format, after a first row for ids without a row
+        if the table has ids.
+        """
         return self.rows
 
     @torch.jit.export
     def row_like(self) -> Tensor:
-        """Returns one row of the data type and the shape of the rows, or no row of an empty table of TorchRec."""
+        """Returns one row of the data type and the shape of the rows, or no row of an
+        empty table of TorchRec.
+        """
         return self.rows[:1]
 
     @torch.jit.export
@@ -254,7 +297,10 @@ class ServedTable(nn.Module):
     @torch.jit.export
     def size_bytes(self) -> int:
         """Returns the size of the ids and the rows in bytes."""
-        return self.ids.numel() * self.ids.element_size() + self.rows.numel() * self.rows.element_size()
+        return (
+            self.ids.numel() * self.ids.element_size()
+            + self.rows.numel() * self.rows.element_size()
+        )
 
     @torch.jit.export
     def give_rows_of(self, table: str, values: Tensor, found: list[Tensor]) -> None:
@@ -262,13 +308,16 @@ class ServedTable(nn.Module):
 
     @torch.jit.export
     def give_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Adds the table's tensors to ``tensors``, with the names that the model's version is computed with."""
+        """Adds the table's tensors to ``tensors``, with the names that the model's
+        version is computed with.
+        """
         tensors[self.name + "/ids"] = self.ids
         tensors[self.name + "/rows"] = self.rows
 
     @torch.jit.export
     def check_delta(self, delta: dict[str, Tensor], known: list[str]) -> None:
-        """Refuses a delta that :meth:`take_delta` cannot apply, and appends the keys of this table to ``known``.
+        """Refuses a delta that :meth:`take_delta` cannot apply, and appends the keys of
+        this table to ``known``.
 
         Raises:
             ValueError: A key is missing. See :meth:`check_rows` for other errors.
@@ -282,34 +331,47 @@ class ServedTable(nn.Module):
             self.check_rows(delta[keys[0]], delta[keys[1]], delta[keys[2]])
 
     @torch.jit.export
-    def take_delta(self, delta: dict[str, Tensor], ids: dict[str, Tensor], rows: dict[str, Tensor]) -> None:
+    def take_delta(
+        self, delta: dict[str, Tensor], ids: dict[str, Tensor], rows: dict[str, Tensor]
+    ) -> None:
         """Applies a delta.
 
         Args:
             delta: The delta. :meth:`check_delta` has accepted it.
-            ids: The new ids of the tables that have already applied the delta, by name. If a copy of this table is
-                among them, this table shares its tensors.
+            ids: The new ids of the tables that have already applied the delta, by name.
+                If a copy of this table is among them, this table shares its tensors.
             rows: The new rows of these tables, by name.
         """
         if self.name + "/ids" not in delta:
             return
         if self.name not in ids:
-            self.replace_rows(delta[self.name + "/ids"], delta[self.name + "/rows"], delta[self.name + "/removed"])
+            self.replace_rows(
+                delta[self.name + "/ids"],
+                delta[self.name + "/rows"],
+                delta[self.name + "/removed"],
+            )
             ids[self.name] = self.ids
             rows[self.name] = self.rows
         self.ids = ids[self.name]
         self.rows = rows[self.name]
 
     @torch.jit.export
-    def give_tensors_after(self, delta: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-        """Adds the tensors of :meth:`give_tensors` as they are after a delta. :meth:`check_delta` has accepted it."""
+    def give_tensors_after(
+        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
+    ) -> None:
+        """Adds the tensors of :meth:`give_tensors` as they are after a delta.
+        :meth:`check_delta` has accepted it.
+        """
         self.prepare_delta(delta, tensors)
 
     @torch.jit.export
-    def prepare_delta(self, delta: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    def prepare_delta(
+        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
+    ) -> None:
         """Prepares :meth:`take_delta`, and does the same as :meth:`give_tensors_after`.
 
-        The table is one of TorchRec's own; see :meth:`HashedTable.prepare_delta` for the other tables.
+        The table is one of TorchRec's own; see :meth:`HashedTable.prepare_delta` for
+        the other tables.
         """
         self.give_tensors(tensors)
         if self.name + "/ids" in delta:
@@ -326,30 +388,56 @@ class ServedTable(nn.Module):
         """Refuses arguments that :meth:`replace_rows` cannot use.
 
         Raises:
-            ValueError: A shape or a data type does not fit the table, or an id occurs twice. The message names the
-                table.
+            ValueError: A shape or a data type does not fit the table, or an id occurs
+                twice. The message names the table.
         """
         mine = self.row_like()
-        if rows.dim() != 2 or rows.shape[1] != mine.shape[1] or rows.dtype != mine.dtype:
-            raise ValueError("table " + self.name + ": the delta's rows are of another dim or data type")
+        if (
+            rows.dim() != 2
+            or rows.shape[1] != mine.shape[1]
+            or rows.dtype != mine.dtype
+        ):
+            raise ValueError(
+                "table "
+                + self.name
+                + ": the delta's rows are of another dim or data type"
+            )
         if ids.dim() != 1 or ids.dtype != torch.int64 or ids.shape[0] != rows.shape[0]:
-            raise ValueError("table " + self.name + ": the delta has not an int64 id for each row")
+            raise ValueError(
+                "table " + self.name + ": the delta has not an int64 id for each row"
+            )
         if removed.dim() != 1 or removed.dtype != torch.int64:
-            raise ValueError("table " + self.name + ": the delta's removed ids are no vector of int64")
+            raise ValueError(
+                "table "
+                + self.name
+                + ": the delta's removed ids are no vector of int64"
+            )
         every = torch.cat([ids, removed]).sort()[0]
         if torch.any(every[1:] == every[:-1]).item():
-            raise ValueError("table " + self.name + ": the delta has an id more than once")
-        if not self.has_ids and (removed.shape[0] > 0 or torch.any((ids < 0) | (ids >= self.row_count())).item()):
-            raise ValueError("table " + self.name + " is TorchRec's own, and the delta has rows beyond it")
+            raise ValueError(
+                "table " + self.name + ": the delta has an id more than once"
+            )
+        if not self.has_ids and (
+            removed.shape[0] > 0
+            or torch.any((ids < 0) | (ids >= self.row_count())).item()
+        ):
+            raise ValueError(
+                "table "
+                + self.name
+                + " is TorchRec's own, and the delta has rows beyond it"
+            )
 
     @torch.jit.export
     def replace_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
-        """Inserts or replaces rows, and removes other rows. :meth:`check_rows` has accepted the arguments.
+        """Inserts or replaces rows, and removes other rows. :meth:`check_rows` has
+        accepted the arguments.
 
         Args:
-            ids: (N,) int64. The ids whose rows are inserted or replaced, without duplicates.
+            ids: (N,) int64. The ids whose rows are inserted or replaced, without
+                duplicates.
             rows: (N, ...). The rows of ``ids`` in the row format.
-            removed: (M,) int64. The ids whose rows are removed. None of them is in ``ids``.
+            removed: (M,) int64. The ids whose rows are removed. None of them is in
+                ``ids``.
         """
         if not self.has_ids:
             self.rows = self.rows.index_copy(0, ids, rows)
@@ -357,32 +445,49 @@ class ServedTable(nn.Module):
         before = self.ids[:-1]
         stays = torch.logical_not(torch.isin(before, torch.cat([ids, removed])))
         ids, order = torch.cat([before[stays], ids]).sort()
-        self.rows = torch.cat([self.rows[:1], torch.cat([self.rows[1:][stays], rows])[order]])
+        self.rows = torch.cat(
+            [self.rows[:1], torch.cat([self.rows[1:][stays], rows])[order]]
+        )
         self.ids = torch.cat([ids, self.ids[-1:]])
 
 
 class ServedQuantTable(ServedTable):
-    """A served table of float16, int8 or int4 rows. The op of TorchRec's quantised modules looks up the rows."""
+    """A served table of float16, int8 or int4 rows.
 
-    def __init__(self, name: str, dim: int, row_format: str, ids: Tensor | None, rows: Tensor) -> None:
+    The op of TorchRec's quantised modules looks up the rows.
+    """
+
+    def __init__(
+        self, name: str, dim: int, row_format: str, ids: Tensor | None, rows: Tensor
+    ) -> None:
         super().__init__(name, dim, row_format, ids, rows)
         self._type_number = TYPE_NUMBERS[row_format]
 
     def lookup(self, values: Tensor) -> Tensor:
         """Returns the rows of (N,) raw ids: (N, dim) float32."""
-        return self._read(values, torch.arange(values.shape[0] + 1, device=values.device), None, 2)
+        return self._read(
+            values, torch.arange(values.shape[0] + 1, device=values.device), None, 2
+        )
 
-    def pooled(self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool) -> Tensor:
-        """Pools the rows of bags of ids. See :meth:`ServedTable.pooled`; the arguments are the same."""
+    def pooled(
+        self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool
+    ) -> Tensor:
+        """Pools the rows of bags of ids.
+
+        See :meth:`ServedTable.pooled`; the arguments are the same.
+        """
         check_lengths(values, integers(lengths, "lengths"))
         return self._read(values, offsets_of(lengths), weights, 1 if mean else 0)
 
-    def _read(self, values: Tensor, offsets: Tensor, weights: Tensor | None, pooling: int) -> Tensor:
+    def _read(
+        self, values: Tensor, offsets: Tensor, weights: Tensor | None, pooling: int
+    ) -> Tensor:
         dims = [self.dim if self._type_number == number else 0 for number in range(4)]
         out: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
             dev_weights=self.rows.view(-1),
             uvm_weights=torch.empty(0, dtype=torch.uint8),
-            weights_placements=torch.tensor([3], dtype=torch.int32),  # EmbeddingLocation.HOST
+            # EmbeddingLocation.HOST
+            weights_placements=torch.tensor([3], dtype=torch.int32),
             weights_offsets=torch.tensor([0], dtype=torch.int64),
             weights_tys=torch.tensor([self._type_number], dtype=torch.uint8),
             D_offsets=torch.tensor([0, self.dim], dtype=torch.int32),
@@ -402,8 +507,13 @@ class ServedQuantTable(ServedTable):
         return out
 
 
-def served_table(name: str, dim: int, row_format: str, ids: Tensor | None, rows: Tensor) -> ServedTable:
-    """Makes a table of the row format. See :class:`ServedTable`; the arguments are the same."""
+def served_table(
+    name: str, dim: int, row_format: str, ids: Tensor | None, rows: Tensor
+) -> ServedTable:
+    """Makes a table of the row format.
+
+    See :class:`ServedTable`; the arguments are the same.
+    """
     kind = ServedTable if row_format == "float32" else ServedQuantTable
     return kind(name, dim, row_format, ids, rows)
 
@@ -423,15 +533,17 @@ class ServedTables(nn.Module):
         """Sums the rows of bags of ids. There are B bags for each of T tables.
 
         Args:
-            values: (N,) of any integer type. The raw ids: the bags of the first table, then the bags of the second
-                table, and so on.
-            lengths: (T, B) or (T * B,) of an integer type. The number of ids of each bag.
+            values: (N,) of any integer type. The raw ids: the bags of the first table,
+                then the bags of the second table, and so on.
+            lengths: (T, B) or (T * B,) of an integer type. The number of ids of each
+                bag.
 
         Returns:
             (B, sum of dims) float32. The sums, table by table.
 
         Raises:
-            ValueError: ``values`` are not integers, or ``lengths`` do not fit ``values``.
+            ValueError: ``values`` are not integers, or ``lengths`` do not fit
+                ``values``.
         """
         check_ids(values)
         count = len(self.tables)
@@ -439,15 +551,22 @@ class ServedTables(nn.Module):
         if lengths.numel() % count != 0:
             raise ValueError("lengths must be integers, for each bag of each table")
         lengths = lengths.reshape(count, -1)
-        # The op of quantised rows does not check lengths: it would read memory after the end of values.
+        # The op of quantised rows does not check lengths: it would read memory after
+        # the end of values.
         beyond = torch.any((lengths < 0) | (lengths > values.shape[0])).item()
         if beyond or int(lengths.sum().item()) != values.shape[0]:
-            raise ValueError("lengths must not be negative and add up to the number of values")
+            raise ValueError(
+                "lengths must not be negative and add up to the number of values"
+            )
         counts: list[int] = lengths.sum(1).tolist()
         outputs: list[Tensor] = []
         first = 0
         for number, table in enumerate(self.tables):
-            outputs.append(table.pooled(values[first : first + counts[number]], lengths[number], None, False))  # type: ignore[operator]
+            outputs.append(
+                table.pooled(  # type: ignore[operator]
+                    values[first : first + counts[number]], lengths[number], None, False
+                )
+            )
             first += counts[number]
         return torch.cat(outputs, dim=1)
 

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
 
-from torchrec_recstore.modules.embedding_modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
+from torchrec_recstore.modules.embedding_modules import (
+    RecStoreEmbeddingBagCollection,
+    RecStoreEmbeddingCollection,
+)
 from torchrec_recstore.modules.table_module import RemoteTableModule
 from torchrec_recstore.plugins import plugin
 from torchrec_recstore.row_types import value_dtype
@@ -25,10 +28,13 @@ from torchrec_recstore_serving.library import load_library
 from torchrec_recstore_serving.row_formats import FORMATS
 
 ON_SERVERS = (
-    '{} is on servers, which own its rows: export_for_inference(model, path, index="hash", rows="servers") exports a '
-    "model that reads them there"
+    "{} is on servers, which own its rows: export_for_inference(model, path,"
+    ' index="hash", rows="servers") exports a model that reads them there'
 )
-"""The message for a table whose rows cannot be exported. The name of the table replaces ``{}``."""
+"""The message for a table whose rows cannot be exported.
+
+The name of the table replaces ``{}``.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,8 @@ class TableOnServers:
         name: The name of the table on the servers.
         dim: The number of columns.
         dtype: The data type of the weights.
-        servers: The address of the port for rows of each server, ``host:port``, with commas between them.
-            ``host:port/host:port`` for a pair.
+        servers: The address of the port for rows of each server, ``host:port``, with
+            commas between them. ``host:port/host:port`` for a pair.
         tls: Whether connections are encrypted.
         zeros: Whether an id without a row reads as zeros in the model, too.
     """
@@ -54,9 +60,12 @@ class TableOnServers:
 
 
 class ServerTable(HashedTable):
-    """A served table whose rows are on parameter servers: a call reads them there. Deltas do not change it.
+    """A served table whose rows are on parameter servers: a call reads them there.
 
-    See :class:`ServedTable`; the methods are the same, except that the table has no ids and no rows of its own.
+    Deltas do not change it.
+
+    See :class:`ServedTable`; the methods are the same, except that the table has no ids
+    and no rows of its own.
 
     Args:
         name: The table's name in the served model.
@@ -75,13 +84,21 @@ class ServerTable(HashedTable):
         self.version = ""
         self.attributes = ""
         kept = str(table.dtype).removeprefix("torch.")
-        self.on_servers = f"{table.name} {kept} {table.servers}{' tls' if table.tls else ''}"
-        self.native = torch.classes.recstore.ServerTable(table.name, table.dim, kept, table.servers, table.tls)
+        self.on_servers = (
+            f"{table.name} {kept} {table.servers}{' tls' if table.tls else ''}"
+        )
+        self.native = torch.classes.recstore.ServerTable(
+            table.name, table.dim, kept, table.servers, table.tls
+        )
 
     @torch.jit.export
     def raw_ids(self) -> Tensor:
         """Raises ValueError, because the servers have the ids."""
-        raise ValueError("the rows of table " + self.name + " are on servers: a client reads its ids and rows there")
+        raise ValueError(
+            "the rows of table "
+            + self.name
+            + " are on servers: a client reads its ids and rows there"
+        )
 
     @torch.jit.export
     def stored_rows(self) -> Tensor:
@@ -109,14 +126,18 @@ class ServerTable(HashedTable):
 
     @torch.jit.export
     def give_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Adds the bytes of what names the table on the servers, with which the model's version is computed."""
+        """Adds the bytes of what names the table on the servers, with which the model's
+        version is computed.
+        """
         codes: list[int] = []
         for char in self.on_servers:
             codes.append(ord(char))
         tensors[self.name + "/servers"] = torch.tensor(codes)
 
     @torch.jit.export
-    def give_tensors_after(self, delta: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    def give_tensors_after(
+        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
+    ) -> None:
         """Adds the tensor of :meth:`give_tensors`, which no delta changes."""
         self.give_tensors(tensors)
 
@@ -125,12 +146,16 @@ class ServerTable(HashedTable):
         """Accepts no key of a delta."""
 
     @torch.jit.export
-    def prepare_delta(self, delta: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    def prepare_delta(
+        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
+    ) -> None:
         """Adds the tensor of :meth:`give_tensors`, which no delta changes."""
         self.give_tensors(tensors)
 
     @torch.jit.export
-    def take_delta(self, delta: dict[str, Tensor], ids: dict[str, Tensor], rows: dict[str, Tensor]) -> None:
+    def take_delta(
+        self, delta: dict[str, Tensor], ids: dict[str, Tensor], rows: dict[str, Tensor]
+    ) -> None:
         """Does nothing."""
 
     @torch.jit.export
@@ -144,8 +169,14 @@ class ServerTable(HashedTable):
 
 
 def served_on_servers(model: nn.Module) -> dict[str, str]:
-    """Returns what names each table of a served model that is on servers there, by the name of the table."""
-    return {str(module.name): str(module.on_servers) for module in model.modules() if hasattr(module, "on_servers")}
+    """Returns what names each table of a served model that is on servers there, by the
+    name of the table.
+    """
+    return {
+        str(module.name): str(module.on_servers)
+        for module in model.modules()
+        if hasattr(module, "on_servers")
+    }
 
 
 def tables_on_servers(
@@ -163,53 +194,81 @@ def tables_on_servers(
 
     Raises:
         ValueError: There is none, or rows of ``dtype`` are not those of the servers.
-        ServiceError: A server cannot be reached. All of these errors are raised on every rank.
+        ServiceError: A server cannot be reached. All of these errors are raised on
+            every rank.
     """
     collections = [module for module in kinds if isinstance(module, RecStoreCollection)]
     here = [_names_on_servers(module) for module in collections]
     every = all_gathered(here, env)
-    names = [{name: there for rank in every for name, there in rank[place].items()} for place in range(len(here))]
+    names = [
+        {name: there for rank in every for name, there in rank[place].items()}
+        for place in range(len(here))
+    ]
     found: dict[tuple[nn.Module, str], TableOnServers] = {}
     addresses: dict[int, str] = {}
     with refused_together(env):
         for module, of_module in zip(collections, names, strict=True):
             for name in module.remote_table_names():
                 servers = remote_options(module.module_sharding_plan[name])
-                found[module, name] = _table(of_module[name], plugin("client")(servers), dtype, addresses)
+                found[module, name] = _table(
+                    of_module[name], plugin("client")(servers), dtype, addresses
+                )
         eager = [
-            each for each in kinds if isinstance(each, RecStoreEmbeddingBagCollection | RecStoreEmbeddingCollection)
+            each
+            for each in kinds
+            if isinstance(
+                each, RecStoreEmbeddingBagCollection | RecStoreEmbeddingCollection
+            )
         ]
         for collection in eager:
             for each in collection.modules():
                 if isinstance(each, RemoteTableModule):
                     name = each.table.name
-                    found[collection, name] = _table(name, each.client, dtype, addresses)
+                    found[collection, name] = _table(
+                        name, each.client, dtype, addresses
+                    )
         if not found:
             raise ValueError(
-                'rows="servers": no table of the model is on servers (TableOptions.servers): leave rows out, or pass '
-                'rows="mapped" for a model that is larger than the memory'
+                'rows="servers": no table of the model is on servers'
+                ' (TableOptions.servers): leave rows out, or pass rows="mapped" for a'
+                " model that is larger than the memory"
             )
     return found
 
 
 def _names_on_servers(module: RecStoreCollection) -> Mapping[str, str]:
-    """Returns the names on the servers of the tables of a collection that this rank looks up."""
+    """Returns the names on the servers of the tables of a collection that this rank
+    looks up.
+    """
     found: dict[str, str] = {}
     for kernel in module.recstore_kernels():
         if kernel.remote_tables:
             names = kernel.config.table_names()
-            found |= {name: table.name for name, table in zip(names, kernel.remote_tables, strict=True)}
+            found |= {
+                name: table.name
+                for name, table in zip(names, kernel.remote_tables, strict=True)
+            }
     return found
 
 
-def _table(name: str, client: Any, dtype: torch.dtype, addresses: dict[int, str]) -> TableOnServers:
-    """Returns a table of a client. ``addresses`` has the addresses of the servers of the clients that were asked."""
+def _table(
+    name: str, client: Any, dtype: torch.dtype, addresses: dict[int, str]
+) -> TableOnServers:
+    """Returns a table of a client.
+
+    ``addresses`` has the addresses of the servers of the clients that were asked.
+    """
     spec = client.spec(name)
     of_rows = value_dtype(spec.dtype)
     if dtype not in (torch.float32, of_rows):
-        accepted = " or ".join(str(each) for each in dict.fromkeys((torch.float32, of_rows)) if each in FORMATS)
+        accepted = " or ".join(
+            str(each)
+            for each in dict.fromkeys((torch.float32, of_rows))
+            if each in FORMATS
+        )
         raise ValueError(
-            f"table {name!r} is on servers, whose rows an export does not convert to {dtype}: pass dtype={accepted}"
+            f"table {name!r} is on servers, whose rows an export does not convert to"
+            f" {dtype}: pass dtype={accepted}"
         )
     if id(client) not in addresses:
         try:
@@ -217,4 +276,11 @@ def _table(name: str, client: Any, dtype: torch.dtype, addresses: dict[int, str]
         except ValueError as error:
             raise ValueError(f"table {name!r}: {error}") from None
     zeros = spec.options.missing == "zeros"
-    return TableOnServers(name, spec.dim, spec.dtype, addresses[id(client)], bool(client.is_encrypted), zeros)
+    return TableOnServers(
+        name,
+        spec.dim,
+        spec.dtype,
+        addresses[id(client)],
+        bool(client.is_encrypted),
+        zeros,
+    )

@@ -1,4 +1,5 @@
-"""Signs exports and publications with a secret key: HMAC-SHA256, so that readers know who has written them.
+"""Signs exports and publications with a secret key: HMAC-SHA256, so that readers know
+who has written them.
 
 Tests: tests/serving/test_signing.py.
 """
@@ -28,7 +29,10 @@ class Key:
     secret: bytes = field(repr=False)
 
     def begin(self, what: str) -> hmac.HMAC:
-        """Begins a signature. What is signed as one thing is not a signature of another thing."""
+        """Begins a signature.
+
+        What is signed as one thing is not a signature of another thing.
+        """
         return hmac.new(self.secret, what.encode() + b"\0", hashlib.sha256)
 
     def sign(self, what: str, data: bytes) -> str:
@@ -53,25 +57,33 @@ def key_at(path: str | Path | None) -> Key | None:
     path = Path(path)
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise ValueError(f"the key {path} can be read or changed by other users (mode {mode:04o}): chmod 600 {path}")
+        raise ValueError(
+            f"the key {path} can be read or changed by other users (mode {mode:04o}):"
+            f" chmod 600 {path}"
+        )
     secret = path.read_bytes().strip()
     if len(secret) < _LEAST_CHARACTERS or len(set(secret)) < _LEAST_DIFFERENT:
         raise ValueError(
-            f"the key {path} must have at least {_LEAST_CHARACTERS} characters, {_LEAST_DIFFERENT} of them different: "
-            "openssl rand -hex 32 prints one"
+            f"the key {path} must have at least {_LEAST_CHARACTERS} characters,"
+            f" {_LEAST_DIFFERENT} of them different: openssl rand -hex 32 prints one"
         )
     return Key(path, secret)
 
 
 def no_signature(name: object, key: Key) -> ValueError:
     """Returns the error of a file that was written without a key."""
-    return ValueError(f"{name} has no signature, and the key {key.path} is required: write it with the same key")
+    return ValueError(
+        f"{name} has no signature, and the key {key.path} is required: write it with"
+        " the same key"
+    )
 
 
 def wrong_signature(name: object, key: Key, contents: str) -> ValueError:
     """Returns the error of a file that was changed, or was signed with another key."""
     return damaged(
-        f"{name} is not signed with the key {key.path}: it was changed, or was written with another key", contents
+        f"{name} is not signed with the key {key.path}: it was changed, or was written"
+        " with another key",
+        contents,
     )
 
 
@@ -80,7 +92,8 @@ def damaged(message: str, contents: str) -> ValueError:
 
     Args:
         message: The message, which names the file.
-        contents: A checksum of the bytes, which becomes the attribute ``contents`` of the error.
+        contents: A checksum of the bytes, which becomes the attribute ``contents`` of
+            the error.
     """
     error = ValueError(message)
     vars(error)["contents"] = contents

@@ -1,10 +1,11 @@
-"""Static modules for inference: they convert raw ids to row numbers, and call TorchRec's own collections.
+"""Static modules for inference: they convert raw ids to row numbers, and call
+TorchRec's own collections.
 
 Tests: tests/serving/test_export.py.
 """
 
-# There is no "from __future__ import annotations" here, because fx copies the annotations of forward unchanged and
-# TorchScript reads them.
+# There is no "from __future__ import annotations" here, because fx copies the
+# annotations of forward unchanged and TorchScript reads them.
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -26,13 +27,21 @@ from torchrec.modules.embedding_modules import (
     get_embedding_names_by_table,
 )
 from torchrec.modules.feature_processor_ import PositionWeightedModule
-from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
-from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
+from torchrec.quant.embedding_modules import (
+    EmbeddingBagCollection as QuantEmbeddingBagCollection,
+)
+from torchrec.quant.embedding_modules import (
+    EmbeddingCollection as QuantEmbeddingCollection,
+)
 from torchrec.quant.embedding_modules import quant_prep_enable_register_tbes
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
-from torchrec_recstore.torchrec_seams.models import kernels_of, set_device, weights_are_positions
+from torchrec_recstore.torchrec_seams.models import (
+    kernels_of,
+    set_device,
+    weights_are_positions,
+)
 from torchrec_recstore_serving.row_formats import FORMAT_NAMES
 from torchrec_recstore_serving.served_features import checked_features
 from torchrec_recstore_serving.served_tables import (
@@ -54,9 +63,10 @@ class StaticTable:
 
     Args:
         config: TorchRec's config of the table, with the names of its features.
-        ids: (R,) int64. The ids in ascending order. None for a table of TorchRec, in which row i is id i.
-        weight: (R + 1, dim) float32. The rows, after a first row for ids without a row. Without ids: (R, dim), without
-            that first row.
+        ids: (R,) int64. The ids in ascending order. None for a table of TorchRec, in
+            which row i is id i.
+        weight: (R + 1, dim) float32. The rows, after a first row for ids without a row.
+            Without ids: (R, dim), without that first row.
     """
 
     config: BaseEmbeddingConfig
@@ -68,32 +78,46 @@ class IdMap(nn.Module):
     """A module that holds the ids of one table.
 
     Args:
-        ids: (R,) int64. The ids in ascending order. None for a table of TorchRec, in which row i is id i.
+        ids: (R,) int64. The ids in ascending order. None for a table of TorchRec, in
+            which row i is id i.
         rows: The number of rows of the table.
     """
 
     def __init__(self, ids: Tensor | None, rows: int) -> None:
         super().__init__()
-        self.register_buffer("ids", torch.empty(0, dtype=torch.int64) if ids is None else id_buffer(ids))
+        self.register_buffer(
+            "ids", torch.empty(0, dtype=torch.int64) if ids is None else id_buffer(ids)
+        )
         self.rows = rows
 
 
 class ExactEmbeddingBag(nn.EmbeddingBag):
-    """An ``nn.EmbeddingBag`` whose results are bit-equal to those of RecStore's kernels, also for weighted means."""
+    """An ``nn.EmbeddingBag`` whose results are bit-equal to those of RecStore's
+    kernels, also for weighted means.
+    """
 
-    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
         """Pools the rows of bags.
 
         Args:
             input: (N,) of an integer type. The row numbers.
-            offsets: (bags + 1,) of an integer type. The offsets of the bags. TorchRec's collection always passes them.
-            per_sample_weights: (N,) floating point. The weights of the rows. None: no weights.
+            offsets: (bags + 1,) of an integer type. The offsets of the bags. TorchRec's
+                collection always passes them.
+            per_sample_weights: (N,) floating point. The weights of the rows. None: no
+                weights.
 
         Returns:
             (bags, dim) float32.
         """
         assert offsets is not None
-        return pooled_in_order(self.weight, input, offsets, per_sample_weights, self.mode == "mean")
+        return pooled_in_order(
+            self.weight, input, offsets, per_sample_weights, self.mode == "mean"
+        )
 
 
 @torch.fx.wrap
@@ -111,16 +135,19 @@ def rows_instead_of_ids(
 
     Args:
         features: The batch. Its ids have any integer type.
-        names: The names of the features to look up. A feature of several tables is listed once for each table.
+        names: The names of the features to look up. A feature of several tables is
+            listed once for each table.
         keys: For each entry of ``names``, the key of the feature in the result.
         table_of: For each entry of ``names``, the number of the table.
-        ids: For each table, (R + 1,) int64, the result of :func:`id_buffer`; or (0,) for a table of TorchRec.
+        ids: For each table, (R + 1,) int64, the result of :func:`id_buffer`; or (0,)
+            for a table of TorchRec.
         rows: For each table, the number of rows.
         weighted: Whether the weights of the batch are used.
         pooled: Whether the collection pools rows.
 
     Raises:
-        ValueError: See :func:`checked_features`, :func:`integers` and :func:`check_lengths`.
+        ValueError: See :func:`checked_features`, :func:`integers` and
+            :func:`check_lengths`.
     """
     by_name = checked_features(features, names, weighted, pooled).to_dict()
     values: list[Tensor] = []
@@ -147,25 +174,47 @@ def rows_instead_of_ids(
 
 @torch.fx.wrap
 def in_order(pooled: KeyedTensor, keys: list[str], dims: list[int]) -> KeyedTensor:
-    """Reorders the columns: TorchRec's quantised modules sort the tables by their pooling (TorchRec 1.8.0)."""
+    """Reorders the columns: TorchRec's quantised modules sort the tables by their
+    pooling (TorchRec 1.8.0).
+    """
     if pooled.keys() == keys:
         return pooled
-    return KeyedTensor(keys=keys, length_per_key=dims, values=torch.cat([pooled[key] for key in keys], dim=1))
+    return KeyedTensor(
+        keys=keys,
+        length_per_key=dims,
+        values=torch.cat([pooled[key] for key in keys], dim=1),
+    )
 
 
 class _StaticCollection(nn.Module):
     """The base class of the two static collections."""
 
-    def __init__(self, tables: Sequence[StaticTable], collection: nn.Module, weighted: bool, pooled: bool) -> None:
+    def __init__(
+        self,
+        tables: Sequence[StaticTable],
+        collection: nn.Module,
+        weighted: bool,
+        pooled: bool,
+    ) -> None:
         super().__init__()
-        self.maps = nn.ModuleList(IdMap(table.ids, len(table.weight)) for table in tables)
+        self.maps = nn.ModuleList(
+            IdMap(table.ids, len(table.weight)) for table in tables
+        )
         self.collection = collection
         self._configs = [table.config for table in tables]
         self._weighted = weighted
         self._pooled = pooled
-        self._keys = [key for keys in get_embedding_names_by_table(self._configs) for key in keys]
-        self._names = [name for config in self._configs for name in config.feature_names]
-        self._table_of = [number for number, config in enumerate(self._configs) for _ in config.feature_names]
+        self._keys = [
+            key for keys in get_embedding_names_by_table(self._configs) for key in keys
+        ]
+        self._names = [
+            name for config in self._configs for name in config.feature_names
+        ]
+        self._table_of = [
+            number
+            for number, config in enumerate(self._configs)
+            for _ in config.feature_names
+        ]
 
     def _rows_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         return rows_instead_of_ids(
@@ -180,18 +229,24 @@ class _StaticCollection(nn.Module):
         )
 
     def tables(self) -> list[tuple[BaseEmbeddingConfig, Tensor | None]]:
-        """Returns each table's config and its ids in ascending order, (R,) int64, or None for a table of TorchRec."""
+        """Returns each table's config and its ids in ascending order, (R,) int64, or
+        None for a table of TorchRec.
+        """
         every = []
-        for config, ids in zip(self._configs, (ids_of.ids for ids_of in self.maps), strict=True):
+        for config, ids in zip(
+            self._configs, (ids_of.ids for ids_of in self.maps), strict=True
+        ):
             every.append((config, ids[:-1] if len(ids) else None))  # type: ignore[arg-type, index]
         return every
 
 
 class StaticEmbeddingBagCollection(_StaticCollection):
-    """An ``EmbeddingBagCollection`` for inference: it converts raw ids to row numbers and calls TorchRec's own module.
+    """An ``EmbeddingBagCollection`` for inference: it converts raw ids to row numbers
+    and calls TorchRec's own module.
 
-    The attribute ``collection`` is TorchRec's module, ``EmbeddingBagCollection`` or its quantised version. TorchRec's
-    functions can find, quantise and shard it. An id without a row reads the table's first row.
+    The attribute ``collection`` is TorchRec's module, ``EmbeddingBagCollection`` or its
+    quantised version. TorchRec's functions can find, quantise and shard it. An id
+    without a row reads the table's first row.
 
     Args:
         tables: The tables in the collection's order.
@@ -199,9 +254,13 @@ class StaticEmbeddingBagCollection(_StaticCollection):
         dtype: The data type of the rows.
     """
 
-    def __init__(self, tables: Sequence[StaticTable], weighted: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tables: Sequence[StaticTable], weighted: bool, dtype: torch.dtype
+    ) -> None:
         configs = _inner_configs(tables)
-        collection = EmbeddingBagCollection(configs, weighted, device=torch.device("meta"))
+        collection = EmbeddingBagCollection(
+            configs, weighted, device=torch.device("meta")
+        )
         for config, table in zip(configs, tables, strict=True):
             collection.embedding_bags[config.name] = ExactEmbeddingBag(
                 len(table.weight),
@@ -211,12 +270,23 @@ class StaticEmbeddingBagCollection(_StaticCollection):
                 include_last_offset=True,
             ).requires_grad_(False)
         set_device(collection, torch.device("cpu"))
-        super().__init__(tables, _quantized(collection, QuantEmbeddingBagCollection, dtype), weighted, True)
-        self._dims = [config.embedding_dim for config in configs for _ in config.feature_names]
+        super().__init__(
+            tables,
+            _quantized(collection, QuantEmbeddingBagCollection, dtype),
+            weighted,
+            True,
+        )
+        self._dims = [
+            config.embedding_dim for config in configs for _ in config.feature_names
+        ]
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Returns the pooled rows, (B, sum of dims) float32, table by table and feature by feature."""
-        return in_order(self.collection(self._rows_of(features)), self._keys, self._dims)
+        """Returns the pooled rows, (B, sum of dims) float32, table by table and feature
+        by feature.
+        """
+        return in_order(
+            self.collection(self._rows_of(features)), self._keys, self._dims
+        )
 
     def is_weighted(self) -> bool:
         """Returns whether the per-sample weights of the batch are used."""
@@ -228,7 +298,8 @@ class StaticEmbeddingBagCollection(_StaticCollection):
 
 
 class StaticEmbeddingCollection(_StaticCollection):
-    """An ``EmbeddingCollection`` for inference; see :class:`StaticEmbeddingBagCollection`.
+    """An ``EmbeddingCollection`` for inference; see
+    :class:`StaticEmbeddingBagCollection`.
 
     Args:
         tables: The tables in the collection's order.
@@ -236,7 +307,9 @@ class StaticEmbeddingCollection(_StaticCollection):
         dtype: The data type of the rows.
     """
 
-    def __init__(self, tables: Sequence[StaticTable], need_indices: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tables: Sequence[StaticTable], need_indices: bool, dtype: torch.dtype
+    ) -> None:
         configs = _inner_configs(tables)
         collection = EmbeddingCollection(configs, device=torch.device("meta"))
         for config, table in zip(configs, tables, strict=True):
@@ -244,16 +317,25 @@ class StaticEmbeddingCollection(_StaticCollection):
                 len(table.weight), config.embedding_dim, _weight=table.weight
             ).requires_grad_(False)
         set_device(collection, torch.device("cpu"))
-        super().__init__(tables, _quantized(collection, QuantEmbeddingCollection, dtype), False, False)
+        super().__init__(
+            tables,
+            _quantized(collection, QuantEmbeddingCollection, dtype),
+            False,
+            False,
+        )
         self._need_indices = need_indices
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Returns for each feature: values, (N, dim) float32, and the lengths of the input.
+        """Returns for each feature: values, (N, dim) float32, and the lengths of the
+        input.
 
-        The key is the feature's name, or ``feature@table`` if several tables have the feature.
+        The key is the feature's name, or ``feature@table`` if several tables have the
+        feature.
         """
         rows = self.collection(self._rows_of(features))
-        return _with_lengths(features, rows, self._names, self._keys, self._need_indices)
+        return _with_lengths(
+            features, rows, self._names, self._keys, self._need_indices
+        )
 
     def need_indices(self) -> bool:
         """Returns whether the output has the raw ids as its weights."""
@@ -265,10 +347,13 @@ class StaticEmbeddingCollection(_StaticCollection):
 
 
 class ProcessedFeatures(nn.Module):
-    """A ``FeatureProcessedEmbeddingBagCollection`` for inference. The feature processors get raw ids.
+    """A ``FeatureProcessedEmbeddingBagCollection`` for inference.
+
+    The feature processors get raw ids.
 
     Args:
-        processors: The feature processors by feature, or a ``FeatureProcessorsCollection``.
+        processors: The feature processors by feature, or a
+            ``FeatureProcessorsCollection``.
         collection: The weighted collection.
     """
 
@@ -288,12 +373,16 @@ class ProcessedFeatures(nn.Module):
         Raises:
             ValueError: See :func:`checked_features`.
         """
-        # The processors may return features without the strides and inverse indices of their input.
-        return self.collection(self.processors(checked_features(features, self._names, False, True)))
+        # The processors may return features without the strides and inverse indices of
+        # their input.
+        return self.collection(
+            self.processors(checked_features(features, self._names, False, True))
+        )
 
 
 class PositionWeights(nn.Module):
-    """A ``PositionWeightedModule`` that TorchScript accepts: TorchRec 1.9 calls functions of ``torch.fx`` in its own.
+    """A ``PositionWeightedModule`` that TorchScript accepts: TorchRec 1.9 calls
+    functions of ``torch.fx`` in its own.
 
     Args:
         processor: The feature processor. Its parameter is used, not copied.
@@ -302,14 +391,17 @@ class PositionWeights(nn.Module):
     def __init__(self, processor: PositionWeightedModule) -> None:
         super().__init__()
         self.position_weight = processor.position_weight
-        self._pre_processed = weights_are_positions(processor)  # the name that exports of TorchRec's own module have
+        # the name that exports of TorchRec's own module have
+        self._pre_processed = weights_are_positions(processor)
 
     def forward(self, features: JaggedTensor) -> JaggedTensor:
         """Returns the feature with the weight of each id's position in its bag."""
         if self._pre_processed:
             positions = features.weights().to(torch.int64)
         else:
-            positions = torch.ops.fbgemm.offsets_range(features.offsets().long(), features.values().numel())
+            positions = torch.ops.fbgemm.offsets_range(
+                features.offsets().long(), features.values().numel()
+            )
         return JaggedTensor(
             values=features.values(),
             weights=self.position_weight[positions],
@@ -319,14 +411,18 @@ class PositionWeights(nn.Module):
 
 
 class ProcessorsByFeature(nn.Module):
-    """A module that calls one feature processor for each feature, in a form that TorchScript and fx accept."""
+    """A module that calls one feature processor for each feature, in a form that
+    TorchScript and fx accept.
+    """
 
     def __init__(self, processors: nn.ModuleDict) -> None:
         super().__init__()
         self.processors = processors
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Returns the features that have a processor, with the weights of the processor."""
+        """Returns the features that have a processor, with the weights of the
+        processor.
+        """
         by_name = features.to_dict()
         keys: list[str] = []
         values: list[Tensor] = []
@@ -339,13 +435,20 @@ class ProcessorsByFeature(nn.Module):
             lengths.append(feature.lengths())
             weights.append(feature.weights())
         return KeyedJaggedTensor(
-            keys=keys, values=torch.cat(values), lengths=torch.cat(lengths), weights=torch.cat(weights)
+            keys=keys,
+            values=torch.cat(values),
+            lengths=torch.cat(lengths),
+            weights=torch.cat(weights),
         )
 
 
 @torch.fx.wrap
 def _with_lengths(
-    features: KeyedJaggedTensor, rows: dict[str, JaggedTensor], names: list[str], keys: list[str], need_indices: bool
+    features: KeyedJaggedTensor,
+    rows: dict[str, JaggedTensor],
+    names: list[str],
+    keys: list[str],
+    need_indices: bool,
 ) -> dict[str, JaggedTensor]:
     by_name = features.to_dict()
     found: dict[str, JaggedTensor] = {}
@@ -360,12 +463,19 @@ def _with_lengths(
 
 
 def _inner_configs(tables: Sequence[StaticTable]) -> list[BaseEmbeddingConfig]:
-    """Returns the configs of TorchRec's module. In them every feature belongs to one table.
+    """Returns the configs of TorchRec's module.
 
-    A feature of several tables becomes several features, because an id has another row number in each table.
+    In them every feature belongs to one table.
+
+    A feature of several tables becomes several features, because an id has another row
+    number in each table.
     """
     configs = []
-    for table, keys in zip(tables, get_embedding_names_by_table([table.config for table in tables]), strict=True):
+    for table, keys in zip(
+        tables,
+        get_embedding_names_by_table([table.config for table in tables]),
+        strict=True,
+    ):
         config = copy.copy(table.config)
         config.feature_names = keys
         config.num_embeddings = len(table.weight)
@@ -374,11 +484,15 @@ def _inner_configs(tables: Sequence[StaticTable]) -> list[BaseEmbeddingConfig]:
     return configs
 
 
-def _quantized(collection: nn.Module, kind: type[nn.Module], dtype: torch.dtype) -> nn.Module:
+def _quantized(
+    collection: nn.Module, kind: type[nn.Module], dtype: torch.dtype
+) -> nn.Module:
     if dtype == torch.float32:
         return collection
     collection.qconfig = QuantConfig(
-        activation=torch.ao.quantization.PlaceholderObserver.with_args(dtype=torch.float32),
+        activation=torch.ao.quantization.PlaceholderObserver.with_args(
+            dtype=torch.float32
+        ),
         weight=torch.ao.quantization.PlaceholderObserver.with_args(dtype=dtype),
     )
     quant_prep_enable_register_tbes(collection, [type(collection)])
@@ -386,18 +500,25 @@ def _quantized(collection: nn.Module, kind: type[nn.Module], dtype: torch.dtype)
 
 
 def stored_rows(collection: nn.Module) -> Mapping[str, tuple[str, Tensor]]:
-    """Returns each table's row format and its rows by name. The rows share the collection's memory.
+    """Returns each table's row format and its rows by name.
+
+    The rows share the collection's memory.
 
     Args:
         collection: TorchRec's collection, plain or quantised.
     """
     if isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
         modules = getattr(collection, "embedding_bags", None) or collection.embeddings
-        return {name: ("float32", module.weight.detach()) for name, module in modules.items()}
+        return {
+            name: ("float32", module.weight.detach())
+            for name, module in modules.items()
+        }
     every: dict[str, tuple[str, Tensor]] = {}
     for tbe in kernels_of(collection):
         weights = tbe.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)
-        for (name, _, _, kind, _), (weight, _, _) in zip(tbe.embedding_specs, weights, strict=True):
+        for (name, _, _, kind, _), (weight, _, _) in zip(
+            tbe.embedding_specs, weights, strict=True
+        ):
             every[name] = (FORMAT_NAMES[kind.as_int()], weight)
     return every
 
@@ -408,13 +529,18 @@ class StaticEmbedding(nn.Module):
     Args:
         module: The module that is exported.
         ids: (R,) int64. The ids in ascending order.
-        rows: (R + 1, ...). The rows in the row format, after a first row for ids without a row.
+        rows: (R + 1, ...). The rows in the row format, after a first row for ids
+            without a row.
         row_format: A name in :data:`torchrec_recstore_serving.row_formats.FORMATS`.
     """
 
-    def __init__(self, module: RecStoreEmbedding, ids: Tensor, rows: Tensor, row_format: str) -> None:
+    def __init__(
+        self, module: RecStoreEmbedding, ids: Tensor, rows: Tensor, row_format: str
+    ) -> None:
         super().__init__()
-        self.table = served_table(module.table.name, module.embedding_dim, row_format, ids, rows)
+        self.table = served_table(
+            module.table.name, module.embedding_dim, row_format, ids, rows
+        )
         self._has_padding = module.padding_idx is not None
         self._padding = module.padding_idx or 0
         self._output = module.weight.dtype
@@ -433,19 +559,30 @@ class StaticEmbedding(nn.Module):
         """
         values = integers(input, "ids").reshape(-1)
         rows = self.table.lookup(values)
-        if self._has_padding:  # A padding id without a row reads as zeros, even if other ids without a row do not.
-            nothing = (values == self._padding) & torch.logical_not(self.table.has_rows(values))
+        # A padding id without a row reads as zeros, even if other ids without a row do
+        # not.
+        if self._has_padding:
+            nothing = (values == self._padding) & torch.logical_not(
+                self.table.has_rows(values)
+            )
             rows = rows.masked_fill(nothing.unsqueeze(1), 0.0)
         shape: list[int] = list(input.shape)
         return rows.to(self._output).view(shape + [rows.shape[1]])  # noqa: RUF005  (TorchScript)
 
 
 class StaticEmbeddingBag(nn.Module):
-    """A ``RecStoreEmbeddingBag`` for inference. See :class:`StaticEmbedding`; the arguments are the same."""
+    """A ``RecStoreEmbeddingBag`` for inference.
 
-    def __init__(self, module: RecStoreEmbeddingBag, ids: Tensor, rows: Tensor, row_format: str) -> None:
+    See :class:`StaticEmbedding`; the arguments are the same.
+    """
+
+    def __init__(
+        self, module: RecStoreEmbeddingBag, ids: Tensor, rows: Tensor, row_format: str
+    ) -> None:
         super().__init__()
-        self.table = served_table(module.table.name, module.embedding_dim, row_format, ids, rows)
+        self.table = served_table(
+            module.table.name, module.embedding_dim, row_format, ids, rows
+        )
         self._has_padding = module.padding_idx is not None
         self._padding = module.padding_idx or 0
         self._output = module.weight.dtype
@@ -453,14 +590,27 @@ class StaticEmbeddingBag(nn.Module):
         self._by_torch = self._mode == "max" or bool(module.scale_grad_by_freq)
         self._include_last_offset = bool(module.include_last_offset)
 
-    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Pools the rows of bags. See ``RecStoreEmbeddingBag.forward``; nested tensors are not supported."""
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Pools the rows of bags.
+
+        See ``RecStoreEmbeddingBag.forward``; nested tensors are not supported.
+        """
         weights = per_sample_weights
         if input.dim() == 2:
-            bounds = torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
+            bounds = (
+                torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
+            )
         else:
             if offsets is None or input.dim() != 1:
-                raise ValueError("ids must have the shape (B, L), or the shape (N,) together with offsets")
+                raise ValueError(
+                    "ids must have the shape (B, L), or the shape (N,) together with"
+                    " offsets"
+                )
             bounds = integers(offsets, "offsets")
             if not self._include_last_offset:
                 bounds = torch.cat([bounds, bounds.new_full((1,), input.shape[0])])
@@ -473,8 +623,9 @@ class StaticEmbeddingBag(nn.Module):
             bounds, values = before[bounds], values[stays]
             if weights is not None:
                 weights = weights[stays]
-        # The ids behind the last bag are a bag more, which is dropped. A slice of the ids would read its end from a
-        # tensor, which torch.export cannot trace. The bag has one id more, because torch cannot pool without any.
+        # The ids behind the last bag are a bag more, which is dropped. A slice of the
+        # ids would read its end from a tensor, which torch.export cannot trace. The bag
+        # has one id more, because torch cannot pool without any.
         rows = self.table.lookup(F.pad(values, [0, 1]))
         if weights is not None:
             weights = F.pad(weights, [0, 1])

@@ -1,4 +1,5 @@
-"""Traces a model for TorchScript, and notes which values of the model are written into the program.
+"""Traces a model for TorchScript, and notes which values of the model are written into
+the program.
 
 Tests: tests/serving/test_traced_values.py.
 """
@@ -20,7 +21,12 @@ from torch.overrides import TorchFunctionMode
 from torchrec_recstore_serving.served_tables import ServedTable
 from torchrec_recstore_serving.structure import tensors_of
 
-_LEAVES = ["ServedEmbeddingBagCollection", "ServedEmbeddingCollection", "StaticEmbedding", "StaticEmbeddingBag"]
+_LEAVES = [
+    "ServedEmbeddingBagCollection",
+    "ServedEmbeddingCollection",
+    "StaticEmbedding",
+    "StaticEmbeddingBag",
+]
 
 _OF_FORM = frozenset(
     {
@@ -37,7 +43,9 @@ _OF_FORM = frozenset(
         "size",
     }
 )
-"""Functions and methods that read the shape and the data type of a tensor, and no values."""
+"""Functions and methods that read the shape and the data type of a tensor, and no
+values.
+"""
 
 _PROPERTIES_OF_FORM = frozenset(
     {
@@ -72,19 +80,24 @@ _REFLECTED: dict[str, Callable[..., Any]] = {
 
 
 class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
-    """TorchRec's tracer, which records the calls of one thread only, and also what a model computes with its tensors.
+    """TorchRec's tracer, which records the calls of one thread only, and also what a
+    model computes with its tensors.
 
-    A tracer replaces ``nn.Module.__call__`` and ``nn.Module.__getattr__`` for all threads of the process (torch 2.13).
-    Calls of other threads, such as a server of predictions, are therefore passed on as they are.
+    A tracer replaces ``nn.Module.__call__`` and ``nn.Module.__getattr__`` for all
+    threads of the process (torch 2.13). Calls of other threads, such as a server of
+    predictions, are therefore passed on as they are.
 
-    TorchRec's tracer records what a model computes with its arguments and parameters. A result that depends on buffers
-    and attributes only, such as ``self.std + 1e-6``, would be a constant of the program, with the values of the trace.
-    This tracer records the computation instead. If the model reads a value as a number, as in ``float(self.scale)``,
-    the number is a constant, and :attr:`read_tensors` has the name of the tensor.
+    TorchRec's tracer records what a model computes with its arguments and parameters. A
+    result that depends on buffers and attributes only, such as ``self.std + 1e-6``,
+    would be a constant of the program, with the values of the trace. This tracer
+    records the computation instead. If the model reads a value as a number, as in
+    ``float(self.scale)``, the number is a constant, and :attr:`read_tensors` has the
+    name of the tensor.
 
     Args:
-        records: Whether computations with buffers and attributes are recorded. False: their results are constants, and
-            :attr:`read_tensors` has the names of the tensors.
+        records: Whether computations with buffers and attributes are recorded. False:
+            their results are constants, and :attr:`read_tensors` has the names of the
+            tensors.
     """
 
     def __init__(self, *, records: bool) -> None:
@@ -92,25 +105,34 @@ class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
         self._thread = threading.get_ident()
         self._records = records
         self._names: dict[int, frozenset[str]] = {}
-        """The names of the model's tensors that a tensor was computed from, by the ``id`` of the tensor."""
+        """The names of the model's tensors that a tensor was computed from, by the
+        ``id`` of the tensor.
+        """
         self._replaceable: set[str] = set()
         """The names of all buffers and attributes of the model."""
         self._tensors: list[Tensor] = []
-        """The tensors of ``_names``, which must not be freed, because an ``id`` would be used again."""
+        """The tensors of ``_names``, which must not be freed, because an ``id`` would
+        be used again.
+        """
         self._nodes: dict[int, torch.fx.Node] = {}
         """The recorded computation of a tensor, by the ``id`` of the tensor."""
         self._recorded: list[torch.fx.Node] = []
         self.read_tensors: set[str] = set()
-        """The names of the model's tensors whose values are constants of the program."""
+        """The names of the model's tensors whose values are constants of the program.
+        """
 
-    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> torch.fx.Graph:
+    def trace(
+        self, root: Any, concrete_args: dict[str, Any] | None = None
+    ) -> torch.fx.Graph:
         """Records the computation of a model. See ``torch.fx.Tracer``."""
         for path, module in root.named_modules(remove_duplicate=False):
             if isinstance(module, ServedTable):
                 continue
             for name, tensor in tensors_of(module):
                 full_name = f"{path}.{name}" if path else name
-                self._follow(tensor, self._names.get(id(tensor), frozenset()) | {full_name})
+                self._follow(
+                    tensor, self._names.get(id(tensor), frozenset()) | {full_name}
+                )
                 if not isinstance(tensor, nn.Parameter):
                     self._replaceable.add(full_name)
         with _Computations(self):
@@ -121,14 +143,20 @@ class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
         return graph
 
     def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Records the call of a module. See ``torch.fx.Tracer``."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+    def getattr(
+        self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]
+    ) -> Any:
         """Records the use of an attribute of a module. See ``torch.fx.Tracer``."""
         if threading.get_ident() != self._thread:
             return attr_val
@@ -142,8 +170,11 @@ class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
             self._check_origin(a)
         return super().create_arg(a)
 
-    def note_computation(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Records a call whose arguments are tensors of the model, or are computed from these only.
+    def note_computation(
+        self, function: Any, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        """Records a call whose arguments are tensors of the model, or are computed from
+        these only.
 
         Args:
             function: The function of torch.
@@ -152,7 +183,9 @@ class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
             result: Its result.
         """
         arguments = _leaves((args, kwargs))
-        if _reads_form(function) or any(isinstance(argument, torch.fx.Proxy) for argument in arguments):
+        if _reads_form(function) or any(
+            isinstance(argument, torch.fx.Proxy) for argument in arguments
+        ):
             return
         names: set[str] = set()
         for argument in arguments:
@@ -160,7 +193,8 @@ class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
                 self._check_origin(argument)
                 names |= self._names[id(argument)]
         if _changes_arguments(function, kwargs):
-            # A recorded computation of a tensor, or of a view of it, does not have this change.
+            # A recorded computation of a tensor, or of a view of it, does not have this
+            # change.
             for changed in self._nodes:
                 names |= self._names[changed]
             self._nodes.clear()
@@ -181,15 +215,21 @@ class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
             self.read_tensors |= names
             return
         kind, target, positional = call
-        node = self._record(kind, target, self.create_arg(positional), self.create_arg(kwargs))
+        node = self._record(
+            kind, target, self.create_arg(positional), self.create_arg(kwargs)
+        )
         if isinstance(result, Tensor):
             self._nodes[id(result)] = node
             return
         for number, part in enumerate(results):
-            self._nodes[id(part)] = self._record("call_function", operator.getitem, (node, number), {})
+            self._nodes[id(part)] = self._record(
+                "call_function", operator.getitem, (node, number), {}
+            )
 
     def _check_origin(self, tensor: Tensor) -> None:
-        """Takes a tensor of unknown origin, such as the result of a scripted function, for one of all values."""
+        """Takes a tensor of unknown origin, such as the result of a scripted function,
+        for one of all values.
+        """
         if id(tensor) not in self._names:
             self.read_tensors |= self._replaceable
             self._follow(tensor, frozenset(self._replaceable))
@@ -212,7 +252,9 @@ class _Computations(TorchFunctionMode):
         super().__init__()
         self._tracer = tracer
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         named = kwargs or {}
         result = func(*args, **named)
         self._tracer.note_computation(func, args, named, result)
@@ -231,7 +273,9 @@ def _name_of(function: Any) -> str:
 
 
 def _reads_form(function: Any) -> bool:
-    """Returns whether a function reads the shape or the data type of a tensor, and no values."""
+    """Returns whether a function reads the shape or the data type of a tensor, and no
+    values.
+    """
     name = _name_of(function)
     if name == "__get__":
         return _name_of(function.__self__) in _PROPERTIES_OF_FORM
@@ -246,8 +290,13 @@ def _changes_arguments(function: Any, kwargs: dict[str, Any]) -> bool:
     return in_place or of_operator or "out" in kwargs
 
 
-def _call_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any, tuple[Any, ...]] | None:
-    """Returns the kind, the target and the arguments of the node for a call. None: no node can express the call."""
+def _call_of(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, Any, tuple[Any, ...]] | None:
+    """Returns the kind, the target and the arguments of the node for a call.
+
+    None: no node can express the call.
+    """
     name = _name_of(function)
     if _changes_arguments(function, kwargs):
         return None

@@ -1,9 +1,10 @@
-"""Trains a sharded table from one checkpoint to the next, on whichever processor runs this: see run.py.
+"""Trains a sharded table from one checkpoint to the next, on whichever processor runs
+this: see run.py.
 
     python training.py FROM TO STEPS
 
-FROM is a checkpoint, or "-" for none. TO is the same to the byte on each processor, because the gradients do not come
-from matrix products.
+FROM is a checkpoint, or "-" for none. TO is the same to the byte on each processor,
+because the gradients do not come from matrix products.
 """
 
 from __future__ import annotations
@@ -35,14 +36,24 @@ def main(source: str, target: str, steps: int) -> None:
         )
         for name, dim in DIMS.items()
     ]
-    sharder = RecStoreSharder(fused_params={"optimizer": EmbOptimType.ADAM, "learning_rate": 0.01})
+    sharder = RecStoreSharder(
+        fused_params={"optimizer": EmbOptimType.ADAM, "learning_rate": 0.01}
+    )
     module = EmbeddingBagCollection(configs, device=torch.device("meta"))
-    model = DistributedModelParallel(module, sharders=[sharder], device=torch.device("cpu"))
-    begin = 0 if source == "-" else load_checkpoint(model, source).training_state["step"]
+    model = DistributedModelParallel(
+        module, sharders=[sharder], device=torch.device("cpu")
+    )
+    begin = (
+        0 if source == "-" else load_checkpoint(model, source).training_state["step"]
+    )
     for step in range(begin, begin + steps):
         random = torch.Generator().manual_seed(step)
         ids = torch.randint(-(2**40), 2**40, (4 * 200,), generator=random) // 2**30
-        out = model(KeyedJaggedTensor(list(DIMS), ids, lengths=torch.full((4 * 100,), 2))).wait().values()
+        out = (
+            model(KeyedJaggedTensor(list(DIMS), ids, lengths=torch.full((4 * 100,), 2)))
+            .wait()
+            .values()
+        )
         out.backward(torch.randint(-8, 8, out.shape, generator=random) / 8)
     save_checkpoint(model, target, training_state={"step": begin + steps})
 

@@ -1,4 +1,6 @@
-"""Kills saves at chosen points. It runs in a separate process, which forks a process for each kill.
+"""Kills saves at chosen points.
+
+It runs in a separate process, which forks a process for each kill.
 
 python -m tests.checkpoint.crashing one DIRECTORY      # 50 points of a save in one process
 python -m tests.checkpoint.crashing ranks DIRECTORY    # one of two ranks dies
@@ -29,13 +31,26 @@ from torchrec_recstore import load_checkpoint, save_checkpoint
 from . import models
 
 POINTS = 50
-FILE_CALLS = ("fsync", "rename", "mkdir", "rmdir", "unlink", "open", "save_file", "serialize_file", "write", "close")
+FILE_CALLS = (
+    "fsync",
+    "rename",
+    "mkdir",
+    "rmdir",
+    "unlink",
+    "open",
+    "save_file",
+    "serialize_file",
+    "write",
+    "close",
+)
 KILLED, RAISED, SAVED = -signal.SIGKILL, 3, 4
-OUTCOMES = {"none": 5, "old": 6, "new": 7}  # the exit status for each state that a killed save has left
+# the exit status for each state that a killed save has left
+OUTCOMES = {"none": 5, "old": 6, "new": 7}
 
 
 class Calls:
-    """Counts every call of Python code in all threads, and kills the process at one call.
+    """Counts every call of Python code in all threads, and kills the process at one
+    call.
 
     Args:
         die_at: The number of the call. None: the process is not killed.
@@ -88,7 +103,10 @@ def loaded(path: Path) -> list[Any]:
 
 
 def points_of(names: list[str]) -> list[int]:
-    """Half of the points are spread over all calls. The others are calls that touch files, among them the last ones."""
+    """Half of the points are spread over all calls.
+
+    The others are calls that touch files, among them the last ones.
+    """
     calls = [i for i, name in enumerate(names) if name in FILE_CALLS]
     half = POINTS // 2
     spread = [len(names) * k // half for k in range(half)]
@@ -99,7 +117,8 @@ def points_of(names: list[str]) -> list[int]:
 def in_one(work: Callable[[], int]) -> int:
     """Runs ``work`` in a forked process that is the only rank.
 
-    Each process makes its own model: a forked process cannot use the tables of its parent.
+    Each process makes its own model: a forked process cannot use the tables of its
+    parent.
     """
 
     def alone() -> int:
@@ -131,7 +150,9 @@ def one(directory: Path) -> None:
         return SAVED
 
     def check(overwrite: bool) -> int:
-        old, new = (json.loads((directory / name).read_text()) for name in ("old", "new"))
+        old, new = (
+            json.loads((directory / name).read_text()) for name in ("old", "new")
+        )
         assert loaded(directory / "first") == old
         outcome = "none"
         if target.exists():
@@ -142,7 +163,12 @@ def one(directory: Path) -> None:
         # The save is repeated, although files of the killed save are still there.
         assert save() == SAVED
         assert loaded(target) == new
-        left = {path.name for path in directory.iterdir()} - {"calls", "old", "new", "trained"}
+        left = {path.name for path in directory.iterdir()} - {
+            "calls",
+            "old",
+            "new",
+            "trained",
+        }
         assert left == {"first", "second"}, left
         return OUTCOMES[outcome]
 
@@ -159,7 +185,8 @@ def one(directory: Path) -> None:
             shutil.rmtree(target, ignore_errors=True)
             if overwrite:
                 shutil.copytree(directory / "first", target)
-            # The number of calls varies a little between runs, so the last points may lie after the end of a run.
+            # The number of calls varies a little between runs, so the last points may
+            # lie after the end of a run.
             status = in_one(partial(save, point))
             assert status in (KILLED, SAVED), (point, status)
             killed += status == KILLED
@@ -172,9 +199,13 @@ def one(directory: Path) -> None:
     assert min(outcomes.values()) > 0
 
 
-def on_rank(rank: int, directory: Path, work: Callable[[DistributedModelParallel], int]) -> int:
+def on_rank(
+    rank: int, directory: Path, work: Callable[[DistributedModelParallel], int]
+) -> int:
     os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2
+    )
     model = models.recstore("row_wise")
     models.train(model)
     return work(model)
@@ -217,30 +248,45 @@ def ranks(directory: Path) -> None:
                     traceback.print_exc()
                     os._exit(1)
             children.append(child)
-        return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        return [
+            os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children
+        ]
 
     def check(path: Path) -> int:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         expected = models.whole_tables(directory)
         for name, ids, rows, _ in loaded(path):
             assert set(ids) == expected[name].keys()
-            assert all(row == expected[name][i]["weight"].tolist() for i, row in zip(ids, rows, strict=True))
+            assert all(
+                row == expected[name][i]["weight"].tolist()
+                for i, row in zip(ids, rows, strict=True)
+            )
         return 0
 
     assert both(first) == [0, 0]
     for victim, share in [(0, 0.3), (1, 0.3), (1, 0.6), (0, 0.75), (0, 0.93)]:
-        status = both(lambda rank, victim=victim, share=share: second(rank, victim, share))  # type: ignore[misc]
+        status = both(
+            lambda rank, victim=victim, share=share: second(rank, victim, share)
+        )  # type: ignore[misc]
         assert status[victim] == KILLED, (victim, share, status)
         # The surviving rank raises, unless the checkpoint was complete.
         whole = (directory / "second").exists()
-        assert status[1 - victim] in ((RAISED, SAVED) if whole else (RAISED,)), (victim, share, status)
+        assert status[1 - victim] in ((RAISED, SAVED) if whole else (RAISED,)), (
+            victim,
+            share,
+            status,
+        )
         assert in_a_fork(lambda: check(directory / "first")) == 0
         if whole:
             assert in_a_fork(lambda: check(directory / "second")) == 0
             shutil.rmtree(directory / "second")
     assert both(lambda rank: second(rank, -1, 0)) == [SAVED, SAVED]
     assert in_a_fork(lambda: check(directory / "second")) == 0
-    print("survivors raised:", *sorted(path.read_text() for path in directory.glob("error_*")), sep="\n")
+    print(
+        "survivors raised:",
+        *sorted(path.read_text() for path in directory.glob("error_*")),
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

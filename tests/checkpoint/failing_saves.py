@@ -1,6 +1,7 @@
 """Has each call of the disk fail in turn during saves of all kinds.
 
-python -m tests.checkpoint.failing_saves DIRECTORY RANKS STEP, with the shim of tests/failing_disk.py
+python -m tests.checkpoint.failing_saves DIRECTORY RANKS STEP, with the shim of
+tests/failing_disk.py
 """
 
 from __future__ import annotations
@@ -74,12 +75,17 @@ class Saves:
         models.train(self.model, steps=2, distinct=60)
 
     def failing(self, kind: str, names: str, error: int, first: int, count: int) -> int:
-        """Makes a save of this kind while calls fail. Returns the number of calls of this rank that could fail."""
+        """Makes a save of this kind while calls fail.
+
+        Returns the number of calls of this rank that could fail.
+        """
         before = models.shards(self.model)
         files = sorted(path.name for path in self.folder.iterdir())
         dist.barrier()
         raised = None
-        with failing_calls(self.folder, names, first, count if self.fails_here else 0, error) as failures:
+        with failing_calls(
+            self.folder, names, first, count if self.fails_here else 0, error
+        ) as failures:
             try:
                 save(kind, self.model, self.folder)
             except Exception as failure:
@@ -88,8 +94,13 @@ class Saves:
         dist.barrier()
         self.tried[names] += 1
         models.assert_holds(self.model, before)
-        if raised is None:  # All failures were at calls that the save can do without, or on the other rank.
-            assert_loads(self.folder / ("first" if kind == "overwrite" else "next"), before, self.sharding)
+        # All failures were at calls that the save can do without, or on the other rank.
+        if raised is None:
+            assert_loads(
+                self.folder / ("first" if kind == "overwrite" else "next"),
+                before,
+                self.sharding,
+            )
         else:
             self.raised[names] += 1
             message = str(raised)
@@ -103,7 +114,11 @@ class Saves:
             models.train(self.model, steps=1)
             now = models.shards(self.model)
             save(kind, self.model, self.folder)
-            assert_loads(self.folder / ("first" if kind == "overwrite" else "next"), now, self.sharding)
+            assert_loads(
+                self.folder / ("first" if kind == "overwrite" else "next"),
+                now,
+                self.sharding,
+            )
         dist.barrier()
         assert not list(self.folder.glob(".*")), sorted(self.folder.glob(".*"))
         if kind == "overwrite":
@@ -115,7 +130,9 @@ class Saves:
         return calls
 
     def run(self, kind: str, step: int, offset: int) -> None:
-        """Has each call fail in turn, or one of ``step`` calls from the one of this number on, once and for ever."""
+        """Has each call fail in turn, or one of ``step`` calls from the one of this
+        number on, once and for ever.
+        """
         for names, error in FAILURES:
             self.begin()
             own_calls = self.failing(kind, names, error, 0, 0)
@@ -133,14 +150,20 @@ def main(rank: int, folder: Path, ranks: int, step: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     rendezvous = folder / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks
+    )
     for failing_rank in range(ranks):
         saves = Saves(folder / "saves", failing_rank)
         for number, kind in enumerate(("save", "async", "delta", "overwrite")):
             saves.run(kind, step, offset=(2 * number + failing_rank) % step)
         if rank == 0:
             for names, _ in FAILURES:
-                print(f"{names}: {saves.tried[names]} saves, {saves.raised[names]} failed", flush=True)
+                print(
+                    f"{names}: {saves.tried[names]} saves, {saves.raised[names]}"
+                    " failed",
+                    flush=True,
+                )
             assert sum(saves.raised.values()) > (20 if step == 1 else 0)
     dist.barrier()
 

@@ -1,4 +1,5 @@
-"""Programs that end while a checkpoint is being written, each in forked processes that exit as programs do.
+"""Programs that end while a checkpoint is being written, each in forked processes that
+exit as programs do.
 
 python -m tests.checkpoint.leaving DIRECTORY PROGRAM_WORLD-SIZE ...
 """
@@ -51,7 +52,10 @@ def finished_at_exit(rank: int, model: DistributedModelParallel, path: Path) -> 
     slowly()
     async_save(model, path)
     # All ranks of a save share the path. Another save is refused on every rank.
-    with pytest.raises(BlockingIOError, match=rf"{path} cannot be written: process \d+ on host .* has been writing it"):
+    with pytest.raises(
+        BlockingIOError,
+        match=rf"{path} cannot be written: process \d+ on host .* has been writing it",
+    ):
         save_checkpoint(model, path)
     atexit.register(lambda: (path.parent / f"atexit_{rank}").touch())
     if rank == 0:
@@ -62,7 +66,9 @@ def failed_unasked(rank: int, model: DistributedModelParallel, path: Path) -> No
     Destination.stage = no_room  # type: ignore[method-assign]
     async_save(model, path)
     atexit.register(lambda: (path.parent / f"atexit_{rank}").touch())
-    threading.Thread(target=lambda: (time.sleep(0.5), (path.parent / f"thread_{rank}").touch())).start()
+    threading.Thread(
+        target=lambda: (time.sleep(0.5), (path.parent / f"thread_{rank}").touch())
+    ).start()
 
 
 def failed_and_asked(rank: int, model: DistributedModelParallel, path: Path) -> None:
@@ -78,7 +84,9 @@ def failed_and_asked(rank: int, model: DistributedModelParallel, path: Path) -> 
 
 
 def failed_late(rank: int, model: DistributedModelParallel, path: Path) -> None:
-    """The next save begins before the first save has failed, and is refused because the first one is being written."""
+    """The next save begins before the first save has failed, and is refused because the
+    first one is being written.
+    """
     slowly()
     Destination.publish = no_room  # type: ignore[method-assign, assignment]
     async_save(model, path)
@@ -113,7 +121,9 @@ PROGRAMS: dict[str, tuple[Program, int]] = {
 def run(program: Program, rank: int, world_size: int, directory: Path) -> None:
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     rendezvous = f"file://{directory}/rendezvous"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=rendezvous, rank=rank, world_size=world_size
+    )
     model = models.recstore("row_wise")
     models.train(model)
     program(rank, model, directory / "saved")
@@ -128,11 +138,18 @@ def main(directory: Path, names: Sequence[str]) -> None:
         for rank in range(world_size):
             child = os.fork()
             if child == 0:
-                os.dup2(os.open(directory / name / f"stderr_{rank}", os.O_CREAT | os.O_WRONLY), 2)
+                os.dup2(
+                    os.open(
+                        directory / name / f"stderr_{rank}", os.O_CREAT | os.O_WRONLY
+                    ),
+                    2,
+                )
                 run(program, rank, world_size, directory / name)
                 return
             children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        codes = [
+            os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children
+        ]
         results[name] = codes
     (directory / "results.json").write_text(json.dumps(results))
 

@@ -27,7 +27,14 @@ from torchrec_recstore import (
 )
 from torchrec_recstore.checkpoint import CheckpointError
 from torchrec_recstore.checkpoint.apply import moved_last_steps
-from torchrec_recstore.options import LRU, Expiry, MinFrequency, Scored, SSDStore, TableOptions
+from torchrec_recstore.options import (
+    LRU,
+    Expiry,
+    MinFrequency,
+    Scored,
+    SSDStore,
+    TableOptions,
+)
 from torchrec_recstore.store import Table, TableState
 
 from . import models
@@ -43,14 +50,22 @@ def remove(model: DistributedModelParallel, name: str, ids: Tensor) -> None:
         table.remove(ids)
 
 
-def insert(model: DistributedModelParallel, name: str, ids: Tensor, value: float) -> None:
+def insert(
+    model: DistributedModelParallel, name: str, ids: Tensor, value: float
+) -> None:
     for shard in model.module.sparse.recstore_state.shards[name]:
         mine = ids[shard.owned(ids)]
-        shard.table.insert(mine, torch.full((len(mine), len(shard.table.columns)), value))
+        shard.table.insert(
+            mine, torch.full((len(mine), len(shard.table.columns)), value)
+        )
 
 
-def make_delta(path: Path, *, leaving: int, kind: str = "table_wise", **arguments: Any) -> DistributedModelParallel:
-    """Saves a base and a delta of another trainer, from whose table ``user`` some ids of the base leave."""
+def make_delta(
+    path: Path, *, leaving: int, kind: str = "table_wise", **arguments: Any
+) -> DistributedModelParallel:
+    """Saves a base and a delta of another trainer, from whose table ``user`` some ids
+    of the base leave.
+    """
     other = models.recstore(kind, **arguments)
     models.train(other)
     save_checkpoint(other, path / "base")
@@ -64,8 +79,12 @@ def make_delta(path: Path, *, leaving: int, kind: str = "table_wise", **argument
 
 @pytest.mark.parametrize("removal", ["left", "stay"])
 @pytest.mark.parametrize("optimizer", [ROW_WISE, EmbOptimType.ADAM])
-def test_rows_and_states_of_the_delta(one_rank: None, tmp_path: Path, removal: str, optimizer: EmbOptimType) -> None:
-    other = make_delta(tmp_path, leaving=3 if removal == "left" else 30, optimizer=optimizer)
+def test_rows_and_states_of_the_delta(
+    one_rank: None, tmp_path: Path, removal: str, optimizer: EmbOptimType
+) -> None:
+    other = make_delta(
+        tmp_path, leaving=3 if removal == "left" else 30, optimizer=optimizer
+    )
     assert read_info(tmp_path / "delta").tables["user"].removal == removal
     model = models.recstore("row_wise", optimizer)
     load_checkpoint(model, tmp_path / "base")
@@ -73,7 +92,10 @@ def test_rows_and_states_of_the_delta(one_rank: None, tmp_path: Path, removal: s
         model(models.batch(seed)).sum().backward()
     insert(model, "user", OWN, 3.0)
     before, dense_before = whole(model), changed_dense(model)
-    clocks = {name: (table.steps, table.optimizer_steps) for name, (table,) in tables_of(model).items()}
+    clocks = {
+        name: (table.steps, table.optimizer_steps)
+        for name, (table,) in tables_of(model).items()
+    }
 
     info = apply_delta(model, tmp_path / "delta")
 
@@ -82,7 +104,11 @@ def test_rows_and_states_of_the_delta(one_rank: None, tmp_path: Path, removal: s
     base = models.recstore("table_wise", optimizer)
     load_checkpoint(base, tmp_path / "base")
     at_base = whole(base)
-    changed = {key for key, row in theirs.items() if key not in at_base or differs(row, at_base[key])}
+    changed = {
+        key
+        for key, row in theirs.items()
+        if key not in at_base or differs(row, at_base[key])
+    }
     left = at_base.keys() - theirs.keys()
     assert len(changed) > 5
     assert len(left) >= 2
@@ -97,7 +123,10 @@ def test_rows_and_states_of_the_delta(one_rank: None, tmp_path: Path, removal: s
             else:
                 assert torch.equal(value, expected[name]), (key, name)
     assert torch.equal(dense(model), dense_before)
-    assert {name: (table.steps, table.optimizer_steps) for name, (table,) in tables_of(model).items()} == clocks
+    assert {
+        name: (table.steps, table.optimizer_steps)
+        for name, (table,) in tables_of(model).items()
+    } == clocks
     models.train(model, steps=1)
 
 
@@ -112,7 +141,10 @@ def test_a_chain_is_applied_in_its_order(one_rank: None, tmp_path: Path) -> None
     model = models.recstore("table_wise", ROW_WISE)
     load_checkpoint(model, tmp_path / "base")
     before = models.shards(model)
-    with pytest.raises(ValueError, match=r"delta of .*/delta, which table 'user' .* neither saved nor loaded, nor"):
+    with pytest.raises(
+        ValueError,
+        match=r"delta of .*/delta, which table 'user' .* neither saved nor loaded, nor",
+    ):
         apply_delta(model, tmp_path / "delta2")
     models.assert_holds(model, before)
     apply_delta(model, tmp_path / "delta")
@@ -146,12 +178,19 @@ def test_a_warm_start_is_no_base(one_rank: None, tmp_path: Path) -> None:
 
 def load_stock(model: DistributedModelParallel) -> None:
     """Replaces all rows of the model by rows of TorchRec's form."""
-    load_stock_state_dict(model, stock_state_dict(models.recstore("table_wise", ROW_WISE), {"user": 7, "item": 7}))
+    load_stock_state_dict(
+        model,
+        stock_state_dict(
+            models.recstore("table_wise", ROW_WISE), {"user": 7, "item": 7}
+        ),
+    )
 
 
 @pytest.mark.parametrize("replace_all", [reset_rows, load_stock])
 def test_rows_that_were_replaced_are_no_base(
-    one_rank: None, tmp_path: Path, replace_all: Callable[[DistributedModelParallel], None]
+    one_rank: None,
+    tmp_path: Path,
+    replace_all: Callable[[DistributedModelParallel], None],
 ) -> None:
     make_delta(tmp_path, leaving=2)
     model = models.recstore("table_wise", ROW_WISE)
@@ -176,7 +215,9 @@ def test_a_delta_without_its_base_is_no_base(one_rank: None, tmp_path: Path) -> 
 
 
 def make_chain(path: Path) -> DistributedModelParallel:
-    """Saves a base, and the deltas ``delta``, ``delta2`` and ``delta3``, each of the one before it."""
+    """Saves a base, and the deltas ``delta``, ``delta2`` and ``delta3``, each of the
+    one before it.
+    """
     other = make_delta(path, leaving=2)
     for number, base in ((2, "delta"), (3, "delta2")):
         other(models.batch(50 + number)).sum().backward()
@@ -186,7 +227,10 @@ def make_chain(path: Path) -> DistributedModelParallel:
 
 def refuse_older(model: DistributedModelParallel, path: Path) -> None:
     before = whole(model)
-    with pytest.raises(ValueError, match=rf"{path} is older than the rows of table 'user' .* strict=False"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{path} is older than the rows of table 'user' .* strict=False",
+    ):
         apply_delta(model, path)
     assert_same(whole(model), before)
 
@@ -209,7 +253,9 @@ def test_an_older_delta_is_refused(one_rank: None, tmp_path: Path) -> None:
     apply_delta(model, tmp_path / "delta")
 
 
-def test_a_loaded_or_saved_delta_makes_its_bases_older(one_rank: None, tmp_path: Path) -> None:
+def test_a_loaded_or_saved_delta_makes_its_bases_older(
+    one_rank: None, tmp_path: Path
+) -> None:
     other = make_chain(tmp_path)
     loaded = models.recstore("table_wise", ROW_WISE)
     load_checkpoint(loaded, tmp_path / "delta3")
@@ -236,7 +282,8 @@ def test_rows_can_go_back_without_strict(one_rank: None, tmp_path: Path) -> None
     model = models.recstore("table_wise", ROW_WISE)
     load_checkpoint(model, tmp_path / "delta3")
     apply_delta(model, tmp_path / "delta", strict=False)
-    # The rows that later deltas have changed are gone, so that these must be applied again.
+    # The rows that later deltas have changed are gone, so that these must be applied
+    # again.
     with pytest.raises(ValueError, match="neither saved nor loaded"):
         apply_delta(model, tmp_path / "delta3")
     apply_delta(model, tmp_path / "delta2")
@@ -247,7 +294,9 @@ def test_rows_can_go_back_without_strict(one_rank: None, tmp_path: Path) -> None
         assert torch.equal(row["weight"], expected[key]["weight"])
 
 
-def test_a_delta_is_older_than_one_that_left_it_out(one_rank: None, tmp_path: Path) -> None:
+def test_a_delta_is_older_than_one_that_left_it_out(
+    one_rank: None, tmp_path: Path
+) -> None:
     make_chain(tmp_path)
     model = models.recstore("table_wise", ROW_WISE)
     load_checkpoint(model, tmp_path / "delta")
@@ -282,7 +331,9 @@ def test_what_is_refused_changes_nothing(one_rank: None, tmp_path: Path) -> None
     model = models.recstore("table_wise", ROW_WISE)
     load_checkpoint(model, tmp_path / "base")
     before = models.shards(model)
-    with pytest.raises(ValueError, match="base is a whole checkpoint: load it with load_checkpoint"):
+    with pytest.raises(
+        ValueError, match="base is a whole checkpoint: load it with load_checkpoint"
+    ):
         apply_delta(model, tmp_path / "base")
     with pytest.raises(FileNotFoundError):
         apply_delta(model, tmp_path / "nothing")
@@ -290,7 +341,7 @@ def test_what_is_refused_changes_nothing(one_rank: None, tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"state does not fit the model's Adam\(.*\)$"):
         apply_delta(adam, tmp_path / "delta", strict=False)
     assert not whole(adam)
-    (part, *_) = (tmp_path / "delta").glob("user-*-00000.safetensors")
+    part, *_ = (tmp_path / "delta").glob("user-*-00000.safetensors")
     content = bytearray(part.read_bytes())
     content[-3] ^= 1
     part.write_bytes(content)
@@ -302,30 +353,49 @@ def test_what_is_refused_changes_nothing(one_rank: None, tmp_path: Path) -> None
 def test_tables_with_bounds(one_rank: None, tmp_path: Path) -> None:
     other = make_delta(tmp_path, leaving=3)
     rows = {name: len(table) for name, (table,) in tables_of(other).items()}
-    (changed,) = {part.rows for part in read_info(tmp_path / "delta").tables["user"].parts}
-    full = models.recstore("table_wise", ROW_WISE, options=TableOptions(max_rows=max(rows.values())))
+    (changed,) = {
+        part.rows for part in read_info(tmp_path / "delta").tables["user"].parts
+    }
+    full = models.recstore(
+        "table_wise", ROW_WISE, options=TableOptions(max_rows=max(rows.values()))
+    )
     load_checkpoint(full, tmp_path / "base", strict=False)
     apply_delta(full, tmp_path / "delta")
-    bounded = models.recstore("table_wise", ROW_WISE, options=TableOptions(max_rows=changed + 2, eviction=LRU()))
+    bounded = models.recstore(
+        "table_wise",
+        ROW_WISE,
+        options=TableOptions(max_rows=changed + 2, eviction=LRU()),
+    )
     load_checkpoint(bounded, tmp_path / "base")
     apply_delta(bounded, tmp_path / "delta")
     (table,) = tables_of(bounded)["user"]
     assert 0 < len(table) <= changed + 2
     assert table.contains(torch.tensor([123])).all()
-    insert(full, "user", torch.arange(max(rows.values()) - len(tables_of(full)["user"][0])), 1.0)
+    insert(
+        full,
+        "user",
+        torch.arange(max(rows.values()) - len(tables_of(full)["user"][0])),
+        1.0,
+    )
     models.train(other, steps=1)
     insert(other, "user", torch.tensor([321]), 1.0)
     save_checkpoint(other, tmp_path / "more", delta_of=tmp_path / "delta")
     before = models.shards(full)
-    with pytest.raises(ValueError, match=r"would have \d+ rows .* set eviction or a cold_store"):
+    with pytest.raises(
+        ValueError, match=r"would have \d+ rows .* set eviction or a cold_store"
+    ):
         apply_delta(full, tmp_path / "more")
     models.assert_holds(full, before)
 
 
 def test_frequencies_do_not_become_scores(one_rank: None, tmp_path: Path) -> None:
-    """With Scored(), the field of the frequency encodes a score; a delta of another policy has none."""
+    """With Scored(), the field of the frequency encodes a score; a delta of another
+    policy has none.
+    """
     make_delta(tmp_path, leaving=3)
-    model = models.recstore("table_wise", ROW_WISE, options=TableOptions(max_rows=1000, eviction=Scored()))
+    model = models.recstore(
+        "table_wise", ROW_WISE, options=TableOptions(max_rows=1000, eviction=Scored())
+    )
     load_checkpoint(model, tmp_path / "base")
     apply_delta(model, tmp_path / "delta")
     for name, _, _, rows in models.shards(model):
@@ -334,7 +404,11 @@ def test_frequencies_do_not_become_scores(one_rank: None, tmp_path: Path) -> Non
 
 def test_cold_rows_and_admission(one_rank: None, tmp_path: Path) -> None:
     other = make_delta(tmp_path, leaving=3)
-    options = TableOptions(max_rows=8, cold_store=SSDStore(str(tmp_path / "cold")), admission=MinFrequency(5))
+    options = TableOptions(
+        max_rows=8,
+        cold_store=SSDStore(str(tmp_path / "cold")),
+        admission=MinFrequency(5),
+    )
     model = models.recstore("table_wise", ROW_WISE, options=options)
     load_checkpoint(model, tmp_path / "base")
     apply_delta(model, tmp_path / "delta")
@@ -365,7 +439,9 @@ def test_a_failure_is_taken_back(
 
     monkeypatch.setattr(Table, "write", failing)
     if fails_too:
-        with pytest.raises(RuntimeError, match="has only some of the rows of the delta: apply it again"):
+        with pytest.raises(
+            RuntimeError, match="has only some of the rows of the delta: apply it again"
+        ):
             apply_delta(model, tmp_path / "delta")
         monkeypatch.undo()
         apply_delta(model, tmp_path / "delta")
@@ -388,19 +464,34 @@ def test_between_a_forward_and_its_backward(one_rank: None, tmp_path: Path) -> N
 
 def test_last_steps_by_another_clock() -> None:
     steps = torch.tensor([0, 90, 100])
-    assert moved_last_steps(steps, TableState(100), TableState(300)).tolist() == [200, 290, 300]
-    assert moved_last_steps(steps, TableState(100), TableState(30)).tolist() == [0, 20, 30]
+    assert moved_last_steps(steps, TableState(100), TableState(300)).tolist() == [
+        200,
+        290,
+        300,
+    ]
+    assert moved_last_steps(steps, TableState(100), TableState(30)).tolist() == [
+        0,
+        20,
+        30,
+    ]
     header = (0, 1000, 0, 0, 0, 0, 0)
-    # There, the steps before 50 were made before 500, and those before 95 before 900. The save was at 1000.
+    # There, the steps before 50 were made before 500, and those before 95 before 900.
+    # The save was at 1000.
     saved = TableState(100, times=(*header, 50, 500, 95, 900))
     # Here, ten times as many steps are made in the same time.
     own = TableState(1000, times=(0, 1200, 0, 0, 0, 0, 0, 400, 400, 850, 850, 950, 950))
-    # By steps alone, the rows would be of the steps 900, 990 and 1000, all of which are later.
+    # By steps alone, the rows would be of the steps 900, 990 and 1000, all of which are
+    # later.
     assert moved_last_steps(steps, saved, own).tolist() == [900, 990, 1000]
-    # Here, a tenth of the steps are made: the steps from 8 on were made at 450 or later, from 10 on at 880 or later.
+    # Here, a tenth of the steps are made: the steps from 8 on were made at 450 or
+    # later, from 10 on at 880 or later.
     slow = TableState(11, times=(0, 1200, 0, 0, 0, 0, 0, 8, 450, 10, 880))
     assert moved_last_steps(steps, saved, slow).tolist() == [8, 10, 11]
-    assert moved_last_steps(steps, saved, replace(slow, times=None)).tolist() == [0, 1, 11]
+    assert moved_last_steps(steps, saved, replace(slow, times=None)).tolist() == [
+        0,
+        1,
+        11,
+    ]
 
 
 def test_rows_that_expire_after_a_time(one_rank: None, tmp_path: Path) -> None:
@@ -425,7 +516,11 @@ def on_two_ranks(rank: int, world_size: int, *, path: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 fails = FailsOnce(Table.write)
-                patch.setattr(Table, "write", lambda table, part, fails=fails: fails.write(table, part))
+                patch.setattr(
+                    Table,
+                    "write",
+                    lambda table, part, fails=fails: fails.write(table, part),
+                )
             with pytest.raises(MemoryError, match="no memory"):
                 apply_delta(model, f"{path}/delta")
         assert_same(whole(model), before)

@@ -1,4 +1,6 @@
-"""Checkpoints of tables with bounds contain the rows of cold stores and the counts of admission."""
+"""Checkpoints of tables with bounds contain the rows of cold stores and the counts of
+admission.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ COLD = TableOptions(max_rows=MAX_ROWS, eviction=LRU(), cold_store=DictStoreOptio
 ADAM = EmbOptimType.ADAM
 
 
-def trained(options: TableOptions, seed: int = 0, steps: int = 10, **kinds: Any) -> DistributedModelParallel:
+def trained(
+    options: TableOptions, seed: int = 0, steps: int = 10, **kinds: Any
+) -> DistributedModelParallel:
     model = models.recstore(options=options, **kinds)
     train(model, seed, steps)
     return model
@@ -56,7 +60,11 @@ def train(model: DistributedModelParallel, seed: int = 0, steps: int = 10) -> No
 
 
 def shards_of(model: DistributedModelParallel) -> list[Table]:
-    return [shard.table for shards in model.module.sparse.recstore_state.shards.values() for shard in shards]
+    return [
+        shard.table
+        for shards in model.module.sparse.recstore_state.shards.values()
+        for shard in shards
+    ]
 
 
 def cold_rows(model: DistributedModelParallel) -> int:
@@ -74,21 +82,35 @@ def test_a_checkpoint_holds_cold_rows_and_loads_anywhere(
     tmp_path: Path, ascending: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DictStore, "ascending_snapshots", ascending)
-    model, unbounded = trained(COLD, optimizer=ADAM), trained(TableOptions(), optimizer=ADAM)
+    model, unbounded = (
+        trained(COLD, optimizer=ADAM),
+        trained(TableOptions(), optimizer=ADAM),
+    )
     held = models.shards(unbounded)
     models.assert_holds(model, held)
     assert cold_rows(model) > MAX_ROWS
     save_checkpoint(model, tmp_path / "cold")
     save_checkpoint(unbounded, tmp_path / "unbounded")
-    difference = compare_chains(read_chain(tmp_path / "cold"), read_chain(tmp_path / "unbounded"))
-    assert all(set(table.facts) == {"options"} and table.changed == 0 for table in difference.tables.values())
-    for options in (COLD, TableOptions(), TableOptions(max_rows=500, cold_store=RocksDBStore(str(tmp_path / "other")))):
+    difference = compare_chains(
+        read_chain(tmp_path / "cold"), read_chain(tmp_path / "unbounded")
+    )
+    assert all(
+        set(table.facts) == {"options"} and table.changed == 0
+        for table in difference.tables.values()
+    )
+    for options in (
+        COLD,
+        TableOptions(),
+        TableOptions(max_rows=500, cold_store=RocksDBStore(str(tmp_path / "other"))),
+    ):
         other = trained(options, seed=50, optimizer=ADAM)
         load_checkpoint(other, tmp_path / "cold")
         models.assert_holds(other, held)
         for one in (other, model) if options is COLD else ():
             train(one, seed=99)
-    models.assert_holds(other := trained(COLD, seed=50, optimizer=ADAM), models.shards(other))
+    models.assert_holds(
+        other := trained(COLD, seed=50, optimizer=ADAM), models.shards(other)
+    )
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -101,8 +123,14 @@ def test_without_a_cold_store_a_load_keeps_what_eviction_keeps(tmp_path: Path) -
         assert MAX_ROWS * 7 // 8 <= len(table) <= MAX_ROWS
         rows, expected = table.read_rows(table.ids()), whole.read_rows(table.ids())
         assert all(torch.equal(rows[key], expected[key]) for key in expected)
-        best = whole.read_rows(whole.ids())["last_step"].sort(descending=True).values[: MAX_ROWS // 2]
-        assert int(rows["last_step"].sort(descending=True).values[MAX_ROWS // 2 - 1]) >= int(best[-1])
+        best = (
+            whole.read_rows(whole.ids())["last_step"]
+            .sort(descending=True)
+            .values[: MAX_ROWS // 2]
+        )
+        assert int(
+            rows["last_step"].sort(descending=True).values[MAX_ROWS // 2 - 1]
+        ) >= int(best[-1])
     full = models.recstore(options=TableOptions(max_rows=MAX_ROWS))
     with pytest.raises(ValueError, match=rf"max_rows is {MAX_ROWS}.* no eviction"):
         load_checkpoint(full, tmp_path / "saved")
@@ -121,23 +149,40 @@ def test_without_a_cold_store_a_load_keeps_what_eviction_keeps(tmp_path: Path) -
     ],
 )
 def test_deltas_follow_rows_through_the_cold_store(
-    tmp_path: Path, ascending: bool, expiry: Expiry | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    ascending: bool,
+    expiry: Expiry | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(DictStore, "ascending_snapshots", ascending)
-    options = TableOptions(max_rows=MAX_ROWS, eviction=LFU(), cold_store=DictStoreOptions(), expiry=expiry)
+    options = TableOptions(
+        max_rows=MAX_ROWS, eviction=LFU(), cold_store=DictStoreOptions(), expiry=expiry
+    )
     model = trained(options, optimizer=ADAM)
     save_checkpoint(model, tmp_path / "0")
     for number in range(1, 5):
         train(model, seed=20 * number, steps=3)
         for table in shards_of(model):
             assert table.remove(table.ids()[number::11]) > 0
-        save_checkpoint(model, tmp_path / str(number), delta_of=tmp_path / str(number - 1))
+        save_checkpoint(
+            model, tmp_path / str(number), delta_of=tmp_path / str(number - 1)
+        )
         if number > 1:
             continue
-        untouched = save_checkpoint(model, tmp_path / "nothing", delta_of=tmp_path / "1")
-        assert expiry or sum(part.rows for table in untouched.tables.values() for part in table.parts) == 0
+        untouched = save_checkpoint(
+            model, tmp_path / "nothing", delta_of=tmp_path / "1"
+        )
+        assert (
+            expiry
+            or sum(
+                part.rows for table in untouched.tables.values() for part in table.parts
+            )
+            == 0
+        )
     save_checkpoint(model, tmp_path / "full")
-    assert compare_chains(read_chain(tmp_path / "4"), read_chain(tmp_path / "full")).equal
+    assert compare_chains(
+        read_chain(tmp_path / "4"), read_chain(tmp_path / "full")
+    ).equal
     compact_checkpoint(tmp_path / "4", tmp_path / "compact")
     other = models.recstore(options=options, optimizer=ADAM)
     for path in ("4", "compact"):
@@ -157,8 +202,11 @@ def test_a_delta_after_more_has_left_than_stays(tmp_path: Path) -> None:
     for start in range(0, 3000, 300):
         table.insert(torch.arange(start, start + 300), torch.rand(300, models.DIM))
     save_checkpoint(model, tmp_path / "0")
-    for start in range(0, 70_000, 500):  # The log of ids that left holds at least 2**16 ids.
-        table.insert(torch.arange(start, start + 500) % 3000, torch.rand(500, models.DIM))
+    # The log of ids that left holds at least 2**16 ids.
+    for start in range(0, 70_000, 500):
+        table.insert(
+            torch.arange(start, start + 500) % 3000, torch.rand(500, models.DIM)
+        )
     table.remove(torch.arange(100, 200))
     info = save_checkpoint(model, tmp_path / "1", delta_of=tmp_path / "0")
     assert {table.removal for table in info.tables.values()} == {"left", "stay"}
@@ -169,9 +217,15 @@ def test_a_delta_after_more_has_left_than_stays(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_rank", "small_parts")
 @pytest.mark.parametrize("store", ["dict", "spooled", "rocksdb"])
-def test_an_async_save_is_of_its_moment(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_async_save_is_of_its_moment(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(DictStore, "ascending_snapshots", store == "dict")
-    cold = RocksDBStore(str(tmp_path / "rows")) if store == "rocksdb" else DictStoreOptions()
+    cold = (
+        RocksDBStore(str(tmp_path / "rows"))
+        if store == "rocksdb"
+        else DictStoreOptions()
+    )
     options = TableOptions(max_rows=MAX_ROWS, cold_store=cold)
     model = trained(options, optimizer=ADAM)
     held = models.shards(model)
@@ -183,7 +237,10 @@ def test_an_async_save_is_of_its_moment(tmp_path: Path, store: str, monkeypatch:
     load_checkpoint(other, tmp_path / "saved")
     models.assert_holds(other, held)
     # Slots of rows that the snapshot has read are reused while the snapshot exists.
-    assert all(table.stats().bytes < 3 * size for table, size in zip(shards_of(model), before, strict=True))
+    assert all(
+        table.stats().bytes < 3 * size
+        for table, size in zip(shards_of(model), before, strict=True)
+    )
 
 
 def evicts_on_two(rank: int, world_size: int, *, path: Path) -> None:
@@ -191,7 +248,9 @@ def evicts_on_two(rank: int, world_size: int, *, path: Path) -> None:
     model = models.recstore("row_wise", options=options)
     train(model, seed=100 * rank)
     save_checkpoint(model, path / "full")
-    (table,) = (shard.table for shard in model.module.sparse.recstore_state.shards["user"])
+    (table,) = (
+        shard.table for shard in model.module.sparse.recstore_state.shards["user"]
+    )
     before, mark = table.ids(), table.mark()
     train(model, seed=100 * rank + 20)
     save_checkpoint(model, path / "delta", delta_of=path / "full")
@@ -218,7 +277,9 @@ def test_a_delta_knows_what_was_evicted_on_each_of_two_ranks(tmp_path: Path) -> 
 
 def saves_on_two(rank: int, world_size: int, *, path: Path, sharding: str) -> None:
     options = TableOptions(
-        max_rows=2 * MAX_ROWS, cold_store=RocksDBStore(str(path / "rows")), admission=MinFrequency(2, 2**12)
+        max_rows=2 * MAX_ROWS,
+        cold_store=RocksDBStore(str(path / "rows")),
+        admission=MinFrequency(2, 2**12),
     )
     model = models.recstore(sharding, optimizer=ADAM, options=options)
     models.train(model, steps=12, distinct=120)
@@ -230,12 +291,15 @@ def saves_on_two(rank: int, world_size: int, *, path: Path, sharding: str) -> No
 
 def loads(rank: int, world_size: int, *, path: Path, sharding: str) -> None:
     options = TableOptions(
-        max_rows=2 * MAX_ROWS, cold_store=RocksDBStore(str(path / "others")), admission=MinFrequency(2, 2**13)
+        max_rows=2 * MAX_ROWS,
+        cold_store=RocksDBStore(str(path / "others")),
+        admission=MinFrequency(2, 2**13),
     )
     model = models.recstore(sharding, optimizer=ADAM, options=options)
     load_checkpoint(model, path / "saved")
     models.write_down(model, path / f"after{world_size}")
-    # Ids that were seen once before the save get a row with the next sighting. Other ids do not.
+    # Ids that were seen once before the save get a row with the next sighting. Other
+    # ids do not.
     seen_once = torch.load(path / "seen_once.pt")
     for shard in model.module.sparse.recstore_state.shards["user"]:
         mine = seen_once[shard.owned(seen_once)]
@@ -255,7 +319,10 @@ def test_at_other_ranks(tmp_path: Path, sharding: str) -> None:
     before = models.whole_tables(tmp_path / "before")
     looked_up: dict[int, int] = {}
     for step in range(12):
-        batches = [models.batch(100 * rank + step, distinct=120)["u"].values() for rank in (0, 1)]
+        batches = [
+            models.batch(100 * rank + step, distinct=120)["u"].values()
+            for rank in (0, 1)
+        ]
         for i in torch.cat(batches).unique().tolist():
             looked_up[i] = looked_up.get(i, 0) + 1
     once = [i for i, count in looked_up.items() if count == 1]
@@ -265,7 +332,11 @@ def test_at_other_ranks(tmp_path: Path, sharding: str) -> None:
     run_on_ranks(1, partial(loads, path=tmp_path, sharding=sharding))
     for name, rows in models.whole_tables(tmp_path / "after1").items():
         assert rows.keys() == before[name].keys()
-        assert all(torch.equal(rows[i][key], before[name][i][key]) for i in rows for key in rows[i])
+        assert all(
+            torch.equal(rows[i][key], before[name][i][key])
+            for i in rows
+            for key in rows[i]
+        )
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -282,21 +353,28 @@ def test_admission_goes_on_where_it_was(tmp_path: Path) -> None:
     before = [table.stats().refused for table in shards_of(model)]
     assert min(before) > 0
     save_checkpoint(other, tmp_path / "later")
-    difference = compare_chains(read_chain(tmp_path / "saved"), read_chain(tmp_path / "later"))
+    difference = compare_chains(
+        read_chain(tmp_path / "saved"), read_chain(tmp_path / "later")
+    )
     assert "sightings" in difference.tables["user"].facts
     plain = models.recstore()
-    load_checkpoint(plain, tmp_path / "saved")  # A table without admission ignores the counts.
+    # A table without admission ignores the counts.
+    load_checkpoint(plain, tmp_path / "saved")
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_no_password_gets_into_a_checkpoint(tmp_path: Path) -> None:
     model = trained(COLD)
     for table in model.module.sparse.recstore_state.tables.values():
-        table.options = TableOptions(max_rows=3, cold_store=RedisStore("redis://me:secret@localhost:1/0"))
+        table.options = TableOptions(
+            max_rows=3, cold_store=RedisStore("redis://me:secret@localhost:1/0")
+        )
     info = save_checkpoint(model, tmp_path / "saved")
     assert "secret" not in (tmp_path / "saved" / "metadata.json").read_text()
     assert (
-        read_info(tmp_path / "saved").tables["user"].options == TableOptions(max_rows=3) == info.tables["user"].options
+        read_info(tmp_path / "saved").tables["user"].options
+        == TableOptions(max_rows=3)
+        == info.tables["user"].options
     )
 
 
@@ -320,7 +398,11 @@ def test_rows_of_a_killed_run_are_neither_read_nor_kept(tmp_path: Path) -> None:
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert int(killed.stdout) > 1000
     before = {entry for entry in tmp_path.rglob("*") if entry.is_dir()}
-    table = Table(8, options=TableOptions(max_rows=300, cold_store=RocksDBStore(str(tmp_path))))
+    table = Table(
+        8, options=TableOptions(max_rows=300, cold_store=RocksDBStore(str(tmp_path)))
+    )
     assert len(table) == 0
     assert not table.contains(torch.arange(2000)).any()
-    assert not [entry for entry in before if os.path.basename(entry) == "db" and entry.exists()]
+    assert not [
+        entry for entry in before if os.path.basename(entry) == "db" and entry.exists()
+    ]

@@ -1,4 +1,6 @@
-"""After a killed save, a checkpoint is complete or does not exist, and the surviving ranks raise an error."""
+"""After a killed save, a checkpoint is complete or does not exist, and the surviving
+ranks raise an error.
+"""
 
 from __future__ import annotations
 

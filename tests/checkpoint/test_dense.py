@@ -20,7 +20,8 @@ def there_and_back(sharding: str) -> None:
     beyond = export_dense_weights(model, "user", 600)
     assert torch.equal(beyond[:300], weights)
     assert beyond[300:500].count_nonzero() == 0
-    assert beyond[500:].count_nonzero() > 0  # Rows of ids that are not in the tensor do not change.
+    # Rows of ids that are not in the tensor do not change.
+    assert beyond[500:].count_nonzero() > 0
 
 
 def two_ranks(rank: int, world_size: int) -> None:
@@ -37,14 +38,30 @@ def test_errors_change_nothing(one_rank: None) -> None:
     model = models.recstore()
     models.train(model)
     before = models.shards(model)
-    with pytest.raises(ValueError, match="no RecStore table 'stranger'; it has 'user', 'item'"):
-        load_dense_weights(model, {"user": torch.zeros(3, models.DIM), "stranger": torch.zeros(3, models.DIM)})
-    with pytest.raises(ValueError, match=r"table 'item' must have the shape \(rows, 8\), got \(3, 7\)"):
-        load_dense_weights(model, {"user": torch.zeros(3, models.DIM), "item": torch.zeros(3, 7)})
+    with pytest.raises(
+        ValueError, match="no RecStore table 'stranger'; it has 'user', 'item'"
+    ):
+        load_dense_weights(
+            model,
+            {
+                "user": torch.zeros(3, models.DIM),
+                "stranger": torch.zeros(3, models.DIM),
+            },
+        )
+    with pytest.raises(
+        ValueError, match=r"table 'item' must have the shape \(rows, 8\), got \(3, 7\)"
+    ):
+        load_dense_weights(
+            model, {"user": torch.zeros(3, models.DIM), "item": torch.zeros(3, 7)}
+        )
     with pytest.raises(TypeError, match="table 'user' must be a floating-point tensor"):
-        load_dense_weights(model, {"user": torch.zeros(3, models.DIM, dtype=torch.int64)})
+        load_dense_weights(
+            model, {"user": torch.zeros(3, models.DIM, dtype=torch.int64)}
+        )
     with pytest.raises(ValueError, match="num_rows must be at least 0"):
         export_dense_weights(model, "user", -1)
-    for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, models.shards(model), strict=True):
+    for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(
+        before, models.shards(model), strict=True
+    ):
         assert torch.equal(ids, ids_now)
         assert torch.equal(rows["weight"], rows_now["weight"])

@@ -1,4 +1,6 @@
-"""One process at a time writes to a path, and files of others and needed checkpoints are not deleted."""
+"""One process at a time writes to a path, and files of others and needed checkpoints
+are not deleted.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrec_recstore import CheckpointError, RecStoreClient, compact_checkpoint, load_checkpoint, save_checkpoint
+from torchrec_recstore import (
+    CheckpointError,
+    RecStoreClient,
+    compact_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from torchrec_recstore.checkpoint import files
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import FileLock, lock_file, make_directory
@@ -28,7 +36,9 @@ Fork = Callable[[Callable[[], object]], int]
 
 @pytest.fixture
 def fork() -> Iterator[Fork]:
-    """Forks a process that does some work, reports that and waits; kills the process at the end."""
+    """Forks a process that does some work, reports that and waits; kills the process at
+    the end.
+    """
     children: list[int] = []
 
     def begin(work: Callable[[], object]) -> int:
@@ -53,22 +63,28 @@ def fork() -> Iterator[Fork]:
 
 
 def locked(path: Path, shared: bool = False) -> FileLock:
-    return FileLock(path, "testing it", lambda holder: f"{path}: {holder}", shared=shared)
+    return FileLock(
+        path, "testing it", lambda holder: f"{path}: {holder}", shared=shared
+    )
 
 
-def test_the_holder_is_named_and_its_death_frees_the_path(tmp_path: Path, fork: Fork) -> None:
+def test_the_holder_is_named_and_its_death_frees_the_path(
+    tmp_path: Path, fork: Fork
+) -> None:
     path = tmp_path / "saved"
     holder = fork(lambda: Destination(path))
     since = r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ"
     expected = (
-        f"{path} cannot be written: process {holder} on host {socket.gethostname()} has been writing it since {since}:"
+        f"{path} cannot be written: process {holder} on host {socket.gethostname()} has"
+        f" been writing it since {since}:"
     )
     with pytest.raises(BlockingIOError, match=expected):
         Destination(path)
     with pytest.raises(BlockingIOError, match=expected):
         RecStoreClient().save(path)
     os.kill(holder, signal.SIGKILL)
-    while lock_file(path).exists():  # The lock ends with the process, and not when its file is deleted.
+    # The lock ends with the process, and not when its file is deleted.
+    while lock_file(path).exists():
         try:
             Destination(path).close()
         except BlockingIOError:
@@ -76,7 +92,9 @@ def test_the_holder_is_named_and_its_death_frees_the_path(tmp_path: Path, fork: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_that_is_forked_meanwhile_does_not_have_the_lock(tmp_path: Path, fork: Fork) -> None:
+def test_a_process_that_is_forked_meanwhile_does_not_have_the_lock(
+    tmp_path: Path, fork: Fork
+) -> None:
     with locked(tmp_path / "lock") as held:
         child = fork(held.close)
         assert (tmp_path / "lock").exists()
@@ -102,7 +120,9 @@ def test_shared_locks(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_holder_that_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "_UNKNOWN_HOLDER_S", 0.05)
     file = tmp_path / "lock"
     with locked(file):
@@ -124,12 +144,16 @@ def test_a_holder_that_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 locked(file)
 
 
-def test_a_filesystem_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filesystem_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(OSError, match=r"its filesystem has no file locks: '.*\.saved\.lock'"):
+    with pytest.raises(
+        OSError, match=r"its filesystem has no file locks: '.*\.saved\.lock'"
+    ):
         Destination(tmp_path / "saved")
 
 
@@ -144,11 +168,17 @@ def test_only_what_dead_savers_have_left_is_removed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     with Destination(tmp_path / "saved") as destination:
         mine = destination.stage()
-        assert {path.name for path in tmp_path.iterdir()} == {mine.name, ".saved.lock", *others}
+        assert {path.name for path in tmp_path.iterdir()} == {
+            mine.name,
+            ".saved.lock",
+            *others,
+        }
     assert {path.name for path in tmp_path.iterdir()} == set(others)
 
 
-def test_new_directories_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_directories_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every directory is synced after an entry was created in it."""
     synced: list[str] = []
     fsync, mkdir = os.fsync, Path.mkdir
@@ -166,8 +196,14 @@ def test_new_directories_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
     a, b = tmp_path / "a", tmp_path / "a" / "b"
     with RecStoreClient() as client:
         client.save(b / "saved")
-    (staging,) = (name for name in synced if name.startswith("made ") and ".saving-" in name)
-    assert [name for name in synced if name.startswith("made ")] == [f"made {a}", f"made {b}", staging]
+    (staging,) = (
+        name for name in synced if name.startswith("made ") and ".saving-" in name
+    )
+    assert [name for name in synced if name.startswith("made ")] == [
+        f"made {a}",
+        f"made {b}",
+        staging,
+    ]
     for parent, made in [(tmp_path, f"made {a}"), (a, f"made {b}"), (b, staging)]:
         assert str(parent) in synced[synced.index(made) :]
     assert staging.removeprefix("made ") in synced
@@ -175,7 +211,9 @@ def test_new_directories_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
         make_directory(b / "saved" / "metadata.json" / "c")
 
 
-def test_what_a_delta_beside_it_needs_is_not_replaced(one_rank: None, tmp_path: Path) -> None:
+def test_what_a_delta_beside_it_needs_is_not_replaced(
+    one_rank: None, tmp_path: Path
+) -> None:
     model = models.recstore()
     models.train(model)
     folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
@@ -184,31 +222,44 @@ def test_what_a_delta_beside_it_needs_is_not_replaced(one_rank: None, tmp_path: 
     save_checkpoint(model, folder / "3", delta_of=elsewhere / "2")
     (tmp_path / "link").symlink_to(folder)
     for path in (folder / "1", tmp_path / "link" / "1"):
-        with pytest.raises(FileExistsError, match=rf"run/1 is needed to load {folder / '3'}, which is a delta of it"):
+        with pytest.raises(
+            FileExistsError,
+            match=rf"run/1 is needed to load {folder / '3'}, which is a delta of it",
+        ):
             save_checkpoint(model, path, overwrite=True)
     with pytest.raises(FileExistsError, match=r"run/1 is needed to load"):
         RecStoreClient().save(folder / "1", overwrite=True)
     load_checkpoint(model, folder / "3")
     save_checkpoint(model, folder / "3", overwrite=True)  # No delta needs it.
     save_checkpoint(model, folder / "1", overwrite=True)
-    (folder / "3" / "metadata.json").write_text("{")  # A delta that cannot be loaded needs no base.
+    # A delta that cannot be loaded needs no base.
+    (folder / "3" / "metadata.json").write_text("{")
     save_checkpoint(model, folder / "1", overwrite=True)
 
 
-def test_a_base_stays_while_a_delta_of_it_is_saved(one_rank: None, tmp_path: Path) -> None:
+def test_a_base_stays_while_a_delta_of_it_is_saved(
+    one_rank: None, tmp_path: Path
+) -> None:
     model = models.recstore()
     save_checkpoint(model, tmp_path / "1")
     chain = read_chain(tmp_path / "1")
     with Destination(tmp_path / "2", bases=chain) as destination:
-        with Destination(tmp_path / "3", bases=chain):  # Several processes can lock a base at the same time.
+        # Several processes can lock a base at the same time.
+        with Destination(tmp_path / "3", bases=chain):
             pass
         with pytest.raises(
-            BlockingIOError, match=r"1 cannot be written: .* has been writing .*2, which needs it, since"
+            BlockingIOError,
+            match=(
+                r"1 cannot be written: .* has been writing .*2, which needs it, since"
+            ),
         ):
             save_checkpoint(model, tmp_path / "1", overwrite=True)
         destination.stage()
-        shutil.rmtree(tmp_path / "1")  # A process deletes the base without taking the lock.
-        with pytest.raises(CheckpointError, match=r"1 has been replaced or deleted since it was read"):
+        # A process deletes the base without taking the lock.
+        shutil.rmtree(tmp_path / "1")
+        with pytest.raises(
+            CheckpointError, match=r"1 has been replaced or deleted since it was read"
+        ):
             destination.publish()
     assert not (tmp_path / "2").exists()
     models.train(model)
@@ -230,7 +281,10 @@ def test_what_is_not_the_checkpoints_is_not_deleted(
     save_checkpoint(model, path, training_state={"x": torch.ones(1)})
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     (path / "notes").mkdir()
-    with pytest.raises(FileExistsError, match=r"saved contains files that do not belong .*: notes; move them away"):
+    with pytest.raises(
+        FileExistsError,
+        match=r"saved contains files that do not belong .*: notes; move them away",
+    ):
         save_checkpoint(model, path, overwrite=True)
     (path / "notes").rmdir()
     # A file that is added at the last moment is also found.
@@ -239,7 +293,9 @@ def test_what_is_not_the_checkpoints_is_not_deleted(
         monkeypatch.setattr(Destination, "_check", lambda self: None)
         for number in range(5):
             (path / f"notes.{number}").touch()
-        with pytest.raises(FileExistsError, match=r"notes\.0, notes\.1, notes\.2 and 2 more;"):
+        with pytest.raises(
+            FileExistsError, match=r"notes\.0, notes\.1, notes\.2 and 2 more;"
+        ):
             destination.publish()
         monkeypatch.undo()
     for number in range(5):

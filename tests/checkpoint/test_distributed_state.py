@@ -1,4 +1,6 @@
-"""States with RecStore tables are loaded by load planners that check neither keys nor sizes."""
+"""States with RecStore tables are loaded by load planners that check neither keys nor
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,13 @@ def loads(rank: int, world_size: int, *, path: Path, sharding: str) -> None:
         for i, identity in enumerate(ids.tolist()):
             row = expected[name][identity]
             for key, of_row in (("weight", "weight"), ("sum", "state")):
-                assert torch.equal(rows[key][i], row[of_row][columns.start : columns.stop])
-            assert all(torch.equal(rows[key][i], row[key]) for key in ("last_step", "frequency"))
+                assert torch.equal(
+                    rows[key][i], row[of_row][columns.start : columns.stop]
+                )
+            assert all(
+                torch.equal(rows[key][i], row[key])
+                for key in ("last_step", "frequency")
+            )
     everywhere = torch.tensor(held)
     torch.distributed.all_reduce(everywhere)
     assert everywhere == sum(map(len, expected.values()))
@@ -75,18 +82,30 @@ def test_one_dict_with_both(one_rank: None, tmp_path: Path) -> None:
     options = TableOptions(admission=MinFrequency(2))
     model, other = models.recstore(options=options), models.recstore()
     models.train(model)
-    state = {"model": model.state_dict(), "optim": {"fused": model.fused_optimizer.state_dict()}, "step": 7}
+    state = {
+        "model": model.state_dict(),
+        "optim": {"fused": model.fused_optimizer.state_dict()},
+        "step": 7,
+    }
     dcp.save(state, checkpoint_id=tmp_path)
     models.train(other, steps=1, distinct=30)
-    state = {"model": other.state_dict(), "optim": {"fused": other.fused_optimizer.state_dict()}, "step": 0}
-    load_distributed_state(state, checkpoint_id=tmp_path, storage_reader=FileSystemReader(tmp_path))
+    state = {
+        "model": other.state_dict(),
+        "optim": {"fused": other.fused_optimizer.state_dict()},
+        "step": 0,
+    }
+    load_distributed_state(
+        state, checkpoint_id=tmp_path, storage_reader=FileSystemReader(tmp_path)
+    )
     other.load_state_dict(state["model"])
     other.fused_optimizer.load_state_dict(state["optim"]["fused"])
     models.assert_holds(other, models.shards(model))
     assert state["step"] == 7
 
 
-def test_a_table_that_the_checkpoint_lacks_stays(one_rank: None, tmp_path: Path) -> None:
+def test_a_table_that_the_checkpoint_lacks_stays(
+    one_rank: None, tmp_path: Path
+) -> None:
     model = models.recstore()
     models.train(model)
     batch = models.batch(3)
@@ -99,7 +118,9 @@ def test_a_table_that_the_checkpoint_lacks_stays(one_rank: None, tmp_path: Path)
 
 
 def of_stock_tables(path: Path) -> tuple[DistributedModelParallel, Tensor]:
-    """A model with stock tables that is saved in a checkpoint, and its result for a batch."""
+    """A model with stock tables that is saved in a checkpoint, and its result for a
+    batch.
+    """
     stock = models.stock()
     models.train(stock, low=0, high=100)
     save(stock, path)
@@ -117,7 +138,9 @@ def test_rows_of_stock_tables(one_rank: None, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_rows_for_stock_tables(sharded: bool, one_rank: None, tmp_path: Path) -> None:
-    """Also an export: it loads into the unsharded model, and an id without a row reads as zeros there."""
+    """Also an export: it loads into the unsharded model, and an id without a row reads
+    as zeros there.
+    """
     model = models.recstore()
     models.train(model, low=0, high=100, distinct=30)
     save(model, tmp_path)
@@ -131,7 +154,9 @@ def test_rows_for_stock_tables(sharded: bool, one_rank: None, tmp_path: Path) ->
     loaded.load_state_dict(state)
     for seed in range(3):
         batch = models.batch(seed, low=0, high=100, distinct=60)
-        torch.testing.assert_close(loaded.eval()(batch), model.eval()(batch), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            loaded.eval()(batch), model.eval()(batch), atol=1e-6, rtol=1e-6
+        )
 
 
 def test_ids_outside_of_a_stock_table(one_rank: None, tmp_path: Path) -> None:
@@ -140,6 +165,13 @@ def test_ids_outside_of_a_stock_table(one_rank: None, tmp_path: Path) -> None:
     save(model, tmp_path)
     state = models.stock().state_dict()
     before = state[ITEM].local_shards()[0].tensor.clone()
-    with pytest.raises(ValueError, match=rf"{ITEM}: the checkpoint has \d+ ids outside \[0, 100\), and row i is id i"):
-        load_distributed_state(state, checkpoint_id=tmp_path / "model", planner=WhatFits())
+    with pytest.raises(
+        ValueError,
+        match=(
+            rf"{ITEM}: the checkpoint has \d+ ids outside \[0, 100\), and row i is id i"
+        ),
+    ):
+        load_distributed_state(
+            state, checkpoint_id=tmp_path / "model", planner=WhatFits()
+        )
     assert torch.equal(state[ITEM].local_shards()[0].tensor, before)

@@ -9,7 +9,12 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.modules.embedding_configs import DataType
 
-from torchrec_recstore.checkpoint import compact_checkpoint, info, load_checkpoint, save_checkpoint
+from torchrec_recstore.checkpoint import (
+    compact_checkpoint,
+    info,
+    load_checkpoint,
+    save_checkpoint,
+)
 from torchrec_recstore.checkpoint.compare import compare_chains
 from torchrec_recstore.inference import export_for_inference
 from torchrec_recstore.options import NormalInit, TableOptions
@@ -22,14 +27,18 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def model(sharding_type: str = "table_wise", dim: int = 8) -> torch.nn.Module:
     ebc = collection(bag(dim=dim, data_type=DataType.INT8))
     params = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
-    return sharded(ebc, params, {"t": TableOptions(NormalInit(0.0, 0.5))}, sharding_type)
+    return sharded(
+        ebc, params, {"t": TableOptions(NormalInit(0.0, 0.5))}, sharding_type
+    )
 
 
 def train(module: torch.nn.Module, ids: list[int]) -> None:
     module(batch(f=[ids])).values().square().sum().backward()
 
 
-def test_a_chain_of_checkpoints_loads_to_the_bit_and_exports_the_rows(tmp_path: Path) -> None:
+def test_a_chain_of_checkpoints_loads_to_the_bit_and_exports_the_rows(
+    tmp_path: Path,
+) -> None:
     source = model()
     train(source, [1, 2, -7, 2**40])
     save_checkpoint(source, tmp_path / "full")
@@ -80,6 +89,7 @@ def test_deltas_and_exports_of_exactly_one_row(dim: int, tmp_path: Path) -> None
     expected = source(features).values()
     formats = {torch.float32: 1e-6, torch.float16: 2e-3, torch.int8: 2e-2}
     for dtype, tolerance in formats.items():
-        if dtype is not torch.int8 or dim % 2 == 0:  # int8 rows of served models need an even dim
+        # int8 rows of served models need an even dim
+        if dtype is not torch.int8 or dim % 2 == 0:
             found = export_for_inference(source, dtype=dtype)(features).values()
             torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=0)

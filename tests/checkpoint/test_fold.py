@@ -14,7 +14,12 @@ from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 
 from tests.distributed.workers import run_on_ranks
-from torchrec_recstore import CheckpointError, compact_checkpoint, load_checkpoint, save_checkpoint
+from torchrec_recstore import (
+    CheckpointError,
+    compact_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from torchrec_recstore.checkpoint import fold, writer
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.store import Table
@@ -25,11 +30,16 @@ Shards = list[tuple[str, range, Tensor, dict[str, Tensor]]]
 
 
 def tables_of(model: DistributedModelParallel) -> dict[str, Table]:
-    return {name: shards[0].table for name, shards in model.module.sparse.recstore_state.shards.items()}
+    return {
+        name: shards[0].table
+        for name, shards in model.module.sparse.recstore_state.shards.items()
+    }
 
 
 def assert_equal_shards(one: Shards, other: Shards) -> None:
-    for (_, columns, ids, rows), (_, other_columns, other_ids, other_rows) in zip(one, other, strict=True):
+    for (_, columns, ids, rows), (_, other_columns, other_ids, other_rows) in zip(
+        one, other, strict=True
+    ):
         assert columns == other_columns
         assert torch.equal(ids, other_ids)
         assert all(torch.equal(rows[key], other_rows[key]) for key in rows)
@@ -47,11 +57,15 @@ def make_parts_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes parts of a few rows and windows of fewer rows, so that a table has many parts and a part many windows."""
+    """Makes parts of a few rows and windows of fewer rows, so that a table has many
+    parts and a part many windows.
+    """
     make_parts_small(monkeypatch)
 
 
-@pytest.mark.parametrize("optimizer", [EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM])
+@pytest.mark.parametrize(
+    "optimizer", [EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM]
+)
 def test_gives_the_files_of_a_full_save(
     one_rank: None, tmp_path: Path, small_parts: None, optimizer: EmbOptimType
 ) -> None:
@@ -62,11 +76,20 @@ def test_gives_the_files_of_a_full_save(
         user, item = tables_of(model).values()
         user.remove(user.ids()[:3])
         if delta == 3:
-            item.remove(item.ids()[2:])  # Most ids are removed, so that the delta lists the ids that stay.
+            # Most ids are removed, so that the delta lists the ids that stay.
+            item.remove(item.ids()[2:])
         if delta == 4:
             user.remove(user.ids())
-        state = {"optimizer": {"state": {0: torch.ones(3)}, "lr": 0.1}, "at": (delta, None)}
-        save_checkpoint(model, tmp_path / str(delta), delta_of=tmp_path / str(delta - 1), training_state=state)
+        state = {
+            "optimizer": {"state": {0: torch.ones(3)}, "lr": 0.1},
+            "at": (delta, None),
+        }
+        save_checkpoint(
+            model,
+            tmp_path / str(delta),
+            delta_of=tmp_path / str(delta - 1),
+            training_state=state,
+        )
     save_checkpoint(model, tmp_path / "whole", training_state=state)
     info = compact_checkpoint(tmp_path / "5", tmp_path / "compacted")
     assert {table.removal for table in info.tables.values()} == {"left"}
@@ -78,7 +101,8 @@ def test_gives_the_files_of_a_full_save(
 
 
 def folds_deltas_of_other_shardings(rank: int, world_size: int, *, path: Path) -> None:
-    make_parts_small(pytest.MonkeyPatch())  # The change needs no undo, because the process ends with the test.
+    # The change needs no undo, because the process ends with the test.
+    make_parts_small(pytest.MonkeyPatch())
     last = None
     for number, sharding in enumerate(["row_wise", "column_wise", "grid_shard"]):
         model = models.recstore(sharding)
@@ -119,9 +143,13 @@ def test_what_it_cannot_fold(one_rank: None, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{part} is damaged"):
         compact_checkpoint(tmp_path / "delta", tmp_path / "new")
     (tmp_path / "full").rename(tmp_path / "moved")
-    with pytest.raises(FileNotFoundError, match=r"delta is a delta of .*full, which is not there"):
+    with pytest.raises(
+        FileNotFoundError, match=r"delta is a delta of .*full, which is not there"
+    ):
         compact_checkpoint(tmp_path / "delta", tmp_path / "new")
-    assert sorted(path.name for path in tmp_path.iterdir() if "rendezvous" not in path.name) == ["delta", "moved"]
+    assert sorted(
+        path.name for path in tmp_path.iterdir() if "rendezvous" not in path.name
+    ) == ["delta", "moved"]
 
 
 def test_a_fold_that_fails_leaves_nothing(one_rank: None, tmp_path: Path) -> None:
@@ -132,11 +160,17 @@ def test_a_fold_that_fails_leaves_nothing(one_rank: None, tmp_path: Path) -> Non
     part.unlink()
     with pytest.raises(CheckpointError, match=f"{part} is missing"):
         compact_checkpoint(tmp_path / "full", tmp_path / "new")
-    assert sorted(path.name for path in tmp_path.iterdir() if "rendezvous" not in path.name) == ["full"]
+    assert sorted(
+        path.name for path in tmp_path.iterdir() if "rendezvous" not in path.name
+    ) == ["full"]
 
 
-def test_a_full_disk_is_named(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error while a file is copied names the target that could not be written, and not the source."""
+def test_a_full_disk_is_named(
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error while a file is copied names the target that could not be written, and
+    not the source.
+    """
     model = models.recstore()
     save_checkpoint(model, tmp_path / "full", training_state={"epoch": torch.ones(1)})
 
@@ -149,5 +183,8 @@ def test_a_full_disk_is_named(one_rank: None, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Destination, "stage", full)
     with pytest.raises(OSError, match="No space left on device") as error:
         compact_checkpoint(tmp_path / "full", tmp_path / "new")
-    assert re.fullmatch(r".*/\.new\.saving-[0-9a-f]{12}/training_state\.safetensors", error.value.filename)
+    assert re.fullmatch(
+        r".*/\.new\.saving-[0-9a-f]{12}/training_state\.safetensors",
+        error.value.filename,
+    )
     assert not (tmp_path / "new").exists()

@@ -1,4 +1,6 @@
-"""Checkpoints with correct checksums and inconsistent contents are refused, and the error names the file."""
+"""Checkpoints with correct checksums and inconsistent contents are refused, and the
+error names the file.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
 Document = dict[str, Any]
-INSTALL = r".* torchrec_recstore [\d.]+ does not know: .*pip install --upgrade torchrec-recstore"
+INSTALL = (
+    r".* torchrec_recstore [\d.]+ does not know: .*pip install --upgrade"
+    r" torchrec-recstore"
+)
 
 
 @pytest.fixture
@@ -39,7 +44,9 @@ def saved(tmp_path: Path) -> Path:
 
 
 def change(checkpoint: Path, how: Callable[[Document], object]) -> None:
-    """Changes the metadata, and corrects the checksums of the metadata and of every file."""
+    """Changes the metadata, and corrects the checksums of the metadata and of every
+    file.
+    """
     file = checkpoint / METADATA
     document = json.loads(file.read_bytes())
     how(document)
@@ -74,7 +81,8 @@ def assert_refused(checkpoint: Path, message: str) -> None:
 def test_the_unchanged_ones_are_good(saved: Path) -> None:
     for path in ("full", "delta", "second_delta", "row_wise", "column_wise"):
         change(saved / path, lambda document: None)
-        if path in ("row_wise", "column_wise"):  # The other checkpoints are bases of deltas.
+        # The other checkpoints are bases of deltas.
+        if path in ("row_wise", "column_wise"):
             compact_checkpoint(saved / path, saved / f"compact-{path}")
 
 
@@ -122,7 +130,9 @@ PART = ("tables", "item", "parts", 0)
         ("delta", drop("removed"), r"table 'item' of .*delta .* and should have"),
     ],
 )  # fmt: skip
-def test_what_metadata_says_wrongly(saved: Path, name: str, how: Callable[[Document], None], message: str) -> None:
+def test_what_metadata_says_wrongly(
+    saved: Path, name: str, how: Callable[[Document], None], message: str
+) -> None:
     change(saved / name, how)
     assert_refused(saved / name, message)
 
@@ -133,7 +143,11 @@ def test_a_number_of_rows_that_the_file_does_not_have(saved: Path) -> None:
         document["tables"]["item"]["parts"][0]["rows"] -= 1
 
     change(saved / "full", fewer)
-    assert_refused(saved / "full", r"item-00000-0-8-00000.safetensors has ids of shape \(\d,\), and metadata.json says")
+    assert_refused(
+        saved / "full",
+        r"item-00000-0-8-00000.safetensors has ids of shape \(\d,\), and metadata.json"
+        r" says",
+    )
 
 
 def test_tensors_of_another_shape(saved: Path) -> None:
@@ -142,12 +156,20 @@ def test_tensors_of_another_shape(saved: Path) -> None:
         tensors["sum"] = tensors["sum"][:, None].expand(-1, 8).contiguous()
         safetensors.torch.save_file(tensors, file)
     change(saved / "full", lambda document: None)
-    assert_refused(saved / "full", r"item-.* has tensors of the shapes .*'sum': \[\d, 8\]")
+    assert_refused(
+        saved / "full", r"item-.* has tensors of the shapes .*'sum': \[\d, 8\]"
+    )
 
 
 def one_id_twice(checkpoint: Path) -> int:
-    """Replaces the id of a row of one rank by an id of the other rank. The metadata stays consistent."""
-    (_, one), (path, other) = ((path, safetensors.torch.load_file(path)) for path in sorted(checkpoint.glob("item-*")))
+    """Replaces the id of a row of one rank by an id of the other rank.
+
+    The metadata stays consistent.
+    """
+    (_, one), (path, other) = (
+        (path, safetensors.torch.load_file(path))
+        for path in sorted(checkpoint.glob("item-*"))
+    )
     ids = other["ids"]
     place, id = next(
         (place, id)
@@ -164,17 +186,24 @@ def one_id_twice(checkpoint: Path) -> int:
 def small_table(checkpoint: Path) -> Table:
     """Loads a table into a table that has no room for all rows."""
     optimizer = read_chain(checkpoint)[-1].tables["item"].optimizer
-    return Table(8, optimizer=optimizer, options=TableOptions(max_rows=4, eviction=LRU()))
+    return Table(
+        8, optimizer=optimizer, options=TableOptions(max_rows=4, eviction=LRU())
+    )
 
 
 def test_an_id_in_the_parts_of_two_ranks(saved: Path) -> None:
-    """Only the ids show the damage. A table without room for all rows also refuses the checkpoint."""
+    """Only the ids show the damage.
+
+    A table without room for all rows also refuses the checkpoint.
+    """
     id = one_id_twice(saved / "row_wise")
     message = f"table 'item' of .*row_wise has the id {id} in several parts"
     assert_refused(saved / "row_wise", message)
     chain = read_chain(saved / "row_wise")
     with Table(
-        8, optimizer=chain[-1].tables["item"].optimizer, options=TableOptions(max_rows=4, eviction=LRU())
+        8,
+        optimizer=chain[-1].tables["item"].optimizer,
+        options=TableOptions(max_rows=4, eviction=LRU()),
     ) as small:
         load_rows(small, "item", chain)
         assert held_rows(small) is None
@@ -185,7 +214,9 @@ def test_an_id_in_the_parts_of_two_ranks(saved: Path) -> None:
 def test_a_table_without_room_for_all_rows_takes_a_good_one(saved: Path) -> None:
     chain = read_chain(saved / "delta")
     with Table(
-        8, optimizer=chain[-1].tables["item"].optimizer, options=TableOptions(max_rows=4, eviction=LRU())
+        8,
+        optimizer=chain[-1].tables["item"].optimizer,
+        options=TableOptions(max_rows=4, eviction=LRU()),
     ) as small:
         load_rows(small, "item", chain)
         check_rows(chain, "item", held_rows(small))
@@ -205,13 +236,17 @@ def test_a_table_without_room_for_all_rows_takes_a_good_one(saved: Path) -> None
         (set_value("delta_of", to={"path": "x", "checksum": "y", "new": 1}), "delta_of has the field 'new'"),
     ],
 )  # fmt: skip
-def test_what_a_newer_version_has_written(saved: Path, how: Callable[[Document], None], message: str) -> None:
+def test_what_a_newer_version_has_written(
+    saved: Path, how: Callable[[Document], None], message: str
+) -> None:
     change(saved / "full", how)
     with pytest.raises(CheckpointError, match=message + INSTALL):
         read_chain(saved / "full")
 
 
-@pytest.mark.parametrize("name", ["../victim", "/victim", "a/b", "..", "", "a\0b", "x" * 4096])
+@pytest.mark.parametrize(
+    "name", ["../victim", "/victim", "a/b", "..", "", "a\0b", "x" * 4096]
+)
 def test_a_file_whose_name_leads_out_of_the_checkpoint(saved: Path, name: str) -> None:
     def rename(document: Document) -> None:
         first = document["tables"]["item"]["parts"][0]
@@ -222,11 +257,17 @@ def test_a_file_whose_name_leads_out_of_the_checkpoint(saved: Path, name: str) -
     assert_refused(saved / "full", "the name of a file")
 
 
-@pytest.mark.parametrize("value", ["../victim", None, [], {}, {"$type": "SSDStore", "path": "../victim"}])
+@pytest.mark.parametrize(
+    "value", ["../victim", None, [], {}, {"$type": "SSDStore", "path": "../victim"}]
+)
 @pytest.mark.parametrize("field", ["optimizer", "options"])
-def test_an_optimizer_and_options_are_of_their_types(saved: Path, field: str, value: object) -> None:
+def test_an_optimizer_and_options_are_of_their_types(
+    saved: Path, field: str, value: object
+) -> None:
     change(saved / "full", set_value("tables", "item", field, to=value))
-    assert_refused(saved / "full", f"metadata.json: the {field} of table 'item' must be ")
+    assert_refused(
+        saved / "full", f"metadata.json: the {field} of table 'item' must be "
+    )
 
 
 @pytest.mark.parametrize(
@@ -250,7 +291,9 @@ def test_an_optimizer_and_options_are_of_their_types(saved: Path, field: str, va
     ],
 )
 @pytest.mark.parametrize("value", [["7"], {"$type": "LRU"}, 1.5, True])
-def test_a_value_of_another_type(saved: Path, path: tuple[Any, ...], value: object) -> None:
+def test_a_value_of_another_type(
+    saved: Path, path: tuple[Any, ...], value: object
+) -> None:
     how = set_value(*path, to=value)
     file = saved / "delta" / METADATA
     document = json.loads(file.read_bytes())
@@ -260,35 +303,68 @@ def test_a_value_of_another_type(saved: Path, path: tuple[Any, ...], value: obje
         read_info(saved / "delta")
 
 
-@pytest.mark.parametrize("store", [{"$type": "SSDStore", "path": "../victim"}, "../victim"])
+@pytest.mark.parametrize(
+    "store", [{"$type": "SSDStore", "path": "../victim"}, "../victim"]
+)
 def test_a_checkpoint_chooses_no_cold_store(saved: Path, store: object) -> None:
-    """A table with the options of a checkpoint would open files at the path, and delete old ones."""
-    change(saved / "full", set_value("tables", "user", "options", "cold_store", to=store))
-    assert_refused(saved / "full", "metadata.json: (the options of table 'user' name the cold|.*cold_store must be)")
+    """A table with the options of a checkpoint would open files at the path, and delete
+    old ones.
+    """
+    change(
+        saved / "full", set_value("tables", "user", "options", "cold_store", to=store)
+    )
+    assert_refused(
+        saved / "full",
+        "metadata.json: (the options of table 'user' name the cold|.*cold_store"
+        " must be)",
+    )
 
 
 @pytest.mark.parametrize("field", ["step", "row", "once"])
 def test_code_of_an_optimizer_is_not_taken_from_a_file(saved: Path, field: str) -> None:
-    code = {"$type": "RowOptimizer", "lr": 0.1, "name": "mine", "states": {}, field: "system(0);"}
+    code = {
+        "$type": "RowOptimizer",
+        "lr": 0.1,
+        "name": "mine",
+        "states": {},
+        field: "system(0);",
+    }
     change(saved / "full", set_value("tables", "item", "optimizer", to=code))
-    with pytest.raises(CheckpointError, match=f"'RowOptimizer' has the field '{field}', which files never have"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"'RowOptimizer' has the field '{field}', which files never have",
+    ):
         read_chain(saved / "full")
     change(saved / "full", set_value("training_state", to=code))
-    with pytest.raises(CheckpointError, match=f"'RowOptimizer' has the field '{field}', which files never have"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"'RowOptimizer' has the field '{field}', which files never have",
+    ):
         read_chain(saved / "full")
 
 
-@pytest.mark.parametrize("field", ["step", "tables", "files", "dense", "delta_of", "training_state"])
+@pytest.mark.parametrize(
+    "field", ["step", "tables", "files", "dense", "delta_of", "training_state"]
+)
 def test_a_field_that_is_missing(saved: Path, field: str) -> None:
-    change(saved / "full", lambda document: document.pop(field) if field != "files" else document[field].clear())
-    with pytest.raises(CheckpointError, match=f"it has no field '{field}'|there is no tensor"):
+    change(
+        saved / "full",
+        lambda document: (
+            document.pop(field) if field != "files" else document[field].clear()
+        ),
+    )
+    with pytest.raises(
+        CheckpointError, match=f"it has no field '{field}'|there is no tensor"
+    ):
         read_chain(saved / "full")
 
 
 @pytest.mark.parametrize("field", ["dtype", "times", "sightings", "columns"])
 def test_a_field_of_a_table_that_is_missing(saved: Path, field: str) -> None:
     change(saved / "full", lambda document: document["tables"]["item"].pop(field))
-    with pytest.raises(CheckpointError, match=f"metadata.json: table 'item' has no field '{field}'"):
+    with pytest.raises(
+        CheckpointError, match=f"metadata.json: table 'item' has no field '{field}'"
+    ):
         read_chain(saved / "full")
 
 
@@ -296,22 +372,41 @@ def test_what_a_server_has_saved(saved: Path, tmp_path: Path) -> None:
     state = saved / "server" / "server.json"
     good = json.loads(state.read_bytes())
     for changed, message in (
-        ({**good, "new": 1}, f"server.json cannot be used: it has the field 'new',{INSTALL}"),
-        ({**good, "stopped": {**good["stopped"], "new": 1}}, f"'stopped' has the field 'new',{INSTALL}"),
+        (
+            {**good, "new": 1},
+            f"server.json cannot be used: it has the field 'new',{INSTALL}",
+        ),
+        (
+            {**good, "stopped": {**good["stopped"], "new": 1}},
+            f"'stopped' has the field 'new',{INSTALL}",
+        ),
         ({"last": "x"}, "server.json cannot be used: it has no field 'stopped'"),
     ):
         state.write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=message):
             DataDirectory(saved / "server")
-    spec = TableSpec(4, torch.float32, read_chain(saved / "full")[-1].tables["item"].optimizer, TableOptions())
-    with pytest.raises(ValueError, match=f"not the specification of a table: it has the field 'new',{INSTALL}"):
+    spec = TableSpec(
+        4,
+        torch.float32,
+        read_chain(saved / "full")[-1].tables["item"].optimizer,
+        TableOptions(),
+    )
+    with pytest.raises(
+        ValueError,
+        match=f"not the specification of a table: it has the field 'new',{INSTALL}",
+    ):
         TableSpec.from_json(json.dumps({**json.loads(spec.to_json()), "new": 1}))
     tables = HostedTables()
     change(saved / "full", drop("parts", file_too=False))
-    with pytest.raises(CheckpointError, match=r"full has the file item-.*, which belongs to no table"):
+    with pytest.raises(
+        CheckpointError, match=r"full has the file item-.*, which belongs to no table"
+    ):
         tables.load(saved / "full")
     one_id_twice(saved / "row_wise")
-    with pytest.raises(CheckpointError, match=r"table 'item' of .*row_wise has the id .* in several parts"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"table 'item' of .*row_wise has the id .* in several parts",
+    ):
         tables.load(saved / "row_wise")
 
     def without_a_table(document: Document) -> None:
@@ -319,7 +414,9 @@ def test_what_a_server_has_saved(saved: Path, tmp_path: Path) -> None:
             del document["files"][part["file"]]
 
     change(saved / "server" / "stopped-0", without_a_table)
-    with pytest.raises(CheckpointError, match="has only the rows or only the specification of 'adam'"):
+    with pytest.raises(
+        CheckpointError, match="has only the rows or only the specification of 'adam'"
+    ):
         tables.load(saved / "server" / "stopped-0")
     assert not tables.specs()
     tables.close()

@@ -1,4 +1,6 @@
-"""Programs that end without waiting for their checkpoints write them, or print that they are not written."""
+"""Programs that end without waiting for their checkpoints write them, or print that
+they are not written.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ QUICK = {"finished_at_exit_1", "failed_unasked_1"}
 
 
 def run(programs: Iterable[str], directory: Path) -> Path:
-    """Runs programs of :mod:`tests.checkpoint.leaving`, and returns the directory of their files."""
+    """Runs programs of :mod:`tests.checkpoint.leaving`, and returns the directory of
+    their files.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "tests.checkpoint.leaving", str(directory), *programs],
         cwd=ROOT,
@@ -58,7 +62,8 @@ def check_saved(path: Path, world_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fixture", "world_size"), [("left", 1), pytest.param("left_slowly", 2, marks=pytest.mark.slow)]
+    ("fixture", "world_size"),
+    [("left", 1), pytest.param("left_slowly", 2, marks=pytest.mark.slow)],
 )
 def test_a_process_that_ends_waits_for_its_checkpoint(
     fixture: str, world_size: int, request: pytest.FixtureRequest
@@ -73,11 +78,15 @@ def test_a_process_that_ends_waits_for_its_checkpoint(
         assert (left / program / f"atexit_{rank}").exists()
 
 
-def test_an_error_that_nobody_asked_for_is_printed_and_is_the_status(left: Path) -> None:
+def test_an_error_that_nobody_asked_for_is_printed_and_is_the_status(
+    left: Path,
+) -> None:
     directory = left / "failed_unasked_1"
     assert statuses(left, directory.name) == [1]
     told, path = (directory / "stderr_0").read_text(), directory / "saved"
-    assert told.startswith(f"async_save: the checkpoint {path} has not been written.\nTraceback")
+    assert told.startswith(
+        f"async_save: the checkpoint {path} has not been written.\nTraceback"
+    )
     assert f"OSError: [Errno 28] No space left on device: '{path}'" in told
     # Exit functions and threads still run to their end.
     assert (directory / "atexit_0").exists()
@@ -86,7 +95,9 @@ def test_an_error_that_nobody_asked_for_is_printed_and_is_the_status(left: Path)
 
 
 @pytest.mark.slow
-def test_an_error_that_the_next_save_has_raised_is_not_told_again(left_slowly: Path) -> None:
+def test_an_error_that_the_next_save_has_raised_is_not_told_again(
+    left_slowly: Path,
+) -> None:
     assert statuses(left_slowly, "failed_and_asked_1") == [0]
     assert (left_slowly / "failed_and_asked_1" / "stderr_0").read_text() == ""
     check_saved(left_slowly / "failed_and_asked_1" / "later", 1)
@@ -95,7 +106,10 @@ def test_an_error_that_the_next_save_has_raised_is_not_told_again(left_slowly: P
 @pytest.mark.slow
 def test_a_save_that_fails_after_the_next_one_was_refused(left_slowly: Path) -> None:
     assert statuses(left_slowly, "failed_late_1") == [1]
-    assert "No space left on device" in (left_slowly / "failed_late_1" / "stderr_0").read_text()
+    assert (
+        "No space left on device"
+        in (left_slowly / "failed_late_1" / "stderr_0").read_text()
+    )
 
 
 @pytest.mark.slow
@@ -107,5 +121,8 @@ def test_another_status_stays_as_it_is(left_slowly: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_dies_is_told_of_by_those_that_live(left_slowly: Path) -> None:
     assert statuses(left_slowly, "a_rank_dies_2") == [1, -9]
-    assert "RuntimeError: a rank of the job has died" in (left_slowly / "a_rank_dies_2" / "stderr_0").read_text()
+    assert (
+        "RuntimeError: a rank of the job has died"
+        in (left_slowly / "a_rank_dies_2" / "stderr_0").read_text()
+    )
     assert not (left_slowly / "a_rank_dies_2" / "saved").exists()

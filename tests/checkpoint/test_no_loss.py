@@ -1,4 +1,6 @@
-"""A killed run with a cold store that is resumed from its checkpoint ends with the rows of an unbounded run."""
+"""A killed run with a cold store that is resumed from its checkpoint ends with the rows
+of an unbounded run.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,28 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ids", "max_rows"),
-    [(40_000, 4_000), pytest.param(2_000_000, 200_000, marks=pytest.mark.timeout(1800))],
+    [
+        (40_000, 4_000),
+        pytest.param(2_000_000, 200_000, marks=pytest.mark.timeout(1800)),
+    ],
 )
-def test_every_row_is_that_of_a_run_without_a_bound(tmp_path: Path, ids: int, max_rows: int) -> None:
+def test_every_row_is_that_of_a_run_without_a_bound(
+    tmp_path: Path, ids: int, max_rows: int
+) -> None:
     def run(phase: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.no_loss", phase, str(tmp_path)]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.checkpoint.no_loss",
+            phase,
+            str(tmp_path),
+        ]
         sizes = [f"--ids={ids}", f"--max-rows={max_rows}"]
-        return subprocess.run([*command, *sizes], capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [*command, *sizes], capture_output=True, text=True, check=False
+        )
 
     killed = run("train")
     assert killed.returncode == -signal.SIGKILL, killed.stderr

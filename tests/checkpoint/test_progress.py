@@ -1,4 +1,6 @@
-"""The callback ``progress`` of saves and loads gets the rows that are done and all rows, after each part."""
+"""The callback ``progress`` of saves and loads gets the rows that are done and all
+rows, after each part.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def check(told: list[tuple[int, int]], total: int) -> None:
     assert done[-1] == total
 
 
-def test_saves_and_loads(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_and_loads(
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writer, "PART_BYTES", 1 << 10)
     model = models.recstore()
     models.train(model)
@@ -34,23 +38,32 @@ def test_saves_and_loads(one_rank: None, tmp_path: Path, monkeypatch: pytest.Mon
     save_checkpoint(model, tmp_path / "full", progress=lambda *rows: told.append(rows))
     check(told, full)
     told.clear()
-    async_save(model, tmp_path / "async", progress=lambda *rows: told.append(rows)).wait()
+    async_save(
+        model, tmp_path / "async", progress=lambda *rows: told.append(rows)
+    ).wait()
     check(told, full)
 
     models.train(model, steps=3, distinct=60)
     told.clear()
     info = save_checkpoint(
-        model, tmp_path / "delta", delta_of=tmp_path / "full", progress=lambda *rows: told.append(rows)
+        model,
+        tmp_path / "delta",
+        delta_of=tmp_path / "full",
+        progress=lambda *rows: told.append(rows),
     )
     changed = sum(part.rows for table in info.tables.values() for part in table.parts)
     assert 0 < changed < rows_of(model)
     check(told, changed)
     told.clear()
-    load_checkpoint(models.recstore(), tmp_path / "delta", progress=lambda *rows: told.append(rows))
+    load_checkpoint(
+        models.recstore(), tmp_path / "delta", progress=lambda *rows: told.append(rows)
+    )
     check(told, full + changed)
 
 
-def test_an_error_of_the_callers_leaves_all_as_it_was(one_rank: None, tmp_path: Path) -> None:
+def test_an_error_of_the_callers_leaves_all_as_it_was(
+    one_rank: None, tmp_path: Path
+) -> None:
     model = models.recstore()
     models.train(model)
     save_checkpoint(model, tmp_path / "full")
@@ -64,4 +77,8 @@ def test_an_error_of_the_callers_leaves_all_as_it_was(one_rank: None, tmp_path: 
     assert rows_of(fresh) == 0
     with pytest.raises(KeyError, match="stop"):
         save_checkpoint(model, tmp_path / "new", progress=stop)
-    assert [path.name for path in tmp_path.iterdir() if "full" not in path.name and path.is_dir()] == []
+    assert [
+        path.name
+        for path in tmp_path.iterdir()
+        if "full" not in path.name and path.is_dir()
+    ] == []

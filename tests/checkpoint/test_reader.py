@@ -11,7 +11,12 @@ import torch
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import write_tensors
 from torchrec_recstore.checkpoint.fold import compact_chain
-from torchrec_recstore.checkpoint.info import CheckpointInfo, DeltaOf, PartInfo, TableInfo
+from torchrec_recstore.checkpoint.info import (
+    CheckpointInfo,
+    DeltaOf,
+    PartInfo,
+    TableInfo,
+)
 from torchrec_recstore.checkpoint.reader import load_rows
 from torchrec_recstore.row_types import as_stored
 from torchrec_recstore.store import Table
@@ -19,7 +24,9 @@ from torchrec_recstore.store import Table
 TYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
 
 
-def saved(path: Path, table: Table, ids: torch.Tensor, delta_of: CheckpointInfo | None = None) -> CheckpointInfo:
+def saved(
+    path: Path, table: Table, ids: torch.Tensor, delta_of: CheckpointInfo | None = None
+) -> CheckpointInfo:
     """Saves a checkpoint of a table with some rows."""
     path.mkdir()
     file = write_tensors(path / "part", {"ids": ids, **table.read_rows(ids)})
@@ -38,14 +45,22 @@ def saved(path: Path, table: Table, ids: torch.Tensor, delta_of: CheckpointInfo 
         sightings=(),
         times=None,
     )
-    base = None if delta_of is None else DeltaOf(f"../{delta_of.path}", delta_of.checksum)
+    base = (
+        None if delta_of is None else DeltaOf(f"../{delta_of.path}", delta_of.checksum)
+    )
     return CheckpointInfo(path, 1, 1, {"t": info}, {"part": file}, (), base)
 
 
 @pytest.mark.parametrize(("before", "now"), product(TYPES, TYPES))
-def test_weights_are_converted(before: torch.dtype, now: torch.dtype, tmp_path: Path) -> None:
+def test_weights_are_converted(
+    before: torch.dtype, now: torch.dtype, tmp_path: Path
+) -> None:
     ids = torch.arange(100)
-    with Table(4, before) as source, Table(4, now) as target, Table(4, now) as from_compacted:
+    with (
+        Table(4, before) as source,
+        Table(4, now) as target,
+        Table(4, now) as from_compacted,
+    ):
         source.lookup(ids, train=True)
         source.update(ids, torch.randn(100, 4))
         rows = source.read_rows(ids)
@@ -59,4 +74,7 @@ def test_weights_are_converted(before: torch.dtype, now: torch.dtype, tmp_path: 
         with Destination(tmp_path / "compacted") as destination:
             load_rows(from_compacted, "t", [compact_chain([full, delta], destination)])
         held = target.read_rows(ids)
-        assert all(torch.equal(held[key], value) for key, value in from_compacted.read_rows(ids).items())
+        assert all(
+            torch.equal(held[key], value)
+            for key, value in from_compacted.read_rows(ids).items()
+        )

@@ -7,14 +7,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrec_recstore import LFU, Adagrad, Scored, Table, TableOptions, neighbours, save_checkpoint, top_rows
+from torchrec_recstore import (
+    LFU,
+    Adagrad,
+    Scored,
+    Table,
+    TableOptions,
+    neighbours,
+    save_checkpoint,
+    top_rows,
+)
 from torchrec_recstore.checkpoint import row_search
 
 from . import models
 
 
-def trained(dtype: torch.dtype = torch.float32, options: TableOptions | None = None) -> Table:
-    table = Table(6, dtype, optimizer=Adagrad(lr=0.5), name="t", options=options or TableOptions())
+def trained(
+    dtype: torch.dtype = torch.float32, options: TableOptions | None = None
+) -> Table:
+    table = Table(
+        6, dtype, optimizer=Adagrad(lr=0.5), name="t", options=options or TableOptions()
+    )
     generator = torch.Generator().manual_seed(1)
     for step in range(12):
         ids = torch.randint(-40, 40, (25,), generator=generator).abs() * 7 - 99
@@ -26,7 +39,9 @@ def trained(dtype: torch.dtype = torch.float32, options: TableOptions | None = N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float16])
 @pytest.mark.parametrize("by", ["frequency", "last_step", "norm"])
-def test_top_rows_of_a_table(by: row_search.By, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_rows_of_a_table(
+    by: row_search.By, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(row_search, "_BLOCK_ROWS", 7)
     table = trained(dtype)
     before = table.stats()
@@ -42,10 +57,19 @@ def test_top_rows_of_a_table(by: row_search.By, dtype: torch.dtype, monkeypatch:
     order = sorted(range(len(ids)), key=lambda at: (-columns[by][at], int(ids[at])))
     assert found.ids.tolist() == [int(ids[at]) for at in order[:9]]
     for name, values in columns.items():
-        assert found.columns[name].tolist() == pytest.approx([values[at] for at in order[:9]])
-    assert (found.rows, found.steps, found.added, found.gone) == (len(ids), 12, None, None)
+        assert found.columns[name].tolist() == pytest.approx(
+            [values[at] for at in order[:9]]
+        )
+    assert (found.rows, found.steps, found.added, found.gone) == (
+        len(ids),
+        12,
+        None,
+        None,
+    )
     assert found.quantiles["norm"][1.0] == pytest.approx(max(columns["norm"]))
-    assert found.quantiles["frequency"][0.5] == sorted(columns["frequency"])[len(ids) // 2]
+    assert (
+        found.quantiles["frequency"][0.5] == sorted(columns["frequency"])[len(ids) // 2]
+    )
     assert table.stats() == before  # a look changes nothing
 
 
@@ -59,7 +83,9 @@ def test_scores_are_no_frequencies() -> None:
 
 
 @pytest.mark.parametrize("metric", ["cosine", "dot", "l2"])
-def test_neighbours_of_a_table(metric: row_search.Metric, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_of_a_table(
+    metric: row_search.Metric, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(row_search, "_BLOCK_ROWS", 7)
     table = trained()
     ids = table.ids()
@@ -67,7 +93,9 @@ def test_neighbours_of_a_table(metric: row_search.Metric, monkeypatch: pytest.Mo
     mine = int(ids[5])
     row = weights.pop(mine)
     near = {
-        "cosine": lambda other: float(torch.nn.functional.cosine_similarity(row, other, dim=0)),
+        "cosine": lambda other: float(
+            torch.nn.functional.cosine_similarity(row, other, dim=0)
+        ),
         "dot": lambda other: float(row @ other),
         "l2": lambda other: -float((row - other).norm()),
     }[metric]
@@ -75,11 +103,15 @@ def test_neighbours_of_a_table(metric: row_search.Metric, monkeypatch: pytest.Mo
     found, values = neighbours(table, mine, count=6, metric=metric)
     assert found.tolist() == wanted
     sign = -1 if metric == "l2" else 1
-    assert values.tolist() == pytest.approx([sign * near(weights[id]) for id in wanted], abs=1e-5)
+    assert values.tolist() == pytest.approx(
+        [sign * near(weights[id]) for id in wanted], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("sharding_type", ["table_wise", "column_wise"])
-def test_checkpoints_and_what_has_changed_since(one_rank: None, tmp_path: Path, sharding_type: str) -> None:
+def test_checkpoints_and_what_has_changed_since(
+    one_rank: None, tmp_path: Path, sharding_type: str
+) -> None:
     options = TableOptions(max_rows=40, eviction=LFU())
     model = models.recstore(sharding_type, options=options)
     models.train(model)
@@ -88,16 +120,28 @@ def test_checkpoints_and_what_has_changed_since(one_rank: None, tmp_path: Path, 
     models.train(model, steps=8, distinct=80)
     save_checkpoint(model, tmp_path / "two", delta_of=tmp_path / "one")
     new = _rows(model, "item")
-    found = top_rows(tmp_path / "two", "item", by="drift", since=tmp_path / "one", count=1000)
-    assert (found.added, found.gone) == (len(new.keys() - old.keys()), len(old.keys() - new.keys()))
+    found = top_rows(
+        tmp_path / "two", "item", by="drift", since=tmp_path / "one", count=1000
+    )
+    assert (found.added, found.gone) == (
+        len(new.keys() - old.keys()),
+        len(old.keys() - new.keys()),
+    )
     drifts = {id: float((new[id] - old[id]).norm()) for id in new.keys() & old.keys()}
     told = dict(zip(found.ids.tolist(), found.columns["drift"].tolist(), strict=True))
     assert told.keys() == new.keys()
     for id in new:
-        assert told[id] == pytest.approx(drifts[id], abs=1e-6) if id in drifts else told[id] != told[id]
+        assert (
+            told[id] == pytest.approx(drifts[id], abs=1e-6)
+            if id in drifts
+            else told[id] != told[id]
+        )
     known = [told[id] for id in found.ids.tolist() if id in drifts]
     assert known == sorted(known, reverse=True)
-    assert found.ids.tolist()[: len(drifts)] == [id for id in found.ids.tolist() if id in drifts]  # new rows come last
+    # new rows come last
+    assert found.ids.tolist()[: len(drifts)] == [
+        id for id in found.ids.tolist() if id in drifts
+    ]
     nearest = neighbours(tmp_path / "two", next(iter(new)), "item", count=3)[0].tolist()
     assert set(nearest) < new.keys()
 
@@ -112,13 +156,23 @@ def test_drift_reads_windows_of_both_side_by_side(
     save_checkpoint(model, tmp_path / "one")
     models.train(model, steps=8, distinct=80)
     save_checkpoint(model, tmp_path / "two")
-    whole = top_rows(tmp_path / "two", "item", by="drift", since=tmp_path / "one", count=1000)
+    whole = top_rows(
+        tmp_path / "two", "item", by="drift", since=tmp_path / "one", count=1000
+    )
     monkeypatch.setattr(fold, "_LEAST_ROWS", 3)
     monkeypatch.setattr(fold, "_WINDOW_BYTES", 1)
-    parts = top_rows(tmp_path / "two", "item", by="drift", since=tmp_path / "one", count=1000)
+    parts = top_rows(
+        tmp_path / "two", "item", by="drift", since=tmp_path / "one", count=1000
+    )
     assert torch.equal(parts.ids, whole.ids)
-    assert torch.equal(parts.columns["drift"].nan_to_num(), whole.columns["drift"].nan_to_num())
-    assert (parts.added, parts.gone, parts.quantiles) == (whole.added, whole.gone, whole.quantiles)
+    assert torch.equal(
+        parts.columns["drift"].nan_to_num(), whole.columns["drift"].nan_to_num()
+    )
+    assert (parts.added, parts.gone, parts.quantiles) == (
+        whole.added,
+        whole.gone,
+        whole.quantiles,
+    )
 
 
 def test_what_cannot_be_done_is_said(one_rank: None, tmp_path: Path) -> None:
@@ -128,13 +182,23 @@ def test_what_cannot_be_done_is_said(one_rank: None, tmp_path: Path) -> None:
     table = trained()
     for says, call in {
         "name one of its tables: item, user": lambda: top_rows(tmp_path / "one"),
-        "there is no table 'x': item, user": lambda: neighbours(tmp_path / "one", 1, "x"),
-        "by='heat' is not one of frequency, last_step, norm, drift": lambda: top_rows(table, by="heat"),  # type: ignore[arg-type]
+        "there is no table 'x': item, user": lambda: neighbours(
+            tmp_path / "one", 1, "x"
+        ),
+        "by='heat' is not one of frequency, last_step, norm, drift": lambda: top_rows(
+            table, by="heat"
+        ),  # type: ignore[arg-type]
         "count must be at least 1, not 0": lambda: top_rows(table, count=0),
-        "by='drift' compares with an earlier checkpoint": lambda: top_rows(table, by="drift"),
-        "since= compares two checkpoints": lambda: top_rows(table, by="drift", since=tmp_path / "one"),
+        "by='drift' compares with an earlier checkpoint": lambda: top_rows(
+            table, by="drift"
+        ),
+        "since= compares two checkpoints": lambda: top_rows(
+            table, by="drift", since=tmp_path / "one"
+        ),
         "id 5 has no row in Table": lambda: neighbours(table, 5),
-        "metric='x' is not one of cosine, dot, l2": lambda: neighbours(table, 5, metric="x"),  # type: ignore[arg-type]
+        "metric='x' is not one of cosine, dot, l2": lambda: neighbours(
+            table, 5, metric="x"
+        ),  # type: ignore[arg-type]
         "the source is a table": lambda: top_rows(table, "t"),
     }.items():
         with pytest.raises(ValueError, match=says.replace("(", r"\(")):

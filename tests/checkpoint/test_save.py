@@ -1,4 +1,6 @@
-"""Saves and loads in one process: all state is restored, invalid calls are refused, and a refusal changes nothing."""
+"""Saves and loads in one process: all state is restored, invalid calls are refused, and
+a refusal changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,24 @@ Held = list[Any]
 
 def held(model: DistributedModelParallel) -> Held:
     """Returns the rows, step counts and dense weights."""
-    tables = [shard.table for shards in model.module.sparse.recstore_state.shards.values() for shard in shards]
-    return [models.shards(model), [(t.steps, t.optimizer_steps) for t in tables], model.module.over.weight.clone()]
+    tables = [
+        shard.table
+        for shards in model.module.sparse.recstore_state.shards.values()
+        for shard in shards
+    ]
+    return [
+        models.shards(model),
+        [(t.steps, t.optimizer_steps) for t in tables],
+        model.module.over.weight.clone(),
+    ]
 
 
 def assert_same(one: Held, other: Held) -> None:
     assert one[1] == other[1]
     assert torch.equal(one[2], other[2])
-    for (name, columns, ids, rows), (name_2, columns_2, ids_2, rows_2) in zip(one[0], other[0], strict=True):
+    for (name, columns, ids, rows), (name_2, columns_2, ids_2, rows_2) in zip(
+        one[0], other[0], strict=True
+    ):
         assert (name, columns) == (name_2, columns_2)
         assert torch.equal(ids, ids_2)
         assert rows.keys() == rows_2.keys()
@@ -68,9 +80,17 @@ def trained(**kinds: Any) -> DistributedModelParallel:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM, EmbOptimType.LAMB]
+    "optimizer",
+    [
+        EmbOptimType.EXACT_SGD,
+        EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        EmbOptimType.ADAM,
+        EmbOptimType.LAMB,
+    ],
 )
-def test_forth_and_back(tmp_path: Path, optimizer: EmbOptimType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forth_and_back(
+    tmp_path: Path, optimizer: EmbOptimType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writer, "PART_BYTES", 700)  # several parts for each table
     model = trained(optimizer=optimizer)
     info = save_checkpoint(model, tmp_path / "saved")
@@ -92,24 +112,39 @@ def test_files_are_readable_with_safetensors_alone(tmp_path: Path) -> None:
         (part,) = metadata["tables"][name]["parts"]
         tensors = safetensors.torch.load_file(tmp_path / "saved" / part["file"])
         assert torch.equal(tensors.pop("ids"), ids)
-        assert tensors.keys() == rows.keys() == {"weight", "exp_avg", "exp_avg_sq", "last_step", "frequency"}
+        assert (
+            tensors.keys()
+            == rows.keys()
+            == {"weight", "exp_avg", "exp_avg_sq", "last_step", "frequency"}
+        )
         assert all(torch.equal(tensors[key], rows[key]) for key in rows)
 
 
 def test_training_state_and_info(tmp_path: Path) -> None:
     state = {
-        "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(2, 3)}}, "groups": [{"lr": 0.1}]},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(2, 3)}},
+            "groups": [{"lr": 0.1}],
+        },
         "position": (1, "epoch", None, True, float("inf")),
         "scalar": torch.tensor(5, dtype=torch.int64),
         "$float": {"$dict": 1},
     }
     save_checkpoint(trained(), tmp_path / "saved", training_state=state)
-    for info in (read_info(tmp_path / "saved"), load_checkpoint(other_model(), tmp_path / "saved")):
+    for info in (
+        read_info(tmp_path / "saved"),
+        load_checkpoint(other_model(), tmp_path / "saved"),
+    ):
         loaded = info.training_state
         assert str(loaded) == str(state)
-        assert torch.equal(loaded["optimizer"]["state"][0]["exp_avg"], state["optimizer"]["state"][0]["exp_avg"])  # type: ignore[index]
+        assert torch.equal(
+            loaded["optimizer"]["state"][0]["exp_avg"],
+            state["optimizer"]["state"][0]["exp_avg"],
+        )  # type: ignore[index]
         assert (info.step, info.world_size, info.delta_of) == (5, 1, None)
-        assert info.bytes == sum(f.stat().st_size for f in info.path.iterdir() if f.name != "metadata.json")
+        assert info.bytes == sum(
+            f.stat().st_size for f in info.path.iterdir() if f.name != "metadata.json"
+        )
 
 
 def test_deltas_hold_what_changed_and_chains_load(tmp_path: Path) -> None:
@@ -129,18 +164,26 @@ def test_deltas_hold_what_changed_and_chains_load(tmp_path: Path) -> None:
         load_checkpoint(other, tmp_path / str(number))
         assert_same(held(other), held(model))
         previous = tmp_path / str(number)
-    # Training can continue after a load, and any earlier checkpoint can be the base of a delta.
+    # Training can continue after a load, and any earlier checkpoint can be the base of
+    # a delta.
     for each in (model, other):
         models.train(each, steps=1)
     again = save_checkpoint(other, tmp_path / "other", delta_of=previous)
-    assert sum(part.rows for part in again.tables["item"].parts) < again.tables["item"].rows
+    assert (
+        sum(part.rows for part in again.tables["item"].parts)
+        < again.tables["item"].rows
+    )
     save_checkpoint(model, tmp_path / "of the first", delta_of=full.path)
     for path in ("other", "of the first"):
         third = other_model(optimizer=ELEMENT)
         load_checkpoint(third, tmp_path / path)
         assert_same(held(third), held(model))
-    nothing = save_checkpoint(model, tmp_path / "nothing", delta_of=tmp_path / "of the first")
-    assert [len(table.parts) + len(table.removed) for table in nothing.tables.values()] == [0, 0]
+    nothing = save_checkpoint(
+        model, tmp_path / "nothing", delta_of=tmp_path / "of the first"
+    )
+    assert [
+        len(table.parts) + len(table.removed) for table in nothing.tables.values()
+    ] == [0, 0]
 
 
 def test_a_delta_knows_what_was_loaded_otherwise(tmp_path: Path) -> None:
@@ -152,7 +195,8 @@ def test_a_delta_knows_what_was_loaded_otherwise(tmp_path: Path) -> None:
     save_checkpoint(model, tmp_path / "1", delta_of=tmp_path / "0")
     load_checkpoint(other, tmp_path / "1")
     assert_same(held(other), held(model))
-    # A load replaces all rows, so the marks of earlier saves and loads are no longer known.
+    # A load replaces all rows, so the marks of earlier saves and loads are no longer
+    # known.
     load_checkpoint(model, tmp_path / "0")
     with pytest.raises(ValueError, match="no longer known"):
         save_checkpoint(model, tmp_path / "2", delta_of=tmp_path / "1")
@@ -176,7 +220,9 @@ def test_a_delta_lists_the_ids_that_stay_where_most_left(tmp_path: Path) -> None
     assert_same(held(other), held(model))
 
 
-def test_async_save_is_the_model_of_its_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_save_is_the_model_of_its_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writer, "PART_BYTES", 700)
     changed, stage = threading.Event(), Destination.stage
 
@@ -200,7 +246,11 @@ def test_async_save_is_the_model_of_its_moment(tmp_path: Path, monkeypatch: pyte
     saving.wait()
     assert saving.done()
     other = other_model()
-    assert load_checkpoint(other, tmp_path / "saved").training_state["x"].tolist() == [0.0, 0.0, 0.0]
+    assert load_checkpoint(other, tmp_path / "saved").training_state["x"].tolist() == [
+        0.0,
+        0.0,
+        0.0,
+    ]
     assert_same(held(other), before)
     # The delta also has the state at the call of async_save.
     save_checkpoint(model, tmp_path / "delta", delta_of=tmp_path / "saved")
@@ -212,7 +262,9 @@ def fails(destination: Destination) -> Path:
     raise OSError(errno.ENOSPC, "No space left on device", str(destination.path))
 
 
-def test_an_async_save_that_fails_says_so_when_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_async_save_that_fails_says_so_when_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = trained()
     monkeypatch.setattr(Destination, "stage", fails)
     saving = async_save(model, tmp_path / "saved")
@@ -227,7 +279,8 @@ def test_an_async_save_that_fails_says_so_when_waited_for(tmp_path: Path, monkey
     with pytest.raises(OSError, match="No space left") as raised:
         async_save(model, tmp_path / "other")
     assert raised.value.__notes__ == [
-        f"This is the error of async_save to {tmp_path / 'saved'}, whose wait() had not been called."
+        f"This is the error of async_save to {tmp_path / 'saved'}, whose wait() had not"
+        " been called."
     ]
     assert not (tmp_path / "other").exists()
     async_save(model, tmp_path / "saved").wait()
@@ -252,7 +305,9 @@ def test_overwrite_replaces_at_once(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir() if file.is_dir()] == ["saved"]
 
 
-def test_overwrite_replaces_checkpoints_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwrite_replaces_checkpoints_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = trained()
     folder = tmp_path / "folder"
     save_checkpoint(model, folder / "1")
@@ -263,7 +318,9 @@ def test_overwrite_replaces_checkpoints_alone(tmp_path: Path, monkeypatch: pytes
             save_checkpoint(model, path, overwrite=True)
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(ValueError, match="needed to load it"):
-        save_checkpoint(model, tmp_path / "link" / "1", delta_of=folder / "1", overwrite=True)
+        save_checkpoint(
+            model, tmp_path / "link" / "1", delta_of=folder / "1", overwrite=True
+        )
     load_checkpoint(other_model(), folder / "1")
 
 
@@ -297,8 +354,14 @@ def test_odd_training_states(tmp_path: Path) -> None:
     }
     loaded = save_and_read(model, tmp_path / "saved", state)
     assert loaded["best"] == float("inf")
-    assert [int(t) for t in (loaded["a/b"], loaded["a"]["b"], loaded[1], loaded["1"])] == [0, 1, 2, 3]
-    for tensor in (torch.ones(2).to_sparse(), torch.ones(2, dtype=torch.complex64), torch.ones(2, device="meta")):
+    assert [
+        int(t) for t in (loaded["a/b"], loaded["a"]["b"], loaded[1], loaded["1"])
+    ] == [0, 1, 2, 3]
+    for tensor in (
+        torch.ones(2).to_sparse(),
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2, device="meta"),
+    ):
         with pytest.raises(TypeError, match=r"/x/0 is a tensor of type"):
             save_checkpoint(model, tmp_path / "odd", training_state={"x": [tensor]})
 
@@ -308,13 +371,17 @@ def save_and_read(model: DistributedModelParallel, path: Path, state: Any) -> An
     return read_info(path).training_state
 
 
-def test_a_dense_tensor_that_cannot_be_written_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_a_dense_tensor_that_cannot_be_written_is_refused_before_anything_changes(
+    tmp_path: Path,
+) -> None:
     model, other = trained(), other_model()
     for each in (model, other):
         each.module.over.register_buffer("expanded", torch.zeros(1).expand(3))
     save_checkpoint(model, tmp_path / "saved")
     before = held(other)
-    with pytest.raises(ValueError, match=r"over\.expanded of the model cannot be written"):
+    with pytest.raises(
+        ValueError, match=r"over\.expanded of the model cannot be written"
+    ):
         load_checkpoint(other, tmp_path / "saved")
     assert_same(held(other), before)
 
@@ -323,7 +390,11 @@ def test_bad_arguments_change_nothing(tmp_path: Path) -> None:
     model, other = trained(), other_model()
     save_checkpoint(model, tmp_path / "saved")
     for arguments, error, message in [
-        ({"delta_of": tmp_path / "nowhere"}, FileNotFoundError, "nowhere: no such directory"),
+        (
+            {"delta_of": tmp_path / "nowhere"},
+            FileNotFoundError,
+            "nowhere: no such directory",
+        ),
         ({"delta_of": tmp_path}, FileNotFoundError, "it has no metadata.json"),
         ({"training_state": {"a": [1, object()]}}, TypeError, "/a/1 is of type object"),
         ({"training_state": {("a",): 1}}, TypeError, "key of type tuple"),
@@ -334,19 +405,33 @@ def test_bad_arguments_change_nothing(tmp_path: Path) -> None:
         save_checkpoint(other, tmp_path / "new", delta_of=tmp_path / "saved")
     save_checkpoint(model, tmp_path / "delta", delta_of=tmp_path / "saved")
     with pytest.raises(ValueError, match="needed to load it"):
-        save_checkpoint(model, tmp_path / "saved", delta_of=tmp_path / "delta", overwrite=True)
-    assert sorted(file.name for file in tmp_path.iterdir() if file.is_dir()) == ["delta", "saved"]
+        save_checkpoint(
+            model, tmp_path / "saved", delta_of=tmp_path / "delta", overwrite=True
+        )
+    assert sorted(file.name for file in tmp_path.iterdir() if file.is_dir()) == [
+        "delta",
+        "saved",
+    ]
     save_checkpoint(model, tmp_path / "new")
 
 
 def test_tables_on_other_kernels_are_refused_by_name(tmp_path: Path) -> None:
-    save_checkpoint(torch.nn.ModuleDict({"sparse": trained()}), full := tmp_path / "full")
-    with pytest.raises(ValueError, match=r"sparse\.embedding_bags\.(user|item)\.weight is a ShardedTensor"):
+    save_checkpoint(
+        torch.nn.ModuleDict({"sparse": trained()}), full := tmp_path / "full"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"sparse\.embedding_bags\.(user|item)\.weight is a ShardedTensor",
+    ):
         save_checkpoint(models.stock(), tmp_path / "saved")
     eager = torch.nn.ModuleDict({"sparse": trained(), "own": RecStoreEmbedding(10, 4)})
-    with pytest.raises(ValueError, match=r"own\.weight is the table of a module that is not sharded"):
+    with pytest.raises(
+        ValueError, match=r"own\.weight is the table of a module that is not sharded"
+    ):
         save_checkpoint(eager, tmp_path / "saved")
-    with pytest.raises(ValueError, match="has no table 'own': strict=False leaves the model's as it is"):
+    with pytest.raises(
+        ValueError, match="has no table 'own': strict=False leaves the model's as it is"
+    ):
         load_checkpoint(eager, full)
     assert not (tmp_path / "saved").exists()
 
@@ -359,19 +444,40 @@ def chain(tmp_path: Path) -> Path:
     models.train(model, steps=1, distinct=60)
     (table,) = (s.table for s in model.module.sparse.recstore_state.shards["user"])
     table.remove(table.ids()[:3])
-    save_checkpoint(model, tmp_path / "delta", delta_of=tmp_path / "full", training_state={"t": torch.ones(4)})
+    save_checkpoint(
+        model,
+        tmp_path / "delta",
+        delta_of=tmp_path / "full",
+        training_state={"t": torch.ones(4)},
+    )
     return tmp_path
 
 
 def test_a_changed_byte_in_any_file_is_found_and_named(chain: Path) -> None:
     other = other_model(optimizer=ELEMENT)
     before = held(other)
-    files = sorted(file for name in ("full", "delta") for file in (chain / name).iterdir())
+    files = sorted(
+        file for name in ("full", "delta") for file in (chain / name).iterdir()
+    )
     assert len(files) >= 9
     for file in files:
         whole = file.read_bytes()
-        for position in {0, 7, 8, 9, len(whole) // 3, len(whole) // 2, len(whole) - 9, len(whole) - 2, len(whole) - 1}:
-            file.write_bytes(whole[:position] + bytes([whole[position] ^ 0x20]) + whole[position + 1 :])
+        for position in {
+            0,
+            7,
+            8,
+            9,
+            len(whole) // 3,
+            len(whole) // 2,
+            len(whole) - 9,
+            len(whole) - 2,
+            len(whole) - 1,
+        }:
+            file.write_bytes(
+                whole[:position]
+                + bytes([whole[position] ^ 0x20])
+                + whole[position + 1 :]
+            )
             with pytest.raises((CheckpointError, FileNotFoundError), match=file.name):
                 load_checkpoint(other, chain / "delta")
         for damaged in (whole[:-1], whole + b" ", b""):
@@ -389,7 +495,9 @@ def test_a_changed_byte_in_any_file_is_found_and_named(chain: Path) -> None:
 def test_a_chain_without_its_beginning_is_refused(chain: Path) -> None:
     other = other_model(optimizer=ELEMENT)
     (chain / "full").rename(chain / "elsewhere")
-    with pytest.raises(FileNotFoundError, match=r"delta is a delta of .*full, which is not there"):
+    with pytest.raises(
+        FileNotFoundError, match=r"delta is a delta of .*full, which is not there"
+    ):
         load_checkpoint(other, chain / "delta")
     shutil.copytree(chain / "delta", chain / "full")
     with pytest.raises(CheckpointError, match="delta of another checkpoint"):
@@ -399,22 +507,32 @@ def test_a_chain_without_its_beginning_is_refused(chain: Path) -> None:
 def test_another_format_version_is_refused(chain: Path) -> None:
     file = chain / "full" / "metadata.json"
     file.write_text(file.read_text().replace('"version": 1', '"version": 7'))
-    with pytest.raises(CheckpointError, match=r"is of version 7 .*newer version.*pip install --upgrade"):
+    with pytest.raises(
+        CheckpointError, match=r"is of version 7 .*newer version.*pip install --upgrade"
+    ):
         load_checkpoint(other_model(optimizer=ELEMENT), chain / "full")
     file.write_text('{"something": "else"}')
     with pytest.raises(CheckpointError, match="damaged"):
         read_info(chain / "full")
 
 
-def test_a_model_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_checkpoint(trained(), tmp_path / "saved")
     wrong_optimizer = other_model(optimizer=EmbOptimType.ADAM)
     before = held(wrong_optimizer)
-    with pytest.raises(ValueError, match=r"table 'user' was saved with the optimizer RowWiseAdagrad.*Adam"):
+    with pytest.raises(
+        ValueError,
+        match=r"table 'user' was saved with the optimizer RowWiseAdagrad.*Adam",
+    ):
         load_checkpoint(wrong_optimizer, tmp_path / "saved")
     assert_same(held(wrong_optimizer), before)
     monkeypatch.setattr(models, "DIM", 12)
-    with pytest.raises(ValueError, match=r"table 'user' has dim 8 in the checkpoint .*saved, 12 in the model"):
+    with pytest.raises(
+        ValueError,
+        match=r"table 'user' has dim 8 in the checkpoint .*saved, 12 in the model",
+    ):
         load_checkpoint(other_model(), tmp_path / "saved")
     monkeypatch.undo()
     monkeypatch.setattr(models, "TABLES", {"user": ["u"], "thing": ["i", "j"]})
@@ -436,17 +554,30 @@ def test_loading_waits_for_nobody_and_breaks_no_save(tmp_path: Path) -> None:
     model = trained()
     save_checkpoint(model, tmp_path / "first")
     (table,) = (s.table for s in model.module.sparse.recstore_state.shards["user"])
-    with table.snapshot(), pytest.raises(ValueError, match="table 'user': the table is being saved already"):
+    with (
+        table.snapshot(),
+        pytest.raises(
+            ValueError, match="table 'user': the table is being saved already"
+        ),
+    ):
         load_checkpoint(model, tmp_path / "first")
     load_checkpoint(model, tmp_path / "first")
 
 
-def test_names_that_are_no_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_no_file_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ["up//", "a/b", "x" * 150, "x" * 149 + "y", "Ünï cödé"]
-    monkeypatch.setattr(models, "TABLES", dict(zip(names, [["u"], ["i"], ["j"], ["k"], ["l"]], strict=True)))
+    monkeypatch.setattr(
+        models,
+        "TABLES",
+        dict(zip(names, [["u"], ["i"], ["j"], ["k"], ["l"]], strict=True)),
+    )
     model = models.recstore()
     for number, shards in enumerate(model.module.sparse.recstore_state.shards.values()):
-        shards[0].table.insert(torch.tensor([number]), torch.full((1, models.DIM), float(number)))
+        shards[0].table.insert(
+            torch.tensor([number]), torch.full((1, models.DIM), float(number))
+        )
     save_checkpoint(model, tmp_path / "saved")
     other = models.recstore()
     load_checkpoint(other, tmp_path / "saved")
@@ -474,5 +605,10 @@ def test_a_full_disk(small_disk: Path) -> None:
 
 
 def test_an_unknown_type_of_a_newer_version_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"a value of the type 'Shampoo', which torchrec_recstore .* does not know"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"a value of the type 'Shampoo', which torchrec_recstore .* does not know"
+        ),
+    ):
         decode({"$type": "Shampoo"}, {})

@@ -1,4 +1,6 @@
-"""The functions of torch.distributed.checkpoint.state_dict, whole and sharded, carry the rows or name what to call."""
+"""The functions of torch.distributed.checkpoint.state_dict, whole and sharded, carry
+the rows or name what to call.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 from tests.distributed.workers import run_on_ranks
 from tests.sharders.models import batch, sequence, sequences, sharded, tables
@@ -18,7 +24,10 @@ from torchrec_recstore.sharders import layout
 from . import models
 
 FULL = StateDictOptions(full_state_dict=True)
-REFUSED = r"RecStore table 'user': full_state_dict=True gathers .*: save .*load_distributed_checkpoint\(model, "
+REFUSED = (
+    r"RecStore table 'user': full_state_dict=True gathers .*: save"
+    r" .*load_distributed_checkpoint\(model, "
+)
 
 
 def trained(**more: Any) -> Any:
@@ -27,13 +36,20 @@ def trained(**more: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("options", [StateDictOptions(), FULL, StateDictOptions(cpu_offload=True)])
+@pytest.mark.parametrize(
+    "options", [StateDictOptions(), FULL, StateDictOptions(cpu_offload=True)]
+)
 def test_rows_of_any_ids_are_carried(one_rank: None, options: StateDictOptions) -> None:
     model, other = trained(), models.recstore()
     state = get_model_state_dict(model.module, options=options)
-    assert isinstance(state["sparse.embedding_bags.user.weight"], layout.RowTensor) != options.full_state_dict
+    assert (
+        isinstance(state["sparse.embedding_bags.user.weight"], layout.RowTensor)
+        != options.full_state_dict
+    )
     set_model_state_dict(other.module, state, options=options)
-    for (_, _, ids, rows), (_, _, loaded, loaded_rows) in zip(models.shards(model), models.shards(other), strict=True):
+    for (_, _, ids, rows), (_, _, loaded, loaded_rows) in zip(
+        models.shards(model), models.shards(other), strict=True
+    ):
         assert torch.equal(ids, loaded)
         assert torch.equal(rows["weight"], loaded_rows["weight"])
 
@@ -41,13 +57,17 @@ def test_rows_of_any_ids_are_carried(one_rank: None, options: StateDictOptions) 
 def test_sequences(one_rank: None) -> None:
     model, other = (sharded(sequences(sequence("t", ["f"]))) for _ in range(2))
     model(batch(f=[[2**50, -1]]))["f"].values().sum().backward()
-    set_model_state_dict(other.module, get_model_state_dict(model.module, options=FULL), options=FULL)
+    set_model_state_dict(
+        other.module, get_model_state_dict(model.module, options=FULL), options=FULL
+    )
     ids = torch.tensor([-1, 2**50])
     assert torch.equal(tables(model)["t"].lookup(ids), tables(other)["t"].lookup(ids))
     assert tables(other)["t"].ids().tolist() == ids.tolist()
 
 
-def test_no_rows_and_rows_in_pieces_are_not_gathered(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rows_and_rows_in_pieces_are_not_gathered(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match=REFUSED):
         get_model_state_dict(models.recstore().module, options=FULL)
     monkeypatch.setattr(layout, "PIECE_ROWS", 8)
@@ -62,7 +82,9 @@ def refused_on_every_rank(rank: int, world_size: int) -> None:
     before = models.shards(model)
     weights, key = torch.ones(3, models.DIM), "sparse.embedding_bags.user.weight"
     whole = {key: weights, f"{key}_id": torch.tensor([7, 2**40, -1])}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    options = StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, strict=False
+    )
     with pytest.raises(ValueError, match="ranks load other entries of RecStore tables"):
         set_model_state_dict(model.module, whole if rank == 0 else {}, options=options)
     models.assert_holds(model, before)
@@ -72,12 +94,20 @@ def test_two_ranks() -> None:
     run_on_ranks(2, refused_on_every_rank)
 
 
-def test_a_load_into_another_number_of_rows_names_the_function(one_rank: None, tmp_path: Path) -> None:
+def test_a_load_into_another_number_of_rows_names_the_function(
+    one_rank: None, tmp_path: Path
+) -> None:
     model, other = trained(), models.recstore()
-    saved = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+    saved = {
+        "model": model.state_dict(),
+        "optimizer": model.fused_optimizer.state_dict(),
+    }
     dcp.save(saved, checkpoint_id=tmp_path / "1")
     dcp.load(saved, checkpoint_id=tmp_path / "1")
-    for state in ({"model": other.state_dict()}, {"optimizer": other.fused_optimizer.state_dict()}):
+    for state in (
+        {"model": other.state_dict()},
+        {"optimizer": other.fused_optimizer.state_dict()},
+    ):
         with pytest.raises(CheckpointException) as raised:
             dcp.load(state, checkpoint_id=tmp_path / "1")
         ((error, _),) = raised.value.failures.values()

@@ -1,4 +1,6 @@
-"""Stock TorchRec models are converted to RecStore tables and back, with their optimizer state."""
+"""Stock TorchRec models are converted to RecStore tables and back, with their optimizer
+state.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ ROWS = 100
 NUM_ROWS = dict.fromkeys(models.TABLES, ROWS)
 USER, ITEM = (f"sparse.embedding_bags.{name}.weight" for name in models.TABLES)
 IDS = {"low": 0, "high": ROWS}
-SGD, ADAGRAD, ROW_WISE = EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD
+SGD, ADAGRAD, ROW_WISE = (
+    EmbOptimType.EXACT_SGD,
+    EmbOptimType.EXACT_ADAGRAD,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+)
 
 
 def states_of(model: DistributedModelParallel) -> dict[str, Any]:
@@ -62,7 +68,9 @@ def train_on(*trained: DistributedModelParallel) -> None:
             dense.step()
 
 
-def assert_alike(model: DistributedModelParallel, stock: DistributedModelParallel) -> None:
+def assert_alike(
+    model: DistributedModelParallel, stock: DistributedModelParallel
+) -> None:
     state = stock_state_dict(model, NUM_ROWS)
     assert state.keys() == stock.state_dict().keys()
     for key, value in stock.state_dict().items():
@@ -71,8 +79,13 @@ def assert_alike(model: DistributedModelParallel, stock: DistributedModelParalle
 
 @pytest.mark.parametrize("sharding", ["table_wise", "column_wise"])
 @pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ROW_WISE])
-def test_training_goes_on_alike(one_rank: None, optimizer: EmbOptimType, sharding: str) -> None:
-    stock, model = models.stock(sharding, optimizer), models.recstore(sharding, optimizer)
+def test_training_goes_on_alike(
+    one_rank: None, optimizer: EmbOptimType, sharding: str
+) -> None:
+    stock, model = (
+        models.stock(sharding, optimizer),
+        models.recstore(sharding, optimizer),
+    )
     models.train(model, steps=1)  # The load must remove these rows.
     models.train(stock, **IDS)
     load_stock_state_dict(model, stock.state_dict(), states_of(stock))
@@ -82,9 +95,14 @@ def test_training_goes_on_alike(one_rank: None, optimizer: EmbOptimType, shardin
     assert_alike(model, stock)
 
     back = models.stock(sharding, optimizer)
-    load_into_stock(back, stock_state_dict(model, NUM_ROWS), stock_optimizer_state_dict(model, NUM_ROWS))
+    load_into_stock(
+        back,
+        stock_state_dict(model, NUM_ROWS),
+        stock_optimizer_state_dict(model, NUM_ROWS),
+    )
     assert_alike(model, back)
-    if (optimizer, sharding) != (ROW_WISE, "column_wise"):  # The export averages the row-wise states of column shards.
+    # The export averages the row-wise states of column shards.
+    if (optimizer, sharding) != (ROW_WISE, "column_wise"):
         train_on(back, model)
         assert_alike(model, back)
 
@@ -93,43 +111,74 @@ def test_load_into_stock_changes_no_recstore_table(one_rank: None) -> None:
     model = models.recstore()
     models.train(model, **IDS)
     before = [(name, ids, rows) for name, _, ids, rows in models.shards(model)]
-    with pytest.raises(ValueError, match="'item', 'user' are RecStore tables: call load_stock_state_dict"):
+    with pytest.raises(
+        ValueError,
+        match="'item', 'user' are RecStore tables: call load_stock_state_dict",
+    ):
         load_into_stock(model, stock_state_dict(model, NUM_ROWS))
-    for (name, ids, rows), (_, _, ids_now, rows_now) in zip(before, models.shards(model), strict=True):
+    for (name, ids, rows), (_, _, ids_now, rows_now) in zip(
+        before, models.shards(model), strict=True
+    ):
         assert torch.equal(ids, ids_now), name
         assert all(torch.equal(rows[key], rows_now[key]) for key in rows)
 
 
 def test_row_wise_state_of_column_shards_is_joined(one_rank: None) -> None:
-    model, stock = models.recstore("column_wise", ROW_WISE), models.stock("column_wise", ROW_WISE)
+    model, stock = (
+        models.recstore("column_wise", ROW_WISE),
+        models.stock("column_wise", ROW_WISE),
+    )
     models.train(model, **IDS)
     sums = [rows["sum"] for name, _, _, rows in models.shards(model) if name == "user"]
     ids = next(ids for name, _, ids, _ in models.shards(model) if name == "user")
     assert len(sums) == 2
-    momentum = stock_optimizer_state_dict(model, NUM_ROWS)["state"][USER]["user.momentum1"]
+    momentum = stock_optimizer_state_dict(model, NUM_ROWS)["state"][USER][
+        "user.momentum1"
+    ]
     torch.testing.assert_close(momentum[ids], (sums[0] + sums[1]) / 2)
     assert momentum.count_nonzero() == (sums[0] + sums[1]).count_nonzero()
-    load_into_stock(stock, stock_state_dict(model, NUM_ROWS), stock_optimizer_state_dict(model, NUM_ROWS))
-    assert torch.equal(whole("", states_of(stock)["state"][USER]["user.momentum1"]), momentum.repeat(2))
+    load_into_stock(
+        stock,
+        stock_state_dict(model, NUM_ROWS),
+        stock_optimizer_state_dict(model, NUM_ROWS),
+    )
+    assert torch.equal(
+        whole("", states_of(stock)["state"][USER]["user.momentum1"]), momentum.repeat(2)
+    )
 
 
 def test_dtensors(one_rank: None) -> None:
-    stock = models.stock("column_wise", ADAGRAD, ShardingEnv(1, 0, dist.group.WORLD, output_dtensor=True))
+    stock = models.stock(
+        "column_wise", ADAGRAD, ShardingEnv(1, 0, dist.group.WORLD, output_dtensor=True)
+    )
     models.train(stock, **IDS)
     model = models.recstore("table_wise", ADAGRAD)
     load_stock_state_dict(model, stock.state_dict(), states_of(stock))
     assert_alike(model, stock)
-    momentum = stock_optimizer_state_dict(model, NUM_ROWS)["state"][USER]["user.momentum1"]
-    assert torch.equal(momentum, whole("", states_of(stock)["state"][USER]["user.momentum1"]))
+    momentum = stock_optimizer_state_dict(model, NUM_ROWS)["state"][USER][
+        "user.momentum1"
+    ]
+    assert torch.equal(
+        momentum, whole("", states_of(stock)["state"][USER]["user.momentum1"])
+    )
 
 
-@pytest.mark.parametrize("optimizer", [EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_LAMB])
-def test_optimizers_that_torchrec_has_on_gpus_alone(one_rank: None, optimizer: EmbOptimType) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_LAMB]
+)
+def test_optimizers_that_torchrec_has_on_gpus_alone(
+    one_rank: None, optimizer: EmbOptimType
+) -> None:
     model, other = (models.recstore(optimizer=optimizer) for _ in range(2))
     models.train(model, **IDS)
-    state, states = stock_state_dict(model, NUM_ROWS), stock_optimizer_state_dict(model, NUM_ROWS)
+    state, states = (
+        stock_state_dict(model, NUM_ROWS),
+        stock_optimizer_state_dict(model, NUM_ROWS),
+    )
     row_wise = optimizer == EmbOptimType.PARTIAL_ROWWISE_LAMB
-    assert {key: tuple(value.shape) for key, value in states["state"][USER].items()} == {
+    assert {
+        key: tuple(value.shape) for key, value in states["state"][USER].items()
+    } == {
         "user.momentum1": (ROWS, models.DIM),
         "user.exp_avg_sq": (ROWS,) if row_wise else (ROWS, models.DIM),
     }
@@ -139,7 +188,11 @@ def test_optimizers_that_torchrec_has_on_gpus_alone(one_rank: None, optimizer: E
     trained = {name: ids for name, _, ids, _ in models.shards(model)}
     for each in (model, other):
         models.train(each, steps=3, distinct=60, **IDS)
-    for table, loaded in zip(model.module.sparse.recstore_tables(), other.module.sparse.recstore_tables(), strict=True):
+    for table, loaded in zip(
+        model.module.sparse.recstore_tables(),
+        other.module.sparse.recstore_tables(),
+        strict=True,
+    ):
         ids = trained[table.name]
         assert torch.equal(table.lookup(ids), loaded.lookup(ids))
 
@@ -148,35 +201,54 @@ def mixed(optimizer: EmbOptimType) -> DistributedModelParallel:
     """A model with the user table in RecStore and the item table on TorchRec's kernel."""
     torch.manual_seed(0)
     model, world = models.Model(), dist.get_world_size()
-    sharders = [RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.1})]
+    sharders = [
+        RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.1})
+    ]
     constraints = {
         "user": RecStoreConstraints(sharding_types=["row_wise"]),
-        "item": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"]),
+        "item": ParameterConstraints(
+            sharding_types=["table_wise"], compute_kernels=["fused"]
+        ),
     }
     topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
     planner = RecStorePlanner(topology=topology, constraints=constraints, debug=False)
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    return DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+    return DistributedModelParallel(
+        model, plan=plan, sharders=sharders, device=torch.device("cpu")
+    )
 
 
 def two_ranks(rank: int, world_size: int) -> None:
     model = models.recstore("row_wise", ADAGRAD)
     models.train(model, **IDS)
-    state, states = stock_state_dict(model, NUM_ROWS), stock_optimizer_state_dict(model, NUM_ROWS)
-    other, stock = models.recstore("column_wise", ADAGRAD), models.stock("table_wise", ADAGRAD)
+    state, states = (
+        stock_state_dict(model, NUM_ROWS),
+        stock_optimizer_state_dict(model, NUM_ROWS),
+    )
+    other, stock = (
+        models.recstore("column_wise", ADAGRAD),
+        models.stock("table_wise", ADAGRAD),
+    )
     both = mixed(ADAGRAD)
     load_stock_state_dict(other, state, states)
     load_into_stock(stock, state, states)
     load_stock_state_dict(both, state, states)
     for trained in (other, stock, both):
         models.train(trained, steps=2, **IDS)
-    state, states = stock_state_dict(other, NUM_ROWS), stock_optimizer_state_dict(other, NUM_ROWS)
+    state, states = (
+        stock_state_dict(other, NUM_ROWS),
+        stock_optimizer_state_dict(other, NUM_ROWS),
+    )
     for key, value in stock.state_dict().items():
         for part in value.local_shards() if key in (USER, ITEM) else ():
-            torch.testing.assert_close(state[key], part.tensor.detach(), rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                state[key], part.tensor.detach(), rtol=0, atol=1e-5
+            )
     user = {"user": ROWS}
     torch.testing.assert_close(stock_state_dict(both, user), state, rtol=0, atol=1e-5)
-    torch.testing.assert_close(stock_optimizer_state_dict(both, user), states, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        stock_optimizer_state_dict(both, user), states, rtol=0, atol=1e-5
+    )
     with pytest.raises(ValueError, match="is sharded over several processes"):
         load_stock_state_dict(model, stock.state_dict())
     with pytest.raises(ValueError, match=r"table 'user' has \d+ ids outside \[0, 1\)"):
@@ -192,19 +264,33 @@ def test_two_ranks() -> None:
 
 def test_unsharded_models_take_it(one_rank: None) -> None:
     """Each kind of collection has the keys of the unsharded model."""
-    bag = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"])
-    sequence = EmbeddingConfig(name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"])
+    bag = EmbeddingBagConfig(
+        name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"]
+    )
+    sequence = EmbeddingConfig(
+        name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"]
+    )
 
     def processed() -> nn.Module:
         weighted = EmbeddingBagCollection(tables=[bag], is_weighted=True)
-        return FeatureProcessedEmbeddingBagCollection(weighted, PositionWeightedModuleCollection({"f": 5}))
+        return FeatureProcessedEmbeddingBagCollection(
+            weighted, PositionWeightedModuleCollection({"f": 5})
+        )
 
     for make, sharder in [
         (lambda: EmbeddingBagCollection(tables=[bag]), RecStoreSharder()),
-        (lambda: EmbeddingCollection(tables=[sequence]), RecStoreEmbeddingCollectionSharder()),
-        (processed, RecStoreFeatureProcessedEmbeddingBagCollectionSharder(RecStoreSharder())),
+        (
+            lambda: EmbeddingCollection(tables=[sequence]),
+            RecStoreEmbeddingCollectionSharder(),
+        ),
+        (
+            processed,
+            RecStoreFeatureProcessedEmbeddingBagCollectionSharder(RecStoreSharder()),
+        ),
     ]:
-        model = DistributedModelParallel(nn.Sequential(make()), sharders=[sharder], device=torch.device("cpu"))
+        model = DistributedModelParallel(
+            nn.Sequential(make()), sharders=[sharder], device=torch.device("cpu")
+        )
         unsharded = nn.Sequential(make())
         load_stock_state_dict(model, unsharded.state_dict())
         state, other = stock_state_dict(model, {"t": 10}), nn.Sequential(make())
@@ -222,10 +308,14 @@ def test_ids_outside_are_refused_or_left_out(one_rank: None) -> None:
     assert 0 < outside < len(ids)
     by_name["user"].remove(by_name["user"].ids())
     for export in (stock_state_dict, stock_optimizer_state_dict):
-        with pytest.raises(ValueError, match=rf"table 'item' has {outside} ids outside \[0, 60\)"):
+        with pytest.raises(
+            ValueError, match=rf"table 'item' has {outside} ids outside \[0, 60\)"
+        ):
             export(model, {"user": 60, "item": 60})
     rows = stock_state_dict(model, {"user": 60, "item": 60}, leave_out=True)[ITEM]
-    sums = stock_optimizer_state_dict(model, {"user": 60, "item": 60}, leave_out=True)["state"][ITEM]["item.momentum1"]
+    sums = stock_optimizer_state_dict(model, {"user": 60, "item": 60}, leave_out=True)[
+        "state"
+    ][ITEM]["item.momentum1"]
     inside = ids[(ids >= 0) & (ids < 60)]
     expected = by_name["item"].read_rows(inside)
     for plain, own in [(rows, expected["weight"]), (sums, expected["sum"])]:
@@ -255,50 +345,109 @@ def test_what_does_not_fit_changes_nothing(one_rank: None) -> None:
         return {k: value for k, value in entries.items() if k != key}
 
     def optimizer(**item: Tensor) -> dict[str, Any]:
-        return {"state": {**states, ITEM: {f"item.{name}": value for name, value in item.items()}}}
+        return {
+            "state": {
+                **states,
+                ITEM: {f"item.{name}": value for name, value in item.items()},
+            }
+        }
 
     ones = torch.ones(ROWS, models.DIM)
     refused(model, f"the stock state_dict has no {ITEM}", without(state, ITEM))
-    refused(model, "has stranger.weight, which the model does not have", {**state, "stranger.weight": ones})
+    refused(
+        model,
+        "has stranger.weight, which the model does not have",
+        {**state, "stranger.weight": ones},
+    )
     refused(
         model,
         r"table 'item': .* is of shape \(100, 5\), and the table's dim is 8",
         {**state, ITEM: torch.ones(ROWS, 5)},
     )
     refused(
-        model, r"over.bias is of shape \(3,\), and of shape \(1,\) in the model", {**state, "over.bias": torch.ones(3)}
+        model,
+        r"over.bias is of shape \(3,\), and of shape \(1,\) in the model",
+        {**state, "over.bias": torch.ones(3)},
     )
     refused(model, 'the stock optimizer state has no "state"', state, states)
-    refused(model, "the stock optimizer state has no item.mom", state, {"state": without(states, ITEM)})
-    refused(model, "the stock optimizer state has stranger, which", state, {"state": {**states, "stranger": {}}})
-    refused(model, "'item': the stock optimizer state has no item.momentum1", state, optimizer())
-    refused(model, "'item'.* has item.prev_iter, which", state, optimizer(momentum1=ones, prev_iter=ones))
-    refused(model, r"item.momentum1 is of shape \(100,\)", state, optimizer(momentum1=torch.ones(ROWS)))
-    load_stock_state_dict(model, state, optimizer(momentum1=ones))  # This state would have fitted without the error.
+    refused(
+        model,
+        "the stock optimizer state has no item.mom",
+        state,
+        {"state": without(states, ITEM)},
+    )
+    refused(
+        model,
+        "the stock optimizer state has stranger, which",
+        state,
+        {"state": {**states, "stranger": {}}},
+    )
+    refused(
+        model,
+        "'item': the stock optimizer state has no item.momentum1",
+        state,
+        optimizer(),
+    )
+    refused(
+        model,
+        "'item'.* has item.prev_iter, which",
+        state,
+        optimizer(momentum1=ones, prev_iter=ones),
+    )
+    refused(
+        model,
+        r"item.momentum1 is of shape \(100,\)",
+        state,
+        optimizer(momentum1=torch.ones(ROWS)),
+    )
+    # This state would have fitted without the error.
+    load_stock_state_dict(model, state, optimizer(momentum1=ones))
 
-    with pytest.raises(ValueError, match="num_rows has no number for RecStore table 'item'"):
+    with pytest.raises(
+        ValueError, match="num_rows has no number for RecStore table 'item'"
+    ):
         stock_state_dict(model, {"user": ROWS})
     with pytest.raises(ValueError, match="no RecStore table 'stranger'"):
         stock_state_dict(model, {**NUM_ROWS, "stranger": 3})
-    with pytest.raises(ValueError, match="num_rows of table 'user' must be at least 0, got -1"):
+    with pytest.raises(
+        ValueError, match="num_rows of table 'user' must be at least 0, got -1"
+    ):
         stock_state_dict(model, {**NUM_ROWS, "user": -1})
-    before = {key: whole(key, value).clone() for key, value in stock.state_dict().items()}
-    with pytest.raises(ValueError, match=r"item.weight is of shape \(99, 8\), and of shape \(100, 8\) in the model"):
-        load_into_stock(stock, stock_state_dict(model, {**NUM_ROWS, "item": 99}, leave_out=True))
+    before = {
+        key: whole(key, value).clone() for key, value in stock.state_dict().items()
+    }
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"item.weight is of shape \(99, 8\), and of shape \(100, 8\) in the model"
+        ),
+    ):
+        load_into_stock(
+            stock, stock_state_dict(model, {**NUM_ROWS, "item": 99}, leave_out=True)
+        )
     for key, value in stock.state_dict().items():
         assert torch.equal(whole(key, value), before[key])
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(lr=0.1), Adam(lr=0.1)])
-def test_optimizers_that_torchrec_lacks_are_refused(one_rank: None, optimizer: Adam | AdamW) -> None:
-    config = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"])
+def test_optimizers_that_torchrec_lacks_are_refused(
+    one_rank: None, optimizer: Adam | AdamW
+) -> None:
+    config = EmbeddingBagConfig(
+        name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"]
+    )
     model = DistributedModelParallel(
         EmbeddingBagCollection(tables=[config], device=torch.device("meta")),
         sharders=[RecStoreSharder(optimizer=optimizer)],
         device=torch.device("cpu"),
     )
     if type(optimizer) is Adam:
-        assert stock_optimizer_state_dict(model, {"t": 10})["state"]["embedding_bags.t.weight"]
+        assert stock_optimizer_state_dict(model, {"t": 10})["state"][
+            "embedding_bags.t.weight"
+        ]
     else:
-        with pytest.raises(ValueError, match="table 't': TorchRec's fused tables have no optimizer AdamW"):
+        with pytest.raises(
+            ValueError,
+            match="table 't': TorchRec's fused tables have no optimizer AdamW",
+        ):
             stock_optimizer_state_dict(model, {"t": 10})

@@ -16,7 +16,11 @@ from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 
 from tests.distributed.workers import run_on_ranks
-from torchrec_recstore import load_checkpoint, load_distributed_checkpoint, save_checkpoint
+from torchrec_recstore import (
+    load_checkpoint,
+    load_distributed_checkpoint,
+    save_checkpoint,
+)
 from torchrec_recstore.options import LRU, Expiry, MinFrequency, TableOptions
 
 from . import models
@@ -30,12 +34,15 @@ OTHERS = {"user": "clients", "item": "goods"}
 def tables_of(model: DistributedModelParallel) -> dict[str, list[Any]]:
     """The shards of this rank by table."""
     return {
-        name: [shard.table for shard in shards] for name, shards in model.module.sparse.recstore_state.shards.items()
+        name: [shard.table for shard in shards]
+        for name, shards in model.module.sparse.recstore_state.shards.items()
     }
 
 
 def dense(model: DistributedModelParallel) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.module.over.parameters()]).clone()
+    return torch.cat(
+        [parameter.detach().flatten() for parameter in model.module.over.parameters()]
+    ).clone()
 
 
 def changed_dense(model: DistributedModelParallel) -> Tensor:
@@ -48,7 +55,13 @@ def changed_dense(model: DistributedModelParallel) -> Tensor:
 def save(model: DistributedModelParallel, path: Path, kind: str) -> Load:
     """Saves the model, and returns the function that loads what was saved."""
     if kind == "dcp":
-        dcp.save({"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}, checkpoint_id=path)
+        dcp.save(
+            {
+                "model": model.state_dict(),
+                "optimizer": model.fused_optimizer.state_dict(),
+            },
+            checkpoint_id=path,
+        )
         return load_distributed_checkpoint
     if kind == "delta":
         models.train(model, steps=3)
@@ -61,8 +74,12 @@ def save(model: DistributedModelParallel, path: Path, kind: str) -> Load:
 
 
 @pytest.fixture(params=["full", "delta", "dcp"])
-def saved(request: pytest.FixtureRequest, one_rank: None, tmp_path: Path) -> tuple[DistributedModelParallel, Load]:
-    """A model that was trained and saved at ``tmp_path / "saved"``, and the function that loads it."""
+def saved(
+    request: pytest.FixtureRequest, one_rank: None, tmp_path: Path
+) -> tuple[DistributedModelParallel, Load]:
+    """A model that was trained and saved at ``tmp_path / "saved"``, and the function
+    that loads it.
+    """
     model = models.recstore("table_wise", ROW_WISE)
     models.train(model)
     changed_dense(model)
@@ -72,8 +89,12 @@ def saved(request: pytest.FixtureRequest, one_rank: None, tmp_path: Path) -> tup
 Saved = tuple[DistributedModelParallel, Load]
 
 
-def assert_without_state(model: DistributedModelParallel, before: DistributedModelParallel) -> None:
-    """The rows of ``before``, their stamps and its steps are in ``model``, whose states are those of new rows."""
+def assert_without_state(
+    model: DistributedModelParallel, before: DistributedModelParallel
+) -> None:
+    """The rows of ``before``, their stamps and its steps are in ``model``, whose states
+    are those of new rows.
+    """
     for name, (table,) in tables_of(model).items():
         (expected,) = tables_of(before)[name]
         ids = expected.ids()
@@ -86,8 +107,12 @@ def assert_without_state(model: DistributedModelParallel, before: DistributedMod
         assert table.optimizer_steps == 0
 
 
-@pytest.mark.parametrize("optimizer", [EmbOptimType.ADAM, EmbOptimType.EXACT_SGD, ROW_WISE])
-def test_rows_without_the_state_of_the_optimizer(saved: Saved, tmp_path: Path, optimizer: EmbOptimType) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [EmbOptimType.ADAM, EmbOptimType.EXACT_SGD, ROW_WISE]
+)
+def test_rows_without_the_state_of_the_optimizer(
+    saved: Saved, tmp_path: Path, optimizer: EmbOptimType
+) -> None:
     before, load = saved
     model = models.recstore("table_wise", optimizer)
     models.train(model, steps=2, distinct=70)
@@ -105,14 +130,19 @@ def test_only_some_tables(saved: Saved, tmp_path: Path) -> None:
     model = models.recstore("table_wise", ROW_WISE)
     models.train(model, steps=2, distinct=70)
     dense_before = changed_dense(model)
-    item_before = tables_of(model)["item"][0].read_rows(tables_of(model)["item"][0].ids())
+    item_before = tables_of(model)["item"][0].read_rows(
+        tables_of(model)["item"][0].ids()
+    )
     load(model, tmp_path / "saved", tables=["user"])
     (user,), (item,) = tables_of(model).values()
     (saved_user,) = tables_of(before)["user"]
     assert torch.equal(user.ids(), saved_user.ids())
     for key, value in saved_user.read_rows(saved_user.ids()).items():
         assert torch.equal(user.read_rows(user.ids())[key], value)
-    assert (user.steps, user.optimizer_steps) == (saved_user.steps, saved_user.optimizer_steps)
+    assert (user.steps, user.optimizer_steps) == (
+        saved_user.steps,
+        saved_user.optimizer_steps,
+    )
     for key, value in item_before.items():
         assert torch.equal(item.read_rows(item.ids())[key], value)
     assert item.steps == 2
@@ -134,8 +164,16 @@ def test_tables_that_swap_their_names(saved: Saved, tmp_path: Path) -> None:
 def test_one_table_into_another(saved: Saved, tmp_path: Path) -> None:
     before, load = saved
     model = models.recstore("table_wise", ROW_WISE)
-    load(model, tmp_path / "saved", tables=["item"], rename={"user": "item"}, optimizer=False)
-    assert torch.equal(tables_of(model)["item"][0].ids(), tables_of(before)["user"][0].ids())
+    load(
+        model,
+        tmp_path / "saved",
+        tables=["item"],
+        rename={"user": "item"},
+        optimizer=False,
+    )
+    assert torch.equal(
+        tables_of(model)["item"][0].ids(), tables_of(before)["user"][0].ids()
+    )
     assert len(tables_of(model)["user"][0]) == 0
 
 
@@ -158,7 +196,9 @@ def halves(weights: Tensor) -> Tensor:
     return weights[:, :4] + weights[:, 4:]
 
 
-def test_rows_of_another_dim(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_another_dim(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, load = saved
     monkeypatch.setattr(models, "DIM", 4)
     model = models.recstore("table_wise", EmbOptimType.ADAM)
@@ -175,7 +215,13 @@ def test_rows_of_another_dim(saved: Saved, tmp_path: Path, monkeypatch: pytest.M
         return made
 
     monkeypatch.setattr("torchrec_recstore.checkpoint.warm_start._BATCH_ROWS", 7)
-    load(model, tmp_path / "saved", tables=["user"], optimizer=False, rows={"user": function})
+    load(
+        model,
+        tmp_path / "saved",
+        tables=["user"],
+        optimizer=False,
+        rows={"user": function},
+    )
     (table,), (expected,) = tables_of(model)["user"], tables_of(before)["user"]
     ids = expected.ids()
     assert torch.equal(table.ids(), ids)
@@ -189,13 +235,37 @@ def nan(weights: Tensor) -> Tensor:
 
 
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "tables": ({"tables": ["nobody"]}, ValueError, "no RecStore table 'nobody'; it has 'user', 'item'"),
-    "one name": ({"tables": "user"}, TypeError, "tables must be a list of names, got str"),
+    "tables": (
+        {"tables": ["nobody"]},
+        ValueError,
+        "no RecStore table 'nobody'; it has 'user', 'item'",
+    ),
+    "one name": (
+        {"tables": "user"},
+        TypeError,
+        "tables must be a list of names, got str",
+    ),
     "twice": ({"tables": ["user", "user"]}, ValueError, "'user' is named twice"),
-    "source": ({"rename": {"nobody": "user"}}, ValueError, "no table 'nobody'; it has 'item', .*'user'"),
-    "target": ({"rename": {"user": "nobody"}}, ValueError, "no RecStore table 'nobody'; it has 'user', 'item'"),
-    "doubled": ({"rename": {"user": "item", "item": "item"}}, ValueError, "'user' and 'item' .* into 'item'"),
-    "not chosen": ({"rename": {"user": "item"}, "tables": ["user"]}, ValueError, "rename has table 'item', which is"),
+    "source": (
+        {"rename": {"nobody": "user"}},
+        ValueError,
+        "no table 'nobody'; it has 'item', .*'user'",
+    ),
+    "target": (
+        {"rename": {"user": "nobody"}},
+        ValueError,
+        "no RecStore table 'nobody'; it has 'user', 'item'",
+    ),
+    "doubled": (
+        {"rename": {"user": "item", "item": "item"}},
+        ValueError,
+        "'user' and 'item' .* into 'item'",
+    ),
+    "not chosen": (
+        {"rename": {"user": "item"}, "tables": ["user"]},
+        ValueError,
+        "rename has table 'item', which is",
+    ),
     "no source": (
         {"rename": {"user": "item"}},
         ValueError,
@@ -207,24 +277,59 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "'user' is renamed, so that nothing is loaded into",
     ),
     "no source of rows": (
-        {"rename": {"user": "item"}, "rows": {"user": halves}, "optimizer": False, "strict": False},
+        {
+            "rename": {"user": "item"},
+            "rows": {"user": halves},
+            "optimizer": False,
+            "strict": False,
+        },
         ValueError,
         "'user' is renamed, so that nothing is loaded into",
     ),
     "optimizer": ({"optimizer": 1}, TypeError, "optimizer must be a bool, got int"),
-    "rename": ({"rename": ["user"]}, TypeError, "rename must be a dict by the names of tables, got list"),
+    "rename": (
+        {"rename": ["user"]},
+        TypeError,
+        "rename must be a dict by the names of tables, got list",
+    ),
     "states": ({"rows": {"user": halves}}, ValueError, "set optimizer=False"),
-    "function": ({"rows": {"user": 1}, "optimizer": False}, TypeError, r"rows\['user'\] must be a function, got int"),
-    "unknown": ({"rows": {"nobody": halves}, "optimizer": False}, ValueError, "no RecStore table 'nobody'"),
-    "shape": ({"rows": {"user": halves}, "optimizer": False}, ValueError, r"of shape \(\d+, 8\).*shape \(\d+, 4\)"),
-    "type": ({"rows": {"user": lambda w: 1}, "optimizer": False}, TypeError, "must return a float32 tensor .* got int"),
-    "dtype": ({"rows": {"user": Tensor.double}, "optimizer": False}, ValueError, "got torch.float64 on cpu"),
-    "nan": ({"rows": {"user": nan}, "optimizer": False}, ValueError, "weights that are NaN or infinite"),
+    "function": (
+        {"rows": {"user": 1}, "optimizer": False},
+        TypeError,
+        r"rows\['user'\] must be a function, got int",
+    ),
+    "unknown": (
+        {"rows": {"nobody": halves}, "optimizer": False},
+        ValueError,
+        "no RecStore table 'nobody'",
+    ),
+    "shape": (
+        {"rows": {"user": halves}, "optimizer": False},
+        ValueError,
+        r"of shape \(\d+, 8\).*shape \(\d+, 4\)",
+    ),
+    "type": (
+        {"rows": {"user": lambda w: 1}, "optimizer": False},
+        TypeError,
+        "must return a float32 tensor .* got int",
+    ),
+    "dtype": (
+        {"rows": {"user": Tensor.double}, "optimizer": False},
+        ValueError,
+        "got torch.float64 on cpu",
+    ),
+    "nan": (
+        {"rows": {"user": nan}, "optimizer": False},
+        ValueError,
+        "weights that are NaN or infinite",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD_ARGUMENTS)
-def test_what_is_refused_changes_nothing(saved: Saved, tmp_path: Path, case: str) -> None:
+def test_what_is_refused_changes_nothing(
+    saved: Saved, tmp_path: Path, case: str
+) -> None:
     _, load = saved
     arguments, kind, message = BAD_ARGUMENTS[case]
     model = models.recstore("table_wise", ROW_WISE)
@@ -249,7 +354,10 @@ def test_deltas_after_a_warm_start(one_rank: None, tmp_path: Path) -> None:
     other = models.recstore("table_wise", ROW_WISE)
     load_checkpoint(other, tmp_path / "2")
     models.assert_holds(other, models.shards(model))
-    for arguments in ({"optimizer": False}, {"rename": {"user": "item", "item": "user"}}):
+    for arguments in (
+        {"optimizer": False},
+        {"rename": {"user": "item", "item": "user"}},
+    ):
         load_checkpoint(model, tmp_path / "1", **arguments)
         with pytest.raises(ValueError, match=r"neither saved nor loaded|mark"):
             save_checkpoint(model, tmp_path / "3", delta_of=tmp_path / "1")
@@ -260,7 +368,9 @@ def test_deltas_after_a_warm_start(one_rank: None, tmp_path: Path) -> None:
 
 
 def test_clocks_and_sightings_are_taken_over(one_rank: None, tmp_path: Path) -> None:
-    options = TableOptions(admission=MinFrequency(2), expiry=Expiry(steps=100), max_rows=20, eviction=LRU())
+    options = TableOptions(
+        admission=MinFrequency(2), expiry=Expiry(steps=100), max_rows=20, eviction=LRU()
+    )
     model = models.recstore("table_wise", ROW_WISE, options=options)
     models.train(model)
     save_checkpoint(model, tmp_path / "saved")
@@ -304,12 +414,24 @@ def on_two_ranks(rank: int, world_size: int, *, path: str) -> None:
             )
             for (name, identity), row in whole(model).items():
                 weight = by_id["user", identity]
-                assert torch.equal(row["weight"], weight.flip(0) if name == "item" else weight)
+                assert torch.equal(
+                    row["weight"], weight.flip(0) if name == "item" else weight
+                )
             before = whole(model)
-            # The function fails on one rank. A table-wise table has all of its rows on a rank.
-            fails = nan if rank or kind in ("table_wise", "table_column_wise") else Tensor.clone
+            # The function fails on one rank. A table-wise table has all of its rows on
+            # a rank.
+            fails = (
+                nan
+                if rank or kind in ("table_wise", "table_column_wise")
+                else Tensor.clone
+            )
             with pytest.raises(ValueError, match="NaN or infinite"):
-                load(model, f"{path}/{saved}/saved", optimizer=False, rows=dict.fromkeys(models.TABLES, fails))
+                load(
+                    model,
+                    f"{path}/{saved}/saved",
+                    optimizer=False,
+                    rows=dict.fromkeys(models.TABLES, fails),
+                )
             assert_same(whole(model), before)
     dist.barrier()
 

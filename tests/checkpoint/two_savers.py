@@ -1,11 +1,15 @@
-"""Two processes save to one path at the same time. Every save that a process acknowledges exists and can be loaded.
+"""Two processes save to one path at the same time.
+
+Every save that a process acknowledges exists and can be loaded.
 
 python -m tests.checkpoint.two_savers --rounds 1000
 
-Every round forks two processes. Each process makes its own model, because a forked process cannot use the tables of
-its parent. Each process stops at a random call to the filesystem. Then the first process runs to its end, and after it
-the second process. In half of the rounds one of the processes is killed instead of stopped.
-A process acknowledges its save after ``save_checkpoint`` has returned. Rounds of three kinds take turns:
+Every round forks two processes. Each process makes its own model, because a forked
+process cannot use the tables of its parent. Each process stops at a random call to the
+filesystem. Then the first process runs to its end, and after it the second process. In
+half of the rounds one of the processes is killed instead of stopped. A process
+acknowledges its save after ``save_checkpoint`` has returned. Rounds of three kinds take
+turns:
 
 - ``new``: both save to a path where nothing is.
 - ``overwrite``: both replace a checkpoint that has been acknowledged before.
@@ -43,7 +47,11 @@ KINDS = ("new", "overwrite", "base")
 
 
 def tables(model: DistributedModelParallel) -> list[Table]:
-    return [shard.table for shards in model.module.sparse.recstore_state.shards.values() for shard in shards]
+    return [
+        shard.table
+        for shards in model.module.sparse.recstore_state.shards.values()
+        for shard in shards
+    ]
 
 
 def mark(model: DistributedModelParallel, saver: int) -> None:
@@ -62,7 +70,8 @@ def alone() -> DistributedModelParallel:
 
 
 class Saver:
-    """A forked process that saves once, and that stops or is killed at one of its calls to the filesystem.
+    """A forked process that saves once, and that stops or is killed at one of its calls
+    to the filesystem.
 
     Args:
         prepare: Makes the model.
@@ -110,7 +119,10 @@ class Saver:
             self._ended = not os.WIFSTOPPED(os.waitpid(self.pid, os.WUNTRACED)[1])
 
     def answer(self) -> str:
-        """Lets the process run to its end. Returns ``saved`` and the number of calls, or the error, or nothing."""
+        """Lets the process run to its end.
+
+        Returns ``saved`` and the number of calls, or the error, or nothing.
+        """
         while not self._ended:
             os.kill(self.pid, signal.SIGCONT)
             self.wait()
@@ -134,7 +146,10 @@ def saved(save: Callable[[DistributedModelParallel], object], number: int) -> st
 
 
 def held(path: Path) -> int | None:
-    """The number of the saver of all rows of a checkpoint. None if there is no checkpoint."""
+    """The number of the saver of all rows of a checkpoint.
+
+    None if there is no checkpoint.
+    """
     if not path.exists():
         return None
     reader, writer = os.pipe()
@@ -143,7 +158,11 @@ def held(path: Path) -> int | None:
         try:
             model = alone()
             load_checkpoint(model, path)
-            (value,) = {float(value) for table in tables(model) for value in table.lookup(table.ids()).unique()}
+            (value,) = {
+                float(value)
+                for table in tables(model)
+                for value in table.lookup(table.ids()).unique()
+            }
             os.write(writer, str(int(value)).encode())
         except BaseException:
             traceback.print_exc()
@@ -170,7 +189,11 @@ class Rounds:
         self.outcomes: Counter[str] = Counter()
         self._directory = directory
         self._random = random.Random(seed)
-        self._calls = int(saved(lambda model: save_checkpoint(model, directory / "whole"), 1).removeprefix("saved "))
+        self._calls = int(
+            saved(
+                lambda model: save_checkpoint(model, directory / "whole"), 1
+            ).removeprefix("saved ")
+        )
 
     def play(self, kind: str, kill: bool) -> None:
         """Runs one round.
@@ -182,7 +205,12 @@ class Rounds:
         for rest in self._directory.iterdir():
             shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
         if kind != "new":
-            saved(lambda model: save_checkpoint(model, path if kind == "overwrite" else base), 1)
+            saved(
+                lambda model: save_checkpoint(
+                    model, path if kind == "overwrite" else base
+                ),
+                1,
+            )
 
         def prepare(saver: int) -> DistributedModelParallel:
             model = alone()
@@ -195,29 +223,54 @@ class Rounds:
             if kind == "base" and saver == 2:
                 save_checkpoint(model, path, delta_of=base)
             else:
-                save_checkpoint(model, base if kind == "base" else path, overwrite=kind != "new")
+                save_checkpoint(
+                    model, base if kind == "base" else path, overwrite=kind != "new"
+                )
 
         savers = {}
         victim = self._random.choice((2, 3)) if kill else 0
         for number in self._random.sample((2, 3), 2):
-            at, what = self._random.randint(1, self._calls), signal.SIGKILL if number == victim else signal.SIGSTOP
-            savers[number] = Saver(partial(prepare, number), partial(save, saver=number), at, what)
+            at, what = (
+                self._random.randint(1, self._calls),
+                (signal.SIGKILL if number == victim else signal.SIGSTOP),
+            )
+            savers[number] = Saver(
+                partial(prepare, number), partial(save, saver=number), at, what
+            )
             savers[number].wait()
         answers = {number: saver.answer() for number, saver in savers.items()}
-        answers = {number: "saved" if text.startswith("saved ") else text for number, text in answers.items()}
-        acknowledged: set[int | None] = {number for number, answer in answers.items() if answer == "saved"}
+        answers = {
+            number: "saved" if text.startswith("saved ") else text
+            for number, text in answers.items()
+        }
+        acknowledged: set[int | None] = {
+            number for number, answer in answers.items() if answer == "saved"
+        }
         for number, answer in answers.items():
-            self.outcomes[f"{kind}: {'acknowledged' if answer == 'saved' else answer.split(':')[0] or 'killed'}"] += 1
+            self.outcomes[
+                f"{kind}:"
+                f" {'acknowledged' if answer == 'saved' else answer.split(':')[0] or 'killed'}"
+            ] += 1
             other = savers[5 - number].pid
             refused = answer.startswith(("BlockingIOError", "FileExistsError"))
-            if (kind, number) == ("base", 2):  # the base was replaced before this process had locked it
+            # the base was replaced before this process had locked it
+            if (kind, number) == ("base", 2):
                 refused = refused or "has neither saved nor loaded" in answer
-                refused = refused or "base has been replaced or deleted since it was read" in answer
-            assert refused or answer in ("saved", "" if number == victim else "saved"), (kind, number, answer)
+                refused = (
+                    refused
+                    or "base has been replaced or deleted since it was read" in answer
+                )
+            assert refused or answer in (
+                "saved",
+                "" if number == victim else "saved",
+            ), (kind, number, answer)
             if answer.startswith("BlockingIOError"):
-                # A process that is stopped between locking and writing its name is not known.
+                # A process that is stopped between locking and writing its name is not
+                # known.
                 named = f"process {other} " in answer
-                self.outcomes[f"refused by a holder that is {'named' if named else 'not known'}"] += 1
+                self.outcomes[
+                    f"refused by a holder that is {'named' if named else 'not known'}"
+                ] += 1
                 assert named or "another process has been using it" in answer, answer
                 assert os.fspath(base if kind == "base" else path) in answer, answer
         if kind == "base":
@@ -228,7 +281,9 @@ class Rounds:
             expected = acknowledged or {1 if kind == "overwrite" else None, victim}
             if (
                 kind == "overwrite"
-            ):  # the killed process may have replaced the checkpoint that the other process had acknowledged
+                # the killed process may have replaced the checkpoint that the other
+                # process had acknowledged
+            ):
                 expected |= {victim}
             assert held(path) in expected, (kind, victim, answers)
         # The save is repeated, although files of the killed process are still there.
@@ -239,10 +294,16 @@ class Rounds:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep-going", action="store_true", help="Count the rounds that fail instead of stopping.")
+    parser.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="Count the rounds that fail instead of stopping.",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     lost: Counter[str] = Counter()

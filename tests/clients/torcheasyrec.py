@@ -1,13 +1,16 @@
-"""Runs the commands of TorchEasyRec, from the checkout that ``TORCHEASYREC_SOURCE`` names, on small click logs.
+"""Runs the commands of TorchEasyRec, from the checkout that ``TORCHEASYREC_SOURCE``
+names, on small click logs.
 
-The checkout is one of github.com/alibaba/TorchEasyRec; 1.3.16 was tested, on torch 2.13 and torchrec 1.8. The tests
-run in an environment that has the packages of its requirements that PyPI has::
+The checkout is one of github.com/alibaba/TorchEasyRec; 1.3.16 was tested, on torch 2.13
+and torchrec 1.8. The tests run in an environment that has the packages of its
+requirements that PyPI has::
 
     pip install pandas scikit-learn anytree pyodps alibabacloud_credentials "grpcio-tools<1.63" "tensorboard<2.20"
 
-Three of its requirements are not on PyPI: pyfg, graphlearn and common_io. TorchEasyRec imports them in every run, but
-uses them only to generate features, to sample negatives and to read tables of MaxCompute, which these tests do not do.
-:data:`ABSENT` replaces those of them that are not installed by modules whose classes cannot be made.
+Three of its requirements are not on PyPI: pyfg, graphlearn and common_io. TorchEasyRec
+imports them in every run, but uses them only to generate features, to sample negatives
+and to read tables of MaxCompute, which these tests do not do. :data:`ABSENT` replaces
+those of them that are not installed by modules whose classes cannot be made.
 """
 
 from __future__ import annotations
@@ -33,9 +36,12 @@ SOURCE = os.environ.get("TORCHEASYREC_SOURCE")
 
 PAGE = ROOT / "docs" / "torcheasyrec.md"
 CHANGES = [block.text for block in blocks(PAGE) if block.kind == "python"]
-"""What the documentation adds to a job: its change, a planner, and an export of raw ids."""
+"""What the documentation adds to a job: its change, a planner, and an export of raw
+ids.
+"""
 
-# TorchEasyRec leaves out TorchRec's sharder of sequence tables on a CPU, so that its dense optimizer trains them.
+# TorchEasyRec leaves out TorchRec's sharder of sequence tables on a CPU, so that its
+# dense optimizer trains them.
 _WITH_ALL_SHARDERS = """
 from torchrec.distributed.sharding_plan import get_default_sharders
 from tzrec.utils import plan_util
@@ -44,7 +50,9 @@ plan_util.get_default_sharders = get_default_sharders
 """
 
 ABSENT = {"pyfg": "", "common_io": "", "graphlearn": "python/data/values"}
-"""The packages that are not on PyPI, and the module of each that is imported by a path of its own."""
+"""The packages that are not on PyPI, and the module of each that is imported by a path
+of its own.
+"""
 
 _ABSENT = """
 class _Absent(type):
@@ -63,15 +71,24 @@ def __getattr__(name):
 
 
 def prepare(folder: Path) -> None:
-    """Makes the packages ``stock/tzrec``, as it is, and ``recstore/tzrec``, with the change of the page.
+    """Makes the packages ``stock/tzrec``, as it is, and ``recstore/tzrec``, with the
+    change of the page.
 
     ``sharded/tzrec`` shards stock tables by all of TorchRec's sharders.
     """
     assert SOURCE is not None
     stock = folder / "stock"
-    shutil.copytree(Path(SOURCE, "tzrec"), stock / "tzrec", ignore=shutil.ignore_patterns("*_pb2.py*", "__pycache__"))
+    shutil.copytree(
+        Path(SOURCE, "tzrec"),
+        stock / "tzrec",
+        ignore=shutil.ignore_patterns("*_pb2.py*", "__pycache__"),
+    )
     protos = [str(path.relative_to(stock)) for path in stock.rglob("*.proto")]
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", "-I.", "--python_out=.", *protos], cwd=stock, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "grpc_tools.protoc", "-I.", "--python_out=.", *protos],
+        cwd=stock,
+        check=True,
+    )
     for name, module in ABSENT.items():
         if importlib.util.find_spec(name) is None:
             path = stock / name / module
@@ -86,11 +103,21 @@ def prepare(folder: Path) -> None:
 
 
 def write_clicks(folder: Path, factor: int = 1) -> None:
-    """Writes click logs in which users, items and categories have tastes. All ids are multiplied by ``factor``."""
+    """Writes click logs in which users, items and categories have tastes.
+
+    All ids are multiplied by ``factor``.
+    """
     rng = np.random.default_rng(0)
-    users, items, categories = rng.normal(size=300), rng.normal(size=200), rng.normal(size=20)
+    users, items, categories = (
+        rng.normal(size=300),
+        rng.normal(size=200),
+        rng.normal(size=20),
+    )
     for name, rows in (("train", 4096), ("eval", 1024)):
-        user, item = rng.integers(0, len(users), rows), rng.integers(0, len(items), rows)
+        user, item = (
+            rng.integers(0, len(users), rows),
+            rng.integers(0, len(items), rows),
+        )
         history = [rng.integers(0, len(items), rng.integers(1, 6)) for _ in range(rows)]
         taste = users[user] + items[item] + categories[item % 20]
         taste += [items[each].mean() for each in history]
@@ -103,7 +130,9 @@ def write_clicks(folder: Path, factor: int = 1) -> None:
             "price": (item / len(items)).astype("float32"),
             "level": item // 50,
             "clicks__item_id": ["|".join(map(str, each * factor)) for each in history],
-            "clicks__cate": ["|".join(map(str, each % 20 * factor)) for each in history],
+            "clicks__cate": [
+                "|".join(map(str, each % 20 * factor)) for each in history
+            ],
             "clk": clicked.astype("int64"),
             "buy": bought.astype("int64"),
         }
@@ -113,11 +142,13 @@ def write_clicks(folder: Path, factor: int = 1) -> None:
 
 def _features(num_buckets: int) -> str:
     ids = "".join(
-        f'feature_configs {{ id_feature {{ feature_name: "{name}" num_buckets: {num_buckets} embedding_dim: 8 }} }}\n'
+        f'feature_configs {{ id_feature {{ feature_name: "{name}" num_buckets:'
+        f" {num_buckets} embedding_dim: 8 }} }}\n"
         for name in ("user_id", "item_id", "cate")
     )
     sequences = "".join(
-        f'features {{ id_feature {{ feature_name: "{name}" num_buckets: {num_buckets} embedding_dim: 8 }} }}\n'
+        f'features {{ id_feature {{ feature_name: "{name}" num_buckets: {num_buckets}'
+        " embedding_dim: 8 } }\n"
         for name in ("item_id", "cate")
     )
     return f"""{ids}
@@ -137,7 +168,8 @@ def _group(name: str, kind: str, *features: str) -> str:
 _MLP = "mlp { hidden_units: [16, 8] }"
 _OF_CLICKS = "metrics { auc {} } losses { binary_cross_entropy {} }"
 MODELS = {
-    "din": f"""
+    "din": (
+        f"""
     {_group("deep", "DEEP", "user_id", "item_id", "cate", "price")}
     {_group("seq", "SEQUENCE", "item_id", "cate", "clicks__item_id", "clicks__cate")}
     multi_tower_din {{
@@ -145,14 +177,18 @@ MODELS = {
       din_towers {{ input: "seq" attn_mlp {{ hidden_units: [8] }} }}
       final {{ hidden_units: [8] }}
     }}
-    {_OF_CLICKS}""",
-    "deepfm": f"""
+    {_OF_CLICKS}"""
+    ),
+    "deepfm": (
+        f"""
     {_group("wide", "WIDE", "user_id", "item_id", "cate")}
     {_group("fm", "DEEP", "user_id", "item_id", "cate")}
     {_group("deep", "DEEP", "user_id", "item_id", "cate", "price")}
     deepfm {{ deep {{ hidden_units: [16, 8] }} final {{ hidden_units: [8] }} wide_embedding_dim: 4 }}
-    {_OF_CLICKS}""",
-    "dssm": f"""
+    {_OF_CLICKS}"""
+    ),
+    "dssm": (
+        f"""
     {_group("user", "DEEP", "user_id")}
     {_group("item", "DEEP", "item_id", "cate", "price")}
     dssm {{
@@ -163,21 +199,28 @@ MODELS = {
       temperature: 0.1
       in_batch_negative: true
     }}
-    metrics {{ recall_at_k {{ top_k: 5 }} }} losses {{ softmax_cross_entropy {{}} }}""",
-    "mmoe": f"""
+    metrics {{ recall_at_k {{ top_k: 5 }} }} losses {{ softmax_cross_entropy {{}} }}"""
+    ),
+    "mmoe": (
+        f"""
     {_group("all", "DEEP", "user_id", "item_id", "cate", "price")}
     mmoe {{
       expert_mlp {{ hidden_units: [16, 8] }}
       num_expert: 2
       task_towers {{ tower_name: "ctr" label_name: "clk" {_MLP} {_OF_CLICKS} }}
       task_towers {{ tower_name: "cvr" label_name: "buy" {_MLP} {_OF_CLICKS} }}
-    }}""",
+    }}"""
+    ),
 }
 """The part of TorchEasyRec's config that describes each model."""
 
 
-def write_config(path: Path, model: str, num_buckets: int = 500, epochs: int = 1) -> Path:
-    """Writes a config of a job on the click logs in the config's folder, and returns its path."""
+def write_config(
+    path: Path, model: str, num_buckets: int = 500, epochs: int = 1
+) -> Path:
+    """Writes a config of a job on the click logs in the config's folder, and returns
+    its path.
+    """
     labels = 'label_fields: "clk"' + (' label_fields: "buy"' if model == "mmoe" else "")
     path.write_text(f"""
 train_input_path: "{path.parent}/train/*.parquet"
@@ -205,15 +248,33 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 
 
-def run(package: Path, module: str, *flags: object, ranks: int = 1, **environment: str) -> None:
-    """Runs ``torchrun -m tzrec.MODULE FLAGS`` with a package of :func:`prepare`. Fails with the output of the ranks."""
+def run(
+    package: Path, module: str, *flags: object, ranks: int = 1, **environment: str
+) -> None:
+    """Runs ``torchrun -m tzrec.MODULE FLAGS`` with a package of :func:`prepare`.
+
+    Fails with the output of the ranks.
+    """
     script = package / "command.py"
     script.write_text(_COMMAND)
-    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": str(free_port())}
-    world |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "TORCH_MANUAL_SEED": "0", **environment}
+    world = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_PORT": str(free_port()),
+    }
+    world |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_MANUAL_SEED": "0",
+        **environment,
+    }
     arguments = [str(script), f"tzrec.{module}", *map(str, flags)]
     started = [
-        ForkedCommand(arguments, {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}, daemon=False)
+        ForkedCommand(
+            arguments,
+            {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            daemon=False,
+        )
         for rank in range(ranks)
     ]
     try:
@@ -221,9 +282,13 @@ def run(package: Path, module: str, *flags: object, ranks: int = 1, **environmen
     finally:
         for command in started:
             command.kill()
-    assert statuses == [0] * ranks, "\n".join(command.stderr[-4000:] for command in started)
+    assert statuses == [0] * ranks, "\n".join(
+        command.stderr[-4000:] for command in started
+    )
 
 
-def evaluations(model_dir: Path, file: str = "train_eval_result_v2.txt") -> list[dict[str, float]]:
+def evaluations(
+    model_dir: Path, file: str = "train_eval_result_v2.txt"
+) -> list[dict[str, float]]:
     """Returns the metrics of each evaluation, by default of those during training."""
     return [json.loads(line) for line in (model_dir / file).read_text().splitlines()]

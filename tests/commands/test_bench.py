@@ -24,7 +24,9 @@ def bench(*arguments: str) -> Result:
 
 @pytest.fixture(autouse=True)
 def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restores the import path, which the command extends, and lets the processes of benchmarks find the package."""
+    """Restores the import path, which the command extends, and lets the processes of
+    benchmarks find the package.
+    """
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
 
@@ -34,10 +36,15 @@ def test_list() -> None:
     scripts = importlib.import_module("scripts")
     assert tuple(told) == scripts.SCRIPTS
     assert all(about.endswith(".") and '"' not in about for about in told.values())
-    assert bench("--list").stdout.splitlines()[0].split(maxsplit=1) == ["kernel", told["kernel"]]
+    assert bench("--list").stdout.splitlines()[0].split(maxsplit=1) == [
+        "kernel",
+        told["kernel"],
+    ]
     for name in scripts.SCRIPTS:
         text = (ROOT / "benchmarks" / f"{name}.py").read_text()
-        assert all(f'"{flag}"' in text for flag in scripts.QUICK[name] if flag.startswith("--")), name
+        assert all(
+            f'"{flag}"' in text for flag in scripts.QUICK[name] if flag.startswith("--")
+        ), name
         for benchmark in re.findall(r'"benchmark": "(\w+)"', text):
             assert scripts.SCRIPT_OF.get(benchmark, benchmark) == name
 
@@ -49,12 +56,20 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     bench_module.print_figures(rows, quick=True)
     shown = capsys.readouterr().out.splitlines()
     figures = importlib.import_module("figures")
-    made = [*figures.kernel_figures(rows), *figures.other_figures(rows), *figures.serving_figures(rows)]
+    made = [
+        *figures.kernel_figures(rows),
+        *figures.other_figures(rows),
+        *figures.serving_figures(rows),
+    ]
     made += figures.option_figures(rows)
     assert len(made) > 30
     for cells in made:
         wanted = [cell.replace("`", "") for cell in cells]
-        assert [line for line in shown if [cell.strip() for cell in line.strip("│").split("│")] == wanted], wanted
+        assert [
+            line
+            for line in shown
+            if [cell.strip() for cell in line.strip("│").split("│")] == wanted
+        ], wanted
     assert shown[-1].endswith("medians. Quick sizes: do not quote these results.")
     assert f"threads, torch {rows[0]['torch']}, {rows[0]['commit']}" in shown[-1]
 
@@ -64,7 +79,11 @@ def test_json_and_a_benchmark_that_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     bench("--list")
     scripts = importlib.import_module("scripts")
     monkeypatch.setitem(scripts.QUICK, "growth", ["--rows", "no number"])
-    before = {path: path.stat().st_mtime_ns for path in (ROOT / "benchmarks").iterdir() if path.is_file()}
+    before = {
+        path: path.stat().st_mtime_ns
+        for path in (ROOT / "benchmarks").iterdir()
+        if path.is_file()
+    }
     done = bench("store", "growth", "--quick", "--json")
     assert done.exit_code == 1
     (row,) = json.loads(done.stdout)
@@ -73,15 +92,23 @@ def test_json_and_a_benchmark_that_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     assert row["million_ids_per_second_one_thread"]["median"] > 0
     assert {"commit", "cpu", "torch", "threads"} <= row.keys()
     *said, last = done.stderr.splitlines()
-    assert said[-1] == "growth.py: error: argument --rows: invalid int value: 'no number'"
+    assert (
+        said[-1] == "growth.py: error: argument --rows: invalid int value: 'no number'"
+    )
     assert last == "error: the benchmark growth ended with status 2"
-    assert {path: path.stat().st_mtime_ns for path in (ROOT / "benchmarks").iterdir() if path.is_file()} == before
+    assert {
+        path: path.stat().st_mtime_ns
+        for path in (ROOT / "benchmarks").iterdir()
+        if path.is_file()
+    } == before
 
 
 def test_a_name_that_is_none() -> None:
     refused = bench("stores")
     assert refused.exit_code == 2
-    assert refused.stderr.startswith("error: there is no benchmark 'stores': kernel, growth, ")
+    assert refused.stderr.startswith(
+        "error: there is no benchmark 'stores': kernel, growth, "
+    )
     assert refused.stderr.count("\n") == 1
 
 
@@ -101,14 +128,26 @@ def test_the_tables_of_the_pages_are_what_was_measured() -> None:
 
 
 def test_the_readme_s_ninth_of_the_memory() -> None:
-    """RecStore with at most a ninth of the memory is within the seeds' range of FUSED at its best."""
+    """RecStore with at most a ninth of the memory is within the seeds' range of FUSED
+    at its best.
+    """
     rows = json.loads((ROOT / "benchmarks/quality.json").read_text())
     of: dict[tuple[str, int | None], list[dict[str, float]]] = {}
     for row in rows:
         of.setdefault((row["backend"], row["limit"]), []).append(row)
-    aucs = {key: sum(row["test_auc"] for row in seeds) / len(seeds) for key, seeds in of.items()}
+    aucs = {
+        key: sum(row["test_auc"] for row in seeds) / len(seeds)
+        for key, seeds in of.items()
+    }
     best = max((key for key in of if key[0] == "fused"), key=lambda key: aucs[key])
-    small = [key for key in of if key[0] == "recstore" and of[key][0]["bytes"] * 9 <= of[best][0]["bytes"]]
-    spread = max(max(row["test_auc"] for row in seeds) - min(row["test_auc"] for row in seeds) for seeds in of.values())
+    small = [
+        key
+        for key in of
+        if key[0] == "recstore" and of[key][0]["bytes"] * 9 <= of[best][0]["bytes"]
+    ]
+    spread = max(
+        max(row["test_auc"] for row in seeds) - min(row["test_auc"] for row in seeds)
+        for seeds in of.values()
+    )
     assert max(aucs[key] for key in small) > aucs[best] - spread
     assert "a ninth of their memory" in (ROOT / "README.md").read_text()

@@ -1,4 +1,6 @@
-"""Tests of ``recstore doctor`` on this machine, unchanged and with a torch that cannot be imported."""
+"""Tests of ``recstore doctor`` on this machine, unchanged and with a torch that cannot
+be imported.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ ROOT = Path(__file__).parents[2]
 def doctor(*flags: str, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torchrec_recstore.cli", "doctor", *flags]
     environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=200)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=200,
+    )
 
 
 @pytest.mark.slow
@@ -26,7 +35,8 @@ def test_this_machine(tmp_path: Path) -> None:
     assert run.stderr == ""
     told = json.loads(run.stdout)
     findings = {finding["name"]: finding for finding in told["findings"]}
-    # Tests run with the packages that requirements/ pins, which fit each other on every machine.
+    # Tests run with the packages that requirements/ pins, which fit each other on every
+    # machine.
     for finding in told["findings"]:
         assert finding["section"] != "packages" or finding["status"] == "ok", finding
         assert finding["status"] == "ok" or finding["fix"], finding
@@ -37,12 +47,20 @@ def test_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_torch_that_does_not_load(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('libtorch_cpu.so: undefined symbol')\n")
+    (tmp_path / "torch.py").write_text(
+        "raise ImportError('libtorch_cpu.so: undefined symbol')\n"
+    )
     run = doctor(path=f"{tmp_path}:{ROOT}")
     assert run.returncode == 1
     lines = [line.rstrip() for line in run.stdout.splitlines()]
     at = next(i for i, line in enumerate(lines) if line.startswith("  problem torch "))
-    assert "cannot be imported: ImportError: libtorch_cpu.so: undefined symbol" in lines[at]
-    assert lines[at + 1].strip() == f"pip install torch=={version('torch').partition('+')[0]} --force-reinstall"
+    assert (
+        "cannot be imported: ImportError: libtorch_cpu.so: undefined symbol"
+        in lines[at]
+    )
+    assert (
+        lines[at + 1].strip()
+        == f"pip install torch=={version('torch').partition('+')[0]} --force-reinstall"
+    )
     assert lines[-1].split(" problem")[0].isdigit()
     assert (run.stderr, "files" in lines) == ("", True)

@@ -1,4 +1,6 @@
-"""Tests of ``recstore top`` and ``neighbours``, of the list of a run's checkpoints, and of the flags of the command."""
+"""Tests of ``recstore top`` and ``neighbours``, of the list of a run's checkpoints, and
+of the flags of the command.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +41,28 @@ def test_top_and_neighbours(run: Path) -> None:
     found = top_rows(run / "step-2", "item", by="drift", since=run / "step-1", count=4)
     assert told["ids"] == found.ids.tolist()
     assert told["columns"]["drift"] == pytest.approx(found.columns["drift"].tolist())
-    assert (told["rows"], told["added"], told["gone"]) == (found.rows, found.added, found.gone)
+    assert (told["rows"], told["added"], told["gone"]) == (
+        found.rows,
+        found.added,
+        found.gone,
+    )
     shown = recstore("top", run / "step-2", *flags).stdout
     assert f"{found.added:,} added, {found.gone:,} gone" in shown
     assert "median" in shown
     assert all(str(id) in shown for id in found.ids.tolist())
 
     id = int(found.ids[0])
-    told = json.loads(recstore("neighbours", run / "step-2", "--table", "item", "--json", "--", id).stdout)
+    told = json.loads(
+        recstore(
+            "neighbours", run / "step-2", "--table", "item", "--json", "--", id
+        ).stdout
+    )
     ids, near = neighbours(run / "step-2", id, "item")
     assert told == {"ids": ids.tolist(), "cosine": pytest.approx(near.tolist())}
-    assert str(int(ids[0])) in recstore("neighbours", run / "step-2", "--table", "item", "--", id).stdout
+    assert (
+        str(int(ids[0]))
+        in recstore("neighbours", run / "step-2", "--table", "item", "--", id).stdout
+    )
 
     refused = recstore("top", run / "step-2")
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
@@ -62,20 +75,42 @@ def test_a_run_s_checkpoints_are_listed(run: Path) -> None:
     assert told[1]["delta_of"] == told[0]["path"]
     assert told[0]["rows"] > 0
     shown = recstore("inspect", run).stdout
-    assert [name for name in ("step-1", "step-2") if name in shown] == ["step-1", "step-2"]
+    assert [name for name in ("step-1", "step-2") if name in shown] == [
+        "step-1",
+        "step-2",
+    ]
     (run / "empty").mkdir()
     refused = recstore("inspect", run / "empty")
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
 
 
 def test_an_export_is_not_replaced_unless_asked(run: Path) -> None:
-    assert recstore("export", run / "step-2", run / "out.pt", "--dtype", "float32").exit_code == 0
+    assert (
+        recstore(
+            "export", run / "step-2", run / "out.pt", "--dtype", "float32"
+        ).exit_code
+        == 0
+    )
     written = (run / "out.pt").read_bytes()
     refused = recstore("export", run / "step-1", run / "out.pt", "--dtype", "float32")
     assert refused.exit_code == 2
-    assert refused.stderr == f"error: {run / 'out.pt'} exists already: name a path that does not, or pass --overwrite\n"
+    assert (
+        refused.stderr
+        == f"error: {run / 'out.pt'} exists already: name a path that does not, or pass"
+        " --overwrite\n"
+    )
     assert (run / "out.pt").read_bytes() == written
-    assert recstore("export", run / "step-1", run / "out.pt", "--dtype", "float32", "--overwrite").exit_code == 0
+    assert (
+        recstore(
+            "export",
+            run / "step-1",
+            run / "out.pt",
+            "--dtype",
+            "float32",
+            "--overwrite",
+        ).exit_code
+        == 0
+    )
     assert (run / "out.pt").read_bytes() != written
     assert torch.jit.load(run / "out.pt")
 
@@ -85,6 +120,12 @@ def test_version_help_and_completion() -> None:
     assert recstore("-h").stdout == recstore("--help").stdout
     assert "CHECKPOINT" in recstore("diff", "-h").stdout.upper()
     command = [sys.executable, "-m", "torchrec_recstore.cli"]
-    environment = {"_RECSTORE_COMPLETE": "complete_bash", "COMP_WORDS": "recstore ne", "COMP_CWORD": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        "_RECSTORE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "recstore ne",
+        "COMP_CWORD": "1",
+    }
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.stdout.split() == ["neighbours"]

@@ -24,7 +24,9 @@ from .test_progress import ESCAPES
 
 
 def export(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["export", *map(str, arguments)], catch_exceptions=False)
+    return CliRunner().invoke(
+        app, ["export", *map(str, arguments)], catch_exceptions=False
+    )
 
 
 @pytest.fixture
@@ -42,7 +44,14 @@ def user_table(model: DistributedModelParallel) -> Table:
 
 
 def test_rows_in_the_file(trained: DistributedModelParallel, tmp_path: Path) -> None:
-    given = (tmp_path / "full", tmp_path / "out.pt", "--dtype", "float32", "--rows", "mapped")
+    given = (
+        tmp_path / "full",
+        tmp_path / "out.pt",
+        "--dtype",
+        "float32",
+        "--rows",
+        "mapped",
+    )
     refused = export(*given)
     assert (refused.exit_code, (tmp_path / "out.pt").exists()) == (2, False)
     assert 'rows="mapped" needs index="hash"' in refused.stderr
@@ -51,12 +60,29 @@ def test_rows_in_the_file(trained: DistributedModelParallel, tmp_path: Path) -> 
     served = torch.jit.load(tmp_path / "out.pt")
     assert torch.equal(served.lookup("user", table.ids()), table.lookup(table.ids()))
     assert str(tmp_path / "out.pt") in Path("/proc/self/maps").read_text()
-    changed = export(tmp_path / "full", tmp_path / "delta", "--delta-of", tmp_path / "out.pt", "--index", "hash")
+    changed = export(
+        tmp_path / "full",
+        tmp_path / "delta",
+        "--delta-of",
+        tmp_path / "out.pt",
+        "--index",
+        "hash",
+    )
     assert "leave out --table, --dtype, --index and --rows" in changed.stderr
 
 
-def test_a_file_that_torch_alone_reads(trained: DistributedModelParallel, tmp_path: Path) -> None:
-    done = export(tmp_path / "full", tmp_path / "out.pt", "--dtype", "float32", "--table", "user", "--json")
+def test_a_file_that_torch_alone_reads(
+    trained: DistributedModelParallel, tmp_path: Path
+) -> None:
+    done = export(
+        tmp_path / "full",
+        tmp_path / "out.pt",
+        "--dtype",
+        "float32",
+        "--table",
+        "user",
+        "--json",
+    )
     assert (done.exit_code, done.stderr) == (0, "")
     told = json.loads(done.stdout)
     table = user_table(trained)
@@ -68,9 +94,15 @@ def test_a_file_that_torch_alone_reads(trained: DistributedModelParallel, tmp_pa
     served = torch.jit.load(tmp_path / "out.pt")
     assert torch.equal(served.lookup("user", table.ids()), table.lookup(table.ids()))
 
-    shown = export(tmp_path / "full", tmp_path / "out.pt", "--dtype", "fp16", "--overwrite")
+    shown = export(
+        tmp_path / "full", tmp_path / "out.pt", "--dtype", "fp16", "--overwrite"
+    )
     assert shown.exit_code == 0
-    assert [line for line in shown.stdout.splitlines() if "user" in line and "float16" in line]
+    assert [
+        line
+        for line in shown.stdout.splitlines()
+        if "user" in line and "float16" in line
+    ]
     assert "rows left out" in shown.stdout
 
 
@@ -81,7 +113,13 @@ def test_a_delta(trained: DistributedModelParallel, tmp_path: Path) -> None:
     gone = table.ids()[:2]
     table.remove(gone)
     save_checkpoint(trained, tmp_path / "later")
-    done = export(tmp_path / "later", tmp_path / "delta", "--delta-of", tmp_path / "out.pt", "--json")
+    done = export(
+        tmp_path / "later",
+        tmp_path / "delta",
+        "--delta-of",
+        tmp_path / "out.pt",
+        "--json",
+    )
     assert (done.exit_code, done.stderr) == (0, "")
     told = json.loads(done.stdout)
     assert told["tables"]["user"]["removed"] == 2
@@ -89,10 +127,24 @@ def test_a_delta(trained: DistributedModelParallel, tmp_path: Path) -> None:
     served.apply_delta(load_file(tmp_path / "delta"))
     assert served.recstore_version() == told["version"]
     assert torch.equal(served.lookup("user", table.ids()), table.lookup(table.ids()))
-    assert "removed" in export(tmp_path / "later", tmp_path / "two", "--delta-of", tmp_path / "out.pt").stdout
-    refused = export(tmp_path / "later", tmp_path / "three", "--delta-of", tmp_path / "out.pt", "--dtype", "int8")
+    assert (
+        "removed"
+        in export(
+            tmp_path / "later", tmp_path / "two", "--delta-of", tmp_path / "out.pt"
+        ).stdout
+    )
+    refused = export(
+        tmp_path / "later",
+        tmp_path / "three",
+        "--delta-of",
+        tmp_path / "out.pt",
+        "--dtype",
+        "int8",
+    )
     assert refused.exit_code == 2
-    assert refused.stderr.startswith("error: --delta-of takes these from the export: leave out --table, --dtype")
+    assert refused.stderr.startswith(
+        "error: --delta-of takes these from the export: leave out --table, --dtype"
+    )
 
 
 def test_a_signed_file(trained: DistributedModelParallel, tmp_path: Path) -> None:
@@ -101,23 +153,49 @@ def test_a_signed_file(trained: DistributedModelParallel, tmp_path: Path) -> Non
     assert export(tmp_path / "full", tmp_path / "out.pt", "--key", key).exit_code == 0
     models.train(trained)
     save_checkpoint(trained, tmp_path / "later")
-    made = export(tmp_path / "later", tmp_path / "delta", "--delta-of", tmp_path / "out.pt", "--key", key)
+    made = export(
+        tmp_path / "later",
+        tmp_path / "delta",
+        "--delta-of",
+        tmp_path / "out.pt",
+        "--key",
+        key,
+    )
     assert (made.exit_code, made.stderr) == (0, "")
     for file in (tmp_path / "out.pt", tmp_path / "delta"):
         verify(file, key=key)
     served = torch.jit.load(tmp_path / "out.pt")
     assert served.apply_delta(read_delta(tmp_path / "delta", key=key))
-    refused = export(tmp_path / "later", tmp_path / "two", "--delta-of", tmp_path / "out.pt", "--key", other)
+    refused = export(
+        tmp_path / "later",
+        tmp_path / "two",
+        "--delta-of",
+        tmp_path / "out.pt",
+        "--key",
+        other,
+    )
     assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
     assert f"{tmp_path / 'out.pt'} is not signed with the key {other}" in refused.stderr
     assert not (tmp_path / "two").exists()
 
 
-def test_bad_input_in_one_line(trained: DistributedModelParallel, tmp_path: Path) -> None:
+def test_bad_input_in_one_line(
+    trained: DistributedModelParallel, tmp_path: Path
+) -> None:
     for arguments, says in [
         ([tmp_path / "nowhere", tmp_path / "out.pt"], "nowhere: no such directory"),
         ([tmp_path / "full", tmp_path / "out.pt", "--table", "users"], "'users'"),
-        ([tmp_path / "full", tmp_path / "out.pt", "--table", "user", "--table", "user"], "--table user is named twice"),
+        (
+            [
+                tmp_path / "full",
+                tmp_path / "out.pt",
+                "--table",
+                "user",
+                "--table",
+                "user",
+            ],
+            "--table user is named twice",
+        ),
         ([tmp_path / "full", tmp_path / "no/out.pt"], "no is no directory"),
     ]:
         refused = export(*arguments)
@@ -129,7 +207,9 @@ def test_bad_input_in_one_line(trained: DistributedModelParallel, tmp_path: Path
 
 
 def test_what_is_lost_is_said_in_one_line(one_rank: None, tmp_path: Path) -> None:
-    model = models.recstore(options=TableOptions(missing="init", initializer=UniformInit(-0.1, 0.1)))
+    model = models.recstore(
+        options=TableOptions(missing="init", initializer=UniformInit(-0.1, 0.1))
+    )
     models.train(model)
     save_checkpoint(model, tmp_path / "full")
     done = export(tmp_path / "full", tmp_path / "out.pt")
@@ -138,16 +218,28 @@ def test_what_is_lost_is_said_in_one_line(one_rank: None, tmp_path: Path) -> Non
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.slow  # tests/commands/test_progress.py has bars of the commands that start faster
-def test_progress(trained: DistributedModelParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# tests/commands/test_progress.py has bars of the commands that start faster
+@pytest.mark.slow
+def test_progress(
+    trained: DistributedModelParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
     # A new process has imported nothing before. fp16 rows need fbgemm's ops too.
-    command = [sys.executable, "-m", "torchrec_recstore.cli", "export", "--dtype", "fp16"]
+    command = [
+        sys.executable,
+        "-m",
+        "torchrec_recstore.cli",
+        "export",
+        "--dtype",
+        "fp16",
+    ]
     command += [str(tmp_path / "full"), str(tmp_path / "out.pt")]
     status, out, seen = run_in_terminal(command)
     assert status == 0
     assert "out.pt: " in out
-    tables = json.loads(export(tmp_path / "full", tmp_path / "again.pt", "--json").stdout)["tables"]
+    tables = json.loads(
+        export(tmp_path / "full", tmp_path / "again.pt", "--json").stdout
+    )["tables"]
     rows = sum(tables[name]["rows"] for name in ("item", "user"))
     assert f"{rows}/{rows} " in ESCAPES.sub("", seen)
     assert " rows/s " in ESCAPES.sub("", seen)

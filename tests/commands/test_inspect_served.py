@@ -26,8 +26,17 @@ def test_an_exported_model() -> None:
     versions = json.loads((FILES / "expected.json").read_text())
     status, out, _ = inspect(path, "--json")
     told = json.loads(out)
-    assert (status, told["kind"], told["format"], told["verified"]) == (0, "export", 1, True)
-    assert (told["index"], told["dtype"], told["version"]) == ("sorted", "int4", versions[0])
+    assert (status, told["kind"], told["format"], told["verified"]) == (
+        0,
+        "export",
+        1,
+        True,
+    )
+    assert (told["index"], told["dtype"], told["version"]) == (
+        "sorted",
+        "int4",
+        versions[0],
+    )
     assert told["bytes"] == path.stat().st_size
     assert {name: table["dim"] for name, table in told["tables"].items()} == DIMS
     assert told["tables"]["t"]["rows"] == 6
@@ -49,7 +58,10 @@ def test_a_delta() -> None:
     status, out, _ = inspect(path)
     assert status == 0
     assert "checksum        good" in out
-    assert json.loads(inspect(FILES / "model.pt", "--json", "--no-verify")[1])["verified"] is False
+    assert (
+        json.loads(inspect(FILES / "model.pt", "--json", "--no-verify")[1])["verified"]
+        is False
+    )
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.delta"])
@@ -60,7 +72,11 @@ def test_a_damaged_file(name: str, tmp_path: Path) -> None:
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     for arguments in ((file,), (file, "--json")):
-        assert inspect(*arguments) == (2, "", f"error: {file} is damaged: its checksum does not fit\n")
+        assert inspect(*arguments) == (
+            2,
+            "",
+            f"error: {file} is damaged: its checksum does not fit\n",
+        )
     file.write_text("something else")
     status, out, err = inspect(file)
     assert (status, out, err.count("\n")) == (2, "", 1)

@@ -20,7 +20,11 @@ def test_tables_are_in_order(tmp_path: Path) -> None:
         client.update(name, torch.arange(5), torch.ones(5, 4))
     client.save(tmp_path / "saved")
     saved = str(tmp_path / "saved")
-    for command in (["inspect", saved], ["diff", saved, saved], ["export", saved, str(tmp_path / "out.pt")]):
+    for command in (
+        ["inspect", saved],
+        ["diff", saved, saved],
+        ["export", saved, str(tmp_path / "out.pt")],
+    ):
         shown = CliRunner().invoke(app, command, catch_exceptions=False)
         assert shown.exit_code == 0, shown.stderr
         assert re.findall(r"^│ (t_\d+|u) +│", shown.stdout, re.MULTILINE) == names

@@ -18,7 +18,12 @@ from torchrec_recstore.store import Table
 
 def a_cold_store_in_a_file(folder: Path) -> None:
     (folder / "file").touch()
-    Table(4, options=TableOptions(max_rows=10, cold_store=RocksDBStore(f"{folder}/file/cold")))
+    Table(
+        4,
+        options=TableOptions(
+            max_rows=10, cold_store=RocksDBStore(f"{folder}/file/cold")
+        ),
+    )
 
 
 def no_server(folder: Path) -> None:
@@ -38,7 +43,10 @@ def too_much_memory(folder: Path) -> None:
     ],
 )
 def test_errors_that_are_no_values(
-    body: Callable[[Path], None], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    body: Callable[[Path], None],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(typer.Exit) as end, errors_in_one_line():
         body(tmp_path)
@@ -60,12 +68,26 @@ def main(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     ("arguments", "says"),
     [
         ("inspect", "Missing argument 'PATH': see recstore inspect --help"),
-        ("export a b --dtype int3", "'int8', 'int4', 'fp16', 'float32': see recstore export --help"),
-        ("export a b --top-row 3", "--top-row (Possible options: --rows, --top-rows): see recstore export --help"),
+        (
+            "export a b --dtype int3",
+            "'int8', 'int4', 'fp16', 'float32': see recstore export --help",
+        ),
+        (
+            "export a b --top-row 3",
+            (
+                "--top-row (Possible options: --rows, --top-rows): see recstore export"
+                " --help"
+            ),
+        ),
         ("nosuch", "No such command 'nosuch': see recstore --help"),
     ],
 )
-def test_usage(arguments: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage(
+    arguments: str,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert main(arguments.split(), monkeypatch) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
@@ -73,7 +95,9 @@ def test_usage(arguments: str, says: str, capsys: pytest.CaptureFixture[str], mo
     assert said.err.endswith(f"{says}\n")
 
 
-def test_nothing_asked_for_shows_the_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_asked_for_shows_the_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main([], monkeypatch) == 0
     assert "Usage: recstore " in capsys.readouterr().out
 
@@ -82,7 +106,10 @@ def test_an_output_that_cannot_be_written() -> None:
     code = "from torchrec_recstore.cli import main; main()"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", code, "bench", "--list", "--json"], stdout=full, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, "bench", "--list", "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
         )
     assert done.returncode == 2
     assert done.stderr.endswith("No space left on device\n")
@@ -90,6 +117,12 @@ def test_an_output_that_cannot_be_written() -> None:
 
 
 def test_a_package_of_the_command_that_is_missing() -> None:
-    code = "import sys; sys.modules['typer'] = None\nfrom torchrec_recstore.cli import main; main()"
+    code = (
+        "import sys; sys.modules['typer'] = None\nfrom torchrec_recstore.cli import"
+        " main; main()"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "error: typer is missing: pip install 'torchrec-recstore[cli]'\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: typer is missing: pip install 'torchrec-recstore[cli]'\n",
+    )

@@ -51,16 +51,35 @@ def test_on_a_terminal(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     status, out, seen = run_in_terminal(RUN)
     assert status == 0
     assert out.endswith("equal\n")
-    frames = [frame for frame in ESCAPES.sub("", seen).replace("\r", "\n").splitlines() if frame.strip()]
-    # The bars follow one another. The last frame of a bar precedes the first frame of the next bar.
+    frames = [
+        frame
+        for frame in ESCAPES.sub("", seen).replace("\r", "\n").splitlines()
+        if frame.strip()
+    ]
+    # The bars follow one another. The last frame of a bar precedes the first frame of
+    # the next bar.
     names = [frame.split()[0] for frame in frames]
-    last = [frame for frame, name, after in zip(frames, names, [*names[1:], ""], strict=True) if name != after]
-    assert [frame.split()[0] for frame in last] == ["verifying", "folding", "verifying", "comparing"]
+    last = [
+        frame
+        for frame, name, after in zip(frames, names, [*names[1:], ""], strict=True)
+        if name != after
+    ]
+    assert [frame.split()[0] for frame in last] == [
+        "verifying",
+        "folding",
+        "verifying",
+        "comparing",
+    ]
     for frame in last:
         unit = UNITS[frame.split()[0]]
-        # A frame has the amount done, the total, the rate, and the remaining time, which is zero at the end.
-        assert re.search(r"([\d.]+)/\1 [kMG]?B" if unit == "bytes" else r"(\d+)/\1 ", frame), frame
-        assert re.search(r"[\d.]+ [kMG]?B/s" if unit == "bytes" else r"[\d.]+[kMG]? rows/s", frame), frame
+        # A frame has the amount done, the total, the rate, and the remaining time,
+        # which is zero at the end.
+        assert re.search(
+            r"([\d.]+)/\1 [kMG]?B" if unit == "bytes" else r"(\d+)/\1 ", frame
+        ), frame
+        assert re.search(
+            r"[\d.]+ [kMG]?B/s" if unit == "bytes" else r"[\d.]+[kMG]? rows/s", frame
+        ), frame
         assert frame.rstrip().endswith("0:00:00"), frame
     assert seen.rstrip().endswith("\x1b[2K")  # the last bar is erased
 
@@ -79,8 +98,15 @@ with steps(3) as begin:
 def test_long_steps() -> None:
     status, _, seen = run_in_terminal([sys.executable, "-c", STEPS])
     assert status == 0
-    frames = [frame.rstrip() for frame in re.split(r"[\r\n]+", ESCAPES.sub("", seen)) if frame.strip()]
-    for pattern in (r"^kernel .* 0/3 0:00:0\d$", r"^dlrm .* 2/3 0:00:\d\d, about 0:00:\d\d left$"):
+    frames = [
+        frame.rstrip()
+        for frame in re.split(r"[\r\n]+", ESCAPES.sub("", seen))
+        if frame.strip()
+    ]
+    for pattern in (
+        r"^kernel .* 0/3 0:00:0\d$",
+        r"^dlrm .* 2/3 0:00:\d\d, about 0:00:\d\d left$",
+    ):
         assert any(re.search(pattern, frame) for frame in frames), frames
 
 
@@ -93,7 +119,9 @@ def test_time_left_of_long_steps() -> None:
     assert str(TimeLeftColumn().render(task)) == "0:01:00, about 0:01:30 left"
 
 
-def test_nothing_where_it_is_no_terminal(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_where_it_is_no_terminal(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats any file as a terminal
     monkeypatch.chdir(checkpoint.parent)
     run = run_forked_command(RUN[1:])

@@ -1,4 +1,6 @@
-"""The soak: what it judges, on series whose slopes are known, and a short run of all processes."""
+"""The soak: what it judges, on series whose slopes are known, and a short run of all
+processes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def series(
     files: Callable[[float], int] = lambda second: 10,
     threads: Callable[[float], int] = lambda second: 4,
 ) -> list[Any]:
-    """The samples of a process, one each 10 s. Each function takes the second of the run; memory is in bytes."""
+    """The samples of a process, one each 10 s.
+
+    Each function takes the second of the run; memory is in bytes.
+    """
     samples = []
     for second in range(begin, end, 10):
         sample = soak_series.Sample(
@@ -86,17 +91,24 @@ def test_a_flat_process_passes() -> None:
 def test_a_process_that_leaks_memory_fails() -> None:
     for name in ("anon", "shmem"):
         leak = grows(soak_series.MB_AN_HOUR + 1)
-        samples = series(leak) if name == "anon" else series(lambda second: FLAT, shmem=leak)
+        samples = (
+            series(leak) if name == "anon" else series(lambda second: FLAT, shmem=leak)
+        )
         judgement = judged(samples)
         assert judgement.first[name] == pytest.approx(soak_series.MB_AN_HOUR + 1)
         assert judgement.last[name] == pytest.approx(soak_series.MB_AN_HOUR + 1)
         (problem,) = judgement.problems
-        assert f"trainer: {soak_series.MEMORY[name]} grows by 7.0 MB an hour, of 6 allowed" == problem
+        assert (
+            f"trainer: {soak_series.MEMORY[name]} grows by 7.0 MB an hour, of 6 allowed"
+            == problem
+        )
     assert judged(series(grows(soak_series.MB_AN_HOUR - 1))).problems == []
 
 
 def test_growth_that_ends_passes() -> None:
-    judgement = judged(series(lambda second: FLAT + min(second, 0.45 * 2 * HOUR_S) * 1e4))
+    judgement = judged(
+        series(lambda second: FLAT + min(second, 0.45 * 2 * HOUR_S) * 1e4)
+    )
     assert judgement.first["anon"] > 30
     assert judgement.last["anon"] == pytest.approx(0, abs=1e-6)
     assert judgement.problems == []
@@ -114,7 +126,9 @@ def test_a_step_of_a_process_that_was_started_again_is_no_growth() -> None:
     assert judgement.problems == []
     leak = grows(8)
     samples = series(leak, end=5000)
-    samples += series(lambda second: leak(second) - leak(5000) + FLAT, begin=5000, pid=2)
+    samples += series(
+        lambda second: leak(second) - leak(5000) + FLAT, begin=5000, pid=2
+    )
     assert judged(samples).last["anon"] == pytest.approx(8)
 
 
@@ -132,12 +146,21 @@ def test_files_and_threads_that_grow_fail() -> None:
     for name in ("files", "threads"):
         judgement = judged(series(lambda second: FLAT, **{name: at_three_quarters(3)}))
         assert judgement.counts[name] == judgement.counts_of_last[name] == (10, 13)
-        assert judgement.problems == [f"trainer: {name} grow from 10 to 13, by 2 allowed"]
-        assert judged(series(lambda second: FLAT, **{name: at_three_quarters(2)})).problems == []
+        assert judgement.problems == [
+            f"trainer: {name} grow from 10 to 13, by 2 allowed"
+        ]
+        assert (
+            judged(series(lambda second: FLAT, **{name: at_three_quarters(2)})).problems
+            == []
+        )
 
 
 def test_files_of_a_new_role_in_the_first_half_are_no_growth() -> None:
-    judgement = judged(series(lambda second: FLAT, files=lambda second: 10 if second < HOUR_S / 2 else 14))
+    judgement = judged(
+        series(
+            lambda second: FLAT, files=lambda second: 10 if second < HOUR_S / 2 else 14
+        )
+    )
     assert judgement.counts["files"] == (10, 14)
     assert judgement.counts_of_last["files"] == (14, 14)
     assert judgement.problems == []
@@ -147,18 +170,20 @@ def test_a_process_without_a_series_that_is_long_enough_fails() -> None:
     samples = series(lambda second: FLAT, end=4000)
     for begin in range(4000, 2 * HOUR_S, 500):
         samples += series(lambda second: FLAT, begin=begin, end=begin + 500, pid=begin)
-    (anon, shmem) = judged(samples).problems
+    anon, shmem = judged(samples).problems
     assert anon == "trainer: too few samples in the last half to judge RssAnon"
     assert shmem == "trainer: too few samples in the last half to judge RssShmem"
 
 
 def test_samples_of_a_process_that_runs() -> None:
     code = (
-        "import sys, threading, time; kept = bytearray(40_000_000); kept[::1000] = b'1' * 40_000;"
-        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start();"
-        "print('ready', flush=True); time.sleep(60)"
+        "import sys, threading, time; kept = bytearray(40_000_000); kept[::1000] = b'1'"
+        " * 40_000;threading.Thread(target=time.sleep, args=(60,),"
+        " daemon=True).start();print('ready', flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         sample = soak_series.sample_of("child", process.pid, 1.0)
@@ -210,30 +235,77 @@ def test_the_page_has_the_table_of_the_results() -> None:
 @pytest.mark.timeout(1200)
 def test_a_short_soak(tmp_path: Path) -> None:
     folder = tmp_path / "soak"
-    flags = ("--hours", 0.012, "--rate", 300, "--kills", 3, "--every", 1, "--bound", 1e6)
-    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "run", str(folder), *map(str, flags)]
+    flags = (
+        "--hours",
+        0.012,
+        "--rate",
+        300,
+        "--kills",
+        3,
+        "--every",
+        1,
+        "--bound",
+        1e6,
+    )
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "soak.py"),
+        "run",
+        str(folder),
+        *map(str, flags),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     document = json.loads((folder / "soak.json").read_text())
-    assert document["exact"] == dict.fromkeys(("rows", "cold", "asks", "again", "online"), True), done.stdout
+    assert document["exact"] == dict.fromkeys(
+        ("rows", "cold", "asks", "again", "online"), True
+    ), done.stdout
     assert [victim for _, victim in document["kills"]] == list(soak.VICTIMS[:3])
     processes = {process["process"]: process for process in document["processes"]}
-    # A process that has started within the run, and is older than the warm-up, is judged.
-    assert processes.keys() >= {"trainer", "follower", "frozen", "generator", "redis", "supervisor"}
-    assert processes.keys() >= {"pair-0", "pair-1", "lease", "server", "rows", "cold", "asks", "soak"}
+    # A process that has started within the run, and is older than the warm-up, is
+    # judged.
+    assert processes.keys() >= {
+        "trainer",
+        "follower",
+        "frozen",
+        "generator",
+        "redis",
+        "supervisor",
+    }
+    assert processes.keys() >= {
+        "pair-0",
+        "pair-1",
+        "lease",
+        "server",
+        "rows",
+        "cold",
+        "asks",
+        "soak",
+    }
     assert processes["trainer"]["series"] == processes["pair-0"]["series"] == 2
     assert processes["frozen"]["last"]["anon"] is not None
     reports = document["reports"]
     assert reports["rows"]["updates"] > 100
-    # More ids than memory has room for have come, so that rows were evicted to the cold stores, and read there.
+    # More ids than memory has room for have come, so that rows were evicted to the cold
+    # stores, and read there.
     assert reports["rows"]["cold_rows"] > 1000
     assert reports["cold"]["evicted"] > 1000
     assert reports["asks"]["answered"] > 10
-    # The verdict of so short a run, in which files and threads have not settled, is that of its problems.
-    problems = [problem for process in processes.values() for problem in process["problems"]]
+    # The verdict of so short a run, in which files and threads have not settled, is
+    # that of its problems.
+    problems = [
+        problem for process in processes.values() for problem in process["problems"]
+    ]
     assert (done.returncode == 0) == (not problems)
     assert (folder / "soak.png").stat().st_size > 10_000
     leak = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "report", str(folder), "--bound", "0"],
+        [
+            sys.executable,
+            str(ROOT / "benchmarks" / "soak.py"),
+            "report",
+            str(folder),
+            "--bound",
+            "0",
+        ],
         capture_output=True,
         text=True,
         check=False,

@@ -17,28 +17,46 @@ from torchrec_recstore.store import Table
 DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=WITH_TORCH)]
 DIM = 8
 BAGS = 200
-IDS = torch.randint(-(2**63), 2**63 - 1, (4 * BAGS,), generator=torch.Generator().manual_seed(3))
+IDS = torch.randint(
+    -(2**63), 2**63 - 1, (4 * BAGS,), generator=torch.Generator().manual_seed(3)
+)
 OFFSETS = torch.arange(0, 4 * BAGS, 4)
 
 
-def bags_step(device: torch.device, mode: str, weighted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def bags_step(
+    device: torch.device, mode: str, weighted: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     torch.manual_seed(0)
-    bags = nn.Sequential(RecStoreEmbeddingBag(9, DIM, mode=mode, name="t")).to(device)[0]  # type: ignore[arg-type]
+    bags = nn.Sequential(RecStoreEmbeddingBag(9, DIM, mode=mode, name="t")).to(device)[
+        0
+    ]  # type: ignore[arg-type]
     weights = torch.rand(len(IDS)).to(device).requires_grad_() if weighted else None
     for _ in range(3):
         out = bags(IDS.to(device), OFFSETS.to(device), weights)
         assert out.device == device
         (out * out).sum().backward()
-    return out.detach().cpu(), bags.table.lookup(IDS), None if weights is None else weights.grad
+    return (
+        out.detach().cpu(),
+        bags.table.lookup(IDS),
+        None if weights is None else weights.grad,
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("mode", "weighted"), [("sum", False), ("sum", True), ("mean", False), ("max", False)])
-def test_bags_are_those_of_the_cpu(device: torch.device, mode: str, weighted: bool) -> None:
-    (out, rows, grad), (wanted, wanted_rows, wanted_grad) = (bags_step(each, mode, weighted) for each in (device, CPU))
+@pytest.mark.parametrize(
+    ("mode", "weighted"),
+    [("sum", False), ("sum", True), ("mean", False), ("max", False)],
+)
+def test_bags_are_those_of_the_cpu(
+    device: torch.device, mode: str, weighted: bool
+) -> None:
+    (out, rows, grad), (wanted, wanted_rows, wanted_grad) = (
+        bags_step(each, mode, weighted) for each in (device, CPU)
+    )
     assert torch.equal(out, wanted)
     assert torch.equal(rows, wanted_rows)
-    assert not torch.equal(rows, Table(DIM, name="t").lookup(IDS))  # the rows were trained
+    # the rows were trained
+    assert not torch.equal(rows, Table(DIM, name="t").lookup(IDS))
     if grad is not None and wanted_grad is not None:
         assert grad.device == device
         assert torch.equal(grad.cpu(), wanted_grad)
@@ -46,11 +64,15 @@ def test_bags_are_those_of_the_cpu(device: torch.device, mode: str, weighted: bo
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_a_model_with_dense_layers(device: torch.device) -> None:
-    """The dense layers may differ in the last bits, so that their results are only close."""
+    """The dense layers may differ in the last bits, so that their results are only
+    close.
+    """
     losses = {}
     for each in (device, CPU):
         torch.manual_seed(0)
-        model = nn.Sequential(RecStoreEmbedding(9, DIM, name="t"), nn.Linear(DIM, 1)).to(each)
+        model = nn.Sequential(
+            RecStoreEmbedding(9, DIM, name="t"), nn.Linear(DIM, 1)
+        ).to(each)
         optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
         for _ in range(5):
             optimizer.zero_grad()
@@ -66,15 +88,27 @@ def test_rows_of_a_model_with_dense_layers(device: torch.device) -> None:
 def test_kernels_with_ids_on_the_host(device: torch.device) -> None:
     found = {}
     for each in (device, CPU):
-        tables = [Table(DIM, optimizer=RowWiseAdagrad(0.1), name=f"t{i}") for i in range(2)]
+        tables = [
+            Table(DIM, optimizer=RowWiseAdagrad(0.1), name=f"t{i}") for i in range(2)
+        ]
         pooled, rows = PooledKernel(tables[:1], [0], "sum"), SequenceKernel(tables[1:])
         to = None if each == CPU else CopyTarget(each, torch.float32)
         for _ in range(3):
-            out = pooled(IDS, torch.cat([OFFSETS, torch.tensor([len(IDS)])]), None, train=True, to=to)
+            out = pooled(
+                IDS,
+                torch.cat([OFFSETS, torch.tensor([len(IDS)])]),
+                None,
+                train=True,
+                to=to,
+            )
             flat = rows(IDS, [len(IDS)], train=True, to=to)
             assert out.device == flat.device == each
             ((out * out).sum() + (flat * flat).sum()).backward()
-        found[each] = [out.detach().cpu(), flat.detach().cpu(), *(table.lookup(IDS) for table in tables)]
+        found[each] = [
+            out.detach().cpu(),
+            flat.detach().cpu(),
+            *(table.lookup(IDS) for table in tables),
+        ]
     assert all(map(torch.equal, found[device], found[CPU]))
 
 

@@ -1,4 +1,7 @@
-"""What the device refuses or does late, and what is raised when. Each program says in words what it has seen."""
+"""What the device refuses or does late, and what is raised when.
+
+Each program says in words what it has seen.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,17 @@ def late_copies(device: torch.device) -> list[str]:
     before = buffer[0].item()
     event.synchronize()
     seen = "nonsense" if before > 1e38 else before
-    said.append(f"the host sees {seen} before it waits, and {buffer[0].item()} afterwards")
+    said.append(
+        f"the host sees {seen} before it waits, and {buffer[0].item()} afterwards"
+    )
     staged = of_device.pinned((3,), torch.float32).fill_(6.0)
     there = torch.empty(3, device=device)
     there.copy_(staged, non_blocking=True)
     staged.fill_(7.0)
-    said.append(f"what the host writes after it has queued a copy goes up: {there.cpu()[0].item()}")
+    said.append(
+        "what the host writes after it has queued a copy goes up:"
+        f" {there.cpu()[0].item()}"
+    )
     made = tensor + 1
     try:
         with of_device.aside:
@@ -39,7 +47,9 @@ def late_copies(device: torch.device) -> list[str]:
 
 
 def streams_of_torch(device: torch.device) -> list[str]:
-    """The calls that ``Arriving`` makes, with streams of torch. Those of a device in Python do nothing.
+    """The calls that ``Arriving`` makes, with streams of torch.
+
+    Those of a device in Python do nothing.
 
     Their events cannot be waited for.
     """
@@ -49,24 +59,35 @@ def streams_of_torch(device: torch.device) -> list[str]:
     of_torch.aside.wait_event(event)
     with of_torch.aside:
         event.record(of_torch.aside)
-    return [str(isinstance(event, torch.Event) and isinstance(of_torch.current(), torch.Stream))]
+    return [
+        str(
+            isinstance(event, torch.Event)
+            and isinstance(of_torch.current(), torch.Stream)
+        )
+    ]
 
 
 def failing_updates(device: torch.device) -> list[str]:
     said, to = [], CopyTarget(device, torch.float32)
     ids, offsets = torch.arange(2), torch.arange(3)
-    tables = [Table(4, optimizer=SGD(lr=1.0), name=name) for name in ("t_user", "t_item")]
+    tables = [
+        Table(4, optimizer=SGD(lr=1.0), name=name) for name in ("t_user", "t_item")
+    ]
     failing, other = (PooledKernel([table], [0], "sum") for table in tables)
     failing.update = _fail  # type: ignore[method-assign, assignment]
     before = tables[1].lookup(ids, train=True)
-    outputs = [kernel(ids, offsets, train=True, to=to).sum() for kernel in (failing, other)]
+    outputs = [
+        kernel(ids, offsets, train=True, to=to).sum() for kernel in (failing, other)
+    ]
     for out in outputs:
         out.backward()
     try:
         tables[0].stats()
     except RuntimeError as error:
         said.append(str(error))
-    said.append(f"the other table was updated: {torch.equal(tables[1].lookup(ids), before - 1)}")
+    said.append(
+        f"the other table was updated: {torch.equal(tables[1].lookup(ids), before - 1)}"
+    )
     other(ids, offsets, train=True, to=to).sum().backward()
     assert ops.waiting_updates
     tables[1].close()
@@ -75,11 +96,18 @@ def failing_updates(device: torch.device) -> list[str]:
 
 
 def changed_gradients(device: torch.device) -> list[str]:
-    """Somebody changes a gradient after backward, on a stream that does not wait for the copy to the host."""
+    """Somebody changes a gradient after backward, on a stream that does not wait for
+    the copy to the host.
+    """
     table, held, said = Table(4, optimizer=SGD(lr=1.0)), [], []
     kernel = PooledKernel([table], [0], "sum")
     for change in (False, True):
-        out = kernel(torch.arange(2), torch.arange(3), train=True, to=CopyTarget(device, torch.float32))
+        out = kernel(
+            torch.arange(2),
+            torch.arange(3),
+            train=True,
+            to=CopyTarget(device, torch.float32),
+        )
         out.register_hook(held.append)
         (out * 2).sum().backward()
         if change:
@@ -98,7 +126,10 @@ def _fail(*arguments: Any) -> None:
 def misuse(device: torch.device) -> list[str]:
     ids = torch.arange(3).to(device)
     said = []
-    calls: list[Callable[[], object]] = [lambda: ops.mix_ids(ids, False), lambda: Table(4).lookup(ids)]
+    calls: list[Callable[[], object]] = [
+        lambda: ops.mix_ids(ids, False),
+        lambda: Table(4).lookup(ids),
+    ]
     for call in calls:
         try:
             call()

@@ -1,4 +1,7 @@
-"""Programs that train on a device and return what they have computed, on the host. The same program runs on the CPU."""
+"""Programs that train on a device and return what they have computed, on the host.
+
+The same program runs on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,9 @@ from torchrec_recstore import (
 )
 
 DIM = 8
-SMALL = 60  # bytes of the lengths of each key, which TorchRec's input distribution copies in each step
+# bytes of the lengths of each key, which TorchRec's input distribution copies in each
+# step
+SMALL = 60
 META = torch.device("meta")
 Found = dict[str, Any]
 
@@ -54,7 +59,11 @@ Found = dict[str, Any]
 def bag_tables(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagConfig]:
     return [
         EmbeddingBagConfig(
-            name=f"t_{name}", embedding_dim=DIM, num_embeddings=2**40, feature_names=features, pooling=pooling
+            name=f"t_{name}",
+            embedding_dim=DIM,
+            num_embeddings=2**40,
+            feature_names=features,
+            pooling=pooling,
         )
         for name, features in (("user", ["u"]), ("item", ["i", "j"]))
     ]
@@ -62,7 +71,12 @@ def bag_tables(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagConfi
 
 def sequence_tables() -> list[EmbeddingConfig]:
     return [
-        EmbeddingConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=2**40, feature_names=features)
+        EmbeddingConfig(
+            name=f"t_{name}",
+            embedding_dim=DIM,
+            num_embeddings=2**40,
+            feature_names=features,
+        )
         for name, features in (("user", ["u"]), ("item", ["i", "j"]))
     ]
 
@@ -83,19 +97,37 @@ def batches(
         ).to(device)
 
 
-def sharded(module: nn.Module, device: torch.device, options: TableOptions | None = None, **fused: Any) -> Any:
+def sharded(
+    module: nn.Module,
+    device: torch.device,
+    options: TableOptions | None = None,
+    **fused: Any,
+) -> Any:
     params = {"learning_rate": 0.1, **fused}
     sharders: list[Any] = [
         RecStoreSharder(fused_params=params),
         RecStoreEmbeddingCollectionSharder(fused_params=params),
-        RecStoreFeatureProcessedEmbeddingBagCollectionSharder(RecStoreSharder(fused_params=params)),
+        RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
+            RecStoreSharder(fused_params=params)
+        ),
     ]
-    constraints = {name: RecStoreConstraints(options=options or TableOptions()) for name in ("t_user", "t_item")}
-    planner = RecStorePlanner(topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints)
+    constraints = {
+        name: RecStoreConstraints(options=options or TableOptions())
+        for name in ("t_user", "t_item")
+    }
+    planner = RecStorePlanner(
+        topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints
+    )
     plan = planner.collective_plan(module, sharders, dist.group.WORLD)
-    # gloo has no backend for the device, so that the dense part is not in DistributedDataParallel.
+    # gloo has no backend for the device, so that the dense part is not in
+    # DistributedDataParallel.
     return DistributedModelParallel(
-        module, plan=plan, sharders=sharders, device=device, init_data_parallel=False, init_parameters=False
+        module,
+        plan=plan,
+        sharders=sharders,
+        device=device,
+        init_data_parallel=False,
+        init_parameters=False,
     )
 
 
@@ -107,15 +139,25 @@ def host(value: Any) -> Any:
     """The value with all tensors on the host."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
-    return {key: host(each) for key, each in value.items()} if isinstance(value, dict) else value
+    return (
+        {key: host(each) for key, each in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def outputs(out: Any) -> list[Tensor]:
     """The tensors of a KeyedTensor or of the JaggedTensors of a sequence collection."""
-    return [jagged.values() for jagged in out.values()] if isinstance(out, dict) else [out.values()]
+    return (
+        [jagged.values() for jagged in out.values()]
+        if isinstance(out, dict)
+        else [out.values()]
+    )
 
 
-def trained(model: Any, steps: Iterator[KeyedJaggedTensor], eager: bool = False) -> list[Tensor]:
+def trained(
+    model: Any, steps: Iterator[KeyedJaggedTensor], eager: bool = False
+) -> list[Tensor]:
     """Trains and returns the outputs of all steps."""
     seen = []
     for features in steps:
@@ -134,28 +176,42 @@ def pooled(device: torch.device, pooling: PoolingType, weighted: bool) -> Found:
 
 def sequences(device: torch.device) -> Found:
     model = sharded(EmbeddingCollection(sequence_tables(), device=META), device)
-    return {"out": trained(model, batches(5, device)), "stats": dict(table_stats(model))}
+    return {
+        "out": trained(model, batches(5, device)),
+        "stats": dict(table_stats(model)),
+    }
 
 
 def half_outputs(device: torch.device) -> Found:
-    model = sharded(EmbeddingBagCollection(bag_tables(), device=META), device, output_dtype=DataType.FP16)
+    model = sharded(
+        EmbeddingBagCollection(bag_tables(), device=META),
+        device,
+        output_dtype=DataType.FP16,
+    )
     return {"out": trained(model, batches(5, device))}
 
 
 def feature_processors(device: torch.device) -> Found:
     torch.manual_seed(0)
-    processor = PositionWeightedModuleCollection({"u": 4, "i": 4, "j": 4}, device=torch.device("cpu"))
+    processor = PositionWeightedModuleCollection(
+        {"u": 4, "i": 4, "j": 4}, device=torch.device("cpu")
+    )
     ebc = EmbeddingBagCollection(bag_tables(), device=META, is_weighted=True)
     model = sharded(FeatureProcessedEmbeddingBagCollection(ebc, processor), device)
     seen = trained(model, batches(5, device))
-    gradients = {name: host(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {
+        name: host(each.grad)
+        for name, each in model.named_parameters()
+        if each.grad is not None
+    }
     return {"out": seen, "grads": gradients, "stats": dict(table_stats(model))}
 
 
 def variable_batches(device: torch.device) -> Found:
     """A forward of the model, and steps of the kernel alone.
 
-    FBGEMM's op that repeats the bags (``batch_index_select_dim0``) has no gradient on a device in Python.
+    FBGEMM's op that repeats the bags (``batch_index_select_dim0``) has no gradient on a
+    device in Python.
     """
     model = sharded(EmbeddingBagCollection(bag_tables(), device=META), device)
     (kernel,) = kernels(model)
@@ -166,7 +222,10 @@ def variable_batches(device: torch.device) -> Found:
         values=torch.arange(int(lengths.sum())) * 31 - 5,
         lengths=lengths,
         stride_per_key_per_rank=[[n] for n in bags],
-        inverse_indices=(["u", "i", "j"], torch.stack([torch.arange(6) % n for n in bags])),
+        inverse_indices=(
+            ["u", "i", "j"],
+            torch.stack([torch.arange(6) % n for n in bags]),
+        ),
     ).to(device)
     seen = [host(each) for each in outputs(model(features).wait())]
     for _ in range(3):
@@ -180,7 +239,9 @@ def copies_of_a_step(device: torch.device) -> Found:
     """The copies of a training step, and of one whose rows were prefetched: and bytes."""
     found = {}
     for name, fused in (("fp32", {}), ("fp16", {"output_dtype": DataType.FP16})):
-        model = sharded(EmbeddingBagCollection(bag_tables(), device=META), device, **fused)
+        model = sharded(
+            EmbeddingBagCollection(bag_tables(), device=META), device, **fused
+        )
         (kernel,) = kernels(model)
         first, second, third = batches(3, device)
         trained(model, iter([first]))
@@ -190,22 +251,32 @@ def copies_of_a_step(device: torch.device) -> Found:
             simulated.copies.clear()
             out = model(features).wait().values()
             (out.float() * out.float()).sum().backward()
-            bytes_of = {"ids": features.values().numel() * 8 + (15 + 1) * 8, "rows": out.numel() * out.element_size()}
+            bytes_of = {
+                "ids": features.values().numel() * 8 + (15 + 1) * 8,
+                "rows": out.numel() * out.element_size(),
+            }
             found[f"{name} {step}"] = (
                 [each for each in simulated.copies if each.bytes > SMALL],
                 bytes_of,
             )
-    model = sharded(EmbeddingBagCollection(bag_tables(), device=META, is_weighted=True), device)
+    model = sharded(
+        EmbeddingBagCollection(bag_tables(), device=META, is_weighted=True), device
+    )
     (features,) = batches(1, device, weighted=True)
     simulated.copies.clear()
     trained(model, iter([features]))
     found["weighted step"] = (
-        [each for each in simulated.copies[:-1] if each.bytes > SMALL],  # the last one is of the test
+        # the last one is of the test
+        [each for each in simulated.copies[:-1] if each.bytes > SMALL],
         {"ids": features.values().numel() * 12 + (15 + 1) * 8},
     )
     for name, eager, rows in (
         ("eager bags", RecStoreEmbeddingBagCollection(bag_tables()), 15),
-        ("eager sequences", RecStoreEmbeddingCollection(sequence_tables()), features.values().numel()),
+        (
+            "eager sequences",
+            RecStoreEmbeddingCollection(sequence_tables()),
+            features.values().numel(),
+        ),
     ):
         simulated.copies.clear()
         sum(each.sum() for each in outputs(eager(features))).backward()  # type: ignore[union-attr]
@@ -233,11 +304,23 @@ def drop_ins(device: torch.device) -> Found:
     offsets = torch.tensor([0, 2, 3]).to(device)
     weights = torch.linspace(0.5, 2.0, 6).to(device).requires_grad_()
     modules: dict[str, Callable[[], Tensor]] = {
-        "sum": partial(RecStoreEmbeddingBag(9, DIM, mode="sum", name="a"), ids, offsets),
-        "weighted": partial(RecStoreEmbeddingBag(9, DIM, mode="sum", name="b"), ids, offsets, weights),
-        "max": partial(RecStoreEmbeddingBag(9, DIM, mode="max", name="c"), ids, offsets),
-        "padded": partial(RecStoreEmbeddingBag(9, DIM, padding_idx=3, name="d", dtype=torch.float16), ids, offsets),
-        "rows": partial(RecStoreEmbedding(9, DIM, padding_idx=8, name="e"), ids.view(2, 3)),
+        "sum": partial(
+            RecStoreEmbeddingBag(9, DIM, mode="sum", name="a"), ids, offsets
+        ),
+        "weighted": partial(
+            RecStoreEmbeddingBag(9, DIM, mode="sum", name="b"), ids, offsets, weights
+        ),
+        "max": partial(
+            RecStoreEmbeddingBag(9, DIM, mode="max", name="c"), ids, offsets
+        ),
+        "padded": partial(
+            RecStoreEmbeddingBag(9, DIM, padding_idx=3, name="d", dtype=torch.float16),
+            ids,
+            offsets,
+        ),
+        "rows": partial(
+            RecStoreEmbedding(9, DIM, padding_idx=8, name="e"), ids.view(2, 3)
+        ),
     }
     for name, module in modules.items():
         found[name] = []
@@ -262,20 +345,43 @@ def checkpoints(device: torch.device) -> Found:
         for name, each in fresh.state_dict().items()
         if not name.endswith(".weight_rows")
     }
-    return {"read": read, "state": host(state), "stats": {k: v.rows for k, v in table_stats(fresh).items()}}
+    return {
+        "read": read,
+        "state": host(state),
+        "stats": {k: v.rows for k, v in table_stats(fresh).items()},
+    }
 
 
 def bounds(device: torch.device, steps: int) -> Found:
     with tempfile.TemporaryDirectory() as folder:
-        options = TableOptions(max_rows=40, eviction=LFU(half_life_steps=20), cold_store=RocksDBStore(f"{folder}/cold"))
-        model = sharded(EmbeddingBagCollection(bag_tables(), device=META), device, options)
+        options = TableOptions(
+            max_rows=40,
+            eviction=LFU(half_life_steps=20),
+            cold_store=RocksDBStore(f"{folder}/cold"),
+        )
+        model = sharded(
+            EmbeddingBagCollection(bag_tables(), device=META), device, options
+        )
         cold = trained(model, batches(steps, device, distinct=300))[-3:]
         stats = dict(table_stats(model))
-        for shard in (shard for shards in model.module.recstore_state.shards.values() for shard in shards):
+        for shard in (
+            shard
+            for shards in model.module.recstore_state.shards.values()
+            for shard in shards
+        ):
             shard.table.close()
-    model = sharded(EmbeddingBagCollection(bag_tables(), device=META), device, TableOptions(expiry=Expiry(steps=7)))
+    model = sharded(
+        EmbeddingBagCollection(bag_tables(), device=META),
+        device,
+        TableOptions(expiry=Expiry(steps=7)),
+    )
     expired = trained(model, batches(steps, device, distinct=300))[-3:]
-    return {"cold": cold, "cold_stats": stats, "expired": expired, "stats": dict(table_stats(model))}
+    return {
+        "cold": cold,
+        "cold_stats": stats,
+        "expired": expired,
+        "stats": dict(table_stats(model)),
+    }
 
 
 SCENARIOS: dict[str, Callable[[torch.device], Found]] = {

@@ -1,12 +1,15 @@
-"""A device in Python, whose memory is not host memory: tensors on it have null data pointers, and copies are counted.
+"""A device in Python, whose memory is not host memory: tensors on it have null data
+pointers, and copies are counted.
 
-:func:`register` makes the device ``sim`` of this process. Its tensors have no storage that the host could read. Their
-values are in another tensor, which only the operators of torch, FBGEMM and TorchRec see, as on an accelerator. An
-operator of this package that gets a tensor on the device fails. A copy between host and device is recorded, and runs as
-late as the streams of :mod:`tests.device.streams` allow.
+:func:`register` makes the device ``sim`` of this process. Its tensors have no storage
+that the host could read. Their values are in another tensor, which only the operators
+of torch, FBGEMM and TorchRec see, as on an accelerator. An operator of this package
+that gets a tensor on the device fails. A copy between host and device is recorded, and
+runs as late as the streams of :mod:`tests.device.streams` allow.
 
-Source: ``_setup_privateuseone_for_python_backend`` (torch 2.13), which makes a backend of PrivateUse1 in Python. It
-gives the device no streams, no events and no pinned memory, so that this package gets them from ``streams_by_type``.
+Source: ``_setup_privateuseone_for_python_backend`` (torch 2.13), which makes a backend
+of PrivateUse1 in Python. It gives the device no streams, no events and no pinned
+memory, so that this package gets them from ``streams_by_type``.
 """
 
 from __future__ import annotations
@@ -27,16 +30,22 @@ _libraries: list[torch.library.Library] = []
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor on the device. Its values are in ``values``, a tensor on the host that only this module uses."""
+    """A tensor on the device.
+
+    Its values are in ``values``, a tensor on the host that only this module uses.
+    """
 
     @staticmethod
-    def __new__(cls, values: torch.Tensor, memory: Memory | None = None) -> DeviceTensor:
+    def __new__(
+        cls, values: torch.Tensor, memory: Memory | None = None
+    ) -> DeviceTensor:
         tensor = torch._C._acc.create_empty_tensor(values.shape, values.dtype)
         tensor.__class__ = cls
         return tensor  # type: ignore[no-any-return]
 
     def __init__(self, values: torch.Tensor, memory: Memory | None = None) -> None:
-        # The tensor says that it is contiguous. A view that is not is a copy here: writes through it are lost.
+        # The tensor says that it is contiguous. A view that is not is a copy here:
+        # writes through it are lost.
         self.values_on_device = values.contiguous()
         self.is_copy_of_a_view = self.values_on_device is not values
         self.memory = Memory() if memory is None else memory
@@ -47,16 +56,24 @@ class DeviceTensor(torch.Tensor):
 def register() -> torch.device:
     """Makes the device, once for a process, and returns it."""
     if not _libraries:
-        from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+        from torch.utils.backend_registration import (
+            _DummyBackendModule,
+            _setup_privateuseone_for_python_backend,
+        )
 
         class Module(_DummyBackendModule):  # type: ignore[misc]
-            """The module ``torch.sim``, with what TorchRec's pipelines ask of every device."""
+            """The module ``torch.sim``, with what TorchRec's pipelines ask of every
+            device.
+            """
 
             def current_stream(self) -> streams.Stream:
                 return streams.DeviceStreams(torch.device(NAME)).current()
 
         _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
-        every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+        every, aten = (
+            torch.library.Library("_", "IMPL"),
+            torch.library.Library("aten", "IMPL"),
+        )
         _libraries.extend((every, aten))
         every.fallback(_run, "PrivateUse1")
         aten.impl("_to_copy", _to_copy, "PrivateUse1")
@@ -67,12 +84,22 @@ def register() -> torch.device:
         aten.impl("as_strided", _as_strided, "PrivateUse1")
         aten.impl("_local_scalar_dense", _item, "PrivateUse1")
         for name in ("detach", "alias"):
-            aten.impl(name, lambda tensor: DeviceTensor(tensor.values_on_device, tensor.memory), "PrivateUse1")
+            aten.impl(
+                name,
+                lambda tensor: DeviceTensor(tensor.values_on_device, tensor.memory),
+                "PrivateUse1",
+            )
         # The collective of TorchRec's pipelines, which gloo runs on the values.
-        collective, c10d = torch.ops.c10d.alltoall_base_.default, torch.library.Library("c10d", "IMPL")
+        collective, c10d = (
+            torch.ops.c10d.alltoall_base_.default,
+            torch.library.Library("c10d", "IMPL"),
+        )
         _libraries.append(c10d)
-        c10d.impl("alltoall_base_", lambda *args: _run(collective, *args), "PrivateUse1")
-        # torch's autograd of this view makes a plain tensor of it. No program here differentiates it.
+        c10d.impl(
+            "alltoall_base_", lambda *args: _run(collective, *args), "PrivateUse1"
+        )
+        # torch's autograd of this view makes a plain tensor of it. No program here
+        # differentiates it.
         aten.impl("view.dtype", _view_as_dtype, "AutogradPrivateUse1")
         device_copies.streams_by_type[NAME] = streams.DeviceStreams
     return torch.device(NAME, 0)
@@ -83,7 +110,9 @@ def _values(value: Any) -> Any:
 
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs an operator of torch, FBGEMM or TorchRec on the values of its device tensors."""
+    """Runs an operator of torch, FBGEMM or TorchRec on the values of its device
+    tensors.
+    """
     written = tree_leaves(
         [
             args[place] if place < len(args) else kwargs.get(argument.name)
@@ -95,7 +124,9 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(each, DeviceTensor) and each.is_copy_of_a_view:
             raise NotImplementedError(f"{op} writes to a view that is not contiguous")
     if op.namespace.startswith("recstore"):
-        raise NotImplementedError(f"{op} got a tensor on the device, whose memory the host cannot read")
+        raise NotImplementedError(
+            f"{op} got a tensor on the device, whose memory the host cannot read"
+        )
     inputs = {id(_values(each)): each for each in tree_leaves((args, kwargs))}
     memories = {}
     for each in tree_leaves((args, kwargs)):
@@ -103,7 +134,10 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
             each.memory.used()
             memories[_storage(each.values_on_device)] = each.memory
     memories.pop(0, None)  # empty tensors
-    mine, named = tree_map(_values, args), {k: tree_map(_values, v) for k, v in kwargs.items() if k != "device"}
+    mine, named = (
+        tree_map(_values, args),
+        {k: tree_map(_values, v) for k, v in kwargs.items() if k != "device"},
+    )
     device = kwargs.get("device")
 
     def out(value: Any) -> Any:
@@ -130,7 +164,9 @@ def _storage(values: torch.Tensor) -> int:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
-    """Copies between the host and the device: at once, or when the stream is waited for."""
+    """Copies between the host and the device: at once, or when the stream is waited
+    for.
+    """
     up = isinstance(target, DeviceTensor)
     memory = target.memory if isinstance(target, DeviceTensor) else source.memory  # type: ignore[attr-defined]
     way, host = ("up", source) if up else ("down", target)
@@ -138,7 +174,13 @@ def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> Non
     values, into = _values(source), _values(target)
     streams.copy(
         Copy(
-            way, size, tuple(source.shape), source.dtype, not non_blocking, streams.is_pinned(host), streams.current()
+            way,
+            size,
+            tuple(source.shape),
+            source.dtype,
+            not non_blocking,
+            streams.is_pinned(host),
+            streams.current(),
         ),
         memory,
         lambda: into.copy_(values),
@@ -160,18 +202,25 @@ def _to_copy(
     if to == tensor.device.type:
         assert isinstance(tensor, DeviceTensor)
         tensor.memory.used()
-        cast = DeviceTensor(tensor.values_on_device.to(dtype or tensor.dtype, copy=True))
+        cast = DeviceTensor(
+            tensor.values_on_device.to(dtype or tensor.dtype, copy=True)
+        )
         cast.memory.written()
         return cast
-    # The device casts, so that the copy has the dtype of the result, as long as it is on its way up.
-    source = tensor.to(dtype) if dtype is not None and dtype is not tensor.dtype else tensor
+    # The device casts, so that the copy has the dtype of the result, as long as it is
+    # on its way up.
+    source = (
+        tensor.to(dtype) if dtype is not None and dtype is not tensor.dtype else tensor
+    )
     values = torch.empty(tensor.shape, dtype=source.dtype)
     target = DeviceTensor(values) if to == NAME else values
     _copy(source, target, non_blocking)
     return target
 
 
-def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def _copy_from(
+    source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
     if isinstance(target, DeviceTensor) and target.is_copy_of_a_view:
         raise NotImplementedError("copy_ writes to a view that is not contiguous")
     if source.device.type != target.device.type:
@@ -184,15 +233,25 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
     return target
 
 
-def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def _copy_(
+    target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
     return _copy_from(source, target, non_blocking)
 
 
-def _as_strided(tensor: DeviceTensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
-    # Slices of slices come here with the offset in the tensor, which says that its own offset is 0.
+def _as_strided(
+    tensor: DeviceTensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> torch.Tensor:
+    # Slices of slices come here with the offset in the tensor, which says that its own
+    # offset is 0.
     tensor.memory.used()
     values = tensor.values_on_device
-    return DeviceTensor(values.as_strided(size, stride, values.storage_offset() + (storage_offset or 0)), tensor.memory)
+    return DeviceTensor(
+        values.as_strided(
+            size, stride, values.storage_offset() + (storage_offset or 0)
+        ),
+        tensor.memory,
+    )
 
 
 def _view_as_dtype(tensor: DeviceTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -211,9 +270,16 @@ def _empty(
 
 
 def _empty_strided(
-    size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+    size: Any,
+    stride: Any,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
 ) -> torch.Tensor:
-    return DeviceTensor(torch.empty_strided(size, stride, dtype=dtype or torch.get_default_dtype()))
+    return DeviceTensor(
+        torch.empty_strided(size, stride, dtype=dtype or torch.get_default_dtype())
+    )
 
 
 def _item(tensor: torch.Tensor) -> Any:

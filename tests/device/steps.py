@@ -1,4 +1,6 @@
-"""Programs that train a model with dense layers on a device, and what happens there in which order."""
+"""Programs that train a model with dense layers on a device, and what happens there in
+which order.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,37 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
 from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline import TrainPipelineBase
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDistLite
+from torchrec.distributed.train_pipeline.train_pipelines import (
+    TrainPipelineSparseDistLite,
+)
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.device import scenarios, streams
 from tests.device.scenarios import DIM, META, Found, batches, host, sharded
-from torchrec_recstore import LRU, RecStorePrefetchPipeline, RocksDBStore, TableOptions, table_stats
+from torchrec_recstore import (
+    LRU,
+    RecStorePrefetchPipeline,
+    RocksDBStore,
+    TableOptions,
+    table_stats,
+)
 
 STEPS = 6
-PIPELINES = (TrainPipelineBase, TrainPipelineSparseDist, TrainPipelineSparseDistLite, RecStorePrefetchPipeline)
+PIPELINES = (
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+    TrainPipelineSparseDistLite,
+    RecStorePrefetchPipeline,
+)
 
 
 class Model(nn.Module):
@@ -30,7 +50,12 @@ class Model(nn.Module):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         tables = [
-            EmbeddingBagConfig(name="t_user", embedding_dim=DIM, num_embeddings=2**40, feature_names=["u"]),
+            EmbeddingBagConfig(
+                name="t_user",
+                embedding_dim=DIM,
+                num_embeddings=2**40,
+                feature_names=["u"],
+            ),
             EmbeddingBagConfig(
                 name="t_item",
                 embedding_dim=DIM,
@@ -56,7 +81,9 @@ class MarkedSGD(torch.optim.SGD):
         super().step(closure)
 
 
-def build(device: torch.device, options: TableOptions | None = None, **fused: Any) -> tuple[Any, CombinedOptimizer]:
+def build(
+    device: torch.device, options: TableOptions | None = None, **fused: Any
+) -> tuple[Any, CombinedOptimizer]:
     model = sharded(Model(device), device, options, **fused)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     assert list(dense) == ["weight"]
@@ -65,7 +92,9 @@ def build(device: torch.device, options: TableOptions | None = None, **fused: An
     def mark(module: nn.Module, args: Any, out: Any) -> None:
         streams.order.append(("mark", "forward"))
         if out[0].requires_grad:
-            out[0].register_hook(lambda grad: streams.order.append(("mark", "backward")))
+            out[0].register_hook(
+                lambda grad: streams.order.append(("mark", "backward"))
+            )
 
     model.register_forward_hook(mark)
     return model, CombinedOptimizer([model.fused_optimizer, ("dense", wrapped)])
@@ -95,7 +124,9 @@ def pipelines(device: torch.device) -> Found:
 
 
 def schedules(device: torch.device) -> Found:
-    """A loop that changes the learning rate and reads the table after backward, with and without accumulation."""
+    """A loop that changes the learning rate and reads the table after backward, with
+    and without accumulation.
+    """
     found: Found = {}
     for accumulation in (1, 2):
         model, optimizer = build(device, recstore_accumulation_steps=accumulation)
@@ -112,16 +143,27 @@ def schedules(device: torch.device) -> Found:
                 group["lr"] *= 0.5
             losses.append(host(loss))
         state = model.state_dict()
-        rows = {name: state[name].local_shards()[0].tensor for name in state if name.endswith((".weight", "_id"))}
+        rows = {
+            name: state[name].local_shards()[0].tensor
+            for name in state
+            if name.endswith((".weight", "_id"))
+        }
         model.eval()
         with torch.no_grad():
             losses += [host(model(features)[0]) for features in batches(2, device)]
-        found[str(accumulation)] = {"reads": reads, "losses": losses, "state": host(rows), **found_in(model)}
+        found[str(accumulation)] = {
+            "reads": reads,
+            "losses": losses,
+            "state": host(rows),
+            **found_in(model),
+        }
     return found
 
 
 def order_of_a_step(device: torch.device) -> Found:
-    """What happens in two steps under the pipeline that prefetches, after the first steps."""
+    """What happens in two steps under the pipeline that prefetches, after the first
+    steps.
+    """
     model, optimizer = build(device)
     pipeline = RecStorePrefetchPipeline(model, optimizer, device)
     data = iter(list(batches(STEPS, device)))
@@ -135,7 +177,9 @@ def order_of_a_step(device: torch.device) -> Found:
 
 
 def rows_before_backward(device: torch.device) -> Found:
-    """Which ids of the next batch have a row when backward begins, and when cold rows are read, under the pipeline."""
+    """Which ids of the next batch have a row when backward begins, and when cold rows
+    are read, under the pipeline.
+    """
     data = list(batches(STEPS, torch.device("cpu"), distinct=3000))
     model, optimizer = build(device)
     item = {table.name: table for table in model.module.ebc.recstore_tables()}["t_item"]
@@ -144,7 +188,13 @@ def rows_before_backward(device: torch.device) -> Found:
     def look(module: nn.Module, args: Any, out: Any) -> None:
         def next_rows(grad: Tensor) -> None:
             following = data[min(len(ready) + 1, STEPS - 1)]
-            ready.append(bool(item.contains(torch.cat([following[name].values() for name in ("i", "j")])).all()))
+            ready.append(
+                bool(
+                    item.contains(
+                        torch.cat([following[name].values() for name in ("i", "j")])
+                    ).all()
+                )
+            )
 
         out[0].register_hook(next_rows)
 
@@ -155,7 +205,9 @@ def rows_before_backward(device: torch.device) -> Found:
         pipeline.progress(of_data)
 
     with tempfile.TemporaryDirectory() as folder:
-        bounded = TableOptions(max_rows=40, eviction=LRU(), cold_store=RocksDBStore(f"{folder}/cold"))
+        bounded = TableOptions(
+            max_rows=40, eviction=LRU(), cold_store=RocksDBStore(f"{folder}/cold")
+        )
         model, optimizer = build(device, bounded)
         tables = list(model.module.ebc.recstore_tables())
         for table in tables:
@@ -169,7 +221,10 @@ def rows_before_backward(device: torch.device) -> Found:
             streams.order.append(("mark", "end of step"))
         for table in tables:
             table.close()
-    return {"ready": ready, "order": [entry[1] for entry in streams.order if entry[0] == "mark"]}
+    return {
+        "ready": ready,
+        "order": [entry[1] for entry in streams.order if entry[0] == "mark"],
+    }
 
 
 def _marked(get: Callable[[Tensor], Any], ids: Tensor) -> Any:

@@ -1,12 +1,17 @@
-"""Streams, events and pinned memory of the simulated device. What may run late runs late.
+"""Streams, events and pinned memory of the simulated device.
 
-A copy that does not block is queued on the current stream. It runs when the host waits for an event that was recorded
-after it, when the stream is waited for, or when an operator of a stream that comes after it uses its memory. Until
-then, the host's side of a copy to the host has nonsense in it. So a program that reads the host's buffer before the
-copy has ended, or changes the buffer of a copy to the device too early, gets wrong numbers.
+What may run late runs late.
 
-Operators run at once. Each stream knows what it comes after, by a vector clock: an operator or a copy that uses memory
-which another stream has written, without an event between them, raises :class:`Race`.
+A copy that does not block is queued on the current stream. It runs when the host waits
+for an event that was recorded after it, when the stream is waited for, or when an
+operator of a stream that comes after it uses its memory. Until then, the host's side of
+a copy to the host has nonsense in it. So a program that reads the host's buffer before
+the copy has ended, or changes the buffer of a copy to the device too early, gets wrong
+numbers.
+
+Operators run at once. Each stream knows what it comes after, by a vector clock: an
+operator or a copy that uses memory which another stream has written, without an event
+between them, raises :class:`Race`.
 """
 
 from __future__ import annotations
@@ -30,7 +35,9 @@ class Race(RuntimeError):
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy between the host and the device: ``"down"`` to the host, or ``"up"`` to the device."""
+    """A copy between the host and the device: ``"down"`` to the host, or ``"up"`` to
+    the device.
+    """
 
     way: str
     bytes: int
@@ -42,16 +49,24 @@ class Copy:
 
 
 copies: list[Copy] = []
-"""The copies so far, in the order in which they were queued. Clear the list before the step that is looked at."""
+"""The copies so far, in the order in which they were queued.
+
+Clear the list before the step that is looked at.
+"""
 
 order: list[tuple[Any, ...]] = []
-"""What has happened: ``("copy", Copy)``, ``("record", event, stream)``, ``("wait", stream, event)``, ``("host waits",
-event)`` and ``("synchronize", stream)``, which blocks the host for all that the stream has been given. Tests add marks.
+"""What has happened: ``("copy", Copy)``, ``("record", event, stream)``, ``("wait",
+stream, event)``, ``("host waits", event)`` and ``("synchronize", stream)``, which
+blocks the host for all that the stream has been given.
+
+Tests add marks.
 """
 
 
 class Stream:
-    """A stream: what has been queued and has not run, and how far it comes after each stream."""
+    """A stream: what has been queued and has not run, and how far it comes after each
+    stream.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -116,7 +131,9 @@ def current() -> str:
 
 
 def _run_until(clock: dict[Stream, int]) -> None:
-    """Runs what the streams have been given up to these times, in the order in which it was given."""
+    """Runs what the streams have been given up to these times, in the order in which it
+    was given.
+    """
     with _lock:
         due = []
         for stream, time in clock.items():
@@ -127,7 +144,9 @@ def _run_until(clock: dict[Stream, int]) -> None:
 
 
 class Memory:
-    """Memory on the device: the last write, and whether a copy that has not run uses it."""
+    """Memory on the device: the last write, and whether a copy that has not run uses
+    it.
+    """
 
     def __init__(self) -> None:
         self._by: tuple[Stream, int] = (_default, 0)
@@ -137,7 +156,10 @@ class Memory:
         """An operator of the current stream reads or writes the memory."""
         stream, (by, time) = _stream(), self._by
         if stream.clock.get(by, 0) < time:
-            raise Race(f"stream {stream.name} uses memory that stream {by.name} writes, and waits for no event of it")
+            raise Race(
+                f"stream {stream.name} uses memory that stream {by.name} writes, and"
+                " waits for no event of it"
+            )
         if self._copies:
             _run_until(stream.clock)
 
@@ -157,7 +179,9 @@ class Memory:
         stream.queue.append((stream.tick(), copy))
 
 
-def copy(record: Copy, memory: Memory, run: Callable[[], Any], host: Tensor | None) -> None:
+def copy(
+    record: Copy, memory: Memory, run: Callable[[], Any], host: Tensor | None
+) -> None:
     """Queues a copy, or runs it at once if it blocks.
 
     Args:
@@ -175,7 +199,11 @@ def copy(record: Copy, memory: Memory, run: Callable[[], Any], host: Tensor | No
         run()
     else:
         if host is not None:
-            host.view(torch.uint8).fill_(NONSENSE) if host.is_contiguous() else host.fill_(NONSENSE)
+            (
+                host.view(torch.uint8).fill_(NONSENSE)
+                if host.is_contiguous()
+                else host.fill_(NONSENSE)
+            )
         memory.queue(run)
     if host is None:
         memory.written()
@@ -187,7 +215,9 @@ def is_pinned(tensor: Tensor) -> bool:
 
 
 class DeviceStreams:
-    """The device's implementation of ``torchrec_recstore.kernels.device_copies.DeviceStreams``."""
+    """The device's implementation of
+    ``torchrec_recstore.kernels.device_copies.DeviceStreams``.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.aside = _aside
@@ -202,6 +232,7 @@ class DeviceStreams:
         tensor = torch.empty(tuple(shape), dtype=dtype)
         address = tensor.untyped_storage().data_ptr()
         _pinned.add(address)
-        # The tensor may be freed while a copy has not run: the copy keeps the memory, as torch's allocator does.
+        # The tensor may be freed while a copy has not run: the copy keeps the memory,
+        # as torch's allocator does.
         weakref.finalize(tensor.untyped_storage(), _pinned.discard, address)
         return tensor

@@ -1,6 +1,8 @@
-"""Host tables below a device: results equal to the bit to those on the CPU, and as few copies as the rows need.
+"""Host tables below a device: results equal to the bit to those on the CPU, and as few
+copies as the rows need.
 
-The device is :mod:`tests.device.simulated`. It belongs to a process, so that each test runs in a process of its own.
+The device is :mod:`tests.device.simulated`. It belongs to a process, so that each test
+runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -18,11 +20,18 @@ import torch.utils.backend_registration
 from tests.device import checks, scenarios, simulated, steps
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+    not hasattr(
+        torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"
+    ),
     reason="this torch has no devices in Python",
 )
 
-RECORDED = ["copies_of_a_step", "order_of_a_step", "rows_before_backward", *checks.CHECKS]
+RECORDED = [
+    "copies_of_a_step",
+    "order_of_a_step",
+    "rows_before_backward",
+    *checks.CHECKS,
+]
 SCENARIOS = {**steps.SCENARIOS, **checks.CHECKS}
 SHORT = [name for name in SCENARIOS if name not in ("long_bounds", *RECORDED)]
 
@@ -41,11 +50,15 @@ def run(names: list[str], path: str) -> None:
 
 
 def found_by(names: list[str], folder: Path) -> dict[str, tuple[Any, Any, int]]:
-    process = mp.get_context("spawn").Process(target=run, args=(names, str(folder / "found")))
+    process = mp.get_context("spawn").Process(
+        target=run, args=(names, str(folder / "found"))
+    )
     process.start()
     process.join(280)
     assert process.exitcode == 0
-    found: dict[str, tuple[Any, Any, int]] = torch.load(folder / "found", weights_only=False)
+    found: dict[str, tuple[Any, Any, int]] = torch.load(
+        folder / "found", weights_only=False
+    )
     return found
 
 
@@ -58,21 +71,27 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(
+            same(one[key], other[key]) for key in one
+        )
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_results_are_those_of_the_cpu(name: str, short: dict[str, tuple[Any, Any, int]]) -> None:
+def test_results_are_those_of_the_cpu(
+    name: str, short: dict[str, tuple[Any, Any, int]]
+) -> None:
     on_cpu, on_device, copies = short[name]
     assert on_cpu
     assert same(on_cpu, on_device)
     assert copies
 
 
-def test_a_step_copies_ids_rows_and_gradients_once(short: dict[str, tuple[Any, Any, int]]) -> None:
+def test_a_step_copies_ids_rows_and_gradients_once(
+    short: dict[str, tuple[Any, Any, int]],
+) -> None:
     found = dict(short["copies_of_a_step"][1])
     weighted = found.pop("weighted step")
     for name in ("eager bags step", "eager sequences step"):
@@ -83,30 +102,52 @@ def test_a_step_copies_ids_rows_and_gradients_once(short: dict[str, tuple[Any, A
             ("down", sizes["rows"], "aside"),
         ]
         assert all(each.pinned and not each.blocking for each in copies), name
-    assert set(found) == {f"{name} {step}" for name in ("fp32", "fp16") for step in ("step", "prefetched")}
+    assert set(found) == {
+        f"{name} {step}" for name in ("fp32", "fp16") for step in ("step", "prefetched")
+    }
     assert [each.way for each in weighted[0]] == ["down", "up", "down"]
     assert weighted[0][0].bytes == weighted[1]["ids"]  # with the weights
     for step, (copies, sizes) in found.items():
-        down = [] if step.endswith("prefetched") else [("down", sizes["ids"])]  # the prefetch has copied the ids
-        assert [(each.way, each.bytes) for each in copies] == [*down, ("up", sizes["rows"]), ("down", sizes["rows"])]
+        # the prefetch has copied the ids
+        down = [] if step.endswith("prefetched") else [("down", sizes["ids"])]
+        assert [(each.way, each.bytes) for each in copies] == [
+            *down,
+            ("up", sizes["rows"]),
+            ("down", sizes["rows"]),
+        ]
         assert all(each.pinned and not each.blocking for each in copies), step
-        assert [each.stream for each in copies] == ["default"] * (len(copies) - 1) + ["aside"], step
-    assert found["fp16 step"][1]["rows"] * 2 == found["fp32 step"][1]["rows"]  # 16 bits cross the bus
+        assert [each.stream for each in copies] == ["default"] * (len(copies) - 1) + [
+            "aside"
+        ], step
+    # 16 bits cross the bus
+    assert found["fp16 step"][1]["rows"] * 2 == found["fp32 step"][1]["rows"]
 
 
 def test_the_next_batch_is_ready_before_backward_and_gradients_go_down_beside_the_dense_optimizer(
     short: dict[str, tuple[Any, Any, int]],
 ) -> None:
     order = short["order_of_a_step"][1]["order"]
-    ends = [place for place, entry in enumerate(order) if entry == ("mark", "end of step")]
+    ends = [
+        place for place, entry in enumerate(order) if entry == ("mark", "end of step")
+    ]
     first, second = order[: ends[0]], order[ends[0] : ends[1]]
-    backward, dense = first.index(("mark", "backward")), first.index(("mark", "dense optimizer"))
+    backward, dense = (
+        first.index(("mark", "backward")),
+        first.index(("mark", "dense optimizer")),
+    )
 
     def large(entries: list[Any], way: str) -> list[int]:
-        return [n for n, each in enumerate(entries) if each[0] == "copy" and each[1].way == way and each[1].pinned]
+        return [
+            n
+            for n, each in enumerate(entries)
+            if each[0] == "copy" and each[1].way == way and each[1].pinned
+        ]
 
     rows, down = large(first, "up"), large(first, "down")
-    ids, gradients = [n for n in down if n < backward], [n for n in down if n > backward]
+    ids, gradients = (
+        [n for n in down if n < backward],
+        [n for n in down if n > backward],
+    )
     assert len(rows) == len(ids) == len(gradients) == 2  # two groups
     assert max(rows) < min(ids)  # the rows of this batch, then the ids of the next one
     for place in ids:
@@ -114,9 +155,11 @@ def test_the_next_batch_is_ready_before_backward_and_gradients_go_down_beside_th
         assert first[place + 2] == ("host waits", first[place + 1][1])
     for place in gradients:
         assert first[place][1].stream == "aside"
-        assert first[place - 1][0] == "wait"  # for what the layers have computed, and for nothing after it
+        # for what the layers have computed, and for nothing after it
+        assert first[place - 1][0] == "wait"
         assert first[place + 1][::2] == ("record", "aside")
-        # Nobody waits for the gradients before the dense optimizer has run, and the next rows go up after them.
+        # Nobody waits for the gradients before the dense optimizer has run, and the
+        # next rows go up after them.
         event = ("host waits", first[place + 1][1])
         assert place < dense
         assert event not in first
@@ -137,13 +180,19 @@ def test_rows_of_the_next_batch_are_made_and_cold_rows_are_read_before_backward(
     of_steps = ", ".join(found["order"]).split(", end of step")[:-1]
     assert len(of_steps) == 30
     wrong = [
-        step for step in of_steps if not re.fullmatch("(, )?forward(, cold read)*, backward, dense optimizer", step)
+        step
+        for step in of_steps
+        if not re.fullmatch(
+            "(, )?forward(, cold read)*, backward, dense optimizer", step
+        )
     ]
     assert not wrong
     assert sum("cold read" in step for step in of_steps) > 20
 
 
-def test_the_device_runs_copies_late_and_refuses_races(short: dict[str, tuple[Any, Any, int]]) -> None:
+def test_the_device_runs_copies_late_and_refuses_races(
+    short: dict[str, tuple[Any, Any, int]],
+) -> None:
     assert short["late_copies"][1] == [
         "the host sees nonsense before it waits, and 5.0 afterwards",
         "what the host writes after it has queued a copy goes up: 7.0",
@@ -167,20 +216,28 @@ def test_errors_of_late_updates_are_raised_once_and_lose_no_other_update(
     ]
 
 
-def test_a_gradient_that_is_changed_while_it_is_copied_is_refused(short: dict[str, tuple[Any, Any, int]]) -> None:
+def test_a_gradient_that_is_changed_while_it_is_copied_is_refused(
+    short: dict[str, tuple[Any, Any, int]],
+) -> None:
     before, changed = short["changed_gradients"][1]
     assert before == "2 updates"
-    assert changed.startswith("the gradient of RecStore rows was changed in place after backward")
+    assert changed.startswith(
+        "the gradient of RecStore rows was changed in place after backward"
+    )
 
 
 @pytest.mark.slow
 def test_a_thousand_steps_with_eviction_expiry_and_a_cold_store(tmp_path: Path) -> None:
     on_cpu, on_device, _ = found_by(["long_bounds"], tmp_path)["long_bounds"]
-    assert on_cpu["cold_stats"]["t_item"].cold_hits > 0 < on_cpu["stats"]["t_item"].expired
+    assert (
+        on_cpu["cold_stats"]["t_item"].cold_hits > 0 < on_cpu["stats"]["t_item"].expired
+    )
     assert same(on_cpu, on_device)
 
 
-def test_the_device_refuses_whoever_reads_its_memory(short: dict[str, tuple[Any, Any, int]]) -> None:
+def test_the_device_refuses_whoever_reads_its_memory(
+    short: dict[str, tuple[Any, Any, int]],
+) -> None:
     native, table = short["misuse"][1]
     assert "got a tensor on the device" in native
     assert "ids must be on the CPU, got sim:0" in table

@@ -1,4 +1,6 @@
-"""What happens to a train pipeline between and within its steps, beside a plain loop over the same batches."""
+"""What happens to a train pipeline between and within its steps, beside a plain loop
+over the same batches.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -31,16 +39,26 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_recstore import RecStoreConstraints, RecStorePlanner, reshard
-from torchrec_recstore.sharders import RecStoreEmbeddingCollectionSharder, RecStorePrefetchPipeline, RecStoreSharder
+from torchrec_recstore.sharders import (
+    RecStoreEmbeddingCollectionSharder,
+    RecStorePrefetchPipeline,
+    RecStoreSharder,
+)
 
 CPU = torch.device("cpu")
 IDS = 50
 BAGS = 6
 TABLES = [
-    EmbeddingBagConfig(name="a", num_embeddings=IDS, embedding_dim=8, feature_names=["f0", "f1"]),
-    EmbeddingBagConfig(name="b", num_embeddings=IDS, embedding_dim=4, feature_names=["f2"]),
+    EmbeddingBagConfig(
+        name="a", num_embeddings=IDS, embedding_dim=8, feature_names=["f0", "f1"]
+    ),
+    EmbeddingBagConfig(
+        name="b", num_embeddings=IDS, embedding_dim=4, feature_names=["f2"]
+    ),
 ]
-ROWS = [EmbeddingConfig(name="c", num_embeddings=IDS, embedding_dim=4, feature_names=["f1"])]
+ROWS = [
+    EmbeddingConfig(name="c", num_embeddings=IDS, embedding_dim=4, feature_names=["f1"])
+]
 FIRST_PLAN = {"a": "table_wise", "b": "row_wise", "c": "row_wise"}
 """The types of the second plan differ for each rank and each number of shardings."""
 SECOND_PLAN = {"a": "row_wise", "b": "row_wise", "c": "row_wise"}
@@ -51,7 +69,8 @@ PIPELINES: dict[str, Callable[..., Any]] = {
     "TrainPipelineSparseDistLite": TrainPipelineSparseDistLite,
     "TrainPipelineBase": TrainPipelineBase,
     "TrainPipelinePT2": partial(
-        TrainPipelinePT2, compile_configs=TorchCompileConfig(backend="eager", compile_on_iter=1)
+        TrainPipelinePT2,
+        compile_configs=TorchCompileConfig(backend="eager", compile_on_iter=1),
     ),
     "EvalPipelineSparseDist": EvalPipelineSparseDist,
 }
@@ -131,18 +150,31 @@ class Trial:
         self.tables = tables
         fused_params = {"learning_rate": 0.05}
         self.sharders: list[ModuleSharder[nn.Module]] = (
-            [RecStoreSharder(fused_params), RecStoreEmbeddingCollectionSharder(fused_params)]
+            [
+                RecStoreSharder(fused_params),
+                RecStoreEmbeddingCollectionSharder(fused_params),
+            ]
             if tables == "recstore"
-            else [EmbeddingBagCollectionSharder(fused_params), EmbeddingCollectionSharder(fused_params)]
+            else [
+                EmbeddingBagCollectionSharder(fused_params),
+                EmbeddingCollectionSharder(fused_params),
+            ]
         )
         module = Model(self.device)
-        # Without DDP: it refuses every forward after an error in backward, in a plain loop too.
+        # Without DDP: it refuses every forward after an error in backward, in a plain
+        # loop too.
         self.model = DistributedModelParallel(
-            module, sharders=self.sharders, plan=self.plan(FIRST_PLAN), device=CPU, init_data_parallel=False
+            module,
+            sharders=self.sharders,
+            plan=self.plan(FIRST_PLAN),
+            device=CPU,
+            init_data_parallel=False,
         )
         dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         wrapped = KeyedOptimizerWrapper(dense, partial(torch.optim.SGD, lr=0.1))
-        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, ("dense", wrapped)])
+        self.optimizer = CombinedOptimizer(
+            [self.model.fused_optimizer, ("dense", wrapped)]
+        )
         for number in (100, 101):
             self.train(batch_of(number, dist.get_rank()))
 
@@ -157,11 +189,19 @@ class Trial:
             if self.tables == "recstore":
                 constraints[name] = RecStoreConstraints(sharding_types=[sharding_type])
             else:  # TorchRec offers no other type for this kernel on the CPU.
-                constraints[name] = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
+                constraints[name] = ParameterConstraints(
+                    sharding_types=["table_wise"], compute_kernels=["fused"]
+                )
         ranks = dist.get_world_size()
-        topology = Topology(world_size=ranks, local_world_size=ranks, compute_device="cpu")
-        planner = RecStorePlanner(topology=topology, constraints=constraints, debug=False)
-        return planner.collective_plan(Model(self.device), self.sharders, dist.group.WORLD)
+        topology = Topology(
+            world_size=ranks, local_world_size=ranks, compute_device="cpu"
+        )
+        planner = RecStorePlanner(
+            topology=topology, constraints=constraints, debug=False
+        )
+        return planner.collective_plan(
+            Model(self.device), self.sharders, dist.group.WORLD
+        )
 
     def train(self, batch: KeyedJaggedTensor) -> Tensor:
         """Trains one batch, or evaluates it in evaluation mode, as a plain loop does."""
@@ -208,7 +248,9 @@ class Loop:
         """Trains the next batch, or raises StopIteration."""
         if not self.batches:
             raise StopIteration
-        self.outputs.append(self.trial.train(batch_of(self.batches[0], dist.get_rank())))
+        self.outputs.append(
+            self.trial.train(batch_of(self.batches[0], dist.get_rank()))
+        )
         del self.batches[0]
 
     def detach(self) -> None:
@@ -219,9 +261,14 @@ class Loop:
 
 
 class Piped:
-    """A pipeline. ``taken`` are the numbers of the batches that it takes from its iterators."""
+    """A pipeline.
 
-    def __init__(self, trial: Trial, kind: Callable[..., Any], sources: Sequence[Iterator[int]]) -> None:
+    ``taken`` are the numbers of the batches that it takes from its iterators.
+    """
+
+    def __init__(
+        self, trial: Trial, kind: Callable[..., Any], sources: Sequence[Iterator[int]]
+    ) -> None:
         self.trial = trial
         self.pipeline = kind(trial.model, trial.optimizer, CPU)
         self.taken: list[int] = []
@@ -262,7 +309,8 @@ class Event:
         text: The description for the documentation.
         happen: What happens.
         sources: The numbers of the batches of each iterator.
-        swap: Whether the pipeline gets the second iterator after the event, instead of after the end of the first.
+        swap: Whether the pipeline gets the second iterator after the event, instead of
+            after the end of the first.
         at_end: Whether the event happens at the end of the first iterator.
         steps: The number of steps before the event.
     """
@@ -338,17 +386,46 @@ TWO = (range(4), range(4, 8))
 EVENTS: dict[str, Event] = {
     "detach": Event("`detach()`, then `progress`", _detach),
     "attach": Event("`detach()` and `attach()`, each twice", _detach_twice_and_attach),
-    "train": Event("`detach()`, and a step of a plain loop with another batch", _detach_and_train),
+    "train": Event(
+        "`detach()`, and a step of a plain loop with another batch", _detach_and_train
+    ),
     "reshard": Event("`detach()` and `reshard`", _reshard),
     "end": Event("a new iterator after the end of the data", _nothing, sources=TWO),
-    "end detached": Event("`detach()` after the end of the data, and a new iterator", _detach, TWO, at_end=True),
-    "swap": Event("a new iterator while two batches of the old one are in flight", _nothing, TWO, swap=True),
-    "swap at the last": Event("a new iterator while one batch of the old one is left", _nothing, TWO, True, steps=3),
-    "iterator": Event("an error of the data iterator, and a new iterator", _broken_iterator, sources=TWO, swap=True),
-    "forward": Event("an error in the model's forward", partial(_fail, place="forward")),
+    "end detached": Event(
+        "`detach()` after the end of the data, and a new iterator",
+        _detach,
+        TWO,
+        at_end=True,
+    ),
+    "swap": Event(
+        "a new iterator while two batches of the old one are in flight",
+        _nothing,
+        TWO,
+        swap=True,
+    ),
+    "swap at the last": Event(
+        "a new iterator while one batch of the old one is left",
+        _nothing,
+        TWO,
+        True,
+        steps=3,
+    ),
+    "iterator": Event(
+        "an error of the data iterator, and a new iterator",
+        _broken_iterator,
+        sources=TWO,
+        swap=True,
+    ),
+    "forward": Event(
+        "an error in the model's forward", partial(_fail, place="forward")
+    ),
     "backward": Event("an error in the backward", partial(_fail, place="backward")),
-    "evaluate detached": Event("`detach()`, and an evaluation by a call of the model", _evaluate_detached),
-    "evaluate": Event("an evaluation by a call of the model, without `detach()`", _evaluate),
+    "evaluate detached": Event(
+        "`detach()`, and an evaluation by a call of the model", _evaluate_detached
+    ),
+    "evaluate": Event(
+        "an evaluation by a call of the model, without `detach()`", _evaluate
+    ),
 }
 
 
@@ -372,11 +449,14 @@ def run(event: Event, runner: Runner) -> None:
                 return
 
 
-def outcome(pipeline: Callable[..., Any], event: Event, tables: str = "recstore") -> str:
-    """Returns "works" if a pipeline gives the outputs and weights of a plain loop, and what happens otherwise.
+def outcome(
+    pipeline: Callable[..., Any], event: Event, tables: str = "recstore"
+) -> str:
+    """Returns "works" if a pipeline gives the outputs and weights of a plain loop, and
+    what happens otherwise.
 
-    The other outcomes are "raises" and the error's type, "no detach" (it does not have the method), "ignores the
-    iterator", "loses a batch" and "differs".
+    The other outcomes are "raises" and the error's type, "no detach" (it does not have
+    the method), "ignores the iterator", "loses a batch" and "differs".
     """
     evaluates = pipeline is EvalPipelineSparseDist
     trial = Trial(tables)
@@ -388,7 +468,11 @@ def outcome(pipeline: Callable[..., Any], event: Event, tables: str = "recstore"
     try:
         run(event, piped)
     except AttributeError as error:
-        return "no detach" if error.name in ("detach", "attach") else f"raises {type(error).__name__}"
+        return (
+            "no detach"
+            if error.name in ("detach", "attach")
+            else f"raises {type(error).__name__}"
+        )
     except Exception as error:
         return f"raises {type(error).__name__}"
     if len(event.sources) > 1 and event.sources[1][-1] not in piped.taken:
@@ -401,34 +485,59 @@ def outcome(pipeline: Callable[..., Any], event: Event, tables: str = "recstore"
     for values, expected_values in pairs:
         if len(values) < len(expected_values):
             return "loses a batch"
-        if not all(torch.equal(value, wanted) for value, wanted in zip(values, expected_values, strict=True)):
+        if not all(
+            torch.equal(value, wanted)
+            for value, wanted in zip(values, expected_values, strict=True)
+        ):
             return "differs"
     return "works"
 
 
-NO_DETACH = dict.fromkeys(("detach", "attach", "train", "reshard", "end detached", "evaluate detached"), "no detach")
-IGNORES = dict.fromkeys(("end", "end detached", "swap", "swap at the last", "iterator"), "ignores the iterator")
+NO_DETACH = dict.fromkeys(
+    ("detach", "attach", "train", "reshard", "end detached", "evaluate detached"),
+    "no detach",
+)
+IGNORES = dict.fromkeys(
+    ("end", "end detached", "swap", "swap at the last", "iterator"),
+    "ignores the iterator",
+)
 EXCEPTIONS: dict[str, dict[str, str]] = {
     "RecStorePrefetchPipeline": {},
     "TrainPipelineSparseDist": {
         "reshard": "raises ValueError",
-        **dict.fromkeys(("swap at the last", "forward", "backward", "evaluate"), "raises AssertionError"),
+        **dict.fromkeys(
+            ("swap at the last", "forward", "backward", "evaluate"),
+            "raises AssertionError",
+        ),
     },
-    "TrainPipelineSparseDistLite": {"iterator": "differs", "evaluate": "raises AssertionError"},
+    "TrainPipelineSparseDistLite": {
+        "iterator": "differs",
+        "evaluate": "raises AssertionError",
+    },
     "TrainPipelineBase": {
         **NO_DETACH,
         "end": "ignores the iterator",
         "forward": "loses a batch",
         "backward": "loses a batch",
     },
-    "TrainPipelinePT2": {**NO_DETACH, "forward": "loses a batch", "backward": "loses a batch"},
+    "TrainPipelinePT2": {
+        **NO_DETACH,
+        "forward": "loses a batch",
+        "backward": "loses a batch",
+    },
     "EvalPipelineSparseDist": {
         **IGNORES,
         "reshard": "raises ValueError",
-        **dict.fromkeys(("detach", "train", "forward", "evaluate detached", "evaluate"), "raises AssertionError"),
+        **dict.fromkeys(
+            ("detach", "train", "forward", "evaluate detached", "evaluate"),
+            "raises AssertionError",
+        ),
     },
 }
-"""The outcomes of each pipeline that are not "works". Those but of "reshard" are the same with TorchRec's tables."""
+"""The outcomes of each pipeline that are not "works".
+
+Those but of "reshard" are the same with TorchRec's tables.
+"""
 NOT_ASKED = {("EvalPipelineSparseDist", "backward")}
 
 _CELLS = {
@@ -450,7 +559,9 @@ def expected_outcome(pipeline: str, event: str) -> str:
 def document() -> str:
     """Returns the table of docs/sharded.md."""
     lines = [
-        "| between or within two steps | " + " | ".join(f"`{name}`" for name in PIPELINES) + " |",
+        "| between or within two steps | "
+        + " | ".join(f"`{name}`" for name in PIPELINES)
+        + " |",
         "| --- " * (1 + len(PIPELINES)) + "|",
     ]
     for key, event in EVENTS.items():

@@ -1,4 +1,6 @@
-"""TorchRec's delta tracker on two ranks has every id once, with the states of its row on any rank."""
+"""TorchRec's delta tracker on two ranks has every id once, with the states of its row
+on any rank.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,29 @@ SQUARES = (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD)
 
 def batch(bags: list[list[int]]) -> KeyedJaggedTensor:
     ids = torch.tensor([i for ids in bags for i in ids])
-    return KeyedJaggedTensor(["f"], ids, lengths=torch.tensor([len(ids) for ids in bags]))
+    return KeyedJaggedTensor(
+        ["f"], ids, lengths=torch.tensor([len(ids) for ids in bags])
+    )
 
 
-def gathered(model: DistributedModelParallel, mode: TrackingMode, bags: list[list[int]]) -> dict[int, list[Any]]:
+def gathered(
+    model: DistributedModelParallel, mode: TrackingMode, bags: list[list[int]]
+) -> dict[int, list[Any]]:
     """Returns the values of all ranks' trackers by id, after two steps."""
     tracker = model.init_torchrec_delta_tracker(DeltaTrackerConfig(tracking_mode=mode))
     for _ in range(2):
         model(batch(bags)).backward()
     mine = []
     for fqn, rows in tracker.get_unique().items():
-        assert fqn == f"tables.{'embeddings' if hasattr(model.module.tables, 'embeddings') else 'embedding_bags'}.t"
-        states = [None] * len(rows.ids) if rows.states is None else rows.states.detach().tolist()
+        assert (
+            fqn
+            == f"tables.{'embeddings' if hasattr(model.module.tables, 'embeddings') else 'embedding_bags'}.t"
+        )
+        states = (
+            [None] * len(rows.ids)
+            if rows.states is None
+            else rows.states.detach().tolist()
+        )
         mine.append(dict(zip(rows.ids.tolist(), states, strict=True)))
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
@@ -59,18 +72,30 @@ def gathered(model: DistributedModelParallel, mode: TrackingMode, bags: list[lis
     return found
 
 
-def ids_and_states(rank: int, sharding_types: Sequence[str], modes: Sequence[TrackingMode]) -> None:
+def ids_and_states(
+    rank: int, sharding_types: Sequence[str], modes: Sequence[TrackingMode]
+) -> None:
     options = TableOptions(initializer=ConstantInit(INIT), routing="block")
     optimizer = RowWiseAdagrad(lr=LR, eps=1e-8)
 
     def bag(**more: Any) -> EmbeddingBagConfig:
-        return EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=8, feature_names=["f"], **more)
+        return EmbeddingBagConfig(
+            name="t", num_embeddings=10, embedding_dim=8, feature_names=["f"], **more
+        )
 
-    fused = {"t": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])}
+    fused = {
+        "t": ParameterConstraints(
+            sharding_types=["table_wise"], compute_kernels=["fused"]
+        )
+    }
     for mode in [mode for mode in modes if mode in (TrackingMode.ID_ONLY, *SQUARES)]:
         init = functools.partial(torch.nn.init.constant_, val=INIT)
-        sharder = EmbeddingBagCollectionSharder(fused_params={**OPTIMIZER, "learning_rate": LR, "eps": 1e-8})
-        stock = distributed(collection(bag(init_fn=init)), sharder, fused, EmbeddingShardingPlanner)
+        sharder = EmbeddingBagCollectionSharder(
+            fused_params={**OPTIMIZER, "learning_rate": LR, "eps": 1e-8}
+        )
+        stock = distributed(
+            collection(bag(init_fn=init)), sharder, fused, EmbeddingShardingPlanner
+        )
         expected = gathered(stock, mode, SMALL[rank])
         for sharding_type in [kind for kind in sharding_types if kind != "column_wise"]:
             ours = recstore(collection(bag()), optimizer, options, sharding_type)
@@ -84,28 +109,40 @@ def ids_and_states(rank: int, sharding_types: Sequence[str], modes: Sequence[Tra
     distinct = {i for bags in RAW for ids in bags for i in ids}
     for sharding_type in sharding_types:
         hashed = TableOptions(
-            initializer=ConstantInit(INIT), routing="hash" if sharding_type == "row_wise" else "block"
+            initializer=ConstantInit(INIT),
+            routing="hash" if sharding_type == "row_wise" else "block",
         )
         for bags in (True, False):
             for mode in modes:
                 if bags and mode == TrackingMode.EMBEDDING:
                     continue
-                module = collection(bag()) if bags else sequences(sequence("t", ["f"], dim=8))
+                module = (
+                    collection(bag())
+                    if bags
+                    else sequences(sequence("t", ["f"], dim=8))
+                )
                 model = recstore(module, optimizer, hashed, sharding_type)
                 found = gathered(model, mode, RAW[rank])
                 assert found.keys() == distinct
                 columns = 2 if sharding_type == "column_wise" else 1
                 assert all(len(states) == columns for states in found.values())
                 if mode == TrackingMode.EMBEDDING:
-                    assert all(states == [[INIT] * (8 // columns)] * columns for states in found.values())
+                    assert all(
+                        states == [[INIT] * (8 // columns)] * columns
+                        for states in found.values()
+                    )
                 for shard in shards(model) if mode in SQUARES else []:
                     latest = shard.read_rows(shard.ids())["sum"].tolist()
                     for i, state in zip(shard.ids().tolist(), latest, strict=True):
-                        assert any(abs(state - one) <= 1e-6 * abs(state) for one in found[i])
+                        assert any(
+                            abs(state - one) <= 1e-6 * abs(state) for one in found[i]
+                        )
 
 
 def by_rows(rank: int, world_size: int) -> None:
-    ids_and_states(rank, ["row_wise"], [TrackingMode.EMBEDDING, TrackingMode.ROWWISE_ADAGRAD])
+    ids_and_states(
+        rank, ["row_wise"], [TrackingMode.EMBEDDING, TrackingMode.ROWWISE_ADAGRAD]
+    )
 
 
 def everything(rank: int, world_size: int) -> None:

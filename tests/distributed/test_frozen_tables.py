@@ -35,7 +35,8 @@ from torchrec_recstore.options import Expiry, TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 
 ADAM = EmbOptimType.ADAM
-IDS = torch.randint(-(2**62), 2**62, (40,), generator=torch.Generator().manual_seed(1))  # those of models.batch
+# those of models.batch
+IDS = torch.randint(-(2**62), 2**62, (40,), generator=torch.Generator().manual_seed(1))
 
 
 def make(
@@ -46,31 +47,45 @@ def make(
     optimizer: EmbOptimType = ADAM,
     **more: Any,
 ) -> DistributedModelParallel:
-    """The model of tests/checkpoint/models.py with frozen tables, by their options or by their parameter."""
+    """The model of tests/checkpoint/models.py with frozen tables, by their options or
+    by their parameter.
+    """
     torch.manual_seed(0)
     model, world = models.Model(), dist.get_world_size()
     sharding_type = "row_wise" if kind == "hash" else kind
     if by_parameter:
         for name in frozen:
             model.sparse.embedding_bags[name].weight.requires_grad_(False)
-    sharders = [RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.1})]
+    sharders = [
+        RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.1})
+    ]
     constraints = {
         name: RecStoreConstraints(
             sharding_types=[sharding_type],
-            min_partition=4 if sharding_type in ("column_wise", "table_column_wise", "grid_shard") else None,
+            min_partition=(
+                4
+                if sharding_type in ("column_wise", "table_column_wise", "grid_shard")
+                else None
+            ),
             options=TableOptions(
-                routing="hash" if kind == "hash" else "block", frozen=name in frozen and not by_parameter, **more
+                routing="hash" if kind == "hash" else "block",
+                frozen=name in frozen and not by_parameter,
+                **more,
             ),
         )
         for name in models.TABLES
     }
     planner = RecStorePlanner(
-        topology=Topology(world_size=world, local_world_size=world, compute_device="cpu"),
+        topology=Topology(
+            world_size=world, local_world_size=world, compute_device="cpu"
+        ),
         constraints=constraints,
         debug=False,
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    return DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+    return DistributedModelParallel(
+        model, plan=plan, sharders=sharders, device=torch.device("cpu")
+    )
 
 
 def of_table(rows: Rows, name: str) -> Rows:
@@ -82,7 +97,9 @@ def shards(model: DistributedModelParallel, name: str) -> list[Any]:
 
 
 def weights(model: DistributedModelParallel, name: str) -> dict[int, Tensor]:
-    return {key[1]: row["weight"] for key, row in whole(model).items() if key[0] == name}
+    return {
+        key[1]: row["weight"] for key, row in whole(model).items() if key[0] == name
+    }
 
 
 def assert_equal(one: dict[int, Tensor], other: dict[int, Tensor]) -> None:
@@ -91,19 +108,25 @@ def assert_equal(one: dict[int, Tensor], other: dict[int, Tensor]) -> None:
         assert torch.equal(row, other[identity])
 
 
-def assert_frozen(model: DistributedModelParallel, before: Rows, state: list[Any], name: str = "user") -> None:
+def assert_frozen(
+    model: DistributedModelParallel, before: Rows, state: list[Any], name: str = "user"
+) -> None:
     """Nothing of the table has changed."""
     rows = of_table(whole(model), name)
     assert rows.keys() == before.keys()
     for key, row in rows.items():
-        assert row.keys() == {"weight", "last_step", "frequency"}  # no state of an optimizer
+        # no state of an optimizer
+        assert row.keys() == {"weight", "last_step", "frequency"}
         for part, value in row.items():
             assert torch.equal(value, before[key][part])
     assert clocks(model, name) == state
 
 
 def clocks(model: DistributedModelParallel, name: str = "user") -> list[Any]:
-    return [(table.steps, table.optimizer_steps, table.stats().lookups, len(table)) for table in shards(model, name)]
+    return [
+        (table.steps, table.optimizer_steps, table.stats().lookups, len(table))
+        for table in shards(model, name)
+    ]
 
 
 def batches(count: int) -> Iterator[KeyedJaggedTensor]:
@@ -112,7 +135,9 @@ def batches(count: int) -> Iterator[KeyedJaggedTensor]:
 
 
 def train_one(rank: int, world_size: int, *, path: str, kinds: tuple[str, ...]) -> None:
-    """A frozen table does not change, and the other one is trained as if its rows were constant."""
+    """A frozen table does not change, and the other one is trained as if its rows were
+    constant.
+    """
     for kind in kinds:
         for by_parameter in (False, True):
             model = make(kind, by_parameter=by_parameter)
@@ -124,16 +149,20 @@ def train_one(rank: int, world_size: int, *, path: str, kinds: tuple[str, ...]) 
                 model(batch).sum().backward()
             assert_frozen(model, before, state)
             assert weights(model, "item").keys() > item.keys() or any(
-                not torch.equal(row, item[identity]) for identity, row in weights(model, "item").items()
+                not torch.equal(row, item[identity])
+                for identity, row in weights(model, "item").items()
             )
-            # The trained table learns what it learns beside a table that is trained, because the loss is a sum.
+            # The trained table learns what it learns beside a table that is trained,
+            # because the loss is a sum.
             trained = make(kind, frozen=())
             load_checkpoint(trained, f"{path}/trained")
             for batch in batches(4):
                 trained(batch).sum().backward()
             assert_equal(weights(model, "item"), weights(trained, "item"))
             parameters = dict(model.named_parameters())
-            (frozen,) = [parameter for name, parameter in parameters.items() if "user" in name]
+            (frozen,) = [
+                parameter for name, parameter in parameters.items() if "user" in name
+            ]
             assert not frozen.requires_grad
     dist.barrier()
 
@@ -158,7 +187,10 @@ def test_two_ranks(trained: DistributedModelParallel, tmp_path: Path) -> None:
 
 def test_frozen_and_trained_tables_are_not_grouped(one_rank: None) -> None:
     model = make("table_wise")
-    groups = {kernel.frozen: kernel.config.table_names() for kernel in model.module.sparse.recstore_kernels()}
+    groups = {
+        kernel.frozen: kernel.config.table_names()
+        for kernel in model.module.sparse.recstore_kernels()
+    }
     assert groups == {True: ["user"], False: ["item"]}
     for table in shards(model, "user"):
         assert isinstance(table.optimizer, SGD)
@@ -179,8 +211,12 @@ def test_ids_without_a_row(one_rank: None, missing: str) -> None:
     assert all(stats.steps == 0 for stats in table_stats(model).values())
 
 
-@pytest.mark.parametrize("pipeline", [TrainPipelineSparseDist, RecStorePrefetchPipeline])
-def test_in_a_pipeline(trained: DistributedModelParallel, tmp_path: Path, pipeline: Any) -> None:
+@pytest.mark.parametrize(
+    "pipeline", [TrainPipelineSparseDist, RecStorePrefetchPipeline]
+)
+def test_in_a_pipeline(
+    trained: DistributedModelParallel, tmp_path: Path, pipeline: Any
+) -> None:
     class WithLoss(nn.Module):
         def __init__(self, model: nn.Module) -> None:
             super().__init__()
@@ -192,15 +228,29 @@ def test_in_a_pipeline(trained: DistributedModelParallel, tmp_path: Path, pipeli
 
     torch.manual_seed(0)
     sharder = RecStoreSharder(fused_params={"optimizer": ADAM, "learning_rate": 0.1})
-    options = {name: RecStoreConstraints(options=TableOptions(frozen=name == "user")) for name in models.TABLES}
-    planner = RecStorePlanner(topology=Topology(world_size=1, compute_device="cpu"), constraints=options, debug=False)
+    options = {
+        name: RecStoreConstraints(options=TableOptions(frozen=name == "user"))
+        for name in models.TABLES
+    }
+    planner = RecStorePlanner(
+        topology=Topology(world_size=1, compute_device="cpu"),
+        constraints=options,
+        debug=False,
+    )
     wrapped = WithLoss(models.Model())
     plan = planner.collective_plan(wrapped, [sharder], dist.group.WORLD)
-    model = DistributedModelParallel(wrapped, plan=plan, sharders=[sharder], device=torch.device("cpu"))
+    model = DistributedModelParallel(
+        wrapped, plan=plan, sharders=[sharder], device=torch.device("cpu")
+    )
     load_checkpoint(model, tmp_path / "trained", tables=["user", "item"])
     state = model.module.inner.sparse.recstore_state
-    (user,), (item,) = ([shard.table for shard in state.shards[name]] for name in ("user", "item"))
-    rows, rows_of_item = user.read_rows(user.ids()), item.read_rows(item.ids())["weight"]
+    (user,), (item,) = (
+        [shard.table for shard in state.shards[name]] for name in ("user", "item")
+    )
+    rows, rows_of_item = (
+        user.read_rows(user.ids()),
+        item.read_rows(item.ids())["weight"],
+    )
     dense = torch.optim.SGD(model.module.inner.over.parameters(), lr=0.1)
     steps = pipeline(model, dense, torch.device("cpu"))
     data = batches(6)
@@ -212,18 +262,23 @@ def test_in_a_pipeline(trained: DistributedModelParallel, tmp_path: Path, pipeli
     assert len(item) > len(rows_of_item)
 
 
-def test_checkpoints_of_frozen_tables(trained: DistributedModelParallel, tmp_path: Path) -> None:
+def test_checkpoints_of_frozen_tables(
+    trained: DistributedModelParallel, tmp_path: Path
+) -> None:
     model = make("table_wise")
     load_checkpoint(model, tmp_path / "trained")
     assert_equal(weights(model, "user"), weights(trained, "user"))
-    with pytest.raises(ValueError, match="neither saved nor loaded"):  # The table does not have the base's states.
+    # The table does not have the base's states.
+    with pytest.raises(ValueError, match="neither saved nor loaded"):
         save_checkpoint(model, tmp_path / "delta", delta_of=tmp_path / "trained")
     save_checkpoint(model, tmp_path / "frozen")
     models.train(model, steps=2)
     save_checkpoint(model, tmp_path / "delta", delta_of=tmp_path / "frozen")
     again = make("row_wise")
     load_checkpoint(again, tmp_path / "delta")
-    for (key, row), (other_key, other) in zip(whole(again).items(), whole(model).items(), strict=False):
+    for (key, row), (other_key, other) in zip(
+        whole(again).items(), whole(model).items(), strict=False
+    ):
         if key == other_key:
             assert all(torch.equal(row[name], other[name]) for name in row)
     assert whole(again).keys() == whole(model).keys()
@@ -236,7 +291,9 @@ def test_checkpoints_of_frozen_tables(trained: DistributedModelParallel, tmp_pat
     models.train(thawed, steps=1)
 
 
-def test_a_delta_of_the_trainer(trained: DistributedModelParallel, tmp_path: Path) -> None:
+def test_a_delta_of_the_trainer(
+    trained: DistributedModelParallel, tmp_path: Path
+) -> None:
     model = make("column_wise")
     load_checkpoint(model, tmp_path / "trained")
     models.train(trained, steps=2)
@@ -245,7 +302,9 @@ def test_a_delta_of_the_trainer(trained: DistributedModelParallel, tmp_path: Pat
     assert_equal(weights(model, "user"), weights(trained, "user"))
 
 
-def test_states_and_distributed_checkpoints(trained: DistributedModelParallel, tmp_path: Path) -> None:
+def test_states_and_distributed_checkpoints(
+    trained: DistributedModelParallel, tmp_path: Path
+) -> None:
     import torch.distributed.checkpoint as dcp
 
     def saved(of: DistributedModelParallel, name: str) -> Path:
@@ -276,10 +335,16 @@ def test_reshard(trained: DistributedModelParallel, tmp_path: Path) -> None:
         reshard(model, make("column_wise", by_parameter=by_parameter).plan)
         models.train(model, steps=2)
         assert of_table(whole(model), "user").keys() == rows.keys()
-        assert_equal(weights(model, "user"), {key[1]: row["weight"] for key, row in rows.items()})
-    with pytest.raises(ValueError, match="table 'user' is trained, and would be frozen"):
+        assert_equal(
+            weights(model, "user"), {key[1]: row["weight"] for key, row in rows.items()}
+        )
+    with pytest.raises(
+        ValueError, match="table 'user' is trained, and would be frozen"
+    ):
         reshard(trained, make("column_wise").plan)
-    with pytest.raises(ValueError, match="table 'user' is frozen, and would be trained"):
+    with pytest.raises(
+        ValueError, match="table 'user' is frozen, and would be trained"
+    ):
         reshard(make("table_wise"), make("column_wise", frozen=()).plan)
 
 
@@ -293,35 +358,62 @@ def test_rows_do_not_expire(trained: DistributedModelParallel, tmp_path: Path) -
 
 def test_a_sharded_parameter_cannot_change(one_rank: None) -> None:
     model = make("table_wise")
-    parameters = {name.split(".")[-2]: parameter for name, parameter in model.named_parameters() if "sparse" in name}
-    with pytest.raises(RuntimeError, match=r"table 'item' is trained, .* cannot become frozen: .*frozen=True"):
+    parameters = {
+        name.split(".")[-2]: parameter
+        for name, parameter in model.named_parameters()
+        if "sparse" in name
+    }
+    with pytest.raises(
+        RuntimeError,
+        match=r"table 'item' is trained, .* cannot become frozen: .*frozen=True",
+    ):
         model.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"table 'user' is frozen, .* cannot become trained: .*frozen=False"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"table 'user' is frozen, .* cannot become trained: .*frozen=False",
+    ):
         parameters["user"].requires_grad_(True)
     parameters["user"].requires_grad_(False)
     parameters["item"].requires_grad = True
-    assert [parameters[name].requires_grad for name in ("user", "item")] == [False, True]
+    assert [parameters[name].requires_grad for name in ("user", "item")] == [
+        False,
+        True,
+    ]
     frozen = make("table_wise", ("user", "item"))
     frozen.requires_grad_(False)
 
 
 def test_sequences(one_rank: None) -> None:
     configs = [
-        EmbeddingConfig(name=name, embedding_dim=4, num_embeddings=100, feature_names=[name]) for name in ("a", "b")
+        EmbeddingConfig(
+            name=name, embedding_dim=4, num_embeddings=100, feature_names=[name]
+        )
+        for name in ("a", "b")
     ]
     collection = EmbeddingCollection(tables=configs, device=torch.device("meta"))
-    constraints = {"a": RecStoreConstraints(options=TableOptions(frozen=True, missing="init"))}
+    constraints = {
+        "a": RecStoreConstraints(options=TableOptions(frozen=True, missing="init"))
+    }
     sharder = RecStoreEmbeddingCollectionSharder(optimizer=SGD(lr=0.1))
     planner = RecStorePlanner(
-        topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints, debug=False
+        topology=Topology(world_size=1, compute_device="cpu"),
+        constraints=constraints,
+        debug=False,
     )
     plan = planner.collective_plan(collection, [sharder], dist.group.WORLD)
-    model = DistributedModelParallel(collection, plan=plan, sharders=[sharder], device=torch.device("cpu"))
-    batch = KeyedJaggedTensor(["a", "b"], values=torch.tensor([1, 2, 3, 4]), lengths=torch.tensor([2, 2]))
+    model = DistributedModelParallel(
+        collection, plan=plan, sharders=[sharder], device=torch.device("cpu")
+    )
+    batch = KeyedJaggedTensor(
+        ["a", "b"], values=torch.tensor([1, 2, 3, 4]), lengths=torch.tensor([2, 2])
+    )
     out = model(batch)
     assert out["a"].values().any()
     (out["a"].values().sum() + out["b"].values().sum()).backward()
-    assert {name: stats.rows for name, stats in table_stats(model).items()} == {"a": 0, "b": 2}
+    assert {name: stats.rows for name, stats in table_stats(model).items()} == {
+        "a": 0,
+        "b": 2,
+    }
 
 
 def test_the_planner_counts_no_states(one_rank: None) -> None:
@@ -330,14 +422,24 @@ def test_the_planner_counts_no_states(one_rank: None) -> None:
         model = models.Model()
         if arguments.pop("by_parameter", False):
             model.requires_grad_(False)
-        constraint = RecStoreConstraints(sharding_types=["table_wise"], options=TableOptions(**arguments))
+        constraint = RecStoreConstraints(
+            sharding_types=["table_wise"], options=TableOptions(**arguments)
+        )
         planner = RecStorePlanner(
             topology=Topology(world_size=1, compute_device="cpu"),
             constraints=dict.fromkeys(models.TABLES, constraint),
             debug=False,
         )
         planner.plan(model, [RecStoreSharder(fused_params={"optimizer": ADAM})])
-        return sum(shard.storage.ddr for option in planner._best_plan for shard in option.shards)
+        return sum(
+            shard.storage.ddr
+            for option in planner._best_plan
+            for shard in option.shards
+        )
 
     trained_bytes = planned_bytes()
-    assert planned_bytes(frozen=True) == planned_bytes(by_parameter=True) == trained_bytes - 2 * 100 * 2 * 8 * 4
+    assert (
+        planned_bytes(frozen=True)
+        == planned_bytes(by_parameter=True)
+        == trained_bytes - 2 * 100 * 2 * 8 * 4
+    )

@@ -1,4 +1,6 @@
-"""Batches that carry more than an unweighted collection needs give the results of unsharded TorchRec."""
+"""Batches that carry more than an unweighted collection needs give the results of
+unsharded TorchRec.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,16 @@ class GivenWeights(Case):
         plain = super().sharded_batch(step, rank)
         generator = torch.Generator().manual_seed(step)
         weights = torch.rand(len(plain.values()), generator=generator)
-        return KeyedJaggedTensor(plain.keys(), plain.values(), weights=weights, lengths=plain.lengths())
+        return KeyedJaggedTensor(
+            plain.keys(), plain.values(), weights=weights, lengths=plain.lengths()
+        )
 
 
 @dataclass(frozen=True)
 class InAnyOrder(Case):
-    """A case whose sharded model gets the features, and their inverse indices, in another order in each step."""
+    """A case whose sharded model gets the features, and their inverse indices, in
+    another order in each step.
+    """
 
     def sharded_batch(self, step: int, rank: int) -> KeyedJaggedTensor:
         ordered = super().sharded_batch(step, rank)
@@ -58,14 +64,18 @@ class InAnyOrder(Case):
             values=shuffled.values(),
             lengths=shuffled.lengths(),
             stride_per_key_per_rank=shuffled.stride_per_key_per_rank(),
-            inverse_indices=([names[place] for place in inverse_order.tolist()], bags[inverse_order]),
+            inverse_indices=(
+                [names[place] for place in inverse_order.tolist()],
+                bags[inverse_order],
+            ),
         )
 
 
 def bags_in_any_order(rank: int, world_size: int) -> None:
     for pooling in (PoolingType.MEAN, PoolingType.SUM):
         tables = three_tables(pooling)
-        # A feature of two tables, and shardings in another order than that of the tables.
+        # A feature of two tables, and shardings in another order than that of the
+        # tables.
         mixed = {"many": recstore(TABLE), "few": recstore(ROW), "also": recstore(TABLE)}
         train_and_compare(InAnyOrder(tables), mixed, rank, world_size)
 
@@ -76,7 +86,9 @@ def varying_bags_in_any_order(rank: int, world_size: int) -> None:
         for sharding_type in types:
             tables = three_tables(pooling)
             constraints = {table.name: recstore(sharding_type) for table in tables}
-            train_and_compare(InAnyOrder(tables, varying=True), constraints, rank, world_size)
+            train_and_compare(
+                InAnyOrder(tables, varying=True), constraints, rank, world_size
+            )
 
 
 def bags_with_weights(rank: int, world_size: int) -> None:
@@ -84,14 +96,23 @@ def bags_with_weights(rank: int, world_size: int) -> None:
         for sharding_type in (ROW, TABLE, COLUMN, TABLE_COLUMN, TABLE_ROW, GRID):
             tables = three_tables(pooling)
             constraints = {table.name: recstore(sharding_type) for table in tables}
-            train_and_compare(GivenWeights(tables, steps=3), constraints, rank, world_size)
+            train_and_compare(
+                GivenWeights(tables, steps=3), constraints, rank, world_size
+            )
 
 
 def sequences_with_weights(rank: int, world_size: int) -> None:
     for sharding_type in (ROW, TABLE, COLUMN):
         tables = [
-            EmbeddingConfig(name="many", num_embeddings=2**40, embedding_dim=8, feature_names=["f0", "f1"]),
-            EmbeddingConfig(name="few", num_embeddings=7, embedding_dim=8, feature_names=["f2"]),
+            EmbeddingConfig(
+                name="many",
+                num_embeddings=2**40,
+                embedding_dim=8,
+                feature_names=["f0", "f1"],
+            ),
+            EmbeddingConfig(
+                name="few", num_embeddings=7, embedding_dim=8, feature_names=["f2"]
+            ),
         ]
         constraints = {table.name: recstore(sharding_type) for table in tables}
         train_and_compare(GivenWeights(tables, steps=3), constraints, rank, world_size)
@@ -143,7 +164,10 @@ EXTRA = {"x": [1, 1, 1]}
 def test_a_further_feature_may_have_another_stride(
     sharding_type: str, pooling: PoolingType, batches: list[dict[str, list[int]]]
 ) -> None:
-    tables = [replace(table, num_embeddings=7, init_fn=None) for table in three_tables(pooling)]
+    tables = [
+        replace(table, num_embeddings=7, init_fn=None)
+        for table in three_tables(pooling)
+    ]
     reference = collection(*copy.deepcopy(tables), device="cpu")
     model = sharded(collection(*tables), sharding_type=sharding_type)
     for name, table in reference.embedding_bags.items():
@@ -166,11 +190,20 @@ def test_a_batch_that_lacks_a_feature_is_refused_by_name() -> None:
     lengths = torch.ones(4, dtype=torch.int64)
     wanted = model(KeyedJaggedTensor(names, ids, lengths=lengths)).wait()["f0"]
     lacking = KeyedJaggedTensor(["f0", "f1", "x", "f3"], ids, lengths=lengths)
-    with pytest.raises(ValueError, match=r"the batch has no feature 'f2' of table 'few', 'f2' of table 'also'"):
+    with pytest.raises(
+        ValueError,
+        match=r"the batch has no feature 'f2' of table 'few', 'f2' of table 'also'",
+    ):
         model(lacking)
     inverse = names[:3], torch.zeros(3, 1, dtype=torch.int64)
-    without_inverse = KeyedJaggedTensor(names, ids, lengths=lengths, inverse_indices=inverse)
-    with pytest.raises(ValueError, match=r"the inverse indices: .* no feature 'f3' of table 'also'"):
+    without_inverse = KeyedJaggedTensor(
+        names, ids, lengths=lengths, inverse_indices=inverse
+    )
+    with pytest.raises(
+        ValueError, match=r"the inverse indices: .* no feature 'f3' of table 'also'"
+    ):
         model(without_inverse)
     # The refused batches have changed nothing.
-    assert torch.equal(model(KeyedJaggedTensor(names, ids, lengths=lengths)).wait()["f0"], wanted)
+    assert torch.equal(
+        model(KeyedJaggedTensor(names, ids, lengths=lengths)).wait()["f0"], wanted
+    )

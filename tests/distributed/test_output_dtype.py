@@ -1,4 +1,6 @@
-"""Outputs of 16 bits on several ranks, some of which have no table of a sharding, against one process and float32."""
+"""Outputs of 16 bits on several ranks, some of which have no table of a sharding,
+against one process and float32.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,26 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import DataType
 
-from torchrec_recstore import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
+from torchrec_recstore import (
+    RecStoreEmbeddingBagCollection,
+    RecStoreEmbeddingCollection,
+)
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.planner import RecStoreConstraints
-from torchrec_recstore.sharders import RecStoreEmbeddingCollectionSharder, RecStoreSharder
+from torchrec_recstore.sharders import (
+    RecStoreEmbeddingCollectionSharder,
+    RecStoreSharder,
+)
 
 from .reference import outputs
 from .test_sharded_equals_unsharded import COLUMN, GRID, ROW, TABLE, TABLE_ROW, plan_of
 from .workers import run_on_ranks
 
-TORCH_TYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
+TORCH_TYPES = {
+    DataType.FP32: torch.float32,
+    DataType.FP16: torch.float16,
+    DataType.BF16: torch.bfloat16,
+}
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 BAG_TYPES = (TABLE, ROW, COLUMN, "table_column_wise", TABLE_ROW, GRID)
 BATCH_SIZE = 5
@@ -38,7 +50,9 @@ LEARNING_RATE = 0.05
 
 
 def bag_tables(count: int) -> list[EmbeddingBagConfig]:
-    """Tables in groups of their own, because their rows have other types or other poolings."""
+    """Tables in groups of their own, because their rows have other types or other
+    poolings.
+    """
     types = (DataType.FP32, DataType.FP16, DataType.FP32)
     poolings = (PoolingType.SUM, PoolingType.MEAN, PoolingType.MEAN)
     return [
@@ -83,14 +97,25 @@ def loss(output: Mapping[str, Tensor]) -> Tensor:
 
 
 def sharded_model(
-    module: nn.Module, constraints: Mapping[str, ParameterConstraints], output_dtype: DataType | None, world_size: int
+    module: nn.Module,
+    constraints: Mapping[str, ParameterConstraints],
+    output_dtype: DataType | None,
+    world_size: int,
 ) -> DistributedModelParallel:
-    fused_params: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE}
+    fused_params: dict[str, Any] = {
+        "optimizer": EmbOptimType.EXACT_SGD,
+        "learning_rate": LEARNING_RATE,
+    }
     if output_dtype is not None:
         fused_params["output_dtype"] = output_dtype
-    sharders = [RecStoreSharder(dict(fused_params)), RecStoreEmbeddingCollectionSharder(dict(fused_params))]
+    sharders = [
+        RecStoreSharder(dict(fused_params)),
+        RecStoreEmbeddingCollectionSharder(dict(fused_params)),
+    ]
     plan = plan_of(module, constraints, world_size)
-    return DistributedModelParallel(module, plan=plan, sharders=sharders, device=torch.device("cpu"))
+    return DistributedModelParallel(
+        module, plan=plan, sharders=sharders, device=torch.device("cpu")
+    )
 
 
 def compare(
@@ -103,7 +128,8 @@ def compare(
     lookup_dtype: torch.dtype,
     output_dtype: DataType | None = None,
 ) -> None:
-    """Trains a sharded model and a float32 module of one process, and compares the outputs of each step.
+    """Trains a sharded model and a float32 module of one process, and compares the
+    outputs of each step.
 
     Args:
         expected_dtype: The data type of the outputs.
@@ -120,15 +146,27 @@ def compare(
         one = RecStoreEmbeddingCollection(tables, optimizer=SGD(lr=LEARNING_RATE))
     model = sharded_model(module, constraints, output_dtype, world_size)
     features = [name for table in tables for name in table.feature_names]
-    where = (type(module).__name__, len(tables), constraints["t0"].sharding_types, lookup_dtype, expected_dtype)
+    where = (
+        type(module).__name__,
+        len(tables),
+        constraints["t0"].sharding_types,
+        lookup_dtype,
+        expected_dtype,
+    )
     tolerance = TOLERANCE[lookup_dtype]
     for step in range(3):
-        by_rank = [outputs(one(batch_of(other, step, features))) for other in range(world_size)]
+        by_rank = [
+            outputs(one(batch_of(other, step, features))) for other in range(world_size)
+        ]
         output = outputs(model(batch_of(rank, step, features)).wait())
         for name, value in output.items():
             assert value.dtype == expected_dtype, where
             torch.testing.assert_close(
-                value.float(), by_rank[rank][name], atol=tolerance, rtol=tolerance, msg=lambda m: f"{where}: {m}"
+                value.float(),
+                by_rank[rank][name],
+                atol=tolerance,
+                rtol=tolerance,
+                msg=lambda m: f"{where}: {m}",
             )
         total = torch.stack([loss(of_rank) for of_rank in by_rank]).sum() / world_size
         total.backward()
@@ -140,7 +178,11 @@ def compare(
     for name, value in evaluated.items():
         assert value.dtype == expected_dtype, where
         torch.testing.assert_close(
-            value.float(), expected[name], atol=4 * tolerance, rtol=tolerance, msg=lambda m: f"evaluated {where}: {m}"
+            value.float(),
+            expected[name],
+            atol=4 * tolerance,
+            rtol=tolerance,
+            msg=lambda m: f"evaluated {where}: {m}",
         )
 
 
@@ -149,8 +191,12 @@ def one_type(rank: int, world_size: int) -> None:
         narrow = TORCH_TYPES[output_dtype]
         for count in (1, 2, 3):
             for sharding_type in BAG_TYPES:
-                constraints = {f"t{i}": RecStoreConstraints(sharding_types=[sharding_type]) for i in range(count)}
-                # TorchRec divides the sums of rows that are split over ranks by lengths in float32.
+                constraints = {
+                    f"t{i}": RecStoreConstraints(sharding_types=[sharding_type])
+                    for i in range(count)
+                }
+                # TorchRec divides the sums of rows that are split over ranks by lengths
+                # in float32.
                 is_divided = count > 1 and sharding_type in (ROW, TABLE_ROW, GRID)
                 dtype = torch.float32 if is_divided else narrow
                 compare(
@@ -163,7 +209,10 @@ def one_type(rank: int, world_size: int) -> None:
                     output_dtype=output_dtype,
                 )
             for sharding_type in (TABLE, ROW, COLUMN):
-                constraints = {f"t{i}": RecStoreConstraints(sharding_types=[sharding_type]) for i in range(count)}
+                constraints = {
+                    f"t{i}": RecStoreConstraints(sharding_types=[sharding_type])
+                    for i in range(count)
+                }
                 compare(
                     sequence_tables(count),
                     constraints,
@@ -176,7 +225,9 @@ def one_type(rank: int, world_size: int) -> None:
 
 
 def other_types_for_other_tables(rank: int, world_size: int) -> None:
-    """The ranks exchange the results in one collective, so that all of them have the widest type."""
+    """The ranks exchange the results in one collective, so that all of them have the
+    widest type.
+    """
     for types, expected in (
         ((DataType.FP16, None), torch.float32),
         ((DataType.FP16, DataType.BF16), torch.float32),
@@ -184,11 +235,28 @@ def other_types_for_other_tables(rank: int, world_size: int) -> None:
     ):
         for sharding_type in (TABLE, COLUMN):
             constraints = {
-                f"t{i}": RecStoreConstraints(sharding_types=[sharding_type], output_dtype=types[i]) for i in range(2)
+                f"t{i}": RecStoreConstraints(
+                    sharding_types=[sharding_type], output_dtype=types[i]
+                )
+                for i in range(2)
             }
             narrowest = torch.bfloat16 if DataType.BF16 in types else torch.float16
-            compare(bag_tables(2), constraints, expected, rank, world_size, lookup_dtype=narrowest)
-            compare(sequence_tables(2), constraints, expected, rank, world_size, lookup_dtype=narrowest)
+            compare(
+                bag_tables(2),
+                constraints,
+                expected,
+                rank,
+                world_size,
+                lookup_dtype=narrowest,
+            )
+            compare(
+                sequence_tables(2),
+                constraints,
+                expected,
+                rank,
+                world_size,
+                lookup_dtype=narrowest,
+            )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,4 +1,6 @@
-"""Train pipelines that are detached, resharded, interrupted by errors, given new iterators, and evaluated between."""
+"""Train pipelines that are detached, resharded, interrupted by errors, given new
+iterators, and evaluated between.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,12 @@ def test_pipelines_of_torchrec(pipeline: str) -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("pipeline", OTHERS)
 def test_stock_tables_fail_in_the_same_cells(pipeline: str) -> None:
-    failing = {key: wanted for key, wanted in EXCEPTIONS[pipeline].items() if key != "reshard"}
-    outcomes = {key: outcome(PIPELINES[pipeline], EVENTS[key], "stock") for key in failing}
+    failing = {
+        key: wanted for key, wanted in EXCEPTIONS[pipeline].items() if key != "reshard"
+    }
+    outcomes = {
+        key: outcome(PIPELINES[pipeline], EVENTS[key], "stock") for key in failing
+    }
     assert outcomes == failing
 
 
@@ -76,11 +82,15 @@ def test_stock_tables_fail_in_the_same_cells(pipeline: str) -> None:
 @pytest.mark.parametrize("pipeline", UNSUPPORTED)
 def test_pipelines_that_train_no_model_on_the_cpu(pipeline: str) -> None:
     for tables in ("recstore", "stock"):
-        assert outcome(UNSUPPORTED[pipeline], EVENTS["end"], tables).startswith("raises")
+        assert outcome(UNSUPPORTED[pipeline], EVENTS["end"], tables).startswith(
+            "raises"
+        )
 
 
 def every_event(rank: int, world_size: int) -> None:
-    outcomes = {key: outcome(RecStorePrefetchPipeline, event) for key, event in EVENTS.items()}
+    outcomes = {
+        key: outcome(RecStorePrefetchPipeline, event) for key, event in EVENTS.items()
+    }
     assert outcomes == dict.fromkeys(EVENTS, "works")
 
 
@@ -96,14 +106,21 @@ def lists(*numbers: int) -> Iterator[KeyedJaggedTensor]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_batches_of_a_stock_pipeline_are_trained_before_a_reshard() -> None:
-    """TorchRec's pipeline would look up what it has distributed with the old plan, and silently be wrong."""
+    """TorchRec's pipeline would look up what it has distributed with the old plan, and
+    silently be wrong.
+    """
     trial = Trial("recstore")
     pipeline = TrainPipelineSparseDist(trial.model, trial.optimizer, CPU)
     batches = lists(*range(6))
     outputs = [pipeline.progress(batches)]
     pipeline.detach()
     before = trial.weights()
-    with pytest.raises(ValueError, match=r"distributed batches for the tables \['a', 'b'\].*progress\(iter\(\(\)\)\)"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"distributed batches for the tables \['a', 'b'\].*progress\(iter\(\(\)\)\)"
+        ),
+    ):
         reshard(trial.model, trial.plan(SECOND_PLAN))
     assert all(map(torch.equal, trial.weights(), before))
     none: Iterator[KeyedJaggedTensor] = iter(())
@@ -121,13 +138,18 @@ def test_batches_of_a_stock_pipeline_are_trained_before_a_reshard() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_another_iterator_in_another_mode_is_refused() -> None:
-    """Else the batches for training would be evaluated, and those for evaluation trained."""
+    """Else the batches for training would be evaluated, and those for evaluation
+    trained.
+    """
     trial = Trial("recstore")
     pipeline = RecStorePrefetchPipeline(trial.model, trial.optimizer, CPU)
     training = lists(*range(4))
     outputs = [pipeline.progress(training)]
     trial.model.eval()
-    with pytest.raises(RuntimeError, match=r"2 batch\(es\) of another iterator were loaded for training"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"2 batch\(es\) of another iterator were loaded for training",
+    ):
         pipeline.progress(lists(100))
     trial.model.train()
     outputs += [pipeline.progress(training) for _ in range(3)]
@@ -144,10 +166,16 @@ def test_another_iterator_in_another_mode_is_refused() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_batch_that_fails_is_left_out() -> None:
-    """The error of a batch is raised in its own step, again and again, until the batch is left out."""
+    """The error of a batch is raised in its own step, again and again, until the batch
+    is left out.
+    """
     trial = Trial("recstore")
     pipeline = RecStorePrefetchPipeline(trial.model, trial.optimizer, CPU)
-    wrong = KeyedJaggedTensor(["f0", "f1", "f2"], torch.zeros(1), lengths=torch.tensor([1] + [0] * (3 * BAGS - 1)))
+    wrong = KeyedJaggedTensor(
+        ["f0", "f1", "f2"],
+        torch.zeros(1),
+        lengths=torch.tensor([1] + [0] * (3 * BAGS - 1)),
+    )
     good = [batch_of(number, 0) for number in range(5)]
     batches = iter([good[0], good[1], wrong, good[2], good[3], good[4]])
     outputs = [pipeline.progress(batches), pipeline.progress(batches)]
@@ -220,7 +248,9 @@ def test_no_loop_goes_on_after_an_error_in_backward_under_ddp() -> None:
     class Bags(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.ebc = EmbeddingBagCollection(tables=TABLES, device=torch.device("meta"))
+            self.ebc = EmbeddingBagCollection(
+                tables=TABLES, device=torch.device("meta")
+            )
             self.over = nn.Linear(20, 1)
             self.tripwire = Tripwire()
 

@@ -1,4 +1,6 @@
-"""A reshard that fails while rows move fails on every rank, and the model cannot be used afterwards."""
+"""A reshard that fails while rows move fails on every rank, and the model cannot be
+used afterwards.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ LOST = "have lost rows, because a reshard failed"
 
 
 def assert_unusable(model: DistributedModelParallel, path: Path) -> None:
-    """Checks that the model neither trains nor predicts, nor is saved or resharded, and names the reason."""
+    """Checks that the model neither trains nor predicts, nor is saved or resharded, and
+    names the reason.
+    """
     uses: list[Callable[[], object]] = [
         lambda: models.train(model, steps=1),
         lambda: model.eval()(models.batch(1)),
@@ -52,7 +56,10 @@ def no_memory_on_one_rank(rank: int, world_size: int, *, path: str) -> None:
     Table.write = failing  # type: ignore[method-assign]
     with pytest.raises(MemoryError, match="no memory on rank 1"):
         reshard(model, other.plan)
-    with pytest.raises(RuntimeError, match=f"{LOST} with MemoryError: no memory on rank 1: start the job again"):
+    with pytest.raises(
+        RuntimeError,
+        match=f"{LOST} with MemoryError: no memory on rank 1: start the job again",
+    ):
         model(models.batch(1))
     assert_unusable(model, Path(path))
 
@@ -66,13 +73,16 @@ def a_rank_dies(rank: int, world_size: int, *, path: str) -> None:
     def dying(table: Table, part: Part) -> None:
         calls.append(len(part))
         if rank == world_size - 1 and len(calls) == 3:
-            os._exit(0)  # As SIGKILL does, but the runner of these tests accepts only the status 0.
+            # As SIGKILL does, but the runner of these tests accepts only the status 0.
+            os._exit(0)
         write(table, part)
 
     Table.write = dying  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="a rank of the job has died"):
         reshard(model, other.plan)
-    with pytest.raises(RuntimeError, match=f"{LOST} with RuntimeError: a rank of the job has died"):
+    with pytest.raises(
+        RuntimeError, match=f"{LOST} with RuntimeError: a rank of the job has died"
+    ):
         model(models.batch(1))
     leave()
 

@@ -1,4 +1,6 @@
-"""``reshard`` on one rank: what refers to a model goes on, kinds of collections, and plans that are refused."""
+"""``reshard`` on one rank: what refers to a model goes on, kinds of collections, and
+plans that are refused.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,17 @@ def step(model: nn.Module, features: KeyedJaggedTensor = IDS) -> None:
     (out["f"] if isinstance(out, dict) else out).values().sum().backward()
 
 
-def pair(sequential: bool = False) -> tuple[DistributedModelParallel, DistributedModelParallel]:
+def pair(
+    sequential: bool = False,
+) -> tuple[DistributedModelParallel, DistributedModelParallel]:
     """The same model with two plans."""
-    make: Callable[[], nn.Module] = (lambda: sequences(sequence())) if sequential else (lambda: collection(bag()))
+    make: Callable[[], nn.Module] = (
+        (lambda: sequences(sequence())) if sequential else (lambda: collection(bag()))
+    )
     kinds = ("table_wise", "row_wise")
-    one, other = (sharded(make(), sharding_type=kind, optimizer=SGD(lr=0.5)) for kind in kinds)
+    one, other = (
+        sharded(make(), sharding_type=kind, optimizer=SGD(lr=0.5)) for kind in kinds
+    )
     return one, other
 
 
@@ -63,7 +71,10 @@ def test_optimizers_and_schedulers_go_on(one_rank: None) -> None:
     reshard(model, other.plan)
     assert model.fused_optimizer is fused
     assert model.module is module
-    assert fused.state_dict()["state"].keys() == other.fused_optimizer.state_dict()["state"].keys()
+    assert (
+        fused.state_dict()["state"].keys()
+        == other.fused_optimizer.state_dict()["state"].keys()
+    )
     for change in (schedule.step, warm_up.step, warm_up.step):
         (group,), (of_warm_up,) = fused.param_groups, warm_up.param_groups
         rate, before = group["lr"], weights(model)
@@ -85,12 +96,20 @@ def test_the_plan_of_the_user_stays(one_rank: None) -> None:
     assert table_stats(model)["t"].rows == 3
 
 
-def feature_processed(wrap: Callable[[nn.Module], nn.Module] = lambda bags: bags) -> DistributedModelParallel:
+def feature_processed(
+    wrap: Callable[[nn.Module], nn.Module] = lambda bags: bags,
+) -> DistributedModelParallel:
     """A model of feature-processed bags."""
     processors = nn.ModuleDict({"f": PositionWeightedModule(max_feature_length=4)})
-    bags = FeatureProcessedEmbeddingBagCollection(collection(bag(), is_weighted=True), processors)
-    sharder = RecStoreFeatureProcessedEmbeddingBagCollectionSharder(RecStoreSharder(optimizer=SGD(lr=0.5)))
-    return DistributedModelParallel(wrap(bags), sharders=[sharder], device=torch.device("cpu"))
+    bags = FeatureProcessedEmbeddingBagCollection(
+        collection(bag(), is_weighted=True), processors
+    )
+    sharder = RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
+        RecStoreSharder(optimizer=SGD(lr=0.5))
+    )
+    return DistributedModelParallel(
+        wrap(bags), sharders=[sharder], device=torch.device("cpu")
+    )
 
 
 def test_feature_processors(one_rank: None) -> None:
@@ -122,9 +141,15 @@ def test_plans_that_do_not_fit_change_nothing(one_rank: None, tmp_path: object) 
     wrong = copy.copy(entry)
     wrong.compute_kernel = "fused"
     for plan, message in (
-        ({"elsewhere": {"t": entry}}, "the plan has no collection ''; it has .'elsewhere'."),
+        (
+            {"elsewhere": {"t": entry}},
+            "the plan has no collection ''; it has .'elsewhere'.",
+        ),
         ({"": {"u": entry}}, r"has no table\(s\) \['t'\], and unknown \['u'\]"),
-        ({"": {"t": wrong}}, "table 't' would be on TorchRec's kernel 'fused', whose rows cannot move"),
+        (
+            {"": {"t": wrong}},
+            "table 't' would be on TorchRec's kernel 'fused', whose rows cannot move",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             reshard(model, ShardingPlan(plan))
@@ -161,9 +186,14 @@ class _Model(nn.Module):
 
 @pytest.mark.parametrize("sequential", [False, True])
 def test_reshard_of_torchrec(one_rank: None, sequential: bool) -> None:
-    sharders = [RecStoreSharder(optimizer=SGD(lr=0.5)), RecStoreEmbeddingCollectionSharder(optimizer=SGD(lr=0.5))]
+    sharders = [
+        RecStoreSharder(optimizer=SGD(lr=0.5)),
+        RecStoreEmbeddingCollectionSharder(optimizer=SGD(lr=0.5)),
+    ]
     tables = sequences(sequence()) if sequential else collection(bag())
-    model = DistributedModelParallel(_Model(tables), sharders=sharders, device=torch.device("cpu"))
+    model = DistributedModelParallel(
+        _Model(tables), sharders=sharders, device=torch.device("cpu")
+    )
     other = pair(sequential)[1].plan.plan[""]
     model(IDS)[0].backward()
     before = weights(model)
@@ -182,22 +212,34 @@ def test_reshard_of_torchrec(one_rank: None, sequential: bool) -> None:
 
 def test_a_pipeline_is_detached_first(one_rank: None) -> None:
     sharder = RecStoreSharder(optimizer=SGD(lr=0.5))
-    model = DistributedModelParallel(_Model(collection(bag())), sharders=[sharder], device=torch.device("cpu"))
+    model = DistributedModelParallel(
+        _Model(collection(bag())), sharders=[sharder], device=torch.device("cpu")
+    )
     _, other = pair()
     plan = ShardingPlan({"sparse": other.plan.plan[""]})
     unused = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     pipeline = RecStorePrefetchPipeline(model, unused, torch.device("cpu"))
     batches = iter([IDS, batch(f=[[1], [2]]), batch(f=[[3], [3]]), batch(f=[[1], [1]])])
     pipeline.progress(batches)
-    with pytest.raises(ValueError, match=r"a train pipeline has begun batches .*: call pipeline.detach\(\) first"):
+    with pytest.raises(
+        ValueError,
+        match=r"a train pipeline has begun batches .*: call pipeline.detach\(\) first",
+    ):
         reshard(model, plan)
     pipeline.detach()
     reshard(model, plan)
     for _ in range(3):
         pipeline.progress(batches)
-    expected = DistributedModelParallel(_Model(collection(bag())), sharders=[sharder], device=torch.device("cpu"))
+    expected = DistributedModelParallel(
+        _Model(collection(bag())), sharders=[sharder], device=torch.device("cpu")
+    )
     expected.module.over.load_state_dict(model.module.over.state_dict())
-    for features in (IDS, batch(f=[[1], [2]]), batch(f=[[3], [3]]), batch(f=[[1], [1]])):
+    for features in (
+        IDS,
+        batch(f=[[1], [2]]),
+        batch(f=[[3], [3]]),
+        batch(f=[[1], [1]]),
+    ):
         expected(features)[0].backward()
     assert torch.allclose(weights(model), weights(expected))
 
@@ -209,7 +251,10 @@ def test_a_pipeline_of_feature_processed_bags_is_detached_first(one_rank: None) 
     pipeline = RecStorePrefetchPipeline(model, unused, torch.device("cpu"))
     batches = iter([batch(f=[[1, 2], [3]]) for _ in range(4)])
     pipeline.progress(batches)
-    with pytest.raises(ValueError, match=r"a train pipeline has begun batches .*: call pipeline.detach\(\) first"):
+    with pytest.raises(
+        ValueError,
+        match=r"a train pipeline has begun batches .*: call pipeline.detach\(\) first",
+    ):
         reshard(model, plan)
     pipeline.detach()
     reshard(model, plan)
@@ -221,7 +266,11 @@ def test_a_pipeline_of_feature_processed_bags_is_detached_first(one_rank: None) 
 def test_options_of_the_new_plan_hold(one_rank: None) -> None:
     model, _ = pair()
     step(model)
-    other = sharded(collection(bag()), options={"t": TableOptions(missing="init")}, optimizer=SGD(lr=0.5))
+    other = sharded(
+        collection(bag()),
+        options={"t": TableOptions(missing="init")},
+        optimizer=SGD(lr=0.5),
+    )
     reshard(model, other.plan)
     model.eval()
     assert dist.get_world_size() == 1

@@ -1,4 +1,6 @@
-"""Scores and the ids that leave, of models on several ranks: every sharding, checkpoints, resharding and resets."""
+"""Scores and the ids that leave, of models on several ranks: every sharding,
+checkpoints, resharding and resets.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,18 @@ def ids_now(model: DistributedModelParallel, name: str) -> set[int]:
 
 
 def frequencies(model: DistributedModelParallel, name: str) -> dict[int, int]:
-    """Returns the frequency of each id of a table on all ranks, which is the same in all column shards."""
+    """Returns the frequency of each id of a table on all ranks, which is the same in
+    all column shards.
+    """
     (table,) = [table for table in recstore_tables(model) if table.name == name]
     frequency_of: dict[int, int] = {}
     mine = [
         item
         for shard in table.shards
         for rows in [shard.table.read_rows(shard.table.ids())]
-        for item in zip(shard.table.ids().tolist(), rows["frequency"].tolist(), strict=True)
+        for item in zip(
+            shard.table.ids().tolist(), rows["frequency"].tolist(), strict=True
+        )
     ]
     for of_rank in gathered(mine):
         for id_, frequency in of_rank:
@@ -71,7 +77,9 @@ def frequencies(model: DistributedModelParallel, name: str) -> dict[int, int]:
 
 
 def trained_ids(name: str, steps: range, distinct: int = 60) -> list[int]:
-    """Returns the ids, with all occurrences, that a table gets in some steps on all ranks."""
+    """Returns the ids, with all occurrences, that a table gets in some steps on all
+    ranks.
+    """
     ids: list[int] = []
     for rank in range(dist.get_world_size()):
         for step in steps:
@@ -83,7 +91,9 @@ def trained_ids(name: str, steps: range, distinct: int = 60) -> list[int]:
 
 def train(model: DistributedModelParallel, steps: range, distinct: int = 60) -> None:
     for step in steps:
-        model(models.batch(100 * dist.get_rank() + step, distinct=distinct)).sum().backward()
+        model(
+            models.batch(100 * dist.get_rank() + step, distinct=distinct)
+        ).sum().backward()
 
 
 def assert_left(model: DistributedModelParallel, with_row: set[int]) -> None:
@@ -98,7 +108,9 @@ def assert_left(model: DistributedModelParallel, with_row: set[int]) -> None:
 def ids_leave(rank: int, world_size: int, *, path: str, kinds: tuple[str, ...]) -> None:
     distinct = 60 * world_size
     # Each shard has room for a step.
-    options = TableOptions(max_rows=40 * world_size, eviction=LRU(), expiry=Expiry(steps=4), left_ids=MANY)
+    options = TableOptions(
+        max_rows=40 * world_size, eviction=LRU(), expiry=Expiry(steps=4), left_ids=MANY
+    )
     at = 0
 
     def trained(model: DistributedModelParallel) -> set[int]:
@@ -119,7 +131,8 @@ def ids_leave(rank: int, world_size: int, *, path: str, kinds: tuple[str, ...]) 
         with_row = trained(model)
         load_checkpoint(model, f"{path}/{kind}")
         assert_left(model, with_row)
-        # Nothing is lost on the way to other shards, which may have no room for some of the rows.
+        # Nothing is lost on the way to other shards, which may have no room for some of
+        # the rows.
         with_row = trained(model)
         reshard(model, build(kinds[(number + 1) % len(kinds)], options=options).plan)
         assert_left(model, with_row)
@@ -149,7 +162,9 @@ def a_full_record(rank: int, world_size: int) -> None:
 
 
 def scores_of_rank(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Returns ids, some of which have no row and some of which other ranks score too, and their scores."""
+    """Returns ids, some of which have no row and some of which other ranks score too,
+    and their scores.
+    """
     generator = torch.Generator().manual_seed(10 * step + rank)
     ids = torch.tensor(sorted(set(trained_ids("item", range(3)))))
     chosen = ids[torch.randint(0, len(ids), (20,), generator=generator)]
@@ -157,7 +172,9 @@ def scores_of_rank(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return chosen, torch.randn(22, generator=generator)
 
 
-def scores_move(rank: int, world_size: int, *, path: str, kinds: tuple[str, ...]) -> None:
+def scores_move(
+    rank: int, world_size: int, *, path: str, kinds: tuple[str, ...]
+) -> None:
     options = TableOptions(max_rows=MANY, eviction=Scored(), cold_store=None)
     models_of_kinds = {kind: build(kind, options=options) for kind in kinds}
     for number, (kind, model) in enumerate(models_of_kinds.items()):
@@ -165,19 +182,28 @@ def scores_move(rank: int, world_size: int, *, path: str, kinds: tuple[str, ...]
         expected = dict.fromkeys(trained_ids("item", range(3)), 0)
         for step in range(2):
             ids, scores = scores_of_rank(step, rank)
-            scored = set_scores(model, "item", ids if rank or step else ids[:0], scores if rank or step else scores[:0])
+            scored = set_scores(
+                model,
+                "item",
+                ids if rank or step else ids[:0],
+                scores if rank or step else scores[:0],
+            )
             new = {}
             for other in range(world_size):
                 if other or step:
                     ids, scores = scores_of_rank(step, other)
-                    new |= {i: encoded_score(s) for i, s in zip(ids.tolist(), scores.tolist(), strict=True)}
+                    new |= {
+                        i: encoded_score(s)
+                        for i, s in zip(ids.tolist(), scores.tolist(), strict=True)
+                    }
             new = {id_: code for id_, code in new.items() if id_ in expected}
             assert scored == len(new)
             expected |= new
             assert frequencies(model, "item") == expected
             if step == 0:
                 save_checkpoint(model, f"{path}/{kind}-base")
-        # A delta has the new scores, and so has its compaction; each loads into other shards.
+        # A delta has the new scores, and so has its compaction; each loads into other
+        # shards.
         save_checkpoint(model, f"{path}/{kind}", delta_of=f"{path}/{kind}-base")
         if rank == 0:
             compact_checkpoint(f"{path}/{kind}", f"{path}/{kind}-compact")
@@ -199,34 +225,48 @@ def scores_move(rank: int, world_size: int, *, path: str, kinds: tuple[str, ...]
 
 
 def scores_evict(rank: int, world_size: int, *, path: str) -> None:
-    """The rows with the lowest scores leave, wherever they are, and cold rows keep their scores."""
+    """The rows with the lowest scores leave, wherever they are, and cold rows keep
+    their scores.
+    """
     options = TableOptions(max_rows=20 * world_size, eviction=Scored(), left_ids=MANY)
     model = build("column_wise", options=options)
     train(model, range(1), distinct=400)
     ids = sorted(ids_now(model, "item"))
     half = torch.tensor(ids[rank::world_size])
-    assert set_scores(model, "item", half, half.sign().float() * (half.abs() % 1009)) == len(ids)
+    assert set_scores(
+        model, "item", half, half.sign().float() * (half.abs() % 1009)
+    ) == len(ids)
     score = {id_: (1 if id_ > 0 else -1) * (abs(id_) % 1009) for id_ in ids}
     train(model, range(1, 2), distinct=400)
     after = ids_now(model, "item")
     used = set(trained_ids("item", range(1, 2), distinct=400))
     gone = set(ids) - after
     assert gone
-    assert max(score[id_] for id_ in gone) <= min(score[id_] for id_ in (set(ids) & after) - used)
+    assert max(score[id_] for id_ in gone) <= min(
+        score[id_] for id_ in (set(ids) & after) - used
+    )
     assert left_ids(model, "item").ids.tolist() == sorted(gone)
     kind, max_rows = ("row_wise", 48) if world_size == 2 else ("table_wise", 40)
-    options = TableOptions(max_rows=max_rows, eviction=Scored(), cold_store=SSDStore(f"{path}/cold"))
+    options = TableOptions(
+        max_rows=max_rows, eviction=Scored(), cold_store=SSDStore(f"{path}/cold")
+    )
     cold = build(kind, options=options)
     train(cold, range(8))
     assert table_stats(cold)["item"].cold_rows > 0
     ids = sorted(ids_now(cold, "item"))
-    assert set_scores(cold, "item", torch.tensor(ids), torch.arange(len(ids)).float()) == len(ids)
-    assert frequencies(cold, "item") == {id_: encoded_score(float(i)) for i, id_ in enumerate(ids)}
+    assert set_scores(
+        cold, "item", torch.tensor(ids), torch.arange(len(ids)).float()
+    ) == len(ids)
+    assert frequencies(cold, "item") == {
+        id_: encoded_score(float(i)) for i, id_ in enumerate(ids)
+    }
 
 
 def occurrences(rank: int, world_size: int, *, kinds: tuple[str, ...]) -> None:
     for kind in kinds:
-        model = build(kind, options=TableOptions(max_rows=MANY, eviction=LFU(count="occurrences")))
+        model = build(
+            kind, options=TableOptions(max_rows=MANY, eviction=LFU(count="occurrences"))
+        )
         train(model, range(6), distinct=8)
         for name in FEATURES:
             counts = Counter(trained_ids(name, range(6), distinct=8))
@@ -234,7 +274,9 @@ def occurrences(rank: int, world_size: int, *, kinds: tuple[str, ...]) -> None:
             assert frequencies(model, name) == counts
         model.eval()
         train(model, range(6), distinct=8)
-        assert frequencies(model, "item") == Counter(trained_ids("item", range(6), distinct=8))
+        assert frequencies(model, "item") == Counter(
+            trained_ids("item", range(6), distinct=8)
+        )
 
 
 def refusals(rank: int, world_size: int) -> None:
@@ -244,7 +286,11 @@ def refusals(rank: int, world_size: int) -> None:
     ids = torch.arange(3)
     last = 3.0 if rank < world_size - 1 else float("nan")
     for name, scores, error in (
-        ("item", torch.ones(3) if rank else torch.ones(2), "set_scores: scores must have the shape of ids"),
+        (
+            "item",
+            torch.ones(3) if rank else torch.ones(2),
+            "set_scores: scores must have the shape of ids",
+        ),
         (
             "item",
             torch.tensor([1.0, 2.0, last]),
@@ -259,7 +305,9 @@ def refusals(rank: int, world_size: int) -> None:
     assert frequencies(model, "item") == before
 
 
-def everything(rank: int, world_size: int, *, path: str, kinds: tuple[str, ...]) -> None:
+def everything(
+    rank: int, world_size: int, *, path: str, kinds: tuple[str, ...]
+) -> None:
     ids_leave(rank, world_size, path=f"{path}/left", kinds=kinds)
     a_full_record(rank, world_size)
     scores_move(rank, world_size, path=f"{path}/scores", kinds=kinds)
@@ -270,7 +318,12 @@ def everything(rank: int, world_size: int, *, path: str, kinds: tuple[str, ...])
 
 @pytest.mark.parametrize(
     ("world_size", "kinds"),
-    [(2, ("row_wise", "column_wise")), *[pytest.param(n, KINDS, marks=pytest.mark.slow) for n in (1, 2, 4)]],
+    [
+        (2, ("row_wise", "column_wise")),
+        *[pytest.param(n, KINDS, marks=pytest.mark.slow) for n in (1, 2, 4)],
+    ],
 )
-def test_scores_and_ids_that_leave(tmp_path: Path, world_size: int, kinds: tuple[str, ...]) -> None:
+def test_scores_and_ids_that_leave(
+    tmp_path: Path, world_size: int, kinds: tuple[str, ...]
+) -> None:
     run_on_ranks(world_size, partial(everything, path=str(tmp_path), kinds=kinds))

@@ -9,11 +9,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RUN = ("python", "bash")
 OUTPUT = "text output"
-"""The output of the block above it. Lines are compared one by one; a line ``...`` matches any number of lines."""
-NOT_RUN = ("console", "text", "diff", "cpp", "cmake", "ini", "json", "yaml")
-"""Blocks that are only shown: commands on other machines, outputs, changes of other code."""
+"""The output of the block above it.
 
-_FENCE = re.compile(r"^( *)```(\{?[^\n`]*)\n(.*?)^\1```$", flags=re.DOTALL | re.MULTILINE)
+Lines are compared one by one; a line ``...`` matches any number of lines.
+"""
+NOT_RUN = ("console", "text", "diff", "cpp", "cmake", "ini", "json", "yaml")
+"""Blocks that are only shown: commands on other machines, outputs, changes of other
+code.
+"""
+
+_FENCE = re.compile(
+    r"^( *)```(\{?[^\n`]*)\n(.*?)^\1```$", flags=re.DOTALL | re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,10 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The blocks of a page. A block that is followed by its output includes the output."""
+    """The blocks of a page.
+
+    A block that is followed by its output includes the output.
+    """
     text = page.read_text()
     found: list[Block] = []
     for match in _FENCE.finditer(text):

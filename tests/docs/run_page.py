@@ -1,4 +1,6 @@
-"""Runs the blocks of a page one after the other, in one folder, and compares their output with the page."""
+"""Runs the blocks of a page one after the other, in one folder, and compares their
+output with the page.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,26 @@ TIMEOUT_S = 120
 
 
 class Missing(Exception):
-    """A page needs a program that is not installed on this machine. The message names the program."""
+    """A page needs a program that is not installed on this machine.
+
+    The message names the program.
+    """
 
 
-def run(blocks: Sequence[Block], folder: Path, before: str = "", after: str = "") -> None:
-    """Runs blocks in ``folder/page``. Call it in a separate process: everything that the blocks start ends with it.
+def run(
+    blocks: Sequence[Block], folder: Path, before: str = "", after: str = ""
+) -> None:
+    """Runs blocks in ``folder/page``.
 
-    Addresses on this machine are replaced by free addresses. Equal addresses of a page stay equal.
+    Call it in a separate process: everything that the blocks start ends with it.
+
+    Addresses on this machine are replaced by free addresses. Equal addresses of a page
+    stay equal.
 
     Args:
         blocks: The blocks of Python and bash, in order.
-        folder: The folder. It gets a file ``failed`` or ``skipped`` that states the reason.
+        folder: The folder. It gets a file ``failed`` or ``skipped`` that states the
+            reason.
         before: Python code that runs before the blocks and shares their names.
         after: Python code that runs after the blocks.
     """
@@ -52,11 +63,16 @@ def run(blocks: Sequence[Block], folder: Path, before: str = "", after: str = ""
     torch.set_num_threads(1)
     # An installation has this command; a checkout may lack it.
     recstore = commands / "recstore"
-    recstore.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m torchrec_recstore.cli "$@"\n')
+    recstore.write_text(
+        f'#!/bin/sh\nexec "{sys.executable}" -m torchrec_recstore.cli "$@"\n'
+    )
     recstore.chmod(0o755)
     path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    os.environ.update(OMP_NUM_THREADS="1", PATH=path, PYTHONPATH=PYTHON_PATH, PYTHONWARNINGS="ignore")
-    # The blocks run in __main__, as a script does, so that their classes can be pickled.
+    os.environ.update(
+        OMP_NUM_THREADS="1", PATH=path, PYTHONPATH=PYTHON_PATH, PYTHONWARNINGS="ignore"
+    )
+    # The blocks run in __main__, as a script does, so that their classes can be
+    # pickled.
     sys.modules["__main__"] = module = ModuleType("__main__")
     names = module.__dict__
     ports: dict[str, str] = {}
@@ -72,45 +88,71 @@ def run(blocks: Sequence[Block], folder: Path, before: str = "", after: str = ""
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
-        os._exit(0)  # gloo's teardown aborts in some runs (torch 2.13), so it is left out
+        # gloo's teardown aborts in some runs (torch 2.13), so it is left out
+        os._exit(0)
 
 
 def _with_own_ports(text: str, ports: dict[str, str]) -> str:
-    return re.sub(r"127\.0\.0\.1:[1-9]\d*", lambda match: ports.setdefault(match[0], f"127.0.0.1:{free_port()}"), text)
+    return re.sub(
+        r"127\.0\.0\.1:[1-9]\d*",
+        lambda match: ports.setdefault(match[0], f"127.0.0.1:{free_port()}"),
+        text,
+    )
 
 
 def _run(block: Block, text: str, names: dict[str, Any]) -> None:
     if block.kind == "bash":
         with tempfile.TemporaryFile("w+") as out:
             command = ["bash", "-euc", text]
-            status = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False)
+            status = subprocess.run(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
             out.seek(0)
             printed = out.read()
-        assert status.returncode == 0, f"the block of line {block.line} ends with {status.returncode}:\n{printed}"
+        assert status.returncode == 0, (
+            f"the block of line {block.line} ends with {status.returncode}:\n{printed}"
+        )
         _wait_for_servers(text)
         said = block.output
     else:
         printed = _python(block, text, names)
         said = block.output if block.output is not None else _comments(text)
     if said is not None and not matches(printed, said):
-        raise AssertionError(f"the block of line {block.line} prints\n{printed}\nwhere the page says\n{said}")
+        raise AssertionError(
+            f"the block of line {block.line} prints\n{printed}\nwhere the page"
+            f" says\n{said}"
+        )
 
 
 def _wait_for_servers(text: str) -> None:
-    """Waits until the servers that a block has started answer. On a loaded machine, clients would give up earlier."""
-    for port in re.findall(r"recstore serve --listen 127\.0\.0\.1:(\d+).* &$", text, re.MULTILINE):
+    """Waits until the servers that a block has started answer.
+
+    On a loaded machine, clients would give up earlier.
+    """
+    for port in re.findall(
+        r"recstore serve --listen 127\.0\.0\.1:(\d+).* &$", text, re.MULTILINE
+    ):
         end = time.monotonic() + TIMEOUT_S
         while True:
             try:
                 socket.create_connection(("127.0.0.1", int(port)), timeout=1).close()
                 break
             except OSError:
-                assert time.monotonic() < end, f"the server on port {port} has not started in {TIMEOUT_S} s"
+                assert time.monotonic() < end, (
+                    f"the server on port {port} has not started in {TIMEOUT_S} s"
+                )
                 time.sleep(0.1)
 
 
 def _python(block: Block, text: str, names: dict[str, Any]) -> str:
-    """Runs Python code. Returns everything that is printed to stdout, but not the log."""
+    """Runs Python code.
+
+    Returns everything that is printed to stdout, but not the log.
+    """
     # Tracebacks and TorchScript read the code from this file.
     file = Path.cwd().parent / f"block_{block.line}.py"
     file.write_text(text)
@@ -134,8 +176,17 @@ def _comments(text: str) -> str:
 
 
 def matches(printed: str, said: str) -> bool:
-    """Whether the lines are equal up to trailing blanks. A line ``...`` matches any number of lines."""
+    """Whether the lines are equal up to trailing blanks.
+
+    A line ``...`` matches any number of lines.
+    """
     lines = [re.escape(line.rstrip()) + r"\n" for line in said.rstrip("\n").split("\n")]
-    pattern = "".join(r"(?:.*\n)*?" if line == r"\.\.\.\n" else line for line in lines if said.strip())
-    text = "".join(f"{line.rstrip()}\n" for line in printed.rstrip("\n").split("\n") if printed.strip())
+    pattern = "".join(
+        r"(?:.*\n)*?" if line == r"\.\.\.\n" else line for line in lines if said.strip()
+    )
+    text = "".join(
+        f"{line.rstrip()}\n"
+        for line in printed.rstrip("\n").split("\n")
+        if printed.strip()
+    )
     return re.fullmatch(pattern, text) is not None

@@ -1,4 +1,6 @@
-"""The documentation builds without a warning, its links lead somewhere, and the reference has every public name."""
+"""The documentation builds without a warning, its links lead somewhere, and the
+reference has every public name.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,20 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.slow
 def test_the_site(tmp_path: Path) -> None:
     """One test, since the build takes seconds."""
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / "doctrees")]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-d",
+        str(tmp_path / "doctrees"),
+    ]
     site = tmp_path / "html"
-    run = subprocess.run([*command, str(DOCS), str(site)], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [*command, str(DOCS), str(site)], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert not missing_names(site / "objects.inv")
     assert not pages_that_need_a_network(site)
@@ -31,10 +44,19 @@ def test_the_site(tmp_path: Path) -> None:
 def missing_names(inventory: Path) -> set[str]:
     """Public names that the reference does not have."""
     loaded = InventoryFile.loads(inventory.read_bytes(), uri="")
-    there = {name for kind, names in loaded.data.items() if kind.startswith("py:") for name in names}
+    there = {
+        name
+        for kind, names in loaded.data.items()
+        if kind.startswith("py:")
+        for name in names
+    }
     assert len(there) > 100
     packages = [
-        each.name for each in pkgutil.iter_modules(torchrec_recstore.__path__, "torchrec_recstore.") if each.ispkg
+        each.name
+        for each in pkgutil.iter_modules(
+            torchrec_recstore.__path__, "torchrec_recstore."
+        )
+        if each.ispkg
     ]
     return {
         f"{package}.{name}"

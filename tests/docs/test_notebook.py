@@ -30,8 +30,12 @@ def printed(cells: list[NotebookNode]) -> str:
 
 
 def displayed(cells: list[NotebookNode]) -> list[NotebookNode]:
-    """What the cells show beside what they print, which arrives in one message or in several as time has it."""
-    return [output["data"] for cell in cells for output in cell.outputs if "data" in output]
+    """What the cells show beside what they print, which arrives in one message or in
+    several as time has it.
+    """
+    return [
+        output["data"] for cell in cells for output in cell.outputs if "data" in output
+    ]
 
 
 def check(text: str) -> None:
@@ -46,9 +50,14 @@ def check(text: str) -> None:
 def test_the_page_shows_outputs_of_a_run() -> None:
     cells = code_cells(read())
     check(printed(cells))
-    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "run from the top, once"
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), (
+        "run from the top, once"
+    )
     code = "\n".join(cell.source for cell in cells)
-    assert {name for _, name in imported_names(code)} >= {"save_checkpoint", "export_for_inference"}
+    assert {name for _, name in imported_names(code)} >= {
+        "save_checkpoint",
+        "export_for_inference",
+    }
     assert str(Path.home()) not in NOTEBOOK.read_text()
 
 
@@ -58,7 +67,9 @@ def test_runs_from_any_cell() -> None:
     """Runs each cell twice, and then all cells from the top in the same kernel."""
     notebook = read()
     shown = displayed(code_cells(notebook))
-    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
+    client = NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(NOTEBOOK.parent)}}
+    )
     with client.setup_kernel():
         for times in (2, 1):
             for place, cell in enumerate(notebook.cells):

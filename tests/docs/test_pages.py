@@ -19,10 +19,23 @@ from .run_page import matches, run
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WITH_CODE = [page for page in PAGES if any(block.kind in RUN for block in blocks(page))]
 AROUND = Path(__file__).parent / "around"
-"""By the page's name: Python that makes what its blocks take for granted, and that looks at what they have done."""
+"""By the page's name: Python that makes what its blocks take for granted, and that
+looks at what they have done.
+"""
 
-SLOW = {"checkpoint", "command", "compile", "first-table", "operations", "planner", "triton"}
-"""Pages whose blocks take the most time. ``test_what_blocks_import_is_there`` looks at these pages too."""
+SLOW = {
+    "checkpoint",
+    "command",
+    "compile",
+    "first-table",
+    "operations",
+    "planner",
+    "triton",
+}
+"""Pages whose blocks take the most time.
+
+``test_what_blocks_import_is_there`` looks at these pages too.
+"""
 
 TIMEOUT_S = 200
 
@@ -30,15 +43,22 @@ TIMEOUT_S = 200
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
+        pytest.param(
+            page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else []
+        )
         for page in [ROOT / "README.md", *WITH_CODE]
     ],
 )
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
-    around = [AROUND / f"{page.stem.replace('-', '_')}_{when}.py" for when in ("before", "after")]
+    around = [
+        AROUND / f"{page.stem.replace('-', '_')}_{when}.py"
+        for when in ("before", "after")
+    ]
     codes = [path.read_text() if path.exists() else "" for path in around]
     to_run = [block for block in blocks(page) if block.kind in RUN]
-    process = mp.get_context(START_METHOD).Process(target=run, args=(to_run, tmp_path, *codes))
+    process = mp.get_context(START_METHOD).Process(
+        target=run, args=(to_run, tmp_path, *codes)
+    )
     process.start()
     process.join(TIMEOUT_S)
     alive = process.is_alive()
@@ -53,13 +73,20 @@ def test_blocks_run(page: Path, tmp_path: Path) -> None:
 
 
 def imported_names(code: str) -> Iterator[tuple[str, str]]:
-    """Modules of this package that the code imports from, and the names that it imports."""
+    """Modules of this package that the code imports from, and the names that it
+    imports.
+    """
     for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torchrec_recstore":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").split(".")[0] == "torchrec_recstore"
+        ):
             yield from ((node.module or "", alias.name) for alias in node.names)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *WITH_CODE], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *WITH_CODE], ids=lambda page: page.stem
+)
 def test_what_blocks_import_is_there(page: Path) -> None:
     codes = [block.text for block in blocks(page) if block.kind == "python"]
     for module, name in {found for code in codes for found in imported_names(code)}:
@@ -73,10 +100,16 @@ def test_blocks_say_what_they_are(page: Path) -> None:
     assert {kind for kind in kinds if not kind.startswith("{")} <= {*RUN, *NOT_RUN}
     for block in blocks(page):
         if block.kind == "console":
-            assert block.text.startswith("$ "), f"line {block.line}: a console shows a prompt"
+            assert block.text.startswith("$ "), (
+                f"line {block.line}: a console shows a prompt"
+            )
         if block.kind not in RUN and not block.kind.startswith("{"):
-            code = re.search(r"^(import|from) \w+|^recstore \w+", block.text, flags=re.MULTILINE)
-            assert code is None, f"line {block.line}: code that could run is marked {block.kind!r}"
+            code = re.search(
+                r"^(import|from) \w+|^recstore \w+", block.text, flags=re.MULTILINE
+            )
+            assert code is None, (
+                f"line {block.line}: code that could run is marked {block.kind!r}"
+            )
     prose = without_fences(page)
     assert "```" not in prose
     indented = re.findall(r"(?:^|\n\n) {4}(?! *[-*] ).*", prose)
@@ -104,12 +137,17 @@ def test_a_block_that_fails_or_prints_something_else_is_found(tmp_path: Path) ->
             (Block("python", "print(1)  # 2\n", 1), "where the page says\n2"),
             (Block("python", "1 / 0\n", 1), "ZeroDivisionError"),
             (Block("bash", "echo here; false; true\n", 7), "line 7 ends with 1:\nhere"),
-            (Block("bash", "echo 127.0.0.1:7700\n", 1, output="127.0.0.1:7700\n"), "where the page says"),
+            (
+                Block("bash", "echo 127.0.0.1:7700\n", 1, output="127.0.0.1:7700\n"),
+                "where the page says",
+            ),
         ]
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
-        process = mp.get_context(START_METHOD).Process(target=run, args=([block], folder))
+        process = mp.get_context(START_METHOD).Process(
+            target=run, args=([block], folder)
+        )
         process.start()
         process.join(TIMEOUT_S)
         assert said in (folder / "failed").read_text()

@@ -16,10 +16,16 @@ Committed_AS:   {committed} kB
 """
 
 
-def machine(root: Path, files: dict[str, str] | None = None, **others: object) -> Machine:
+def machine(
+    root: Path, files: dict[str, str] | None = None, **others: object
+) -> Machine:
     """Returns a machine of 24 GB without limits, changed by the given files."""
     meminfo = MEMINFO.format(available=20000000, committed=1195944)
-    usual = {"proc/meminfo": meminfo, "proc/sys/vm/overcommit_memory": "0\n", "proc/self/cgroup": "0::/\n"}
+    usual = {
+        "proc/meminfo": meminfo,
+        "proc/sys/vm/overcommit_memory": "0\n",
+        "proc/self/cgroup": "0::/\n",
+    }
     usual["sys/kernel/mm/transparent_hugepage/enabled"] = "always [madvise] never\n"
     for name, text in {**usual, **(files or {})}.items():
         path = root / name

@@ -21,7 +21,10 @@ from torchrec_recstore.doctor.machine import (
 
 from .machines import machine
 
-CPUINFO = "processor\t: 0\nmodel name\t: A Processor\nflags\t\t: fpu {}\n\nprocessor\t: 1\nmodel name\t: A Processor\n"
+CPUINFO = (
+    "processor\t: 0\nmodel name\t: A Processor\nflags\t\t: fpu {}\n\nprocessor\t:"
+    " 1\nmodel name\t: A Processor\n"
+)
 GRAVITON3 = """processor\t: 0
 BogoMIPS\t: 2100.00
 Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 \
@@ -38,7 +41,15 @@ AVX512 = f"{AVX2} avx512f avx512dq avx512bw avx512vl"
 
 @pytest.mark.parametrize(
     ("set_to", "status"),
-    [("", "ok"), ("8", "ok"), ("4,2", "ok"), ("1", "warning"), ("9", "warning"), ("x", "warning"), ("0", "warning")],
+    [
+        ("", "ok"),
+        ("8", "ok"),
+        ("4,2", "ok"),
+        ("1", "warning"),
+        ("9", "warning"),
+        ("x", "warning"),
+        ("0", "warning"),
+    ],
 )
 def test_threads(tmp_path: Path, set_to: str, status: str) -> None:
     environ = {"OMP_NUM_THREADS": set_to} if set_to else {}
@@ -53,7 +64,10 @@ def test_threads(tmp_path: Path, set_to: str, status: str) -> None:
 @pytest.mark.parametrize(
     "files",
     [
-        {"sys/fs/cgroup/cgroup.controllers": "cpu\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"},
+        {
+            "sys/fs/cgroup/cgroup.controllers": "cpu\n",
+            "sys/fs/cgroup/cpu.max": "200000 100000\n",
+        },
         {
             "proc/self/cgroup": "4:cpu,cpuacct:/a\n0::/\n",
             "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "250000\n",
@@ -66,8 +80,18 @@ def test_threads(tmp_path: Path, set_to: str, status: str) -> None:
 def test_a_control_group_gives_less_time(tmp_path: Path, files: dict[str, str]) -> None:
     finding = threads(machine(tmp_path, files, cores=8))
     assert (finding.status, finding.fix) == ("warning", "export OMP_NUM_THREADS=2")
-    assert "a control group limits the CPU time to that of 2, and torch starts 8 threads" in finding.found
-    assert usable_cores(machine(tmp_path / "free", {"sys/fs/cgroup/cpu.max": "max 100000\n"}, cores=8)) == 8
+    assert (
+        "a control group limits the CPU time to that of 2, and torch starts 8 threads"
+        in finding.found
+    )
+    assert (
+        usable_cores(
+            machine(
+                tmp_path / "free", {"sys/fs/cgroup/cpu.max": "max 100000\n"}, cores=8
+            )
+        )
+        == 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +104,8 @@ def test_a_control_group_gives_less_time(tmp_path: Path, files: dict[str, str]) 
         ({"GOMP_SPINCOUNT": "300000"}, "GOMP_SPINCOUNT=1000"),
         ({"GOMP_SPINCOUNT": "100k"}, "GOMP_SPINCOUNT=1000"),
         ({"GOMP_SPINCOUNT": "INFINITE"}, "GOMP_SPINCOUNT=1000"),
-        ({"GOMP_SPINCOUNT": "1000", "OMP_WAIT_POLICY": "active"}, ""),  # libgomp ignores the policy in this case
+        # libgomp ignores the policy in this case
+        ({"GOMP_SPINCOUNT": "1000", "OMP_WAIT_POLICY": "active"}, ""),
         ({"OMP_WAIT_POLICY": "PASSIVE"}, ""),
         ({"OMP_WAIT_POLICY": "active"}, "OMP_WAIT_POLICY=passive"),
     ],
@@ -101,7 +126,9 @@ def test_spinning(tmp_path: Path, environ: dict[str, str], fix: str) -> None:
         ((UNLIMITED, UNLIMITED), "ok", ""),
     ],
 )
-def test_open_files(tmp_path: Path, limits: tuple[int, int], status: str, fix: str) -> None:
+def test_open_files(
+    tmp_path: Path, limits: tuple[int, int], status: str, fix: str
+) -> None:
     finding = open_files(machine(tmp_path, open_files=limits))
     assert (finding.status, finding.fix) == (status, fix)
 
@@ -112,11 +139,15 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (missing.status, missing.fix) == ("problem", f"mkdir -p {tmp_path}/new")
     (tmp_path / "file").touch()
     assert disk(tmp_path / "file") == Finding(
-        "disk", "problem", f"{tmp_path}/file is not a folder", "name a folder: --data DIR"
+        "disk",
+        "problem",
+        f"{tmp_path}/file is not a folder",
+        "name a folder: --data DIR",
     )
     monkeypatch.setattr(checks, "_LITTLE_DISK", 1 << 62)
     assert disk(tmp_path).status == "warning"
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert disk(tmp_path).found == f"{tmp_path} cannot be written"
 
 
@@ -132,16 +163,26 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "baseline",
             {},
             "warning",
-            "use a processor with AVX2; in a virtual machine, enable AVX2 for the guest",
+            (
+                "use a processor with AVX2; in a virtual machine, enable AVX2 for the"
+                " guest"
+            ),
         ),
         (AVX2, None, {}, "ok", ""),
     ],
 )
 def test_instruction_set(
-    tmp_path: Path, flags: str, chosen: str | None, environ: dict[str, str], status: str, fix: str
+    tmp_path: Path,
+    flags: str,
+    chosen: str | None,
+    environ: dict[str, str],
+    status: str,
+    fix: str,
 ) -> None:
     facts = {} if chosen is None else {"instruction_set": chosen}
-    looked_at = machine(tmp_path, {"proc/cpuinfo": CPUINFO.format(flags)}, environ=environ)
+    looked_at = machine(
+        tmp_path, {"proc/cpuinfo": CPUINFO.format(flags)}, environ=environ
+    )
     finding = instruction_set(looked_at, facts)
     assert (finding.status, finding.fix) == (status, fix)
     assert finding.found.startswith("A Processor")
@@ -151,21 +192,39 @@ def test_instruction_set(
     ("part", "chosen", "environ", "status", "found", "fix"),
     [
         ("0xd40", "neon", {}, "ok", "Neoverse V1: the loops over rows use neon", ""),
-        ("0xd99", "neon", {}, "ok", "a processor without a name 0x41 0xd99: the loops over rows use neon", ""),
+        (
+            "0xd99",
+            "neon",
+            {},
+            "ok",
+            "a processor without a name 0x41 0xd99: the loops over rows use neon",
+            "",
+        ),
         ("0xd4f", None, {}, "ok", "Neoverse V2, neon", ""),
         (
             "0xd40",
             "baseline",
             {"RECSTORE_ISA": "baseline"},
             "warning",
-            "Neoverse V1: the loops over rows use baseline, and the processor has neon; RECSTORE_ISA=baseline is set",
+            (
+                "Neoverse V1: the loops over rows use baseline, and the processor has"
+                " neon; RECSTORE_ISA=baseline is set"
+            ),
             "unset RECSTORE_ISA",
         ),
     ],
 )
 def test_instruction_set_of_aarch64(
-    tmp_path: Path, part: str, chosen: str | None, environ: dict[str, str], status: str, found: str, fix: str
+    tmp_path: Path,
+    part: str,
+    chosen: str | None,
+    environ: dict[str, str],
+    status: str,
+    found: str,
+    fix: str,
 ) -> None:
     facts = {} if chosen is None else {"instruction_set": chosen}
-    looked_at = machine(tmp_path, {"proc/cpuinfo": GRAVITON3.format(part)}, environ=environ)
+    looked_at = machine(
+        tmp_path, {"proc/cpuinfo": GRAVITON3.format(part)}, environ=environ
+    )
     assert instruction_set(looked_at, facts) == Finding("processor", status, found, fix)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Writes the entries of docs/errors.md, from the situations of this folder that have a docstring.
+"""Writes the entries of docs/errors.md, from the situations of this folder that have a
+docstring.
 
 python -m tests.errors
 """
@@ -13,15 +14,24 @@ from pathlib import Path
 from tests.errors import checkpoints, examples, exports, services, sharding, tables
 from tests.errors.situations import SITUATIONS, Situation
 
-assert all((checkpoints, examples, exports, services, sharding, tables))  # importing them registers the situations
+# importing them registers the situations
+assert all((checkpoints, examples, exports, services, sharding, tables))
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
-BEGIN, END = "<!-- errors: written by python -m tests.errors -->\n", "<!-- end of errors -->\n"
+BEGIN, END = (
+    "<!-- errors: written by python -m tests.errors -->\n",
+    "<!-- end of errors -->\n",
+)
 
 
 def explanation(situation: Situation) -> tuple[str, str]:
-    """The title of an entry, and its cause and fix on one line. Both are empty if there is no entry."""
-    title, _, text = inspect.cleandoc(situation.function.__doc__ or "").partition("\n\n")
+    """The title of an entry, and its cause and fix on one line.
+
+    Both are empty if there is no entry.
+    """
+    title, _, text = inspect.cleandoc(situation.function.__doc__ or "").partition(
+        "\n\n"
+    )
     return title.rstrip("."), " ".join(text.split())
 
 
@@ -31,12 +41,18 @@ def with_entries(page: str) -> str:
     above, _, rest = page.partition(BEGIN)
     _, _, below = rest.partition(END)
     lines = [BEGIN]
-    for kind in sorted({each.kind for each in explained}, key=lambda kind: (hasattr(builtins, kind), kind)):
+    for kind in sorted(
+        {each.kind for each in explained},
+        key=lambda kind: (hasattr(builtins, kind), kind),
+    ):
         lines.append(f"\n## `{kind}`\n")
         for each in explained:
             if each.kind == kind:
                 title, text = explanation(each)
-                lines.append(f"\n### {title}\n\n```text\n{_filled(each.message)}\n```\n\n{_filled(text)}\n")
+                lines.append(
+                    "\n###"
+                    f" {title}\n\n```text\n{_filled(each.message)}\n```\n\n{_filled(text)}\n"
+                )
     return "".join([above, *lines, "\n", END, below])
 
 

@@ -33,16 +33,17 @@ def bags(name: str = "t_item", dim: int = 4) -> RecStoreEmbeddingBag:
 def nothing_to_export() -> None:
     """A model without tables to export.
 
-    Cause: no part of the model is a collection of RecStore's or TorchRec's tables. Fix: pass the model that
-    `DistributedModelParallel` wraps or returns, and not its dense part.
+    Cause: no part of the model is a collection of RecStore's or TorchRec's tables. Fix:
+    pass the model that `DistributedModelParallel` wraps or returns, and not its dense
+    part.
     """
     export_for_inference(nn.Linear(1, 1))
 
 
 @situation(
     "ValueError",
-    "dtype must be one of torch.float32, torch.float16, torch.int8, torch.quint4x2 (which is TorchRec's int4), "
-    "got torch.float64",
+    "dtype must be one of torch.float32, torch.float16, torch.int8, torch.quint4x2"
+    " (which is TorchRec's int4), got torch.float64",
 )
 def as_float64() -> None:
     export_for_inference(bags(), dtype=torch.float64)
@@ -55,11 +56,14 @@ def a_tree(tmp_path: Path) -> None:
 
 @situation(
     "ImportError",
-    "_serving.abi3.so was built with torch 1.0, and this is torch ...: build the package with `pip install "
-    '--no-build-isolation ./serving`, or export with index="sorted", which needs no library',
+    "_serving.abi3.so was built with torch 1.0, and this is torch ...: build the"
+    " package with `pip install --no-build-isolation ./serving`, or export with"
+    ' index="sorted", which needs no library',
 )
 def another_torch(tmp_path: Path) -> None:
-    (tmp_path / "_serving.abi3.so").write_bytes(b"recstore serving library for torch 1.0")
+    (tmp_path / "_serving.abi3.so").write_bytes(
+        b"recstore serving library for torch 1.0"
+    )
     with mock.patch.object(library, "_FOLDER", tmp_path):
         library.load_library.__wrapped__()
 
@@ -68,18 +72,23 @@ def another_torch(tmp_path: Path) -> None:
 def five_columns() -> None:
     """A dim that does not fit the data type.
 
-    Cause: FBGEMM packs int8 rows in groups of two columns, and int4 rows in groups of four. Fix: export in
-    `torch.float16`, or in `torch.int8` if the dim is even.
+    Cause: FBGEMM packs int8 rows in groups of two columns, and int4 rows in groups of
+    four. Fix: export in `torch.float16`, or in `torch.int8` if the dim is even.
     """
     export_for_inference(bags(dim=5), dtype=torch.quint4x2)
 
 
-@situation("ValueError", "table 't_item' has weights from -5 to 100000: int8 rows hold finite weights up to 65504")
+@situation(
+    "ValueError",
+    "table 't_item' has weights from -5 to 100000: int8 rows hold finite weights up to"
+    " 65504",
+)
 def a_great_weight() -> None:
     """Weights that a data type cannot hold.
 
-    Cause: all rows except float32 rows store their weights, or their scale and least weight, as float16. Fix: find out
-    why training made such weights. `torch.float32` exports them without change.
+    Cause: all rows except float32 rows store their weights, or their scale and least
+    weight, as float16. Fix: find out why training made such weights. `torch.float32`
+    exports them without change.
     """
     model = bags()
     model.table.insert(torch.tensor([1]), torch.tensor([[-5.0, 0.0, 1.0, 1e5]]))
@@ -90,8 +99,9 @@ def a_great_weight() -> None:
 def a_bit_of_a_row(tmp_path: Path) -> None:
     """A served file that is damaged.
 
-    Cause: the bytes of the file are not those that were written. `verify`, `recstore inspect` and `export_delta` detect
-    this; `torch.jit.load` does not. Fix: copy the file again from a complete copy, or export it again.
+    Cause: the bytes of the file are not those that were written. `verify`, `recstore
+    inspect` and `export_delta` detect this; `torch.jit.load` does not. Fix: copy the
+    file again from a complete copy, or export it again.
     """
     file = tmp_path / "model.pt"
     export_for_inference(bags(), file, dtype=torch.float32)
@@ -103,19 +113,22 @@ def a_bit_of_a_row(tmp_path: Path) -> None:
 
 @situation(
     "ValueError",
-    ".../model.pt has the format 2, which torchrec_recstore ... does not know: a newer version wrote it; "
-    "upgrade with: pip install --upgrade torchrec-recstore",
+    ".../model.pt has the format 2, which torchrec_recstore ... does not know: a newer"
+    " version wrote it; upgrade with: pip install --upgrade torchrec-recstore",
 )
 def an_export_from_the_future(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     export_for_inference(bags(), file)
-    file.write_bytes(file.read_bytes().replace(b"recstore export 0001", b"recstore export 0002"))
+    file.write_bytes(
+        file.read_bytes().replace(b"recstore export 0001", b"recstore export 0002")
+    )
     verify(file)
 
 
 @situation(
     "ValueError",
-    ".../model.pt has no signature, and the key .../key is required: write it with the same key",
+    ".../model.pt has no signature, and the key .../key is required: write it with the"
+    " same key",
 )
 def without_a_signature(tmp_path: Path) -> None:
     key = write_secret(tmp_path / "key", "0123456789abcdef" * 2)
@@ -125,11 +138,13 @@ def without_a_signature(tmp_path: Path) -> None:
 
 @situation(
     "ValueError",
-    ".../model.pt is not signed with the key .../key: it was changed, or was written with another key",
+    ".../model.pt is not signed with the key .../key: it was changed, or was written"
+    " with another key",
 )
 def of_another_key(tmp_path: Path) -> None:
     key, other = (
-        write_secret(tmp_path / name, f"{name}-0123456789abcdef0123456789abcdef") for name in ("key", "other")
+        write_secret(tmp_path / name, f"{name}-0123456789abcdef0123456789abcdef")
+        for name in ("key", "other")
     )
     export_for_inference(bags(), tmp_path / "model.pt", key=other)
     verify(tmp_path / "model.pt", key=key)
@@ -137,8 +152,8 @@ def of_another_key(tmp_path: Path) -> None:
 
 @situation(
     "ValueError",
-    "every user of this machine may write .../published: chmod o-w .../published, or publish and follow with a key: "
-    "a model that is loaded runs code",
+    "every user of this machine may write .../published: chmod o-w .../published, or"
+    " publish and follow with a key: a model that is loaded runs code",
 )
 def written_by_everyone(tmp_path: Path) -> None:
     (tmp_path / "published").mkdir()
@@ -150,14 +165,19 @@ def written_by_everyone(tmp_path: Path) -> None:
 def another_model(tmp_path: Path) -> None:
     """An export delta of another model.
 
-    Cause: `base` is the export of another model, or of this model when it had other tables. Fix: pass the file that is
-    served, or export and serve the whole model.
+    Cause: `base` is the export of another model, or of this model when it had other
+    tables. Fix: pass the file that is served, or export and serve the whole model.
     """
     export_for_inference(bags("t_user"), tmp_path / "served.pt")
-    export_delta(bags("t_item"), tmp_path / "delta.safetensors", base=tmp_path / "served.pt")
+    export_delta(
+        bags("t_item"), tmp_path / "delta.safetensors", base=tmp_path / "served.pt"
+    )
 
 
-@situation("RuntimeError", "...this thread holds the model: release it before a delta is applied...")
+@situation(
+    "RuntimeError",
+    "...this thread holds the model: release it before a delta is applied...",
+)
 def held(tmp_path: Path) -> None:
     model = bags()
     export_for_inference(model, tmp_path / "served.pt", index="hash")
@@ -175,8 +195,8 @@ def held(tmp_path: Path) -> None:
 def no_base(tmp_path: Path) -> None:
     """An export delta without a base.
 
-    Cause: `base` must be the path of the model that is served, and there is no file at this path. Fix: correct the
-    path, or export the whole model first.
+    Cause: `base` must be the path of the model that is served, and there is no file at
+    this path. Fix: correct the path, or export the whole model first.
     """
     export_delta(bags(), tmp_path / "delta.safetensors", base=tmp_path / "served.pt")
 
@@ -186,20 +206,22 @@ def no_stream() -> None:
     follow("redis://127.0.0.1:6379/0")
 
 
-@situation("OSError", ".../published: no model after 0.1 s: nothing has been published there")
+@situation(
+    "OSError", ".../published: no model after 0.1 s: nothing has been published there"
+)
 def nothing_published(tmp_path: Path) -> None:
     """A source without publications.
 
-    Cause: `follow` has waited for `timeout_s` for the first full export. Fix: start the `DeltaPublisher`, compare the
-    two paths or URLs, or wait longer.
+    Cause: `follow` has waited for `timeout_s` for the first full export. Fix: start the
+    `DeltaPublisher`, compare the two paths or URLs, or wait longer.
     """
     follow(tmp_path / "published", timeout_s=0.1)
 
 
 @situation(
     "BlockingIOError",
-    ".../published cannot be published to: process ... on host ... has been publishing to it since ...: wait "
-    "for that process, or use another directory",
+    ".../published cannot be published to: process ... on host ... has been publishing"
+    " to it since ...: wait for that process, or use another directory",
 )
 def two_publishers(tmp_path: Path) -> None:
     with DeltaPublisher(bags(), tmp_path / "published"):

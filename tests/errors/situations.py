@@ -1,4 +1,6 @@
-"""Functions that cause the errors of the package, each with the class and the message of its error."""
+"""Functions that cause the errors of the package, each with the class and the message
+of its error.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 class Situation:
     """A function that raises an error. Its parameters are fixtures of pytest.
 
-    If its docstring is not empty, docs/errors.md has it: a title, a blank line, and "Cause: ... Fix: ...". Errors whose
-    message says what to do need none.
+    If its docstring is not empty, docs/errors.md has it: a title, a blank line, and
+    "Cause: ... Fix: ...". Errors whose message says what to do need none.
     """
 
     kind: str  # the name of the error's class
@@ -40,7 +42,9 @@ def situation(kind: str, message: str) -> Callable[[_Function], _Function]:
 
 
 def raise_from_a_fork(call: Callable[[], object]) -> None:
-    """Runs ``call`` in a forked process, and raises the error of that process in this process."""
+    """Runs ``call`` in a forked process, and raises the error of that process in this
+    process.
+    """
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

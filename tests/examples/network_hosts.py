@@ -1,4 +1,6 @@
-"""Simulated hosts: network namespaces on one bridge, in each of which a program has an address of its own."""
+"""Simulated hosts: network namespaces on one bridge, in each of which a program has an
+address of its own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ NETWORK = "10.213.77"
 
 
 class Host:
-    """A network namespace. A program in it sees other hosts' addresses, and not those of this machine.
+    """A network namespace.
+
+    A program in it sees other hosts' addresses, and not those of this machine.
 
     Args:
         name: The name of the namespace.
@@ -35,9 +39,24 @@ class Host:
         """Starts torchrun on the host. Its output is appended to a file."""
         with log.open("a") as out:
             started = subprocess.Popen(
-                ["ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run", *arguments],
-                # gloo would use the address of the machine's name, which does not exist in the namespace.
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH, "GLOO_SOCKET_IFNAME": self.cable},
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    self.name,
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    *arguments,
+                ],
+                # gloo would use the address of the machine's name, which does not exist
+                # in the namespace.
+                env=os.environ
+                | {
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": PYTHON_PATH,
+                    "GLOO_SOCKET_IFNAME": self.cable,
+                },
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -50,14 +69,26 @@ class Host:
         return self._running[-1].wait(timeout_s)
 
     def set_rate(self, rate: str | None) -> None:
-        """Limits what the host sends, for example to ``"60mbit"`` a second. None: no limit."""
+        """Limits what the host sends, for example to ``"60mbit"`` a second.
+
+        None: no limit.
+        """
         words = ("-n", self.name, "qdisc", "replace", "dev", self.cable, "root")
-        limit = ("noqueue",) if rate is None else ("tbf", "rate", rate, "burst", "256kb", "latency", "200ms")
+        limit = (
+            ("noqueue",)
+            if rate is None
+            else ("tbf", "rate", rate, "burst", "256kb", "latency", "200ms")
+        )
         _command("tc", *words, *limit)
 
     def lose(self) -> None:
         """Kills all programs of the host at once, as a loss of the machine does."""
-        found = subprocess.run(["ip", "netns", "pids", self.name], check=False, capture_output=True, text=True)
+        found = subprocess.run(
+            ["ip", "netns", "pids", self.name],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
         for pid in found.stdout.split():
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -74,13 +105,19 @@ _ip = partial(_command, "ip")
 
 @contextmanager
 def network_hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
-    """Returns a context with simulated hosts, each of which sends at most ``rate``; see :meth:`Host.set_rate`.
+    """Returns a context with simulated hosts, each of which sends at most ``rate``; see
+    :meth:`Host.set_rate`.
 
     The test is skipped where namespaces are not allowed.
     """
     bridge = f"rsb{os.getpid() % 10**6}"
     hosts = [
-        Host(f"recstore_{os.getpid()}_{i}", f"rs{os.getpid() % 10**6}n{i}", f"{NETWORK}.{i + 1}") for i in range(count)
+        Host(
+            f"recstore_{os.getpid()}_{i}",
+            f"rs{os.getpid() % 10**6}n{i}",
+            f"{NETWORK}.{i + 1}",
+        )
+        for i in range(count)
     ]
     try:
         try:
@@ -88,19 +125,43 @@ def network_hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
             _ip("link", "set", bridge, "up")
             for host in hosts:
                 _ip("netns", "add", host.name)
-                _ip("link", "add", host.cable, "type", "veth", "peer", "name", f"{host.cable}b")
+                _ip(
+                    "link",
+                    "add",
+                    host.cable,
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    f"{host.cable}b",
+                )
                 _ip("link", "set", f"{host.cable}b", "master", bridge, "up")
                 _ip("link", "set", host.cable, "netns", host.name)
-                _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.cable)
+                _ip(
+                    "-n",
+                    host.name,
+                    "addr",
+                    "add",
+                    f"{host.address}/24",
+                    "dev",
+                    host.cable,
+                )
                 _ip("-n", host.name, "link", "set", host.cable, "up")
                 _ip("-n", host.name, "link", "set", "lo", "up")
                 if rate is not None:
                     host.set_rate(rate)
         except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"network namespaces are not allowed here: {getattr(error, 'stderr', error)}")
+            pytest.skip(
+                "network namespaces are not allowed here:"
+                f" {getattr(error, 'stderr', error)}"
+            )
         yield hosts
     finally:
         for host in hosts:
             host.lose()
-            subprocess.run(["ip", "netns", "delete", host.name], check=False, capture_output=True)
-        subprocess.run(["ip", "link", "delete", bridge], check=False, capture_output=True)
+            subprocess.run(
+                ["ip", "netns", "delete", host.name], check=False, capture_output=True
+            )
+        subprocess.run(
+            ["ip", "link", "delete", bridge], check=False, capture_output=True
+        )

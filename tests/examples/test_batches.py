@@ -1,4 +1,6 @@
-"""Tests of batches, which do not depend on the number of ranks, and of the reader thread, which ends."""
+"""Tests of batches, which do not depend on the number of ranks, and of the reader
+thread, which ends.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def reader_threads() -> list[threading.Thread]:
 
 
 def batches_of(
-    rows: Rows, piece_rows: int, rank: int = 0, world_size: int = 1, modulo: int | None = None
+    rows: Rows,
+    piece_rows: int,
+    rank: int = 0,
+    world_size: int = 1,
+    modulo: int | None = None,
 ) -> list[Batch]:
     pieces = Pieces(rows, piece_rows).rows(0, len(rows))
     return list(read_ahead(batches_of_rank(cut(pieces, 100), rank, world_size, modulo)))
@@ -51,8 +57,12 @@ def test_batches_do_not_depend_on_the_pieces(rows: Rows, piece_rows: int) -> Non
     batches = list(cut(Pieces(rows, piece_rows).rows(0, len(rows)), 100))
     assert [len(batch) for batch in batches] == [100] * 10 + [3]
     assert np.array_equal(np.concatenate([batch.ids for batch in batches]), rows.ids)
-    assert np.array_equal(np.concatenate([batch.dense for batch in batches]), rows.dense)
-    assert np.array_equal(np.concatenate([batch.labels for batch in batches]), rows.labels)
+    assert np.array_equal(
+        np.concatenate([batch.dense for batch in batches]), rows.dense
+    )
+    assert np.array_equal(
+        np.concatenate([batch.labels for batch in batches]), rows.labels
+    )
 
 
 def test_step_holds_one_id_a_feature_and_sample(rows: Rows) -> None:
@@ -70,7 +80,9 @@ def test_step_holds_one_id_a_feature_and_sample(rows: Rows) -> None:
 
 
 def test_modulo_is_never_negative(rows: Rows) -> None:
-    values = batches_of(rows, 350, modulo=1000)[0].sparse_features["C1"].values().tolist()
+    values = (
+        batches_of(rows, 350, modulo=1000)[0].sparse_features["C1"].values().tolist()
+    )
     assert values == [int(x) % 1000 for x in rows.ids[:100, 0]]
 
 
@@ -81,9 +93,17 @@ def test_ranks_share_every_batch_in_order(rows: Rows) -> None:
     assert [len(part) for part in parts] == [10] * 4
     for batch, *shares in zip(whole[:10], *parts, strict=True):
         assert torch.equal(torch.cat([share.labels for share in shares]), batch.labels)
-        assert torch.equal(torch.cat([share.dense_features for share in shares]), batch.dense_features)
-    assert [len(batches_of(rows, 350, rank, 2)[-1].labels) for rank in range(2)] == [1, 2]
-    even = [list(batches_of_rank(cut([rows], 100), rank, 2, even=True))[-1] for rank in range(2)]
+        assert torch.equal(
+            torch.cat([share.dense_features for share in shares]), batch.dense_features
+        )
+    assert [len(batches_of(rows, 350, rank, 2)[-1].labels) for rank in range(2)] == [
+        1,
+        2,
+    ]
+    even = [
+        list(batches_of_rank(cut([rows], 100), rank, 2, even=True))[-1]
+        for rank in range(2)
+    ]
     assert [batch.labels.tolist() for batch in even] == [
         rows.labels[1000:1001].tolist(),
         rows.labels[1001:1002].tolist(),

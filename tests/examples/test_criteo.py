@@ -1,4 +1,6 @@
-"""Tests of the Criteo reader, compared with a naive parser, and of its errors for bad input."""
+"""Tests of the Criteo reader, compared with a naive parser, and of its errors for bad
+input.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common.command import DataError
-from criteo import COLUMNS, MAX_LINE_BYTES, BadRowError, CriteoFile, Rows, concat, parse, parse_fast
+from criteo import (
+    COLUMNS,
+    MAX_LINE_BYTES,
+    BadRowError,
+    CriteoFile,
+    Rows,
+    concat,
+    parse,
+    parse_fast,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-GOOD = b"\t".join([b"1", *[b"%d" % i for i in range(13)], *[b"%08x" % i for i in range(26)]])
+GOOD = b"\t".join(
+    [b"1", *[b"%d" % i for i in range(13)], *[b"%08x" % i for i in range(26)]]
+)
 
 
 def naive(lines: list[bytes]) -> tuple[list[int], list[list[float]], list[list[int]]]:
@@ -60,13 +73,30 @@ dense_fields = st.one_of(
     st.just(b""),
     st.integers(-3, 100).map(lambda x: b"%d" % x),
     st.integers(-(2**63), 2**63 - 1).map(lambda x: b"%d" % x),
-    st.sampled_from([b"-0", b"007", b"-03", b"0" * 30 + b"12", b"9223372036854775807", b"-9223372036854775808"]),
+    st.sampled_from(
+        [
+            b"-0",
+            b"007",
+            b"-03",
+            b"0" * 30 + b"12",
+            b"9223372036854775807",
+            b"-9223372036854775808",
+        ]
+    ),
 )
 id_fields = st.one_of(
     st.just(b""),
     st.integers(0, 2**32 - 1).map(lambda x: b"%08x" % x),
     st.integers(0, 2**64 - 1).map(lambda x: b"%X" % x),
-    st.sampled_from([b"0", b"ffffffffffffffff", b"8000000000000000", b"0000000000000001", b"DeadBeef"]),
+    st.sampled_from(
+        [
+            b"0",
+            b"ffffffffffffffff",
+            b"8000000000000000",
+            b"0000000000000001",
+            b"DeadBeef",
+        ]
+    ),
 )
 good_lines = st.builds(
     lambda label, dense, ids: b"\t".join([label, *dense, *ids]),
@@ -78,8 +108,14 @@ good_lines = st.builds(
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
-@given(lines=st.lists(good_lines, min_size=1, max_size=8), end=st.sampled_from([b"\n", b"\r\n"]), last=st.booleans())
-def test_parse_matches_a_naive_parser(lines: list[bytes], end: bytes, last: bool) -> None:
+@given(
+    lines=st.lists(good_lines, min_size=1, max_size=8),
+    end=st.sampled_from([b"\n", b"\r\n"]),
+    last=st.booleans(),
+)
+def test_parse_matches_a_naive_parser(
+    lines: list[bytes], end: bytes, last: bool
+) -> None:
     data = end.join(lines) + (end if last else b"")
     check_equal(parse(data, refuse), lines)
 
@@ -89,10 +125,29 @@ def test_parse_matches_a_naive_parser(lines: list[bytes], end: bytes, last: bool
 @given(
     lines=st.lists(good_lines, min_size=1, max_size=3),
     position=st.integers(0, 10_000),
-    noise=st.sampled_from([b"\t", b"\n", b"\r", b" ", b"-", b"+", b"x", b"g", b'"', b".", b"\0", b"\xff", b"_", b"2"]),
+    noise=st.sampled_from(
+        [
+            b"\t",
+            b"\n",
+            b"\r",
+            b" ",
+            b"-",
+            b"+",
+            b"x",
+            b"g",
+            b'"',
+            b".",
+            b"\0",
+            b"\xff",
+            b"_",
+            b"2",
+        ]
+    ),
     replace=st.booleans(),
 )
-def test_fast_path_never_guesses(lines: list[bytes], position: int, noise: bytes, replace: bool) -> None:
+def test_fast_path_never_guesses(
+    lines: list[bytes], position: int, noise: bytes, replace: bool
+) -> None:
     data = b"".join(line + b"\n" for line in lines)
     position %= len(data)
     data = data[:position] + noise + data[position + replace :]
@@ -164,7 +219,11 @@ def test_any_chunk_size_and_any_part_give_the_same_rows(
         (with_field("C9", b"ab\0cd"), "C9", "hexadecimal"),
         (with_field("C9", b"ab\rcd"), "C9", "hexadecimal"),
         (with_field("C9", "\N{ARABIC-INDIC DIGIT ONE}".encode()), "C9", "hexadecimal"),
-        (b"\t".join(GOOD.split(b"\t")[:-1]), None, "expected 40 tab-separated columns, found 39"),
+        (
+            b"\t".join(GOOD.split(b"\t")[:-1]),
+            None,
+            "expected 40 tab-separated columns, found 39",
+        ),
         (GOOD + b"\t", None, "expected 40 tab-separated columns, found 41"),
         (b"", None, "expected 40 tab-separated columns, found 1"),
         (b"\xef\xbb\xbf" + GOOD, "label", "expected 0 or 1"),
@@ -172,13 +231,19 @@ def test_any_chunk_size_and_any_part_give_the_same_rows(
         (b"1" * (MAX_LINE_BYTES + 10), None, "longer than"),
     ],
 )
-def test_bad_line_is_named_or_skipped(tmp_path: Path, line: bytes, column: str | None, reason: str) -> None:
+def test_bad_line_is_named_or_skipped(
+    tmp_path: Path, line: bytes, column: str | None, reason: str
+) -> None:
     path = tmp_path / "train.txt"
     path.write_bytes(b"\n".join([GOOD, GOOD, line, GOOD, b""]))
     for chunk_bytes in (100, 1 << 23):
         with pytest.raises(BadRowError) as error:
-            CriteoFile(path, chunk_bytes=chunk_bytes if len(line) < 10_000 else 1 << 19).scan()
-        assert str(error.value).startswith(f"{path}, line 3, column {column}: " if column else f"{path}, line 3: ")
+            CriteoFile(
+                path, chunk_bytes=chunk_bytes if len(line) < 10_000 else 1 << 19
+            ).scan()
+        assert str(error.value).startswith(
+            f"{path}, line 3, column {column}: " if column else f"{path}, line 3: "
+        )
         assert reason in str(error.value)
     file = CriteoFile(path, skip_bad_rows=True)
     check_equal(read_all(file), [GOOD] * 3)
@@ -187,10 +252,17 @@ def test_bad_line_is_named_or_skipped(tmp_path: Path, line: bytes, column: str |
 
 @pytest.mark.parametrize("header", [True, False])
 @pytest.mark.parametrize("numbered", [True, False])
-def test_the_command_for_kaggle_s_csv_makes_a_log(tmp_path: Path, header: bool, numbered: bool) -> None:
-    lines = [b"label," + ",".join(COLUMNS[1:]).encode()] * header + [GOOD.replace(b"\t", b",")] * 3
+def test_the_command_for_kaggle_s_csv_makes_a_log(
+    tmp_path: Path, header: bool, numbered: bool
+) -> None:
+    lines = [b"label," + ",".join(COLUMNS[1:]).encode()] * header + [
+        GOOD.replace(b"\t", b",")
+    ] * 3
     if numbered:
-        lines = [b"Id," * (header and not at) + b"7," * (not header or at > 0) + line for at, line in enumerate(lines)]
+        lines = [
+            b"Id," * (header and not at) + b"7," * (not header or at > 0) + line
+            for at, line in enumerate(lines)
+        ]
     (tmp_path / "train.csv").write_bytes(b"\n".join([*lines, b""]))
     with pytest.raises(BadRowError, match="as in Kaggle's CSV") as error:
         CriteoFile(tmp_path / "train.csv").scan()
@@ -202,7 +274,9 @@ def test_the_command_for_kaggle_s_csv_makes_a_log(tmp_path: Path, header: bool, 
 def test_two_rows_of_40_columns_in_sum_are_both_bad(tmp_path: Path) -> None:
     fields = GOOD.split(b"\t")
     path = tmp_path / "train.txt"
-    path.write_bytes(b"\t".join(fields[:-1]) + b"\n" + b"\t".join([*fields, b"1"]) + b"\n" + GOOD)
+    path.write_bytes(
+        b"\t".join(fields[:-1]) + b"\n" + b"\t".join([*fields, b"1"]) + b"\n" + GOOD
+    )
     file = CriteoFile(path, skip_bad_rows=True)
     check_equal(read_all(file), [GOOD])
     assert file.bad_rows == 2
@@ -242,7 +316,9 @@ def test_gzip_cut_short_or_damaged(tmp_path: Path) -> None:
     packed = gzip.compress(b"\n".join([GOOD] * 100))
     for cut in (2, 5, 30, len(packed) - 9, len(packed) - 1):
         path.write_bytes(packed[:cut])
-        with pytest.raises(DataError, match=r"train\.txt\.gz: the gzip file is truncated"):
+        with pytest.raises(
+            DataError, match=r"train\.txt\.gz: the gzip file is truncated"
+        ):
             CriteoFile(path).scan()
     path.write_bytes(packed[:-8] + b"\0" * 8)
     with pytest.raises(DataError, match=r"train\.txt\.gz: damaged gzip file"):
@@ -252,7 +328,11 @@ def test_gzip_cut_short_or_damaged(tmp_path: Path) -> None:
 def test_gzip_of_several_members_and_padding(tmp_path: Path) -> None:
     path = tmp_path / "train.txt.gz"
     half = len(GOOD) // 2
-    path.write_bytes(gzip.compress(GOOD[:half]) + gzip.compress(GOOD[half:] + b"\n" + GOOD) + b"\0" * 100)
+    path.write_bytes(
+        gzip.compress(GOOD[:half])
+        + gzip.compress(GOOD[half:] + b"\n" + GOOD)
+        + b"\0" * 100
+    )
     check_equal(read_all(CriteoFile(path, chunk_bytes=50)), [GOOD, GOOD])
 
 

@@ -1,4 +1,6 @@
-"""Tests of the synthetic log: determinism, start at any row, and a round trip through a file."""
+"""Tests of the synthetic log: determinism, start at any row, and a round trip through a
+file.
+"""
 
 from __future__ import annotations
 
@@ -67,12 +69,18 @@ def test_ids_are_skewed_signed_and_drift() -> None:
 def test_labels_depend_on_the_ids() -> None:
     rows = rows_of(0, 0, 200_000)
     first, second = rows[:100_000], rows[100_000:]
-    # The click rates of the ids of a feature with few ids are stable, so they are not noise.
+    # The click rates of the ids of a feature with few ids are stable, so they are not
+    # noise.
     rates = []
     for half in (first, second):
         ids = half.ids[:, 2]
         common = np.intersect1d(first.ids[:, 2], second.ids[:, 2])
-        rates.append([half.labels[ids == x].mean() if (ids == x).sum() >= 500 else np.nan for x in common])
+        rates.append(
+            [
+                half.labels[ids == x].mean() if (ids == x).sum() >= 500 else np.nan
+                for x in common
+            ]
+        )
     one, other = np.array(rates)
     both = ~np.isnan(one) & ~np.isnan(other)
     assert both.sum() >= 5

@@ -1,4 +1,6 @@
-"""examples/dlrm/minimal.py: the shortest program learns, on one rank and on two, and stays short."""
+"""examples/dlrm/minimal.py: the shortest program learns, on one rank and on two, and
+stays short.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,14 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_learns_a_small_log(log: Path, ranks: int) -> None:
     done = run_forked(PROGRAM, log, ranks=ranks)
     assert done.returncode == 0, done.stderr
-    (printed,) = re.findall(r"^([\d,]+) rows in 26 tables, test AUC (0\.\d{4})$", done.stdout, flags=re.MULTILINE)
-    assert printed[0] == "544", "20 ids in each table, and the empty field in 24 of them"
+    (printed,) = re.findall(
+        r"^([\d,]+) rows in 26 tables, test AUC (0\.\d{4})$",
+        done.stdout,
+        flags=re.MULTILINE,
+    )
+    assert printed[0] == "544", (
+        "20 ids in each table, and the empty field in 24 of them"
+    )
     assert float(printed[1]) > 0.9
 
 
@@ -37,4 +45,12 @@ def test_it_is_one_short_file() -> None:
     source = (ROOT / "examples" / PROGRAM).read_text()
     assert len(source.splitlines()) < 120
     modules = set(re.findall(r"^(?:from|import) (\w+)", source, flags=re.MULTILINE))
-    assert modules <= {"sys", "fbgemm_gpu", "polars", "torch", "torchmetrics", "torchrec", "torchrec_recstore"}
+    assert modules <= {
+        "sys",
+        "fbgemm_gpu",
+        "polars",
+        "torch",
+        "torchmetrics",
+        "torchrec",
+        "torchrec_recstore",
+    }

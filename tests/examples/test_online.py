@@ -1,4 +1,6 @@
-"""The parts of online training: generated clicks, metrics by window, streams, the offset in a checkpoint, the page."""
+"""The parts of online training: generated clicks, metrics by window, streams, the
+offset in a checkpoint, the page.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ import pytest
 import torch
 from common.command import DataError
 from common.run import locked_folder
-from online.clicks import ANSWERED, CLICK, LATE_S, NO_ANSWER, NOT_ASKED, REFUSED, Clicks, generated
+from online.clicks import (
+    ANSWERED,
+    CLICK,
+    LATE_S,
+    NO_ANSWER,
+    NOT_ASKED,
+    REFUSED,
+    Clicks,
+    generated,
+)
 from online.generator import generate
 from online.page import PAINTS, live_windows, page
 from online.settings import Settings
@@ -64,12 +75,18 @@ def test_the_password_of_the_server_is_in_no_page(tmp_path: Path) -> None:
 def test_errors_before_the_start_are_one_line(tmp_path: Path) -> None:
     done = run_forked("online/run.py", "--folder", tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"error: {tmp_path} exists and has no run to continue: choose a new folder with --folder" in done.stderr
+    assert (
+        f"error: {tmp_path} exists and has no run to continue: choose a new folder with"
+        " --folder" in done.stderr
+    )
     settings(tmp_path)
     (tmp_path / STATE).write_text(json.dumps({"status": FINISHED}))
     done = run_forked("online/run.py", "--folder", tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"error: {tmp_path}: this run has finished: choose a new folder with --folder" in done.stderr
+    assert (
+        f"error: {tmp_path}: this run has finished: choose a new folder with --folder"
+        in done.stderr
+    )
     with locked_folder(tmp_path):
         done = run_forked("online/run.py", "--folder", tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -105,13 +122,22 @@ def test_a_click_depends_on_its_number_only(tmp_path: Path) -> None:
     assert (np.diff(whole["time_ms"]) == 10).all()  # 100 clicks a second
     assert whole["time_ms"][made.history] == made.start_ms
     assert set(np.unique(whole["clicked"])) == {0, 1}
-    assert not set(whole["item"]) & set(generated(replace(made, history=0), 10**6, 10**6 + 5000)["item"])  # they vanish
-    assert without_scores(generated(replace(made, seed=1), 1, 5000)) != without_scores(whole)
+    # they vanish
+    assert not set(whole["item"]) & set(
+        generated(replace(made, history=0), 10**6, 10**6 + 5000)["item"]
+    )
+    assert without_scores(generated(replace(made, seed=1), 1, 5000)) != without_scores(
+        whole
+    )
     assert len(generated(made, 8, 7)) == 0
 
 
 def plain_auc(scores: list[float], labels: list[int]) -> float:
-    """The share of pairs of a click and a non-click in which the click has the higher score. Ties count half."""
+    """The share of pairs of a click and a non-click in which the click has the higher
+    score.
+
+    Ties count half.
+    """
     pairs = [
         (a > b) + (a == b) / 2
         for a, x in zip(scores, labels, strict=True)
@@ -138,17 +164,30 @@ def test_metrics_by_window_are_those_of_a_plain_computation() -> None:
         resumed = Windows(100)
         resumed.load_state(windows.state())
         windows = resumed
-    assert [(each["last"], each["time_ms"]) for each in windows.done] == [(100, 99), (200, 199), (300, 299)]
+    assert [(each["last"], each["time_ms"]) for each in windows.done] == [
+        (100, 99),
+        (200, 199),
+        (300, 299),
+    ]
     for number, window in enumerate(windows.done[:2]):
         part = slice(number * 100, number * 100 + 100)
         for name, scores in (("trained", logits.numpy()), ("served", clicks["served"])):
             there = ~np.isnan(scores[part])
-            scored, labels = scores[part][there].astype(float), clicks["clicked"][part][there]
-            assert window[name]["auc"] == pytest.approx(plain_auc(scored.tolist(), labels.tolist()), abs=1e-6)
+            scored, labels = (
+                scores[part][there].astype(float),
+                clicks["clicked"][part][there],
+            )
+            assert window[name]["auc"] == pytest.approx(
+                plain_auc(scored.tolist(), labels.tolist()), abs=1e-6
+            )
             expected = (1 / (1 + np.exp(-scored))).sum() / labels.sum()
             assert window[name]["calibration"] == pytest.approx(expected, abs=1e-6)
     assert [window["served"]["answered"] for window in windows.done] == [0.4, 1.0, 1.0]
-    assert windows.done[0]["frozen"] == {"answered": 0.0, "auc": None, "calibration": None}
+    assert windows.done[0]["frozen"] == {
+        "answered": 0.0,
+        "auc": None,
+        "calibration": None,
+    }
     assert windows.done[2]["trained"]["auc"] is None  # no click in this window
 
 
@@ -169,7 +208,9 @@ def test_a_click_without_an_answer_counts_in_the_percentiles() -> None:
         resumed.load_state(windows.state())
         windows = resumed
     found = windows.freshness
-    assert (found["age_p50_s"], found["age_p99_s"]) == pytest.approx((2.0, np.sort(live["age"])[990]), abs=STEP_S)
+    assert (found["age_p50_s"], found["age_p99_s"]) == pytest.approx(
+        (2.0, np.sort(live["age"])[990]), abs=STEP_S
+    )
     assert found["late"] == 100
     assert list(found["outcomes"]["served"].values()) == [600, 300, 0, 100]
     assert list(found["outcomes"]["frozen"].values()) == [1000, 0, 0, 0]
@@ -189,7 +230,9 @@ def stream(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ClickStre
             yield RedisStream(server.url, "clicks")
 
 
-def test_a_stream_has_each_click_once_and_in_order(stream: ClickStream, tmp_path: Path) -> None:
+def test_a_stream_has_each_click_once_and_in_order(
+    stream: ClickStream, tmp_path: Path
+) -> None:
     clicks = generated(settings(tmp_path / "run"), 1, 1000)
     clicks["served"] = np.linspace(-1, 1, 1000)
     assert stream.last() == 0
@@ -197,18 +240,24 @@ def test_a_stream_has_each_click_once_and_in_order(stream: ClickStream, tmp_path
     stream.append(1, clicks[:600])
     stream.append(1, clicks[:600])  # the answer was lost
     stream.append(501, clicks[500:900])  # a part of it is there
-    with pytest.raises(DataError, match="ends with click 900, so click 902 cannot be appended"):
+    with pytest.raises(
+        DataError, match="ends with click 900, so click 902 cannot be appended"
+    ):
         stream.append(902, clicks[901:])
     assert stream.last() == 900
     assert stream.read(0, 2000).tobytes() == clicks[:900].tobytes()
     assert stream.read(123, 77).tobytes() == clicks[123:200].tobytes()
-    with pytest.raises(DataError, match=r"ends with click 900, and click 901 has been trained on"):
+    with pytest.raises(
+        DataError, match=r"ends with click 900, and click 901 has been trained on"
+    ):
         stream.read(901, 1)
     stream.trim(100)
     assert stream.read(100, 50).tobytes() == clicks[100:150].tobytes()
 
 
-def test_a_batch_is_cut_by_numbers_and_not_by_arrival(stream: ClickStream, tmp_path: Path) -> None:
+def test_a_batch_is_cut_by_numbers_and_not_by_arrival(
+    stream: ClickStream, tmp_path: Path
+) -> None:
     clicks = generated(settings(tmp_path / "run"), 1, 400)
     stream.append(1, clicks[:10])
 
@@ -240,13 +289,17 @@ def test_a_record_that_was_not_written_whole_is_written_again(tmp_path: Path) ->
 def test_clicks_of_a_killed_server_are_there_once(tmp_path: Path) -> None:
     clicks = generated(settings(tmp_path / "run"), 1, 600)
     with redis_server(tmp_path / "redis", *DURABLE) as server:
-        writer, reader = RedisStream(server.url, "clicks"), RedisStream(server.url, "clicks")
+        writer, reader = (
+            RedisStream(server.url, "clicks"),
+            RedisStream(server.url, "clicks"),
+        )
         writer.append(1, clicks[:200])
         after_kill(server, lambda: writer.append(201, clicks[200:400]))
         after_kill(server, lambda: reader.read(0, 10))
         writer.append(401, clicks[400:])
         assert reader.read(0, 1000).tobytes() == clicks.tobytes()
-        with server.client() as client:  # A server that loses clicks in the middle is no source.
+        # A server that loses clicks in the middle is no source.
+        with server.client() as client:
             client.xdel("clicks", "300-0")
         with pytest.raises(DataError, match="lacks clicks between 1 and 600"):
             reader.read(0, 1000)
@@ -262,13 +315,20 @@ def after_kill(server: RedisServer, action: Callable[[], object]) -> None:
 
 
 class Answering(BaseHTTPRequestHandler):
-    """A server whose rows are half a second old. Unless ``server.goes_on`` is set, it sends a space now and then."""
+    """A server whose rows are half a second old.
+
+    Unless ``server.goes_on`` is set, it sends a space now and then.
+    """
 
     def do_POST(self) -> None:
         """Answers with a logit for each click."""
-        users = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["arguments"]["features"]["user"]
+        users = json.loads(self.rfile.read(int(self.headers["Content-Length"])))[
+            "arguments"
+        ]["features"]["user"]
         self.server.asked.append(time.monotonic())  # type: ignore[attr-defined]
-        body = json.dumps({"outputs": {"y": [0.25] * len(users)}, "seconds_behind": 0.5}).encode()
+        body = json.dumps(
+            {"outputs": {"y": [0.25] * len(users)}, "seconds_behind": 0.5}
+        ).encode()
         with suppress(OSError):
             self.send_response(200)
             self.end_headers()
@@ -282,7 +342,11 @@ class Answering(BaseHTTPRequestHandler):
 
 @contextmanager
 def answering() -> Iterator[tuple[str, threading.Event, list[float]]]:
-    """Runs a server. Yields its address, the event that is set while it answers, and the times of the requests."""
+    """Runs a server.
+
+    Yields its address, the event that is set while it answers, and the times of the
+    requests.
+    """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
     goes_on = server.goes_on = threading.Event()  # type: ignore[attr-defined]
     asked: list[float] = []
@@ -299,12 +363,16 @@ def answering() -> Iterator[tuple[str, threading.Event, list[float]]]:
 
 def test_the_generator_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None:
     with answering() as (served, serves, _), answering() as (frozen, _, asked):
-        made = settings(tmp_path, clicks=1024 + 350, paced=True, http=served, frozen_http=frozen)
+        made = settings(
+            tmp_path, clicks=1024 + 350, paced=True, http=served, frozen_http=frozen
+        )
         threading.Timer(0.7, serves.clear).start()
         begin = time.monotonic()
         generate(made)  # three and a half seconds of clicks
         assert time.monotonic() - begin < 3.5 + LATE_S
-    assert max(after - before for before, after in pairwise(asked)) < 0.8, "the other server is asked all the time"
+    assert max(after - before for before, after in pairwise(asked)) < 0.8, (
+        "the other server is asked all the time"
+    )
     live = FileStream(tmp_path / "clicks.log").read(1024, 1000)
     assert len(live) == 350
     assert live["waited"].max() < LATE_S
@@ -326,7 +394,13 @@ def test_the_generator_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> 
 
 
 def test_the_age_goes_on_after_the_generator_was_killed(tmp_path: Path) -> None:
-    made = settings(tmp_path, clicks=1024 + 40, paced=True, http="127.0.0.1:1", frozen_http="127.0.0.1:1")
+    made = settings(
+        tmp_path,
+        clicks=1024 + 40,
+        paced=True,
+        http="127.0.0.1:1",
+        frozen_http="127.0.0.1:1",
+    )
     stream = FileStream(tmp_path / "clicks.log")
     clicks = generated(made, 1, 1024 + 10)
     clicks["age"][-1], clicks["waited"][-1] = 7.0, 0.1
@@ -349,11 +423,18 @@ def test_a_run_continues_from_the_offset_of_its_checkpoint(tmp_path: Path) -> No
     train(whole)
     for clicks in (1024, 2560, 4000):  # at the end of batches
         train(replace(parted, clicks=clicks))
-    first, second = (read_chain(made.checkpoints / "step-000000016") for made in (whole, parted))
+    first, second = (
+        read_chain(made.checkpoints / "step-000000016") for made in (whole, parted)
+    )
     assert compare_chains(first, second).equal
     state = first[-1].training_state
     assert state["offset"] == 4000
-    assert [window["last"] for window in state["windows"]["done"]] == [1000, 2000, 3000, 4000]
+    assert [window["last"] for window in state["windows"]["done"]] == [
+        1000,
+        2000,
+        3000,
+        4000,
+    ]
     assert state["report"]["expired"] > 0
     for made in (whole, parted):
         written = json.loads((made.folder / "trainer.json").read_text())
@@ -361,15 +442,31 @@ def test_a_run_continues_from_the_offset_of_its_checkpoint(tmp_path: Path) -> No
         with Follower(made.published) as follower:
             follower.poll()
             assert follower.version == written["final_version"]
-    train(parted)  # A trainer that was killed at its end publishes the same model again.
-    assert json.loads((parted.folder / "trainer.json").read_text())["final_version"] == written["final_version"]
+    # A trainer that was killed at its end publishes the same model again.
+    train(parted)
+    assert (
+        json.loads((parted.folder / "trainer.json").read_text())["final_version"]
+        == written["final_version"]
+    )
 
 
 def test_the_page_shows_each_curve() -> None:
     quality = {"auc": 0.75, "calibration": 1.1, "answered": 1.0}
-    windows = [{"time_ms": 1000 * second, "last": 10 * second, **dict.fromkeys(MODELS, quality)} for second in range(5)]
-    windows[0] = windows[0] | {"frozen": {"auc": None, "calibration": None, "answered": 0.0}}
-    windows[2] = windows[2] | {"served": {"auc": None, "calibration": None, "answered": 0.0}}  # The follower hung.
+    windows = [
+        {
+            "time_ms": 1000 * second,
+            "last": 10 * second,
+            **dict.fromkeys(MODELS, quality),
+        }
+        for second in range(5)
+    ]
+    windows[0] = windows[0] | {
+        "frozen": {"auc": None, "calibration": None, "answered": 0.0}
+    }
+    # The follower hung.
+    windows[2] = windows[2] | {
+        "served": {"auc": None, "calibration": None, "answered": 0.0}
+    }
     sample = {
         "second": 3.0, "samples_per_second": 2e3, "clicks_per_second": 2e3, "age_s": None, "behind_s": 0.5,
         "rows": {"t": 5}, "expired": 0,
@@ -383,11 +480,14 @@ def test_the_page_shows_each_curve() -> None:
     }  # fmt: skip
     text = page(state, live=True)
     assert "<b>" not in text.partition("<p class")[2].partition("</p>")[0]
-    assert text.count("<polyline") == (3 + 1) + (3 + 1) + 2 + 1 + 2 + 1 + 1, "the served model has a gap"
-    assert not re.search(r"\bnan\b", text, re.IGNORECASE)
-    assert [window["last"] for window in live_windows(state)] == [30, 40], (
-        "the window up to 20 has clicks of the history"
+    assert text.count("<polyline") == (3 + 1) + (3 + 1) + 2 + 1 + 2 + 1 + 1, (
+        "the served model has a gap"
     )
+    assert not re.search(r"\bnan\b", text, re.IGNORECASE)
+    assert [window["last"] for window in live_windows(state)] == [
+        30,
+        40,
+    ], "the window up to 20 has clicks of the history"
     for name, shown in {
         "unanswered, served": "5,070",
         "late clicks": "1,234",
@@ -395,10 +495,16 @@ def test_the_page_shows_each_curve() -> None:
     }.items():
         assert f"<dt>{name}</dt><dd>{shown}</dd>" in text
     marks = re.findall(r'<tspan fill="([^"]+)">.</tspan><tspan dx="5">(\w+)<', text)
-    assert {name: paint for paint, name in marks} == PAINTS | {"t": "var(--c4, #E69F00)"}
-    assert len({paint for paint, _ in marks}) == len({name for _, name in marks}), "a colour stands for one thing"
+    assert {name: paint for paint, name in marks} == PAINTS | {
+        "t": "var(--c4, #E69F00)"
+    }
+    assert len({paint for paint, _ in marks}) == len({name for _, name in marks}), (
+        "a colour stands for one thing"
+    )
     assert len(set(marks)) == len({name for _, name in marks}), "a thing has one colour"
     assert 'http-equiv="refresh"' in text
     assert re.search(r"running · written at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d<", text)
     assert "http-equiv" not in page(state, live=False)
-    assert "http-equiv" not in page(state | {"windows": [], "samples": [], "rows": {}}, live=False)
+    assert "http-equiv" not in page(
+        state | {"windows": [], "samples": [], "rows": {}}, live=False
+    )

@@ -1,4 +1,6 @@
-"""Online training on clicks from Kafka: what is refused, an outage, and exactly once although processes are killed."""
+"""Online training on clicks from Kafka: what is refused, an outage, and exactly once
+although processes are killed.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,30 @@ def stream_of(broker: KafkaBroker, topic: str = "clicks") -> KafkaStream:
     return stream
 
 
-@pytest.mark.parametrize("url", ["kafka://me:secret@host:9092", "kafka://host:9092/?password=secret", "kafka://secret"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "kafka://me:secret@host:9092",
+        "kafka://host:9092/?password=secret",
+        "kafka://secret",
+    ],
+)
 def test_a_url_with_a_password_is_refused(tmp_path: Path, url: str) -> None:
-    with pytest.raises(DataError, match=r"^--url must be kafka://host:port, or several .* without credentials$"):
+    with pytest.raises(
+        DataError,
+        match=r"^--url must be kafka://host:port, or several .* without credentials$",
+    ):
         settings(tmp_path, url=url)
 
 
 def test_a_refused_url_is_an_error_in_one_line(tmp_path: Path) -> None:
-    done = run_forked("online/run.py", "--folder", tmp_path / "run", "--url", "kafka://me:secret@host:9092")
+    done = run_forked(
+        "online/run.py",
+        "--folder",
+        tmp_path / "run",
+        "--url",
+        "kafka://me:secret@host:9092",
+    )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "error: --url must be kafka://host:port" in done.stderr
     assert "secret" not in done.stdout + done.stderr
@@ -59,41 +77,63 @@ def test_several_brokers_are_one_url(tmp_path: Path) -> None:
     assert made.shown()["url"] == made.url
 
 
-def test_clicks_that_the_retention_has_deleted_are_refused(broker: KafkaBroker, tmp_path: Path) -> None:
+def test_clicks_that_the_retention_has_deleted_are_refused(
+    broker: KafkaBroker, tmp_path: Path
+) -> None:
     clicks = generated(settings(tmp_path), 1, 600)
     stream_of(broker).append(1, clicks)
     broker.delete_records("clicks", 300)
     stream = KafkaStream(broker.url, "clicks")  # a trainer that starts again
-    with pytest.raises(DataError, match="clicks begins with click 301, and click 300 is the next one to train"):
+    with pytest.raises(
+        DataError,
+        match="clicks begins with click 301, and click 300 is the next one to train",
+    ):
         stream.read(299, 10)
     assert read_batch(stream, 300, 300).tobytes() == clicks[300:].tobytes()
-    with pytest.raises(DataError, match="the topic clicks has records: delete it, or choose another folder"):
+    with pytest.raises(
+        DataError,
+        match="the topic clicks has records: delete it, or choose another folder",
+    ):
         stream.problems()
 
 
-@pytest.mark.parametrize(("key", "found"), [(b"10", "b'10'"), (b"12", "b'12'"), (None, "None")])
-def test_a_record_out_of_place_is_refused(broker: KafkaBroker, tmp_path: Path, key: bytes | None, found: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "found"), [(b"10", "b'10'"), (b"12", "b'12'"), (None, "None")]
+)
+def test_a_record_out_of_place_is_refused(
+    broker: KafkaBroker, tmp_path: Path, key: bytes | None, found: str
+) -> None:
     clicks = generated(settings(tmp_path), 1, 20)
     writer, reader = stream_of(broker), KafkaStream(broker.url, "clicks")
     writer.append(1, clicks[:10])
     assert len(read_batch(reader, 0, 10)) == 10
     broker.produce("clicks", key, clicks[10].tobytes())
-    misplaced = f"clicks has a record of 80 bytes with the key {found} at offset 10, where click 11 is expected at"
+    misplaced = (
+        f"clicks has a record of 80 bytes with the key {found} at offset 10, where"
+        " click 11 is expected at"
+    )
     for _ in range(2):  # It does not pass with the next read.
         with pytest.raises(DataError, match=misplaced):
             reader.read(10, 1)
-    with pytest.raises(DataError, match="the key b'11' at offset 11: another process writes to the topic"):
+    with pytest.raises(
+        DataError,
+        match="the key b'11' at offset 11: another process writes to the topic",
+    ):
         writer.append(11, clicks[10:11])
 
 
 def test_a_record_that_is_no_click_is_refused(broker: KafkaBroker) -> None:
     stream = stream_of(broker)
     broker.produce("clicks", b"1", b"something")
-    with pytest.raises(DataError, match="clicks has a record of 9 bytes with the key b'1' at offset 0"):
+    with pytest.raises(
+        DataError, match="clicks has a record of 9 bytes with the key b'1' at offset 0"
+    ):
         read_batch(stream, 0, 1)
 
 
-def test_clicks_are_there_once_after_an_outage(broker: KafkaBroker, tmp_path: Path) -> None:
+def test_clicks_are_there_once_after_an_outage(
+    broker: KafkaBroker, tmp_path: Path
+) -> None:
     clicks = generated(settings(tmp_path), 1, 600)
     writer, reader = stream_of(broker), KafkaStream(broker.url, "clicks")
     writer.append(1, clicks[:200])
@@ -107,12 +147,16 @@ def test_clicks_are_there_once_after_an_outage(broker: KafkaBroker, tmp_path: Pa
     assert KafkaStream(broker.url, "clicks").last() == 600
 
 
-def test_a_broker_that_does_not_answer_is_named(broker: KafkaBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_does_not_answer_is_named(
+    broker: KafkaBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = stream_of(broker)
     monkeypatch.setattr("online.streams.QUERY_S", 0.2)
     monkeypatch.setattr("online.streams.RETRY_S", 0.2)
     broker.stop()
-    with pytest.raises(DataError, match=r"the Kafka topic clicks cannot be reached for 0.2 s: .*"):
+    with pytest.raises(
+        DataError, match=r"the Kafka topic clicks cannot be reached for 0.2 s: .*"
+    ):
         stream.problems()
     broker.start()
 
@@ -123,25 +167,40 @@ from online import generator
 generator.MOST = 20
 generator.generate(generator.Settings.read(pathlib.Path(sys.argv[1])))
 """
-"""A generator that appends few clicks at a time, so that it can be killed between them."""
+"""A generator that appends few clicks at a time, so that it can be killed between them.
+"""
 
 
 def start(role: str, folder: Path) -> subprocess.Popen[bytes]:
-    program = {"generator": ["-c", GENERATOR], "trainer": [str(ROOT / "examples/online/worker.py"), "trainer"]}[role]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'examples'}:{PYTHON_PATH}", "OMP_NUM_THREADS": "1"}
+    program = {
+        "generator": ["-c", GENERATOR],
+        "trainer": [str(ROOT / "examples/online/worker.py"), "trainer"],
+    }[role]
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT / 'examples'}:{PYTHON_PATH}",
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.Popen([sys.executable, *program, str(folder)], env=environment)
 
 
 @pytest.mark.slow
-def test_killed_processes_have_the_bits_of_an_undisturbed_run(broker: KafkaBroker, tmp_path: Path) -> None:
+def test_killed_processes_have_the_bits_of_an_undisturbed_run(
+    broker: KafkaBroker, tmp_path: Path
+) -> None:
     whole = settings(tmp_path / "whole", clicks=20_000)
     generate(whole)
     train(whole)
 
-    killed, stream = settings(tmp_path / "killed", clicks=20_000, url=broker.url), stream_of(broker)
+    killed, stream = (
+        settings(tmp_path / "killed", clicks=20_000, url=broker.url),
+        stream_of(broker),
+    )
     progress: dict[str, Callable[[], int]] = {
         "generator": stream.last,
-        "trainer": lambda: max((int(path.name[5:]) for path in killed.checkpoints.glob("step-*[0-9]")), default=0),
+        "trainer": lambda: max(
+            (int(path.name[5:]) for path in killed.checkpoints.glob("step-*[0-9]")),
+            default=0,
+        ),
     }
     processes = {role: start(role, killed.folder) for role in progress}
     kills = random.Random(0)
@@ -152,10 +211,13 @@ def test_killed_processes_have_the_bits_of_an_undisturbed_run(broker: KafkaBroke
             assert processes[role].poll() is None
             time.sleep(0.002)
 
-    for role in ["generator"] * 3 + ["trainer"] * 3:  # The trainer takes some seconds to start.
+    # The trainer takes some seconds to start.
+    for role in ["generator"] * 3 + ["trainer"] * 3:
         wait_for_progress(role)
         time.sleep(kills.uniform(0, 0.05))
-        assert processes[role].poll() is None, f"the {role} has ended before it was killed"
+        assert processes[role].poll() is None, (
+            f"the {role} has ended before it was killed"
+        )
         processes[role].kill()
         processes[role].wait()
         processes[role] = start(role, killed.folder)
@@ -167,11 +229,19 @@ def test_killed_processes_have_the_bits_of_an_undisturbed_run(broker: KafkaBroke
             broker.start()
     assert [process.wait(100) for process in processes.values()] == [0, 0]
 
-    assert read_batch(stream, 0, 20_000).tobytes() == generated(killed, 1, 20_000).tobytes()
-    chains = [read_chain(max(made.checkpoints.glob("step-*"))) for made in (whole, killed)]
+    assert (
+        read_batch(stream, 0, 20_000).tobytes()
+        == generated(killed, 1, 20_000).tobytes()
+    )
+    chains = [
+        read_chain(max(made.checkpoints.glob("step-*"))) for made in (whole, killed)
+    ]
     assert compare_chains(*chains).equal
     first, second = (chain[-1].training_state for chain in chains)
     assert first["offset"] == second["offset"] == 20_000
     assert first["windows"]["done"] == second["windows"]["done"]
-    versions = {json.loads((made.folder / "trainer.json").read_text())["final_version"] for made in (whole, killed)}
+    versions = {
+        json.loads((made.folder / "trainer.json").read_text())["final_version"]
+        for made in (whole, killed)
+    }
     assert len(versions) == 1

@@ -1,4 +1,6 @@
-"""Online training as a user runs it: it follows the drift, and a run whose processes are killed has the same bits."""
+"""Online training as a user runs it: it follows the drift, and a run whose processes
+are killed has the same bits.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,17 @@ MARGIN = 0.05
 
 
 def run(folder: Path, *flags: object) -> tuple[dict[str, Any], str]:
-    command = [sys.executable, str(ROOT / "examples/online/run.py"), "--folder", str(folder), *map(str, flags)]
+    command = [
+        sys.executable,
+        str(ROOT / "examples/online/run.py"),
+        "--folder",
+        str(folder),
+        *map(str, flags),
+    ]
     out = folder.with_suffix(".json")
-    done = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--json", str(out)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), done.stdout
 
@@ -48,16 +58,24 @@ def newest(settings: Settings) -> Path:
 
 def exact(state: object) -> tuple[object, dict[str, bytes]]:
     tensors: dict[str, torch.Tensor] = {}
-    return encode(state, tensors), {name: each.numpy().tobytes() for name, each in tensors.items()}
+    return encode(state, tensors), {
+        name: each.numpy().tobytes() for name, each in tensors.items()
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_run_whose_processes_are_killed_has_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
-    result, report = run(tmp_path / "killed", "--seconds", SECONDS, "--rate", 500, "--kills", KILLS)
+def test_a_run_whose_processes_are_killed_has_the_bits_of_an_undisturbed_one(
+    tmp_path: Path,
+) -> None:
+    result, report = run(
+        tmp_path / "killed", "--seconds", SECONDS, "--rate", 500, "--kills", KILLS
+    )
     print(report, ", ".join(result["kills"]))
     assert len(result["kills"]) == KILLS
-    assert {name for name, count in result["restarts"].items() if count} >= set(result["kills"])
+    assert {name for name, count in result["restarts"].items() if count} >= set(
+        result["kills"]
+    )
     killed = Settings.read(tmp_path / "killed")
     with Follower(killed.published) as follower:
         follower.poll()
@@ -68,19 +86,28 @@ def test_a_run_whose_processes_are_killed_has_the_bits_of_an_undisturbed_one(tmp
 
 
 def same_as_undisturbed(killed: Settings, folder: Path, result: dict[str, Any]) -> None:
-    """Compares the last checkpoint of a run with that of one that reads the same clicks from a file, at once."""
+    """Compares the last checkpoint of a run with that of one that reads the same clicks
+    from a file, at once.
+    """
     folder.mkdir()
     whole = replace(killed, folder=folder, url=None, paced=False)
     generate(whole)
     train(whole)
     first, second = (read_chain(newest(settings)) for settings in (whole, killed))
     difference = compare_chains(first, second)
-    assert all(each.equal for each in (*difference.tables.values(), difference.dense)), difference
+    assert all(
+        each.equal for each in (*difference.tables.values(), difference.dense)
+    ), difference
     states = [chain[-1].training_state for chain in (first, second)]
-    for state in states:  # The scores of the servers depend on the moment. The metrics of the trained model do not.
+    # The scores of the servers depend on the moment. The metrics of the trained model
+    # do not.
+    for state in states:
         state["windows"] = [window["trained"] for window in state["windows"]["done"]]
     assert exact(states[0]) == exact(states[1])
-    assert json.loads((whole.folder / "trainer.json").read_text())["final_version"] == result["final_version"]
+    assert (
+        json.loads((whole.folder / "trainer.json").read_text())["final_version"]
+        == result["final_version"]
+    )
 
 
 def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -93,9 +120,16 @@ def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_stopped_follower_is_seen_and_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_follower_is_seen_and_an_interrupted_run_goes_on(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
-    command = [sys.executable, str(ROOT / "examples/online/run.py"), "--folder", str(folder)]
+    command = [
+        sys.executable,
+        str(ROOT / "examples/online/run.py"),
+        "--folder",
+        str(folder),
+    ]
     command += ["--seconds", "24", "--rate", "500", "--publish-every", "1"]
 
     def state() -> dict[str, Any]:
@@ -106,13 +140,17 @@ def test_a_stopped_follower_is_seen_and_an_interrupted_run_goes_on(tmp_path: Pat
         samples = state()["samples"]
         return samples[-1]["second"] if samples else -1.0
 
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         wait_until(lambda: second() > 4, process)
         follower = state()["processes"]["follower"]["pid"]
         os.kill(follower, signal.SIGSTOP)
         begin = second()
         wait_until(lambda: second() > begin + 7, process)
-        stopped = [each["age_s"] for each in state()["samples"] if each["second"] > begin + 1]
+        stopped = [
+            each["age_s"] for each in state()["samples"] if each["second"] > begin + 1
+        ]
         os.kill(follower, signal.SIGCONT)
         assert (np.diff(stopped) > 0).all(), "the rows become older"
         assert stopped[-1] > 6
@@ -123,14 +161,17 @@ def test_a_stopped_follower_is_seen_and_an_interrupted_run_goes_on(tmp_path: Pat
     assert f"interrupted: continue with --folder {folder}" in errors
     assert "Traceback" not in errors
     assert "the run was interrupted" in out
-    assert not any(Path(f"/proc/{each['pid']}").exists() for each in state()["processes"].values())
+    assert not any(
+        Path(f"/proc/{each['pid']}").exists() for each in state()["processes"].values()
+    )
     page = (folder / "page.html").read_text()
     assert INTERRUPTED in page
     assert "http-equiv" not in page
 
     offset = state()["offset"]
     interrupted = state()
-    interrupted["samples"][-1]["second"] += 1.0  # later than the last click that was written, as it may be by chance
+    # later than the last click that was written, as it may be by chance
+    interrupted["samples"][-1]["second"] += 1.0
     (folder / STATE).write_text(json.dumps(interrupted))
     result, report = run(folder)
     print(report)
@@ -149,7 +190,9 @@ def test_a_stopped_follower_is_seen_and_an_interrupted_run_goes_on(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_served_model_follows_the_drift_and_a_frozen_one_does_not(tmp_path: Path) -> None:
+def test_the_served_model_follows_the_drift_and_a_frozen_one_does_not(
+    tmp_path: Path,
+) -> None:
     result, report = run(tmp_path / "run", "--seconds", 30, "--rate", 1000)
     print(f"margin {result['margin']:.4f}\n{report}")
     assert result["margin"] > MARGIN

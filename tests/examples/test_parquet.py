@@ -1,4 +1,6 @@
-"""ParquetDataset: every row once over ranks and workers, in the order of seed and epoch, from any position."""
+"""ParquetDataset: every row once over ranks and workers, in the order of seed and
+epoch, from any position.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +22,43 @@ ROWS = 103
 
 @pytest.fixture(scope="module")
 def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three files with row groups of up to ten rows. The price is the number of the row."""
+    """Three files with row groups of up to ten rows.
+
+    The price is the number of the row.
+    """
     folder = tmp_path_factory.mktemp("clicks")
     rng = np.random.default_rng(0)
     rows = {
         "user": [None if row % 7 == 0 else f"user-{row % 11}" for row in range(ROWS)],
         "item": pa.array([row * 2**57 for row in range(ROWS)], pa.uint64()),
-        "history": [None if row % 5 == 0 else rng.integers(-(2**62), 2**62, row % 4).tolist() for row in range(ROWS)],
+        "history": [
+            None if row % 5 == 0 else rng.integers(-(2**62), 2**62, row % 4).tolist()
+            for row in range(ROWS)
+        ],
         "tags": [[f"tag-{place}" for place in range(row % 3)] for row in range(ROWS)],
         "price": [float(row) if row else None for row in range(ROWS)],
         "click": [row % 2 == 0 for row in range(ROWS)],
     }
     table = pa.table(rows)
     for number, (begin, end) in enumerate([(0, 40), (40, 41), (41, ROWS)]):
-        pq.write_table(table.slice(begin, end - begin), folder / f"part-{number}.parquet", row_group_size=10)
+        pq.write_table(
+            table.slice(begin, end - begin),
+            folder / f"part-{number}.parquet",
+            row_group_size=10,
+        )
     return folder
 
 
-def dataset(path: Path, *, rank: int = 0, ranks: int = 1, **changes: Any) -> ParquetDataset:
-    options: dict[str, Any] = {"ids": ["item"], "dense": ["price"], "label": "click", "batch_size": 8, "seed": 3}
+def dataset(
+    path: Path, *, rank: int = 0, ranks: int = 1, **changes: Any
+) -> ParquetDataset:
+    options: dict[str, Any] = {
+        "ids": ["item"],
+        "dense": ["price"],
+        "label": "click",
+        "batch_size": 8,
+        "seed": 3,
+    }
     made = ParquetDataset(path, **options | changes)
     made.rank, made.ranks = rank, ranks
     return made
@@ -62,15 +82,23 @@ def test_columns_are_ids_and_numbers(clicks: Path) -> None:
         for name in names:
             found[name] += [ids.tolist() for ids in batch.ids[name].to_dense()]
     hashed = {
-        f"{kind}-{n}": xxhash.xxh3_64_intdigest(f"{kind}-{n}".encode()) for kind in ("user", "tag") for n in range(11)
+        f"{kind}-{n}": xxhash.xxh3_64_intdigest(f"{kind}-{n}".encode())
+        for kind in ("user", "tag")
+        for n in range(11)
     }
     for row, values in enumerate(by_hand(clicks)):
-        assert found["user"][row] == ([] if values["user"] is None else [signed(hashed[values["user"]])])
+        assert found["user"][row] == (
+            [] if values["user"] is None else [signed(hashed[values["user"]])]
+        )
         assert found["item"][row] == [signed(values["item"])]
         assert found["history"][row] == (values["history"] or [])
         assert found["tags"][row] == [signed(hashed[tag]) for tag in values["tags"]]
-    assert torch.cat([batch.labels for batch in batches]).tolist() == [float(row % 2 == 0) for row in range(ROWS)]
-    assert torch.cat([batch.dense for batch in batches])[0].tolist() == [0.0], "a missing number"
+    assert torch.cat([batch.labels for batch in batches]).tolist() == [
+        float(row % 2 == 0) for row in range(ROWS)
+    ]
+    assert torch.cat([batch.dense for batch in batches])[0].tolist() == [0.0], (
+        "a missing number"
+    )
 
 
 def signed(value: int) -> int:
@@ -79,7 +107,9 @@ def signed(value: int) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("workers", [0, 3])
-def test_each_row_is_in_one_batch_of_one_rank(clicks: Path, ranks: int, workers: int) -> None:
+def test_each_row_is_in_one_batch_of_one_rank(
+    clicks: Path, ranks: int, workers: int
+) -> None:
     seen: list[int] = []
     counts = set()
     for rank in range(ranks):
@@ -141,10 +171,18 @@ def test_what_cannot_be_read_is_named(clicks: Path, tmp_path: Path) -> None:
         dataset(tmp_path)
     with pytest.raises(ValueError, match=r"part-0\.parquet has no column 'basket'"):
         dataset(clicks, ids=["item", "basket"])
-    with pytest.raises(ValueError, match="column 'price' has values of type double: ids are integers or strings"):
+    with pytest.raises(
+        ValueError,
+        match="column 'price' has values of type double: ids are integers or strings",
+    ):
         next(iter(dataset(clicks, ids=["price"])))
-    pq.write_table(pa.table({"item": [[1, None]], "click": [1], "price": [0.0]}), tmp_path / "one.parquet")
+    pq.write_table(
+        pa.table({"item": [[1, None]], "click": [1], "price": [0.0]}),
+        tmp_path / "one.parquet",
+    )
     with pytest.raises(ValueError, match="column 'item' has a list with a missing id"):
         next(iter(dataset(tmp_path / "one.parquet")))
-    with pytest.raises(ValueError, match=r"another data set or job: .*'ranks': 1.* is .*'ranks': 2"):
+    with pytest.raises(
+        ValueError, match=r"another data set or job: .*'ranks': 1.* is .*'ranks': 2"
+    ):
         dataset(clicks, ranks=2).load_state_dict(dataset(clicks).state_dict())

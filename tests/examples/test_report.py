@@ -1,4 +1,6 @@
-"""Tests of the log of a training: curves, which are compared with the data, plots, and the report page."""
+"""Tests of the log of a training: curves, which are compared with the data, plots, and
+the report page.
+"""
 
 from __future__ import annotations
 
@@ -76,13 +78,21 @@ def bounded(tmp_path_factory: pytest.TempPathFactory) -> Logged:
     return logged(folder, max_rows=100, eviction="lru", lr_schedule="linear")
 
 
-def test_tensorboard_shows_ten_curves_first_and_the_tables_below_one_heading(run: Logged) -> None:
+def test_tensorboard_shows_ten_curves_first_and_the_tables_below_one_heading(
+    run: Logged,
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tags = EventAccumulator(str(run.folder)).Reload().Tags()["scalars"]
     headings = {tag.partition("/")[0] for tag in tags}
-    assert sorted(headings) == ["Overview", "Steps", "tables"] == sorted(headings, key=str.lower)
-    assert len([tag for tag in tags if tag.startswith("Overview/")]) == len(OVERVIEW) == 10
+    assert (
+        sorted(headings)
+        == ["Overview", "Steps", "tables"]
+        == sorted(headings, key=str.lower)
+    )
+    assert (
+        len([tag for tag in tags if tag.startswith("Overview/")]) == len(OVERVIEW) == 10
+    )
     assert "tables/t_C3/rows" in tags
     assert {curve_name(tensorboard_tag(name)) for name in run.curves} == set(run.curves)
 
@@ -91,20 +101,29 @@ def test_curves_say_what_the_data_says(run: Logged) -> None:
     curves, result = run.curves, run.result
     assert curves["loss/training"].samples == POINTS
     # The windows have the same size, so their mean is the mean of the run.
-    assert sum(curves["loss/training"].values) / len(POINTS) == pytest.approx(result["train_loss"], rel=1e-5)
+    assert sum(curves["loss/training"].values) / len(POINTS) == pytest.approx(
+        result["train_loss"], rel=1e-5
+    )
     for kind in ("AUC", "loss"):
-        for part, key in (("validation", "val_auc"), ("test", "test_auc" if kind == "AUC" else "test_logloss")):
+        for part, key in (
+            ("validation", "val_auc"),
+            ("test", "test_auc" if kind == "AUC" else "test_logloss"),
+        ):
             curve = curves[f"{kind}/{part}"]
             assert curve.samples == [2400]
             if (kind, part) != ("loss", "validation"):
                 assert curve.values == pytest.approx([result[key]])
     assert all(0 < value < 1 for value in curves["AUC/training"].values)
     for name, rate in (("embeddings", 0.01), ("dense", 0.001)):
-        assert curves[f"learning_rate/{name}"].values == pytest.approx([rate] * len(POINTS))
+        assert curves[f"learning_rate/{name}"].values == pytest.approx(
+            [rate] * len(POINTS)
+        )
     seen: list[set[int]] = [set() for _ in TABLES]
     lookups, unseen = [0] * len(TABLES), [0] * len(TABLES)
     settings = settings_of()
-    for number, batch in enumerate(batches_of(settings, Generator(ROWS, 0), range(2400), BATCH, even=True), 1):
+    for number, batch in enumerate(
+        batches_of(settings, Generator(ROWS, 0), range(2400), BATCH, even=True), 1
+    ):
         ids = batch.sparse_features.values().view(len(TABLES), -1).tolist()
         for table, of_table in enumerate(map(set, ids)):
             lookups[table] += len(of_table)
@@ -113,17 +132,30 @@ def test_curves_say_what_the_data_says(run: Logged) -> None:
         if number % EVERY == 0:
             check_point(curves, number // EVERY - 1, seen, lookups, unseen)
             lookups, unseen = [0] * len(TABLES), [0] * len(TABLES)
-    assert {name: curves[f"rows/{name}"].values[-1] for name in TABLES} == result["rows"]
-    assert {name: curves[f"bytes/{name}"].values[-1] for name in TABLES} == pytest.approx(result["bytes"])
+    assert {name: curves[f"rows/{name}"].values[-1] for name in TABLES} == result[
+        "rows"
+    ]
+    assert {
+        name: curves[f"bytes/{name}"].values[-1] for name in TABLES
+    } == pytest.approx(result["bytes"])
 
 
 def check_point(
-    curves: dict[str, Curve], place: int, seen: list[set[int]], lookups: list[int], unseen: list[int]
+    curves: dict[str, Curve],
+    place: int,
+    seen: list[set[int]],
+    lookups: list[int],
+    unseen: list[int],
 ) -> None:
     def at(kind: str) -> list[float]:
         return [curves[f"{kind}/{name}"].values[place] for name in [*TABLES, "all"]]
 
-    shares = [new / count for new, count in zip([*unseen, sum(unseen)], [*lookups, sum(lookups)], strict=True)]
+    shares = [
+        new / count
+        for new, count in zip(
+            [*unseen, sum(unseen)], [*lookups, sum(lookups)], strict=True
+        )
+    ]
     assert at("rows") == [*map(len, seen), sum(map(len, seen))]
     for kind in ("unseen_share", "insert_rate"):
         assert at(kind) == pytest.approx(shares, abs=1e-6)
@@ -132,15 +164,29 @@ def check_point(
 
 
 def test_the_parts_of_a_step_are_the_whole_of_it(run: Logged) -> None:
-    parts = {tag: curve.values for tag, curve in run.curves.items() if tag.startswith("step_ms/")}
+    parts = {
+        tag: curve.values
+        for tag, curve in run.curves.items()
+        if tag.startswith("step_ms/")
+    }
     assert len(parts) == 5
-    assert all(value > 0 for tag in ("input_dist", "lookup", "dense", "update") for value in parts[f"step_ms/{tag}"])
+    assert all(
+        value > 0
+        for tag in ("input_dist", "lookup", "dense", "update")
+        for value in parts[f"step_ms/{tag}"]
+    )
     speeds = run.curves["speed/samples_per_second"].values
     for *parts_of_step, speed in zip(*parts.values(), speeds, strict=True):
         assert sum(parts_of_step) == pytest.approx(1e3 * BATCH / speed, rel=1e-4)
     # The rate of the whole run also contains the time between the steps.
-    assert 2400 / sum(240 / speed for speed in speeds) >= run.result["train_samples_per_second"]
-    tables, processes = run.curves["memory/tables"].values, run.curves["memory/processes"].values
+    assert (
+        2400 / sum(240 / speed for speed in speeds)
+        >= run.result["train_samples_per_second"]
+    )
+    tables, processes = (
+        run.curves["memory/tables"].values,
+        run.curves["memory/processes"].values,
+    )
     assert tables[-1] == pytest.approx(sum(run.result["bytes"].values()))
     assert all(ours < whole for ours, whole in zip(tables, processes, strict=True))
 
@@ -150,53 +196,95 @@ def test_evictions_and_falling_rates_are_seen(bounded: Logged) -> None:
     shares = bounded.curves["eviction_rate/all"].values
     assert 0 < max(shares) < 1
     assert max(bounded.curves["rows/t_C25"].values) <= 100
-    assert 0.2 < sum(each["evicted"] for each in counts) / sum(each["lookups"] for each in counts) < 1
+    assert (
+        0.2
+        < sum(each["evicted"] for each in counts)
+        / sum(each["lookups"] for each in counts)
+        < 1
+    )
     rates = bounded.curves["learning_rate/dense"].values
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] == 0
     assert "learning_rate" in draw(bounded.curves)
 
 
-def test_all_tables_together_and_since_when(bounded: Logged, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_tables_together_and_since_when(
+    bounded: Logged, capsys: pytest.CaptureFixture[str]
+) -> None:
     result, counts = bounded.result, bounded.result["counts"].values()
-    (foot,) = re.findall(r"<tfoot>(.*)</tfoot>", (bounded.folder / "report.html").read_text())
-    sums = {name: sum(each[name] for each in counts) for name in ("lookups", "inserts", "evicted")}
+    (foot,) = re.findall(
+        r"<tfoot>(.*)</tfoot>", (bounded.folder / "report.html").read_text()
+    )
+    sums = {
+        name: sum(each[name] for each in counts)
+        for name in ("lookups", "inserts", "evicted")
+    }
     cells = re.findall(r"<td>(.*?)</td>", foot)
     assert cells[:2] == ["all", f"{sum(result['rows'].values()):,}"]
-    assert cells[3:] == [share(result["hit_rate"]), *(f"{number:,}" for number in sums.values())]
+    assert cells[3:] == [
+        share(result["hit_rate"]),
+        *(f"{number:,}" for number in sums.values()),
+    ]
     for step, shown in ((0, False), (1007, True)):
         print_result(Console(), result | {"counts_since_step": step}, {})
-        assert ("since the run was resumed at step 1,007" in " ".join(capsys.readouterr().out.split())) == shown
+        assert (
+            "since the run was resumed at step 1,007"
+            in " ".join(capsys.readouterr().out.split())
+        ) == shown
 
 
 def test_stock_tables_have_no_lookups_to_tell_of(tmp_path: Path) -> None:
     fused = logged(tmp_path / "log", backend="fused", num_embeddings=100)
     assert not any(tag.startswith(("hit_rate", "unseen_share")) for tag in fused.curves)
     assert {fused.curves[f"rows/{name}"].values[-1] for name in TABLES} == {100}
-    assert all(fused.curves[f"step_ms/{part}"].values[-1] > 0 for part in ("input_dist", "lookup", "update"))
+    assert all(
+        fused.curves[f"step_ms/{part}"].values[-1] > 0
+        for part in ("input_dist", "lookup", "update")
+    )
     assert sorted(draw(fused.curves)) == sorted({*PLOTS} - {"rates", "unseen"})
 
 
 def test_every_plot_shows_something(run: Logged) -> None:
     plots = draw(run.curves)
     assert sorted(plots) == PLOTS
-    lines = {"auc": 3, "loss": 3, "memory": 2, "rates": 3, "rows": 26, "speed": 1, "step_time": 5, "unseen": 27}
+    lines = {
+        "auc": 3,
+        "loss": 3,
+        "memory": 2,
+        "rates": 3,
+        "rows": 26,
+        "speed": 1,
+        "step_time": 5,
+        "unseen": 27,
+    }
     for name, plot in plots.items():
         drawn = re.findall(r'<poly(?:line|gon) points="([^"]*)"', plot)
         assert len(drawn) == lines[name], name
         for path in drawn:
             points = [tuple(map(float, point.split(","))) for point in path.split()]
-            assert all(0 <= x <= SIDE + 0.1 and 0 <= y <= SIDE + 0.1 for x, y in points), name
+            assert all(
+                0 <= x <= SIDE + 0.1 and 0 <= y <= SIDE + 0.1 for x, y in points
+            ), name
     assert ">21 other tables</tspan>" in plots["rows"]
-    # The loss of a point is at its height: the lowest and the highest tick are at the ends of the axis.
+    # The loss of a point is at its height: the lowest and the highest tick are at the
+    # ends of the axis.
     (first, *_), *_ = re.findall(r'<polyline points="([^ ]*) ([^"]*)"', plots["loss"])
-    ticks = [float(text) for text in re.findall(r'text-anchor="end">([^<]*)<', plots["loss"])]
-    height = (ticks[-1] - run.curves["loss/training"].values[0]) / (ticks[-1] - ticks[0])
+    ticks = [
+        float(text) for text in re.findall(r'text-anchor="end">([^<]*)<', plots["loss"])
+    ]
+    height = (ticks[-1] - run.curves["loss/training"].values[0]) / (
+        ticks[-1] - ticks[0]
+    )
     assert float(first.split(",")[1]) == pytest.approx(height * SIDE, abs=0.1)
 
 
 def test_a_run_with_one_point_is_drawn(run: Logged) -> None:
-    plots = draw({tag: Curve(curve.samples[:1], curve.values[:1]) for tag, curve in run.curves.items()})
+    plots = draw(
+        {
+            tag: Curve(curve.samples[:1], curve.values[:1])
+            for tag, curve in run.curves.items()
+        }
+    )
     assert sorted(plots) == PLOTS
     assert 'h0"' in plots["loss"]
 
@@ -235,19 +323,33 @@ def test_the_page_is_whole_in_itself(run: Logged) -> None:
             texts.append(attributes["aria-label"] or "")
             assert re.search(r"At the end|at the end|In all", texts[-1])
     assert len(texts) == len(PLOTS)
-    written = (run.folder / "report.html").read_text().replace("http://www.w3.org/2000/svg", "")
+    written = (
+        (run.folder / "report.html")
+        .read_text()
+        .replace("http://www.w3.org/2000/svg", "")
+    )
     assert not re.search(r"url\(|@import|https?:", written)
     assert str(run.folder.absolute()) in page.text
     result = run.result
-    for words in (*TABLES, "batch size", "AMD" if "AMD" in Path("/proc/cpuinfo").read_text() else "processor"):
+    for words in (
+        *TABLES,
+        "batch size",
+        "AMD" if "AMD" in Path("/proc/cpuinfo").read_text() else "processor",
+    ):
         assert words in page.text
     assert version("torch") in page.text  # without the +cu130 of torch.__version__
-    for number in (f"{result['test_auc']:.4f}", f"{sum(result['rows'].values()):,}", f"{result['rows']['t_C26']:,}"):
+    for number in (
+        f"{result['test_auc']:.4f}",
+        f"{sum(result['rows'].values()):,}",
+        f"{result['rows']['t_C26']:,}",
+    ):
         assert number in page.text
 
 
 def test_a_page_of_a_run_that_was_killed(run: Logged, tmp_path: Path) -> None:
-    folder = shutil.copytree(run.folder, tmp_path / "killed", ignore=shutil.ignore_patterns("*.html"))
+    folder = shutil.copytree(
+        run.folder, tmp_path / "killed", ignore=shutil.ignore_patterns("*.html")
+    )
     (events,) = folder.glob("*tfevents*")
     data = events.read_bytes()
     events.write_bytes(data[: len(data) * 6 // 10])
@@ -257,7 +359,10 @@ def test_a_page_of_a_run_that_was_killed(run: Logged, tmp_path: Path) -> None:
     page = Page(folder / "report.html")
     left = len(read_curves(folder)["loss/training"].samples)
     assert 3 < left < 8
-    assert f"has not ended: the last point is at {240 * left:,} training samples" in page.text
+    assert (
+        f"has not ended: the last point is at {240 * left:,} training samples"
+        in page.text
+    )
     # The rows are those at that time.
     assert f"{run.curves['rows/t_C26'].values[left - 1]:,.0f}" in page.text
     with pytest.raises(FileNotFoundError, match="no run has written curves there"):
@@ -274,8 +379,12 @@ def test_a_short_run_has_enough_points(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_from_an_older_step_has_each_point_once(tmp_path: Path) -> None:
-    """A run is resumed from the beginning, from the middle of an epoch, and from its end, which has been validated."""
+def test_a_run_that_goes_on_from_an_older_step_has_each_point_once(
+    tmp_path: Path,
+) -> None:
+    """A run is resumed from the beginning, from the middle of an epoch, and from its
+    end, which has been validated.
+    """
     changes = {"limit_rows": 1500, "epochs": 2, "checkpoint_every": 8, "keep": 100}
     whole = tmp_path / "whole"
     train_here(settings_of(checkpoint=whole, json_out=tmp_path / "out.json", **changes))
@@ -285,12 +394,24 @@ def test_a_run_that_goes_on_from_an_older_step_has_each_point_once(tmp_path: Pat
     for step in (0, 16, 20):
         part = stopped_after(step, whole, tmp_path / f"part{step}")
         shutil.copytree(whole / "log", part / "log")
-        # A run that was killed before its first checkpoint begins again, and so do its curves.
-        train_here(settings_of(checkpoint=part, resume=step > 0, json_out=tmp_path / "out.json", **changes))
+        # A run that was killed before its first checkpoint begins again, and so do its
+        # curves.
+        train_here(
+            settings_of(
+                checkpoint=part,
+                resume=step > 0,
+                json_out=tmp_path / "out.json",
+                **changes,
+            )
+        )
         result = json.loads((tmp_path / "out.json").read_text())
         assert result["counts_since_step"] == step
         before = counts["t_C25"]["lookups"] - result["counts"]["t_C25"]["lookups"]
-        assert before == (0 if step == 0 else pytest.approx(counts["t_C25"]["lookups"] * step / 40, rel=0.1))
+        assert before == (
+            0
+            if step == 0
+            else pytest.approx(counts["t_C25"]["lookups"] * step / 40, rel=0.1)
+        )
         since = f"since the run was resumed at step {step}"
         assert (since in Page(part / "log" / "report.html").text) == (step > 0)
         curves = read_curves(part / "log")
@@ -313,10 +434,20 @@ def small_files() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("small_files")
-def test_a_full_disk_costs_the_curves_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train_here(settings_of(log_dir=tmp_path / "log", json_out=tmp_path / "out.json", log_every=1))
+def test_a_full_disk_costs_the_curves_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train_here(
+        settings_of(
+            log_dir=tmp_path / "log", json_out=tmp_path / "out.json", log_every=1
+        )
+    )
     assert json.loads((tmp_path / "out.json").read_text())["train_samples"] == 2400
-    warnings = [line for line in capfd.readouterr().err.splitlines() if re.match("warning|.*Traceback", line)]
+    warnings = [
+        line
+        for line in capfd.readouterr().err.splitlines()
+        if re.match("warning|.*Traceback", line)
+    ]
     assert len(warnings) == 2
     assert warnings[0].startswith("warning: no more curves are written: ")
     assert warnings[1].startswith("warning: no report was made: ")
@@ -327,11 +458,15 @@ def test_a_full_disk_costs_the_curves_alone(tmp_path: Path, capfd: pytest.Captur
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_disk_that_is_full_from_the_start_is_named_and_nothing_left(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_from_the_start_is_named_and_nothing_left(
+    tmp_path: Path,
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(DataError, match=r"log: File too large \(--no-log writes no log\)"):
+        with pytest.raises(
+            DataError, match=r"log: File too large \(--no-log writes no log\)"
+        ):
             train(settings_of(log_dir=tmp_path / "log"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -339,7 +474,10 @@ def test_a_disk_that_is_full_from_the_start_is_named_and_nothing_left(tmp_path: 
 
 
 def test_what_cannot_be_logged_is_said_before_the_training(
-    run: Logged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run: Logged,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     def message(**changes: Any) -> str:
         with pytest.raises(DataError) as error:
@@ -347,35 +485,66 @@ def test_what_cannot_be_logged_is_said_before_the_training(
         assert "epoch" not in capfd.readouterr().err
         return str(error.value)
 
-    assert message(log_dir=run.folder) == f"{run.folder} contains the curves of another run: choose another --log-dir"
+    assert (
+        message(log_dir=run.folder)
+        == f"{run.folder} contains the curves of another run: choose another --log-dir"
+    )
     instead = "(choose another folder with --log-dir, or write no log with --no-log)"
-    assert message(log_dir=Path("/proc/log")) == f"/proc/log: No such file or directory {instead}"
-    assert message(log_dir=Path(__file__)) == f"{__file__}: this is not a folder {instead}"
+    assert (
+        message(log_dir=Path("/proc/log"))
+        == f"/proc/log: No such file or directory {instead}"
+    )
+    assert (
+        message(log_dir=Path(__file__)) == f"{__file__}: this is not a folder {instead}"
+    )
     monkeypatch.chdir(tmp_path)
     Path("runs").write_text("")
-    assert re.fullmatch(rf"runs/dlrm-[-\d]+: Not a directory {re.escape(instead)}", message())
+    assert re.fullmatch(
+        rf"runs/dlrm-[-\d]+: Not a directory {re.escape(instead)}", message()
+    )
     monkeypatch.setitem(
         sys.modules, "torch.utils.tensorboard", None
     )  # an import then fails as if the package were missing
-    assert "`pip install tensorboard`, or train with --no-log" in message(log_dir=tmp_path / "log")
+    assert "`pip install tensorboard`, or train with --no-log" in message(
+        log_dir=tmp_path / "log"
+    )
     assert not (tmp_path / "log").exists()
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_two_runs_do_not_share_a_log(tmp_path: Path) -> None:
     settings = settings_of(log_dir=tmp_path / "log")
-    with Run("dlrm", settings), pytest.raises(DataError, match="log: another run is writing there"):
+    with (
+        Run("dlrm", settings),
+        pytest.raises(DataError, match="log: another run is writing there"),
+    ):
         train(settings)
 
 
 @pytest.mark.slow
-def test_by_default_a_new_folder_and_the_result_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_a_new_folder_and_the_result_on_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    done = forked("--limit-rows", 600, "--batch-size", 60, "--dim", 4, "--log-every", 4, "--json", "-")
+    done = forked(
+        "--limit-rows",
+        600,
+        "--batch-size",
+        60,
+        "--dim",
+        4,
+        "--log-every",
+        4,
+        "--json",
+        "-",
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert re.fullmatch(r"runs/dlrm-\d{8}-\d{6}", result["log_dir"])
-    assert read_curves(Path(result["log_dir"]))["rows/t_C1"].values[-1] == result["rows"]["t_C1"]
+    assert (
+        read_curves(Path(result["log_dir"]))["rows/t_C1"].values[-1]
+        == result["rows"]["t_C1"]
+    )
     assert done.stderr.splitlines()[-1] == f"report: {result['log_dir']}/report.html"
     assert not {"\r", "%"} & {*done.stderr}, "no bars"
     assert "test AUC" in done.stderr
@@ -406,47 +575,75 @@ class Terminal:
         return re.split(r"[\r\n]+", self.said.decode())
 
 
-def test_a_terminal_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal.stderr)
     path = tmp_path / "rows.tsv"
     path.write_bytes(b"".join(Generator(600, 0).lines(0, 600)))
-    settings = settings_of(data=path, limit_rows=None, no_log=True, checkpoint=tmp_path / "run", resume=True)
+    settings = settings_of(
+        data=path,
+        limit_rows=None,
+        no_log=True,
+        checkpoint=tmp_path / "run",
+        resume=True,
+    )
     train_here(settings)
     train_here(settings)
     read_only(settings)
     lines = terminal.lines()
-    for label, samples in (("epoch 1/1", 480), ("validation", 60), ("test", 60), ("reading", 600)):
+    for label, samples in (
+        ("epoch 1/1", 480),
+        ("validation", 60),
+        ("test", 60),
+        ("reading", 600),
+    ):
         shown = [line for line in lines if line.startswith(f"{label}:")]
         assert shown, label
-        # A line has the count, the total, the remaining time and the rate. The last two are not known yet.
-        assert re.search(rf"0/{samples}(\.0)? \[00:00<\?, \? samples/s\]", shown[0]), shown[0]
+        # A line has the count, the total, the remaining time and the rate. The last two
+        # are not known yet.
+        assert re.search(rf"0/{samples}(\.0)? \[00:00<\?, \? samples/s\]", shown[0]), (
+            shown[0]
+        )
     assert any(line.startswith("checking:") for line in lines)
     for label in ("saving", "loading"):
-        assert any(re.match(rf"{label} step-000000008: .*rows/s\]", line) for line in lines), label
+        assert any(
+            re.match(rf"{label} step-000000008: .*rows/s\]", line) for line in lines
+        ), label
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_auc_of_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     window = Window()
-    logits, labels = torch.tensor([[0.1, 2.0, -1.0], [0.1, 3.0, 0.5]]), torch.tensor([[0, 1, 1], [1, 0, 0]])
+    logits, labels = (
+        torch.tensor([[0.1, 2.0, -1.0], [0.1, 3.0, 0.5]]),
+        torch.tensor([[0, 1, 1], [1, 0, 0]]),
+    )
     for some in zip(logits, labels, strict=True):
         window.add(3, torch.tensor(0.5), *some)
-    pairs = [(p, n) for p in logits[labels == 1].tolist() for n in logits[labels == 0].tolist()]
+    pairs = [
+        (p, n)
+        for p in logits[labels == 1].tolist()
+        for n in logits[labels == 0].tolist()
+    ]
     expected = sum((p > n) + 0.5 * (p == n) for p, n in pairs) / len(pairs)
     assert window.values({"dense": 1.0})["AUC/training"] == pytest.approx(expected)
     monkeypatch.setattr(measure, "AUC_SAMPLES", 3)
     last = Window()
     for some in zip(logits, labels, strict=True):
         last.add(3, torch.tensor(0.5), *some)
-    assert last.values({"dense": 1.0})["AUC/training"] == pytest.approx(0)  # only of the second step
+    # only of the second step
+    assert last.values({"dense": 1.0})["AUC/training"] == pytest.approx(0)
     one_label = Window()
     one_label.add(3, torch.tensor(0.5), logits[0], torch.ones(3))
     assert "AUC/training" not in one_label.values({"dense": 1.0})
 
 
 def test_what_is_written_down_of_settings_has_no_password() -> None:
-    shown = settings_of(max_rows=10, cold_store="redis://user:secret@host:6379/0").shown()
+    shown = settings_of(
+        max_rows=10, cold_store="redis://user:secret@host:6379/0"
+    ).shown()
     assert "host:6379" in str(shown)
     assert "secret" not in str(shown)
 
@@ -455,12 +652,26 @@ def test_a_line_is_not_drawn_across_missing_points() -> None:
     heights = [None, 1.0, 2.0, None, None, 3.0, None, 4.0, 5.0, 6.0, None]
     plot = figure("T", "A text.", [Line("a", list(enumerate(heights)))], "{:g}".format)
     parts = [
-        [float(x) for x in re.findall(r"([\d.]+),", part)] for part in re.findall(r'polyline points="(.*?)"', plot)
+        [float(x) for x in re.findall(r"([\d.]+),", part)]
+        for part in re.findall(r'polyline points="(.*?)"', plot)
     ]
     assert parts == [[100.0, 200.0], [500.0], [700.0, 800.0, 900.0]]
-    assert [float(x) for x in re.findall(r"M([\d.]+) [\d.]+h0", plot)] == [100, 200, 500, 700, 800, 900]
-    long = figure("T", "A text.", [Line("a", [*((x, 1.0) for x in range(30)), (30, None), (31, 2.0)])], "{:g}".format)
-    assert re.findall(r"M([\d.]+) [\d.]+h0", long) == ["1000.0"]  # A point on its own is a dot.
+    assert [float(x) for x in re.findall(r"M([\d.]+) [\d.]+h0", plot)] == [
+        100,
+        200,
+        500,
+        700,
+        800,
+        900,
+    ]
+    long = figure(
+        "T",
+        "A text.",
+        [Line("a", [*((x, 1.0) for x in range(30)), (30, None), (31, 2.0)])],
+        "{:g}".format,
+    )
+    # A point on its own is a dot.
+    assert re.findall(r"M([\d.]+) [\d.]+h0", long) == ["1000.0"]
 
 
 def test_labels_stand_apart_and_numbers_are_short() -> None:
@@ -470,7 +681,19 @@ def test_labels_stand_apart_and_numbers_are_short() -> None:
         assert moved[0] >= -1e-9
         assert moved[-1] <= 1
     assert spread([0.1, 0.9], 0.1) == [0.1, 0.9]
-    assert [short(value) for value in (0, 950, 12_500, 3e6, 1.2e9)] == ["0", "950", "12.5k", "3M", "1.2B"]
+    assert [short(value) for value in (0, 950, 12_500, 3e6, 1.2e9)] == [
+        "0",
+        "950",
+        "12.5k",
+        "3M",
+        "1.2B",
+    ]
     assert [short_bytes(value) for value in (12, 2.5e9)] == ["12 B", "2.5 GB"]
     assert share(0.123) == "12.3 %"
-    assert [plain(value) for value in (None, True, 40_000, 0.25, "x")] == ["-", "yes", "40,000", "0.25", "x"]
+    assert [plain(value) for value in (None, True, 40_000, 0.25, "x")] == [
+        "-",
+        "yes",
+        "40,000",
+        "0.25",
+        "x",
+    ]

@@ -1,4 +1,7 @@
-"""Tests of a training command that is stopped, killed and resumed. Its result is the same as without interruption."""
+"""Tests of a training command that is stopped, killed and resumed.
+
+Its result is the same as without interruption.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,27 @@ from .commands import ROOT
 from .training import settings_of as small
 from .training import train_here, train_on_ranks
 
-FLAGS = ("--dim", 4, "--num-embeddings", 100, "--batch-size", 60, "--sharding", "row_wise")
+FLAGS = (
+    "--dim",
+    4,
+    "--num-embeddings",
+    100,
+    "--batch-size",
+    60,
+    "--sharding",
+    "row_wise",
+)
 OF_THE_PROCESS = (
-    *("train_samples_per_second", "resumed", "resume", "checkpoint", "checkpoint_every", "keep"),
-    *("counts", "counts_since_step", "hit_rate"),  # counts of lookups since the process began
+    *(
+        "train_samples_per_second",
+        "resumed",
+        "resume",
+        "checkpoint",
+        "checkpoint_every",
+        "keep",
+    ),
+    # counts of lookups since the process began
+    *("counts", "counts_since_step", "hit_rate"),
     "log_dir",
 )
 
@@ -55,7 +75,9 @@ def lasting(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def result_of(path: Path) -> dict[str, Any]:
-    """Returns the result in a run's JSON file without the values that depend on the process."""
+    """Returns the result in a run's JSON file without the values that depend on the
+    process.
+    """
     return lasting(json.loads(path.read_text()))
 
 
@@ -64,7 +86,11 @@ def names(folder: Path) -> list[str]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def stopped_after(step: int, folder: Path, copy: Path) -> Path:
@@ -94,28 +120,62 @@ def spoil(lines: list[bytes]) -> list[bytes]:
         # The first epoch ends at step 20, and the second epoch ends at step 40.
         (
             "generated",
-            {"epochs": 2, "lr_schedule": "cosine", "warmup_steps": 5, "optimizer": "adagrad"},
+            {
+                "epochs": 2,
+                "lr_schedule": "cosine",
+                "warmup_steps": 5,
+                "optimizer": "adagrad",
+            },
             (7, 20, 28, 40),
         ),
-        ("bad rows", {"skip_bad_rows": True, "lr_schedule": "linear", "limit_rows": None}, (14,)),
-        pytest.param("gzip", {"limit_rows": 2000, "sharding": "row_wise"}, (21,), marks=pytest.mark.slow),
+        (
+            "bad rows",
+            {"skip_bad_rows": True, "lr_schedule": "linear", "limit_rows": None},
+            (14,),
+        ),
+        pytest.param(
+            "gzip",
+            {"limit_rows": 2000, "sharding": "row_wise"},
+            (21,),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_that_went_on_equals_one_that_never_stopped(
-    lines: list[bytes], tmp_path: Path, data: str, changes: dict[str, Any], steps: tuple[int, ...]
+    lines: list[bytes],
+    tmp_path: Path,
+    data: str,
+    changes: dict[str, Any],
+    steps: tuple[int, ...],
 ) -> None:
     if data != "generated":
         path = tmp_path / "rows"
-        path.write_bytes(b"".join(spoil(lines)) if data == "bad rows" else gzip.compress(b"".join(lines)))
+        path.write_bytes(
+            b"".join(spoil(lines))
+            if data == "bad rows"
+            else gzip.compress(b"".join(lines))
+        )
         changes |= {"data": path}
     whole = tmp_path / "whole"
     settings = {"checkpoint_every": 7, "keep": 100} | changes
-    train_here(settings_of(checkpoint=whole, json_out=tmp_path / "whole.json", **settings))
+    train_here(
+        settings_of(checkpoint=whole, json_out=tmp_path / "whole.json", **settings)
+    )
     last = names(whole)[-1]
     for step in steps:
         part = stopped_after(step, whole, tmp_path / f"part{step}")
-        train_here(settings_of(checkpoint=part, json_out=tmp_path / "part.json", resume=True, **settings))
-        assert f"at step {step} of" in json.loads((tmp_path / "part.json").read_text())["resumed"]
+        train_here(
+            settings_of(
+                checkpoint=part,
+                json_out=tmp_path / "part.json",
+                resume=True,
+                **settings,
+            )
+        )
+        assert (
+            f"at step {step} of"
+            in json.loads((tmp_path / "part.json").read_text())["resumed"]
+        )
         assert result_of(tmp_path / "part.json") == result_of(tmp_path / "whole.json")
         assert names(part) == names(whole)
         assert content(part / last) == content(whole / last)
@@ -123,9 +183,19 @@ def test_a_run_that_went_on_equals_one_that_never_stopped(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reset", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_run_that_has_ended_goes_on_with_more_epochs(tmp_path: Path, reset: bool) -> None:
-    """It ends like a run that was given all epochs, and the rows are reset between epochs only."""
-    settings = partial(settings_of, limit_rows=1200, checkpoint_every=7, keep=100, reset_rows_each_epoch=reset)
+def test_a_run_that_has_ended_goes_on_with_more_epochs(
+    tmp_path: Path, reset: bool
+) -> None:
+    """It ends like a run that was given all epochs, and the rows are reset between
+    epochs only.
+    """
+    settings = partial(
+        settings_of,
+        limit_rows=1200,
+        checkpoint_every=7,
+        keep=100,
+        reset_rows_each_epoch=reset,
+    )
     whole = train_here(settings(checkpoint=tmp_path / "whole", epochs=3))
     for epochs in (1, 2):
         train_here(settings(checkpoint=tmp_path / "run", epochs=epochs, resume=True))
@@ -135,14 +205,22 @@ def test_a_run_that_has_ended_goes_on_with_more_epochs(tmp_path: Path, reset: bo
     assert names(tmp_path / "run") == names(tmp_path / "whole")
     last = names(tmp_path / "whole")[-1]
     assert content(tmp_path / "run" / last) == content(tmp_path / "whole" / last)
-    again = stopped_after(35, tmp_path / "whole", tmp_path / "again")  # in the middle of the last epoch
-    assert lasting(train_here(settings(checkpoint=again, epochs=3, resume=True))) == lasting(whole)
-    with pytest.raises(DataError, match="step-000000048 has trained in epoch 3: --epochs must be at least 3"):
+    # in the middle of the last epoch
+    again = stopped_after(35, tmp_path / "whole", tmp_path / "again")
+    assert lasting(
+        train_here(settings(checkpoint=again, epochs=3, resume=True))
+    ) == lasting(whole)
+    with pytest.raises(
+        DataError,
+        match="step-000000048 has trained in epoch 3: --epochs must be at least 3",
+    ):
         train_here(settings(checkpoint=tmp_path / "run", epochs=2, resume=True))
 
 
 def test_a_run_with_a_schedule_has_its_number_of_epochs(tmp_path: Path) -> None:
-    settings = partial(settings_of, limit_rows=300, lr_schedule="linear", checkpoint=tmp_path / "run")
+    settings = partial(
+        settings_of, limit_rows=300, lr_schedule="linear", checkpoint=tmp_path / "run"
+    )
     train_here(settings())
     with pytest.raises(DataError, match=r"--epochs 1, not 2$"):
         train_here(settings(epochs=2, resume=True))
@@ -150,7 +228,11 @@ def test_a_run_with_a_schedule_has_its_number_of_epochs(tmp_path: Path) -> None:
 
 def test_a_run_without_checkpoints_is_the_same_run(tmp_path: Path) -> None:
     train_here(settings_of(json_out=tmp_path / "without.json"))
-    train_here(settings_of(checkpoint=tmp_path / "run", resume=True, json_out=tmp_path / "with.json"))
+    train_here(
+        settings_of(
+            checkpoint=tmp_path / "run", resume=True, json_out=tmp_path / "with.json"
+        )
+    )
     assert result_of(tmp_path / "with.json") == result_of(tmp_path / "without.json")
     assert json.loads((tmp_path / "with.json").read_text())["resumed"] is None
 
@@ -165,12 +247,20 @@ def test_old_checkpoints_and_the_leavings_of_a_killed_run_are_cleared_away(
     (run / "notes").mkdir()
     train_here(settings_of(checkpoint=run, checkpoint_every=6, keep=2))
     assert names(run) == ["notes", "step-000000018", "step-000000020"]
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("checkpoint ")]
-    assert [line.split()[1] for line in said] == [f"{run}/step-{step:09}:" for step in (6, 12, 18, 20)]
+    said = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.startswith("checkpoint ")
+    ]
+    assert [line.split()[1] for line in said] == [
+        f"{run}/step-{step:09}:" for step in (6, 12, 18, 20)
+    ]
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_looking_for_the_newest_checkpoint_leaves_alone_what_a_run_is_writing(tmp_path: Path) -> None:
+def test_looking_for_the_newest_checkpoint_leaves_alone_what_a_run_is_writing(
+    tmp_path: Path,
+) -> None:
     """An export during a training works."""
     writing = tmp_path / ".step-000000003.saving-0123456789ab" / "half"
     writing.parent.mkdir()
@@ -185,7 +275,9 @@ def test_a_checkpoint_that_a_kept_one_is_a_delta_of_stays(tmp_path: Path) -> Non
     run = tmp_path / "run"
     save_checkpoint(model, run / "step-000000001")
     for step in (2, 3):
-        save_checkpoint(model, run / f"step-{step:09}", delta_of=run / f"step-{step - 1:09}")
+        save_checkpoint(
+            model, run / f"step-{step:09}", delta_of=run / f"step-{step - 1:09}"
+        )
     folder = CheckpointFolder(run, keep=2)
     folder.save(model, 4, {})
     assert names(run) == [f"step-{step:09}" for step in (1, 2, 3, 4)]
@@ -201,7 +293,10 @@ def test_a_checkpoint_that_a_kept_one_is_a_delta_of_stays(tmp_path: Path) -> Non
         ({"checkpoint": Path("/proc/run")}, "/proc/run: No such file or directory"),
         ({"checkpoint": Path(__file__)}, "test_resume.py: this is not a folder"),
         ({"checkpoint": Path(__file__) / "run"}, "test_resume.py/run: Not a directory"),
-        ({"checkpoint": Path("run"), "backend": "fused"}, "save stock tables with torch.distributed.checkpoint"),
+        (
+            {"checkpoint": Path("run"), "backend": "fused"},
+            "save stock tables with torch.distributed.checkpoint",
+        ),
         ({"warmup_steps": 21}, "--warmup-steps 21 is more than the run's 20 steps"),
     ],
 )
@@ -221,26 +316,51 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"resume": False}, "run has checkpoints already, up to step-000000004: resume the run with --resume"),
+        (
+            {"resume": False},
+            (
+                "run has checkpoints already, up to step-000000004: resume the run with"
+                " --resume"
+            ),
+        ),
         ({"dim": 8}, "step-000000004 belongs to a run with --dim 4, not 8$"),
-        ({"optimizer": "sgd", "seed": 3}, "--seed 0, not 3; --optimizer rowwise_adagrad, not sgd$"),
-        ({"limit_rows": 400}, "--data 300 generated rows of seed 0, not 400 generated rows of seed 0$"),
+        (
+            {"optimizer": "sgd", "seed": 3},
+            "--seed 0, not 3; --optimizer rowwise_adagrad, not sgd$",
+        ),
+        (
+            {"limit_rows": 400},
+            "--data 300 generated rows of seed 0, not 400 generated rows of seed 0$",
+        ),
         (
             {"batch_size": 30, "reset_rows_each_epoch": True},
             "--batch-size 60, not 30; --reset-rows-each-epoch False, not True$",
         ),
-        ({"lr": 0.02, "warmup_steps": 1}, "--lr 0.01, not 0.02; --warmup-steps 0, not 1$"),
+        (
+            {"lr": 0.02, "warmup_steps": 1},
+            "--lr 0.01, not 0.02; --warmup-steps 0, not 1$",
+        ),
     ],
 )
-def test_checkpoints_of_another_run(finished: Path, changes: dict[str, Any], message: str) -> None:
+def test_checkpoints_of_another_run(
+    finished: Path, changes: dict[str, Any], message: str
+) -> None:
     before = content(finished)
     with pytest.raises(DataError, match=message):
-        train_here(settings_of(**{"checkpoint": finished, "limit_rows": 300, "resume": True} | changes))
+        train_here(
+            settings_of(
+                **{"checkpoint": finished, "limit_rows": 300, "resume": True} | changes
+            )
+        )
     assert content(finished) == before
 
 
-@pytest.mark.parametrize("name", ["metadata.json", "dense.safetensors", "training_state.safetensors"])
-def test_a_damaged_checkpoint_is_named(finished: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["metadata.json", "dense.safetensors", "training_state.safetensors"]
+)
+def test_a_damaged_checkpoint_is_named(
+    finished: Path, tmp_path: Path, name: str
+) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     path = run / "step-000000004" / name
     data = bytearray(path.read_bytes())
@@ -252,17 +372,24 @@ def test_a_damaged_checkpoint_is_named(finished: Path, tmp_path: Path, name: str
 
 @pytest.mark.usefixtures("one_rank")
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
-    with sole_use(tmp_path / "run"), pytest.raises(DataError, match="run: another run is writing there"):
+    with (
+        sole_use(tmp_path / "run"),
+        pytest.raises(DataError, match="run: another run is writing there"),
+    ):
         train.train(settings_of(checkpoint=tmp_path / "run"))
     train.train(settings_of(checkpoint=tmp_path / "run", limit_rows=300))
 
 
 def dense_of(file: CriteoFile, part: range) -> list[list[float]]:
-    return [row for rows in file.rows(part.start, part.stop) for row in rows.dense.tolist()]
+    return [
+        row for rows in file.rows(part.start, part.stop) for row in rows.dense.tolist()
+    ]
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_place_in_a_file_with_bad_lines_is_found(lines: list[bytes], tmp_path: Path, packed: bool) -> None:
+def test_a_place_in_a_file_with_bad_lines_is_found(
+    lines: list[bytes], tmp_path: Path, packed: bool
+) -> None:
     spoiled = spoil(lines[:200])
     path = tmp_path / "rows"
     path.write_bytes(gzip.compress(b"".join(spoiled)) if packed else b"".join(spoiled))
@@ -276,13 +403,21 @@ def test_a_place_in_a_file_with_bad_lines_is_found(lines: list[bytes], tmp_path:
             assert good_rows(file.bad_lines, rest) == len(whole) - count
         for count in (0, 1, 60, len(whole)):
             rest = behind(file.bad_lines, part, count)
-            assert [label for rows in file.rows(rest.start, rest.stop) for label in rows.dense.tolist()] == whole[
-                count:
-            ]
+            assert [
+                label
+                for rows in file.rows(rest.start, rest.stop)
+                for label in rows.dense.tolist()
+            ] == whole[count:]
 
 
-def test_equal_content_has_an_equal_fingerprint(lines: list[bytes], tmp_path: Path) -> None:
-    contents = {"plain": lines[:50], "other": [*lines[:49], lines[50]], "longer": lines[:51]}
+def test_equal_content_has_an_equal_fingerprint(
+    lines: list[bytes], tmp_path: Path
+) -> None:
+    contents = {
+        "plain": lines[:50],
+        "other": [*lines[:49], lines[50]],
+        "longer": lines[:51],
+    }
     files = {name: b"".join(parts) for name, parts in contents.items()} | {
         "packed": gzip.compress(b"".join(lines[:50]))
     }
@@ -297,10 +432,28 @@ def test_equal_content_has_an_equal_fingerprint(lines: list[bytes], tmp_path: Pa
 
 
 def test_schedules() -> None:
-    assert [lr_factor("constant", 4, 10, step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert [lr_factor("linear", 2, 6, step) for step in range(8)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert [lr_factor("constant", 4, 10, step) for step in range(6)] == [
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        1.0,
+        1.0,
+    ]
+    assert [lr_factor("linear", 2, 6, step) for step in range(8)] == [
+        0.5,
+        1.0,
+        1.0,
+        0.75,
+        0.5,
+        0.25,
+        0.0,
+        0.0,
+    ]
     cosine = [lr_factor("cosine", 0, 4, step) for step in range(5)]
-    assert cosine == pytest.approx([1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0])
+    assert cosine == pytest.approx(
+        [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0]
+    )
     assert lr_factor("cosine", 5, 5, 5) == 0
 
 
@@ -309,7 +462,9 @@ def weights_after_one_step(warmup_steps: int) -> list[torch.Tensor]:
     settings = settings_of(optimizer="sgd", lr=1000.0, dense_lr=0.1)
     model, optimizer = train.build(settings)
     scheduler = lr_scheduler(optimizer, "constant", warmup_steps, 10)
-    for _ in train.plain_steps(model, optimizer, batches_of(settings, Generator(60, 0), range(60), 60)):
+    for _ in train.plain_steps(
+        model, optimizer, batches_of(settings, Generator(60, 0), range(60), 60)
+    ):
         scheduler.step()
     bias = model.state_dict()["model.over_arch.model.1.bias"]
     return [export_dense_weights(model, "t_C26", 1), bias]
@@ -317,9 +472,13 @@ def weights_after_one_step(warmup_steps: int) -> list[torch.Tensor]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_schedule_drives_embeddings_and_dense_layers() -> None:
-    for full, half, quarter in zip(*map(weights_after_one_step, (1, 2, 4)), strict=True):
+    for full, half, quarter in zip(
+        *map(weights_after_one_step, (1, 2, 4)), strict=True
+    ):
         assert (full - half).abs().max() > 1e-3
-        torch.testing.assert_close(full - half, 2 * (half - quarter), rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            full - half, 2 * (half - quarter), rtol=1e-3, atol=1e-6
+        )
 
 
 def workers(torchrun: subprocess.Popen[str]) -> dict[int, int]:
@@ -330,7 +489,9 @@ def workers(torchrun: subprocess.Popen[str]) -> dict[int, int]:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == torchrun.pid:
                 environment = dict(
-                    entry.split(b"=", 1) for entry in (folder / "environ").read_bytes().split(b"\0") if b"=" in entry
+                    entry.split(b"=", 1)
+                    for entry in (folder / "environ").read_bytes().split(b"\0")
+                    if b"=" in entry
                 )
                 found[int(environment[b"RANK"])] = int(folder.name)
         except (OSError, KeyError):
@@ -347,12 +508,27 @@ class Job:
     """
 
     def __init__(self, ranks: int, *flags: object) -> None:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=3"]
-        command = [sys.executable, *torchrun, str(ROOT / "examples" / "dlrm" / "train.py"), *map(str, (*FLAGS, *flags))]
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            "--max-restarts=3",
+        ]
+        command = [
+            sys.executable,
+            *torchrun,
+            str(ROOT / "examples" / "dlrm" / "train.py"),
+            *map(str, (*FLAGS, *flags)),
+        ]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     def end(self) -> str:
@@ -377,12 +553,42 @@ def job() -> Iterator[Callable[..., Job]]:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_brings_the_job_back(job: Callable[..., Job], tmp_path: Path) -> None:
-    flags = ("--limit-rows", 3000, "--lr-schedule", "cosine", "--checkpoint-every", 8, "--keep", 100, "--resume")
-    settings = settings_of(limit_rows=3000, lr_schedule="cosine", sharding="row_wise", checkpoint_every=8, keep=100)
+def test_a_killed_rank_brings_the_job_back(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    flags = (
+        "--limit-rows",
+        3000,
+        "--lr-schedule",
+        "cosine",
+        "--checkpoint-every",
+        8,
+        "--keep",
+        100,
+        "--resume",
+    )
+    settings = settings_of(
+        limit_rows=3000,
+        lr_schedule="cosine",
+        sharding="row_wise",
+        checkpoint_every=8,
+        keep=100,
+    )
     settings = replace(settings, no_log=False, log_dir=tmp_path / "log", log_every=4)
-    train_on_ranks(2, replace(settings, checkpoint=tmp_path / "whole", json_out=tmp_path / "whole.json"))
-    places = ("--checkpoint", tmp_path / "killed", "--log-every", 4, "--json", tmp_path / "killed.json")
+    train_on_ranks(
+        2,
+        replace(
+            settings, checkpoint=tmp_path / "whole", json_out=tmp_path / "whole.json"
+        ),
+    )
+    places = (
+        "--checkpoint",
+        tmp_path / "killed",
+        "--log-every",
+        4,
+        "--json",
+        tmp_path / "killed.json",
+    )
     killed = job(2, *flags, *places)
     deadline = time.monotonic() + 200
     while not list(tmp_path.glob("killed/step-*")):
@@ -400,14 +606,22 @@ def test_a_killed_rank_brings_the_job_back(job: Callable[..., Job], tmp_path: Pa
     # The run is resumed from the middle on fewer ranks.
     part = stopped_after(24, tmp_path / "whole", tmp_path / "part")
     train_here(
-        settings_of(limit_rows=3000, lr_schedule="cosine", checkpoint=part, resume=True, json_out=tmp_path / "one.json")
+        settings_of(
+            limit_rows=3000,
+            lr_schedule="cosine",
+            checkpoint=part,
+            resume=True,
+            json_out=tmp_path / "one.json",
+        )
     )
     one, two = (result_of(tmp_path / f"{name}.json") for name in ("one", "whole"))
     check_close(one, two)
 
 
 def assert_same_curves(log: Path, whole: Path) -> None:
-    """The curves have no gaps and no repeated points, and equal those of a run without interruption, except times."""
+    """The curves have no gaps and no repeated points, and equal those of a run without
+    interruption, except times.
+    """
     curves, expected = read_curves(log), read_curves(whole)
     assert list(curves) == list(expected)
     for tag, curve in expected.items():
@@ -418,7 +632,9 @@ def assert_same_curves(log: Path, whole: Path) -> None:
 
 
 def check_close(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """A run on another number of ranks has the same rows, and results that differ only by rounding."""
+    """A run on another number of ranks has the same rows, and results that differ only
+    by rounding.
+    """
     for key in ("train_samples", "train_steps", "rows"):
         assert one[key] == other[key]
     for key in ("train_loss", "test_logloss", "test_auc", "val_auc"):
@@ -434,7 +650,9 @@ def on_three_ranks(folder: Path, rank: int, world_size: int) -> None:
     part = train.train(settings(checkpoint=folder / "part", resume=True))
     assert "at step 8 of 20" in part["resumed"]
     assert lasting(part) == whole
-    assert content(folder / "part" / "step-000000020") == content(folder / "whole" / "step-000000020")
+    assert content(folder / "part" / "step-000000020") == content(
+        folder / "whole" / "step-000000020"
+    )
 
     grown = train.train(settings(checkpoint=folder / "one", resume=True))
     assert "at step 8 of 20" in grown["resumed"]
@@ -442,7 +660,11 @@ def on_three_ranks(folder: Path, rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_three_ranks_go_on_as_if_never_stopped_and_from_where_one_was(tmp_path: Path) -> None:
-    train_here(settings_of(checkpoint=tmp_path / "all_of_one", checkpoint_every=8, keep=100))
+def test_three_ranks_go_on_as_if_never_stopped_and_from_where_one_was(
+    tmp_path: Path,
+) -> None:
+    train_here(
+        settings_of(checkpoint=tmp_path / "all_of_one", checkpoint_every=8, keep=100)
+    )
     stopped_after(8, tmp_path / "all_of_one", tmp_path / "one")
     run_on_ranks(3, partial(on_three_ranks, tmp_path))

@@ -1,4 +1,6 @@
-"""The C++ header for parameter servers: programs built with it get the results and the errors of the Python client."""
+"""The C++ header for parameter servers: programs built with it get the results and the
+errors of the Python client.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,20 @@ EXAMPLE = ROOT / "examples" / "service_cpp"
 DRIVER = Path(__file__).with_name("service_cpp_driver.cpp")
 needs_grpc = pytest.mark.skipif(
     not all(map(shutil.which, ("g++", "pkg-config", "protoc", "grpc_cpp_plugin"))),
-    reason="gRPC for C++, which examples/service_cpp/build.sh needs, is not on this machine",
+    reason=(
+        "gRPC for C++, which examples/service_cpp/build.sh needs, is not on this"
+        " machine"
+    ),
 )
 IDS = torch.tensor([7, -1, 0, 2**63 - 1, -(2**63), 7])
-MANY = torch.cat([IDS, torch.arange(-70_000, 70_000)])  # several parts of a stream, and ids twice
-DTYPES = {"float": torch.float32, "half": torch.float16, "brain": torch.bfloat16, "eight": torch.int8}
+# several parts of a stream, and ids twice
+MANY = torch.cat([IDS, torch.arange(-70_000, 70_000)])
+DTYPES = {
+    "float": torch.float32,
+    "half": torch.float16,
+    "brain": torch.bfloat16,
+    "eight": torch.int8,
+}
 
 
 def test_the_slots_of_ids_are_those_of_the_header() -> None:
@@ -45,13 +56,20 @@ def test_the_slots_of_ids_are_those_of_the_header() -> None:
     for id_, slot in vectors.items():
         owners = torch.zeros(SLOTS, dtype=torch.int64)
         owners[slot] = 1
-        assert row_ops.ids_split(torch.tensor([id_]), [1], owners, 2)[2].flatten().tolist() == [0, 1]
+        assert row_ops.ids_split(torch.tensor([id_]), [1], owners, 2)[
+            2
+        ].flatten().tolist() == [0, 1]
         assert f"== {slot}" in text
 
 
 def _build(output: Path, *arguments: str) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": PYTHON_PATH}
-    made = subprocess.run([EXAMPLE / "build.sh", output, *arguments], env=environment, capture_output=True, text=True)
+    made = subprocess.run(
+        [EXAMPLE / "build.sh", output, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert made.returncode == 0, made.stderr
 
 
@@ -59,7 +77,14 @@ def _build(output: Path, *arguments: str) -> None:
 @needs_grpc
 def test_the_example_and_the_header_compile(tmp_path: Path) -> None:
     """Parses them only, because optimised code takes a compiler fifteen seconds."""
-    _build(tmp_path / "example", str(EXAMPLE / "main.cpp"), "-fsyntax-only", "-Wall", "-Wextra", "-Werror")
+    _build(
+        tmp_path / "example",
+        str(EXAMPLE / "main.cpp"),
+        "-fsyntax-only",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    )
 
 
 class _Driver:
@@ -75,20 +100,36 @@ class _Driver:
         access: tuple[str, ...] = (),
     ) -> None:
         self._folder = folder
-        command = [program, ",".join(addresses), str(timeout_s), "1" if shared_memory else "0", *access]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [
+            program,
+            ",".join(addresses),
+            str(timeout_s),
+            "1" if shared_memory else "0",
+            *access,
+        ]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
-    def call(self, kind: str, table: str, ids: Tensor = IDS, values: Tensor | None = None) -> str:
+    def call(
+        self, kind: str, table: str, ids: Tensor = IDS, values: Tensor | None = None
+    ) -> str:
         """Makes a call. Returns the answer of the program."""
         ids.numpy().tofile(self._folder / "ids")
-        (self._folder / "values").write_bytes(b"" if values is None else values.numpy().tobytes())
+        (self._folder / "values").write_bytes(
+            b"" if values is None else values.numpy().tobytes()
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{kind} {table} {self._folder / 'ids'} {self._folder / 'values'}\n")
+        self._process.stdin.write(
+            f"{kind} {table} {self._folder / 'ids'} {self._folder / 'values'}\n"
+        )
         self._process.stdin.flush()
         return self._process.stdout.readline().strip()
 
-    def done(self, kind: str, table: str, ids: Tensor = IDS, values: Tensor | None = None) -> Tensor:
+    def done(
+        self, kind: str, table: str, ids: Tensor = IDS, values: Tensor | None = None
+    ) -> Tensor:
         """Makes a call that succeeds. Returns the bytes of its result."""
         assert self.call(kind, table, ids, values) == "ok"
         content = (self._folder / "values").read_bytes()
@@ -117,12 +158,16 @@ def servers(tmp_path: Path) -> Iterator[list[RecStoreServer]]:
         server.kill()
 
 
-def _table(client: RecStoreClient, name: str, dtype: torch.dtype = torch.float32) -> None:
+def _table(
+    client: RecStoreClient, name: str, dtype: torch.dtype = torch.float32
+) -> None:
     client.init_data(name, (400, 8), dtype, optimizer=Adagrad(lr=0.1))
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
+    return torch.equal(
+        one.contiguous().view(torch.int32), other.contiguous().view(torch.int32)
+    )
 
 
 def _segments(server: RecStoreServer) -> int:
@@ -139,7 +184,9 @@ def test_the_example_runs(tmp_path: Path, servers: list[RecStoreServer]) -> None
         _table(client, "user")
         client.push("user", torch.tensor([7, -1]), torch.full((2, 8), 2.0))
         made = subprocess.run(
-            [tmp_path / "example", ",".join(reversed(addresses)), "user", "7", "-1"], capture_output=True, text=True
+            [tmp_path / "example", ",".join(reversed(addresses)), "user", "7", "-1"],
+            capture_output=True,
+            text=True,
         )
         assert made.returncode == 0, made.stderr
         lines = made.stdout.splitlines()
@@ -147,7 +194,11 @@ def test_the_example_runs(tmp_path: Path, servers: list[RecStoreServer]) -> None
         assert lines[4] == "7: 1.9 1.9 1.9 1.9 1.9 1.9 1.9 1.9"
         assert lines[-1] == "7: 0 0 0 0 0 0 0 0"
         assert torch.equal(client.pull("user", torch.tensor([7]))[0], torch.zeros(8))
-    wrong = subprocess.run([tmp_path / "example", addresses[0], "user", "7"], capture_output=True, text=True)
+    wrong = subprocess.run(
+        [tmp_path / "example", addresses[0], "user", "7"],
+        capture_output=True,
+        text=True,
+    )
     assert wrong.returncode == 1
     assert "name all servers of the set" in wrong.stderr
 
@@ -157,18 +208,25 @@ def test_the_example_runs(tmp_path: Path, servers: list[RecStoreServer]) -> None
 @pytest.mark.parametrize("n_servers", [1, 2])
 @pytest.mark.parametrize("shared_memory", [False, True])
 def test_results_are_those_of_the_python_client(
-    program: Path, servers: list[RecStoreServer], tmp_path: Path, n_servers: int, shared_memory: bool
+    program: Path,
+    servers: list[RecStoreServer],
+    tmp_path: Path,
+    n_servers: int,
+    shared_memory: bool,
 ) -> None:
     addresses = [server.address for server in servers[:n_servers]]
     here = RecStoreClient()
     there = RecStoreClient(addresses, shared_memory=False)
-    driver = _Driver(program, tmp_path, *reversed(addresses), shared_memory=shared_memory)
+    driver = _Driver(
+        program, tmp_path, *reversed(addresses), shared_memory=shared_memory
+    )
     grads = torch.randn(len(MANY), 8)
     for name, dtype in DTYPES.items():
         for client in (here, there):
             _table(client, name, dtype)
         assert driver.done("describe", name).view(torch.int64).tolist() == [8]
-        assert _same_bits(driver.rows(name, MANY), here.pull(name, MANY).float())  # initial rows
+        # initial rows
+        assert _same_bits(driver.rows(name, MANY), here.pull(name, MANY).float())
         here.update(name, MANY, grads)
         driver.done("update", name, MANY, grads)
         here.push(name, IDS[:3], grads[:3])
@@ -177,8 +235,16 @@ def test_results_are_those_of_the_python_client(
         assert torch.equal(there.pull(name, MANY), expected)
         assert _same_bits(driver.rows(name, MANY), expected.float())
         ids = torch.tensor([5, 2**62, -9, 2**61])
-        assert driver.done("exists", name, ids).tolist() == here.exists(name, ids).int().tolist() == [1, 0, 1, 0]
-        assert driver.done("erase", name, ids).view(torch.int64).tolist() == [here.delete(name, ids)] == [2]
+        assert (
+            driver.done("exists", name, ids).tolist()
+            == here.exists(name, ids).int().tolist()
+            == [1, 0, 1, 0]
+        )
+        assert (
+            driver.done("erase", name, ids).view(torch.int64).tolist()
+            == [here.delete(name, ids)]
+            == [2]
+        )
         assert here.stats(name).rows == there.stats(name).rows
         empty = torch.empty(0, dtype=torch.int64)
         driver.done("pull", name, empty)
@@ -189,22 +255,34 @@ def test_results_are_those_of_the_python_client(
         client_call("float", IDS[:3], odd)
         assert _same_bits(there.pull("float", IDS[:3]), here.pull("float", IDS[:3]))
         assert _same_bits(driver.rows("float", IDS[:3]), here.pull("float", IDS[:3]))
-    assert [_segments(server) for server in servers[:n_servers]] == [int(shared_memory)] * n_servers
+    assert [_segments(server) for server in servers[:n_servers]] == [
+        int(shared_memory)
+    ] * n_servers
     zeros = torch.zeros(3, 8)
     before = there.stats("float").steps
     driver.done("together", "float", torch.arange(3), zeros)
     assert there.stats("float").steps == before + 80
-    assert driver.call("pull", "unknown").startswith("ValueError||unknown|there is no table 'unknown' on the servers")
-    assert "must have 6 x 8 values, got 3" in driver.call("push", "float", IDS, torch.zeros(3))
+    assert driver.call("pull", "unknown").startswith(
+        "ValueError||unknown|there is no table 'unknown' on the servers"
+    )
+    assert "must have 6 x 8 values, got 3" in driver.call(
+        "push", "float", IDS, torch.zeros(3)
+    )
     large = torch.arange(1_100_000)  # two calls
     wide = torch.randn(len(large), 8)
     driver.done("push", "float", large, wide)
     assert torch.equal(there.pull("float", large), wide)
     assert driver.done("erase", "float", large).view(torch.int64).item() == len(large)
     for client in (here, there):
-        client.init_data("seven", (400, 7), torch.float16)  # parts of rows that end within four bytes
+        # parts of rows that end within four bytes
+        client.init_data("seven", (400, 7), torch.float16)
     assert _same_bits(driver.rows("seven", large, 7), here.pull("seven", large).float())
-    there.init_data("made", (9, 8), torch.float32, row_func=lambda shape, dtype: torch.rand(shape, dtype=dtype))
+    there.init_data(
+        "made",
+        (9, 8),
+        torch.float32,
+        row_func=lambda shape, dtype: torch.rand(shape, dtype=dtype),
+    )
     assert driver.call("pull", "made").startswith("NoInitialRow|")
     driver.close()  # by a signal
     end = time.monotonic() + 60
@@ -219,7 +297,9 @@ def test_results_are_those_of_the_python_client(
 def test_faults(program: Path, servers: list[RecStoreServer], tmp_path: Path) -> None:
     addresses = [server.address for server in servers]
     new = _Driver(program, tmp_path, *addresses)
-    assert new.call("pull", "t").startswith(f"ServerSetError|{addresses[0]}|t|the servers are in no common epoch: ")
+    assert new.call("pull", "t").startswith(
+        f"ServerSetError|{addresses[0]}|t|the servers are in no common epoch: "
+    )
     client = RecStoreClient(addresses)
     _table(client, "t")
     client.push("t", IDS, torch.ones(6, 8))
@@ -249,11 +329,17 @@ def test_faults(program: Path, servers: list[RecStoreServer], tmp_path: Path) ->
     servers[1].start()
     answer = writer.call("update", "t", IDS, torch.ones(6, 8)).split("|")
     assert answer[:3] == ["ServerRestartedError", addresses[1], "t"]
-    assert answer[3].endswith("this client's writes are lost: continue with a new client")
+    assert answer[3].endswith(
+        "this client's writes are lost: continue with a new client"
+    )
     answer = reader.call("pull", "t").split("|")
     assert answer[:3] == ["ServerSetError", addresses[1], "t"]
-    assert f"{addresses[1]} was killed in epoch 1 and started again from the save 'monday'" in answer[3]
-    # A client that has not written continues in the epoch that begins with a save. One that has written does not.
+    assert (
+        f"{addresses[1]} was killed in epoch 1 and started again from the save 'monday'"
+        in answer[3]
+    )
+    # A client that has not written continues in the epoch that begins with a save. One
+    # that has written does not.
     again = RecStoreClient(addresses)
     again.load("monday")
     assert torch.equal(reader.rows("t", IDS), torch.ones(6, 8))
@@ -262,19 +348,25 @@ def test_faults(program: Path, servers: list[RecStoreServer], tmp_path: Path) ->
     short = _Driver(program, tmp_path, *addresses, timeout_s=0.5)
     answer = short.call("pull", "t").split("|")
     assert answer[:2] == ["ServiceError", addresses[1]]
-    assert f"table 't' on server {addresses[1]} cannot be reached for 0.5 s" in answer[3]
+    assert (
+        f"table 't' on server {addresses[1]} cannot be reached for 0.5 s" in answer[3]
+    )
     for driver in (new, reader, writer, short):
         driver.close()
 
 
 @needs_grpc
 @pytest.mark.slow
-def test_servers_that_were_rolled_back(program: Path, servers: list[RecStoreServer], tmp_path: Path) -> None:
+def test_servers_that_were_rolled_back(
+    program: Path, servers: list[RecStoreServer], tmp_path: Path
+) -> None:
     addresses = [server.address for server in servers]
     client = RecStoreClient(addresses)
     _table(client, "t")
     client.save("monday")
-    reader, writer, late, first = (_Driver(program, tmp_path, *addresses, timeout_s=20) for _ in range(4))
+    reader, writer, late, first = (
+        _Driver(program, tmp_path, *addresses, timeout_s=20) for _ in range(4)
+    )
     reader.rows("t", IDS)
     late.rows("t", IDS)
 
@@ -296,7 +388,9 @@ def test_servers_that_were_rolled_back(program: Path, servers: list[RecStoreServ
     for driver in (first, writer, reader, new, late):
         calls = ("pull", "update") if driver in (first, writer) else ("pull",)
         for kind in calls:
-            answer = driver.call(kind, "t", IDS, torch.ones(6, 8) if kind == "update" else None).split("|")
+            answer = driver.call(
+                kind, "t", IDS, torch.ones(6, 8) if kind == "update" else None
+            ).split("|")
             assert answer[:3] == ["ServerSetError", addresses[0], "t"]
             assert f"{addresses[0]} has older rows of epoch 1 than before" in answer[3]
             assert "recstore servers restore" in answer[3]
@@ -342,21 +436,44 @@ def test_access(program: Path, tmp_path: Path) -> None:
     token, certificates = "correct-horse-battery", make_certificates(tmp_path)
     (tmp_path / "server.key").chmod(0o600)
     flags = ("--token-file", str(write_secret(tmp_path / "token", token)))
-    tls = ("--tls-cert", str(certificates / "server.pem"), "--tls-key", str(certificates / "server.key"))
+    tls = (
+        "--tls-cert",
+        str(certificates / "server.pem"),
+        "--tls-key",
+        str(certificates / "server.key"),
+    )
     server = RecStoreServer(tmp_path / "data", *flags, *tls)
-    with RecStoreClient([server.address], token=token, tls_ca=certificates / "ca.pem") as client:
+    with RecStoreClient(
+        [server.address], token=token, tls_ca=certificates / "ca.pem"
+    ) as client:
         _table(client, "t")
         client.push("t", IDS, torch.ones(6, 8))
-        right = _Driver(program, tmp_path, server.address, access=(token, str(certificates / "ca.pem")))
+        right = _Driver(
+            program,
+            tmp_path,
+            server.address,
+            access=(token, str(certificates / "ca.pem")),
+        )
         assert torch.equal(right.rows("t", IDS), torch.ones(6, 8))
-        wrong = _Driver(program, tmp_path, server.address, access=("wrong", str(certificates / "ca.pem")))
+        wrong = _Driver(
+            program,
+            tmp_path,
+            server.address,
+            access=("wrong", str(certificates / "ca.pem")),
+        )
         answer = wrong.call("update", "t", IDS, torch.ones(6, 8)).split("|")
         assert answer[:2] == ["ServiceError", server.address]
-        assert answer[3] == f"table 't' on server {server.address}: the token is missing or wrong (unauthenticated)"
+        assert (
+            answer[3]
+            == f"table 't' on server {server.address}: the token is missing or wrong"
+            " (unauthenticated)"
+        )
         plain = _Driver(program, tmp_path, server.address, timeout_s=1, access=(token,))
         assert plain.call("pull", "t").startswith(f"ServiceError|{server.address}|t|")
         open_ = _Driver(program, tmp_path, "192.0.2.1:7700", access=(token,))
-        assert "token would be sent to 192.0.2.1:7700 unencrypted" in open_.call("pull", "t")
+        assert "token would be sent to 192.0.2.1:7700 unencrypted" in open_.call(
+            "pull", "t"
+        )
         assert client.stats("t").updates == 0
     for driver in (right, wrong, plain, open_):
         driver.close()
@@ -368,7 +485,9 @@ def test_access(program: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_pair_goes_on(tmp_path: Path, program: Path, shared_memory: bool) -> None:
-    """Updates go on, once each, when the primary of a pair is killed, and when it hangs."""
+    """Updates go on, once each, when the primary of a pair is killed, and when it
+    hangs.
+    """
     pair = ServerPair(tmp_path / "pair")
     driver = None
     try:
@@ -376,7 +495,13 @@ def test_a_pair_goes_on(tmp_path: Path, program: Path, shared_memory: bool) -> N
             _table(client, "t")
             _table(alone, "t")
             first = pair.primary()
-            driver = _Driver(program, tmp_path, pair.address, timeout_s=60, shared_memory=shared_memory)
+            driver = _Driver(
+                program,
+                tmp_path,
+                pair.address,
+                timeout_s=60,
+                shared_memory=shared_memory,
+            )
             for what in (None, "kill", "hang"):
                 if what == "kill":
                     pair.servers[first].kill()

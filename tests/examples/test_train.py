@@ -1,4 +1,6 @@
-"""Tests of the training command with one and two processes: result, report and bad input."""
+"""Tests of the training command with one and two processes: result, report and bad
+input.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,14 @@ def train(out: Path, *flags: object, ranks: int = 1) -> tuple[dict[str, Any], st
     return json.loads(out.read_text()), done.stdout
 
 
-def train_here(out: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> tuple[dict[str, Any], str]:
-    """See :func:`train`. The command runs in this process, because a new process takes seconds to import TorchRec."""
+def train_here(
+    out: Path, capsys: pytest.CaptureFixture[str], **changes: Any
+) -> tuple[dict[str, Any], str]:
+    """See :func:`train`.
+
+    The command runs in this process, because a new process takes seconds to import
+    TorchRec.
+    """
     torch.set_num_threads(1)
     train_with(settings_of(json_out=out, **{"dim": 8} | changes))
     return json.loads(out.read_text()), capsys.readouterr().out
@@ -55,7 +63,9 @@ def distinct_ids(path: Path, num_rows: int) -> dict[str, int]:
     seen: list[set[int]] = [set() for _ in TABLES]
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         for _, line in zip(range(num_rows), file, strict=False):
-            for ids, field in zip(seen, line.rstrip("\n").split("\t")[14:], strict=True):
+            for ids, field in zip(
+                seen, line.rstrip("\n").split("\t")[14:], strict=True
+            ):
                 ids.add(int(field or "0", 16))
     return {name: len(ids) for name, ids in zip(TABLES, seen, strict=True)}
 
@@ -72,18 +82,36 @@ def check_result(result: dict[str, Any], **expected: object) -> None:
     assert all(result["bytes"][name] >= 8 * 4 * result["rows"][name] for name in TABLES)
 
 
-def test_fused(rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = {"data": rows_file, "backend": "fused", "num_embeddings": 1000, "batch_size": 256}
+def test_fused(
+    rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {
+        "data": rows_file,
+        "backend": "fused",
+        "num_embeddings": 1000,
+        "batch_size": 256,
+    }
     result, report = train_here(tmp_path / "out.json", capsys, **changes)
-    check_result(result, backend="fused", world_size=1, train_samples=9601, skipped_rows=0, data=str(rows_file))
+    check_result(
+        result,
+        backend="fused",
+        world_size=1,
+        train_samples=9601,
+        skipped_rows=0,
+        data=str(rows_file),
+    )
     assert result["rows"] == dict.fromkeys(TABLES, 1000)
     assert result["bytes"] == dict.fromkeys(TABLES, 1000 * (8 + 1) * 4)
     for words in ("t_C26", "test AUC", "test logloss", "training samples/s"):
         assert words in report
 
 
-def test_dense_layers_in_bfloat16(rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each step uses the present weights, so the loss falls as in float32, and the evaluation is in float32."""
+def test_dense_layers_in_bfloat16(
+    rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each step uses the present weights, so the loss falls as in float32, and the
+    evaluation is in float32.
+    """
     changes = {"data": rows_file, "limit_rows": 4000, "batch_size": 64}
     result, _ = train_here(tmp_path / "amp.json", capsys, **changes, amp=True)
     plain, _ = train_here(tmp_path / "plain.json", capsys, **changes)
@@ -98,17 +126,37 @@ def test_recstore_holds_the_ids_it_was_trained_on_and_learns_the_same_on_two_ran
     rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, _ = train_here(tmp_path / "one.json", capsys, data=rows_file, batch_size=256)
-    check_result(one, backend="recstore", world_size=1, train_samples=9601, skipped_rows=0)
+    check_result(
+        one, backend="recstore", world_size=1, train_samples=9601, skipped_rows=0
+    )
     assert one["rows"] == distinct_ids(rows_file, 9601)
-    # The last training sample cannot be split over two ranks. The 1201 test samples are split unevenly.
-    flags = ("--data", rows_file, "--dim", 8, "--batch-size", 256, "--sharding", "row_wise")
+    # The last training sample cannot be split over two ranks. The 1201 test samples are
+    # split unevenly.
+    flags = (
+        "--data",
+        rows_file,
+        "--dim",
+        8,
+        "--batch-size",
+        256,
+        "--sharding",
+        "row_wise",
+    )
     two, _ = train(tmp_path / "two.json", *flags, ranks=2)
-    check_result(two, world_size=2, train_samples=9600, sharding="row_wise", rows=distinct_ids(rows_file, 9600))
+    check_result(
+        two,
+        world_size=2,
+        train_samples=9600,
+        sharding="row_wise",
+        rows=distinct_ids(rows_file, 9600),
+    )
     for key in ("train_loss", "test_logloss", "test_auc", "val_auc"):
         assert two[key] == pytest.approx(one[key], abs=2e-3)
 
 
-@pytest.mark.skipif(not SAMPLE.exists(), reason="the Criteo sample is not on this machine")
+@pytest.mark.skipif(
+    not SAMPLE.exists(), reason="the Criteo sample is not on this machine"
+)
 def test_criteo_sample(tmp_path: Path) -> None:
     result, _ = train(tmp_path / "out.json", "--data", SAMPLE, "--limit-rows", 20_000)
     check_result(result, backend="recstore", train_samples=16_000, skipped_rows=0)
@@ -118,8 +166,17 @@ def test_criteo_sample(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_each_epoch_begins_with_new_rows(rows_file: Path, tmp_path: Path) -> None:
-    """In the last epoch the rows are those of one epoch: each was updated once for each of its samples."""
-    changes = {"data": rows_file, "limit_rows": 1000, "batch_size": 100, "dim": 4, "min_frequency": 2, "epochs": 3}
+    """In the last epoch the rows are those of one epoch: each was updated once for each
+    of its samples.
+    """
+    changes = {
+        "data": rows_file,
+        "limit_rows": 1000,
+        "batch_size": 100,
+        "dim": 4,
+        "min_frequency": 2,
+        "epochs": 3,
+    }
     plain = train_with(settings_of(**changes))
     reset = train_with(settings_of(**changes, reset_rows_each_epoch=True))
     once = train_with(settings_of(**changes | {"epochs": 1}))
@@ -129,18 +186,26 @@ def test_each_epoch_begins_with_new_rows(rows_file: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SAMPLE.exists(), reason="the Criteo sample is not on this machine")
+@pytest.mark.skipif(
+    not SAMPLE.exists(), reason="the Criteo sample is not on this machine"
+)
 def test_new_rows_in_each_epoch_are_the_remedy_for_overfitting() -> None:
     aucs = {
-        (epochs, reset): train_with(settings_of(data=SAMPLE, epochs=epochs, reset_rows_each_epoch=reset))["test_auc"]
+        (epochs, reset): train_with(
+            settings_of(data=SAMPLE, epochs=epochs, reset_rows_each_epoch=reset)
+        )["test_auc"]
         for epochs, reset in ((1, False), (2, False), (2, True))
     }
     assert aucs[2, False] < aucs[1, False] - 0.01
     assert aucs[2, True] > aucs[1, False]
 
 
-@pytest.mark.parametrize("start", [forked, pytest.param(run, marks=pytest.mark.slow)], ids=["forked", "new"])
-def test_generated_rows_and_reader_alone(tmp_path: Path, start: Callable[..., CompletedProcess[str]]) -> None:
+@pytest.mark.parametrize(
+    "start", [forked, pytest.param(run, marks=pytest.mark.slow)], ids=["forked", "new"]
+)
+def test_generated_rows_and_reader_alone(
+    tmp_path: Path, start: Callable[..., CompletedProcess[str]]
+) -> None:
     out = tmp_path / "out.json"
     done = start("--json", out, "--read-only", "--limit-rows", 20_000)
     assert done.returncode == 0, done.stderr
@@ -160,11 +225,24 @@ def bad_copy(rows_file: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_bad_row_stops_the_run_before_training(rows_file: Path, tmp_path: Path, ranks: int) -> None:
+def test_bad_row_stops_the_run_before_training(
+    rows_file: Path, tmp_path: Path, ranks: int
+) -> None:
     path = bad_copy(rows_file, tmp_path)
-    done = forked("--data", path, "--backend", "fused", "--json", tmp_path / "out.json", ranks=ranks)
+    done = forked(
+        "--data",
+        path,
+        "--backend",
+        "fused",
+        "--json",
+        tmp_path / "out.json",
+        ranks=ranks,
+    )
     assert done.returncode != 0
-    assert done.stderr.count(f"error: {path}, line 1001, column I1: expected an integer") == 1
+    assert (
+        done.stderr.count(f"error: {path}, line 1001, column I1: expected an integer")
+        == 1
+    )
     assert "epoch" not in done.stderr
     assert not (tmp_path / "out.json").exists()
     if ranks == 1:
@@ -182,7 +260,9 @@ def test_bad_row_stops_the_run_before_training(rows_file: Path, tmp_path: Path, 
         (("--max-rows", 5), "table 't_C"),
     ],
 )
-def test_what_tables_refuse_is_one_line(flags: tuple[object, ...], message: str, ranks: int) -> None:
+def test_what_tables_refuse_is_one_line(
+    flags: tuple[object, ...], message: str, ranks: int
+) -> None:
     done = forked("--limit-rows", 2000, *flags, ranks=ranks)
     assert done.returncode == 2 or (ranks > 1 and done.returncode)
     assert done.stderr.startswith(f"error: {message}")
@@ -208,12 +288,21 @@ run(main)
 
 @pytest.mark.parametrize(
     ("error", "line"),
-    [("ColdStoreError('no')", "error: no"), ("MemoryError()", "error: out of memory"), ("KeyError(7)", "KeyError: 7")],
+    [
+        ("ColdStoreError('no')", "error: no"),
+        ("MemoryError()", "error: out of memory"),
+        ("KeyError(7)", "KeyError: 7"),
+    ],
 )
-def test_a_rank_that_fails_alone_says_so_and_ends_all(tmp_path: Path, error: str, line: str) -> None:
+def test_a_rank_that_fails_alone_says_so_and_ends_all(
+    tmp_path: Path, error: str, line: str
+) -> None:
     script = tmp_path / "script.py"
-    script.write_text(ONE_RANK_FAILS.format(examples=str(ROOT / "examples"), error=error))
-    done = run_forked(str(script), ranks=2)  # a rank that does not end is killed, and its status is negative
+    script.write_text(
+        ONE_RANK_FAILS.format(examples=str(ROOT / "examples"), error=error)
+    )
+    # a rank that does not end is killed, and its status is negative
+    done = run_forked(str(script), ranks=2)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == line
     # A defect prints a traceback on its rank only.
@@ -221,8 +310,14 @@ def test_a_rank_that_fails_alone_says_so_and_ends_all(tmp_path: Path, error: str
     assert done.stderr.count("error: ") == (0 if "KeyError" in error else 1)
 
 
-def test_bad_rows_are_skipped_and_reported(rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = {"data": bad_copy(rows_file, tmp_path), "backend": "fused", "skip_bad_rows": True}
+def test_bad_rows_are_skipped_and_reported(
+    rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {
+        "data": bad_copy(rows_file, tmp_path),
+        "backend": "fused",
+        "skip_bad_rows": True,
+    }
     result, report = train_here(tmp_path / "out.json", capsys, **changes)
     assert (result["train_samples"], result["skipped_rows"]) == (1599, 1)
     assert "bad rows skipped   1" in report
@@ -233,18 +328,40 @@ def test_bad_rows_are_skipped_and_reported(rows_file: Path, tmp_path: Path, caps
     [
         (None, {}, r"rows\.tsv: No such file or directory"),
         (b"", {}, r"rows\.tsv: the file is empty"),
-        (b"0\t1\n", {}, r"rows\.tsv, line 1: expected 40 tab-separated columns, found 2"),
+        (
+            b"0\t1\n",
+            {},
+            r"rows\.tsv, line 1: expected 40 tab-separated columns, found 2",
+        ),
         (b"".join(Generator(5, 0).lines(0, 5)), {}, r"rows\.tsv: 5 rows are too few"),
-        (b"", {"backend": "fused", "sharding": "row_wise"}, "no row_wise sharding on CPU"),
+        (
+            b"",
+            {"backend": "fused", "sharding": "row_wise"},
+            "no row_wise sharding on CPU",
+        ),
         (b"", {"backend": "fused", "dim": 6}, "multiple of 4"),
-        (b"", {"backend": "fused", "reset_rows_each_epoch": True}, "--reset-rows-each-epoch is for --backend recstore"),
-        (b"", {"json_out": Path("/nowhere/out.json")}, "^/nowhere/out.json: no such folder"),
+        (
+            b"",
+            {"backend": "fused", "reset_rows_each_epoch": True},
+            "--reset-rows-each-epoch is for --backend recstore",
+        ),
+        (
+            b"",
+            {"json_out": Path("/nowhere/out.json")},
+            "^/nowhere/out.json: no such folder",
+        ),
         (b"", {"json_out": Path("/tmp")}, "^/tmp: this is a folder, not a file"),
-        (b"", {"json_out": Path("/proc/out.json")}, "^/proc/out.json: No such file or directory"),
+        (
+            b"",
+            {"json_out": Path("/proc/out.json")},
+            "^/proc/out.json: No such file or directory",
+        ),
         (b"", {"json_out": Path("/proc/version")}, r"^/proc/version: [A-Z]"),
     ],
 )
-def test_unusable_input(tmp_path: Path, content: bytes | None, changes: dict[str, Any], message: str) -> None:
+def test_unusable_input(
+    tmp_path: Path, content: bytes | None, changes: dict[str, Any], message: str
+) -> None:
     path = tmp_path / "rows.tsv"
     if content is not None:
         path.write_bytes(content)
@@ -253,19 +370,34 @@ def test_unusable_input(tmp_path: Path, content: bytes | None, changes: dict[str
 
 
 def test_the_place_of_the_json_is_only_looked_at(tmp_path: Path) -> None:
-    pipe, there, link = tmp_path / "pipe", tmp_path / "there.json", tmp_path / "link.json"
+    pipe, there, link = (
+        tmp_path / "pipe",
+        tmp_path / "there.json",
+        tmp_path / "link.json",
+    )
     os.mkfifo(pipe)
     there.write_text("before")
     link.symlink_to("new.json")
     for path in (pipe, there, link, Path("-"), tmp_path / "new.json"):
         check_file(path)
     assert there.read_text() == "before"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "pipe", "there.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "link.json",
+        "pipe",
+        "there.json",
+    ]
 
 
 def test_a_full_disk_is_said_with_the_file_and_after_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(DataError, match=r"^/dev/full: No space left on device$"):
-        train_with(settings_of(limit_rows=600, no_log=False, log_dir=tmp_path / "log", json_out=Path("/dev/full")))
+        train_with(
+            settings_of(
+                limit_rows=600,
+                no_log=False,
+                log_dir=tmp_path / "log",
+                json_out=Path("/dev/full"),
+            )
+        )
     assert capsys.readouterr().err.endswith(f"report: {tmp_path}/log/report.html\n")

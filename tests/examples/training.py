@@ -1,4 +1,6 @@
-"""The training of DLRM in this process, and on several ranks without torchrun, which would import everything again."""
+"""The training of DLRM in this process, and on several ranks without torchrun, which
+would import everything again.
+"""
 
 from __future__ import annotations
 

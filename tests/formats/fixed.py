@@ -2,11 +2,12 @@
 
     python -m tests.formats.fixed
 
-replaces the files beside this module, in ``checkpoint_N`` and ``export_N``, where N is the number of the format.
-test_formats.py loads them.
+replaces the files beside this module, in ``checkpoint_N`` and ``export_N``, where N is
+the number of the format. test_formats.py loads them.
 """
 
-# Not with annotations from __future__: fx copies those of forward as they are, and TorchScript reads them.
+# Not with annotations from __future__: fx copies those of forward as they are, and
+# TorchScript reads them.
 
 import json
 import os
@@ -46,7 +47,10 @@ from torchrec_recstore.inference import (
     read_delta,
     verification,
 )
-from torchrec_recstore.modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
+from torchrec_recstore.modules import (
+    RecStoreEmbeddingBagCollection,
+    RecStoreEmbeddingCollection,
+)
 from torchrec_recstore.options import (
     LFU,
     LRU,
@@ -82,7 +86,9 @@ OPTIONS = {
         expiry=Expiry(steps=1000),
         admission=MinFrequency(2),
     ),
-    "item": TableOptions(initializer=ConstantInit(0.25), expected_rows=1000, missing="init"),
+    "item": TableOptions(
+        initializer=ConstantInit(0.25), expected_rows=1000, missing="init"
+    ),
 }
 OPTIMIZERS: dict[str, optim.Optimizer] = {
     "sgd": optim.SGD(lr=0.5),
@@ -94,14 +100,27 @@ DTYPES_OF_ROWS = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
 TRAINING_STATE = {
     "step": 5,
     "position": (1, "epoch", None, True, float("inf")),
-    "optimizer": {"state": {0: {"exp_avg": torch.tensor([0.5, -1.5])}}, "groups": [{"lr": 0.1}]},
+    "optimizer": {
+        "state": {0: {"exp_avg": torch.tensor([0.5, -1.5])}},
+        "groups": [{"lr": 0.1}],
+    },
 }
 SET = Membership("0123456789abcdef", 0, 1, (0,), 3, "token", None, ("token",))
 BAGS = [
-    EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=100, feature_names=["f", "g"]),
-    EmbeddingBagConfig(name="m", embedding_dim=4, num_embeddings=100, feature_names=["h"], pooling=PoolingType.MEAN),
+    EmbeddingBagConfig(
+        name="t", embedding_dim=8, num_embeddings=100, feature_names=["f", "g"]
+    ),
+    EmbeddingBagConfig(
+        name="m",
+        embedding_dim=4,
+        num_embeddings=100,
+        feature_names=["h"],
+        pooling=PoolingType.MEAN,
+    ),
 ]
-ROWS = [EmbeddingConfig(name="s", embedding_dim=8, num_embeddings=100, feature_names=["h"])]
+ROWS = [
+    EmbeddingConfig(name="s", embedding_dim=8, num_embeddings=100, feature_names=["h"])
+]
 
 
 def ids_of(step: int) -> Tensor:
@@ -115,10 +134,14 @@ class Sharded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         configs = [
-            EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=2**40, feature_names=[name])
+            EmbeddingBagConfig(
+                name=name, embedding_dim=DIM, num_embeddings=2**40, feature_names=[name]
+            )
             for name in OPTIONS
         ]
-        self.sparse = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+        self.sparse = EmbeddingBagCollection(
+            tables=configs, device=torch.device("meta")
+        )
         self.over = nn.Linear(2, 1)
         with torch.no_grad():
             self.over.weight.copy_(torch.tensor([[0.5, -2.0]]))
@@ -131,46 +154,72 @@ class Sharded(nn.Module):
 
 
 def sharded(
-    sharding_type: str = "table_wise", optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    sharding_type: str = "table_wise",
+    optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 ) -> DistributedModelParallel:
     """The model, with its tables in RecStore."""
     split = DIM // 2 if sharding_type == "column_wise" else None
     constraints = {
-        name: RecStoreConstraints(sharding_types=[sharding_type], min_partition=split, options=options)
+        name: RecStoreConstraints(
+            sharding_types=[sharding_type], min_partition=split, options=options
+        )
         for name, options in OPTIONS.items()
     }
-    sharders = [RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.5})]
+    sharders = [
+        RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.5})
+    ]
     model = Sharded()
     planner = RecStorePlanner(
-        topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"), constraints=constraints
+        topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"),
+        constraints=constraints,
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    return DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+    return DistributedModelParallel(
+        model, plan=plan, sharders=sharders, device=torch.device("cpu")
+    )
 
 
 def train(model: DistributedModelParallel, steps: range) -> None:
     """Trains with exact gradients, so that rows are equal on every machine."""
     for step in steps:
         ids = ids_of(step + 7 * dist.get_rank())
-        features = KeyedJaggedTensor(list(OPTIONS), torch.cat([ids, ids]), lengths=torch.tensor([3, 3, 2, 4]))
+        features = KeyedJaggedTensor(
+            list(OPTIONS), torch.cat([ids, ids]), lengths=torch.tensor([3, 3, 2, 4])
+        )
         values = model(features).values()
-        (values * (torch.arange(values.numel()).view_as(values) % 5 - 2)).sum().backward()
+        (
+            values * (torch.arange(values.numel()).view_as(values) % 5 - 2)
+        ).sum().backward()
 
 
 def shards(model: DistributedModelParallel) -> list[Table]:
     """The shards of this rank, of all tables."""
-    return [shard.table for of_table in model.module.sparse.recstore_state.shards.values() for shard in of_table]
+    return [
+        shard.table
+        for of_table in model.module.sparse.recstore_state.shards.values()
+        for shard in of_table
+    ]
 
 
 def write_expected(tables: list[Table], path: Path) -> None:
-    """Writes the rows of all ranks' tables as plain safetensors, and their clocks as JSON. Collective.
+    """Writes the rows of all ranks' tables as plain safetensors, and their clocks as
+    JSON.
+
+    Collective.
 
     Args:
         tables: The shards of this rank.
         path: The path without a suffix.
     """
     mine = [
-        (table.name, table.columns, table.ids(), table.read_rows(table.ids()), table.steps, table.optimizer_steps)
+        (
+            table.name,
+            table.columns,
+            table.ids(),
+            table.read_rows(table.ids()),
+            table.steps,
+            table.optimizer_steps,
+        )
         for table in tables
     ]
     everywhere: list[Any] = [mine]
@@ -182,13 +231,19 @@ def write_expected(tables: list[Table], path: Path) -> None:
     tensors: dict[str, Tensor] = {}
     clocks: dict[str, tuple[int, int]] = {}
     found: dict[str, list[dict[str, Tensor]]] = {}
-    for name, columns, ids, rows, steps, optimizer_steps in (shard for of_rank in everywhere for shard in of_rank):
-        found.setdefault(f"{name}/{columns.start}-{columns.stop}", []).append({"ids": ids, **rows})
+    for name, columns, ids, rows, steps, optimizer_steps in (
+        shard for of_rank in everywhere for shard in of_rank
+    ):
+        found.setdefault(f"{name}/{columns.start}-{columns.stop}", []).append(
+            {"ids": ids, **rows}
+        )
         clocks[name] = max(clocks.get(name, (0, 0)), (steps, optimizer_steps))
     for shard, of_ranks in found.items():
         order = torch.cat([each["ids"] for each in of_ranks]).argsort()
         for key in of_ranks[0]:
-            tensors[f"{shard}/{key}"] = torch.cat([each[key] for each in of_ranks])[order]
+            tensors[f"{shard}/{key}"] = torch.cat([each[key] for each in of_ranks])[
+                order
+            ]
     path.parent.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(tensors, path.with_suffix(".safetensors"))
     path.with_suffix(".json").write_text(json.dumps(clocks) + "\n")
@@ -206,9 +261,13 @@ def small_parts() -> Iterator[None]:
 
 
 def write_model_checkpoints(to: Path) -> None:
-    """Writes a full checkpoint and two deltas of one rank, and the same model by ``torch.distributed.checkpoint``."""
+    """Writes a full checkpoint and two deltas of one rank, and the same model by
+    ``torch.distributed.checkpoint``.
+    """
     model = sharded()
-    user, item = (table for name in OPTIONS for table in shards(model) if table.name == name)
+    user, item = (
+        table for name in OPTIONS for table in shards(model) if table.name == name
+    )
     train(model, range(5))
     with small_parts():
         save_checkpoint(model, to / "full", training_state=TRAINING_STATE)
@@ -216,7 +275,9 @@ def write_model_checkpoints(to: Path) -> None:
     user.remove(torch.tensor([-3]))
     item.remove(torch.tensor([0, 2**63 - 1]))
     train(model, range(5, 7))
-    save_checkpoint(model, to / "delta", delta_of=to / "full", training_state={"step": 7})
+    save_checkpoint(
+        model, to / "delta", delta_of=to / "full", training_state={"step": 7}
+    )
     write_expected(shards(model), to / "expected" / "delta")
     ids = item.ids()
     item.remove(ids[2:])
@@ -227,7 +288,13 @@ def write_model_checkpoints(to: Path) -> None:
     save_checkpoint(model, to / "second_delta", delta_of=to / "delta")
     write_expected(shards(model), to / "expected" / "second_delta")
     with _inside(to):  # the path is written into the checkpoint
-        dcp.save({"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}, checkpoint_id="dcp")
+        dcp.save(
+            {
+                "model": model.state_dict(),
+                "optimizer": model.fused_optimizer.state_dict(),
+            },
+            checkpoint_id="dcp",
+        )
 
 
 @contextmanager
@@ -242,7 +309,10 @@ def _inside(directory: Path) -> Iterator[None]:
 
 def write_checkpoints_of_ranks(rank: int, world_size: int, *, to: Path) -> None:
     """Writes checkpoints of two ranks: row-wise and column-wise."""
-    for name, optimizer in (("row_wise", EmbOptimType.ADAM), ("column_wise", EmbOptimType.EXACT_ROWWISE_ADAGRAD)):
+    for name, optimizer in (
+        ("row_wise", EmbOptimType.ADAM),
+        ("column_wise", EmbOptimType.EXACT_ROWWISE_ADAGRAD),
+    ):
         model = sharded(name, optimizer)
         train(model, range(5))
         save_checkpoint(model, to / name)
@@ -250,22 +320,45 @@ def write_checkpoints_of_ranks(rank: int, world_size: int, *, to: Path) -> None:
 
 
 def write_server_data(to: Path) -> None:
-    """Writes the files of a stopped server: a table of each data type, one in a cold store, one whose rows expire."""
+    """Writes the files of a stopped server: a table of each data type, one in a cold
+    store, one whose rows expire.
+    """
     with tempfile.TemporaryDirectory() as cold:
         tables = HostedTables(Limits(cold_store=RocksDBStore(cold)))
-        for dtype, (name, optimizer) in zip(DTYPES_OF_ROWS, OPTIMIZERS.items(), strict=True):
-            options = TableOptions(initializer=NormalInit(0.0, 0.5, truncate_std=2.0), missing="init")
-            tables.create(name, TableSpec(DIM, dtype, optimizer, options, lossless=name == "sgd"))
-        bounded = TableOptions(initializer=ConstantInit(1.5), max_rows=12, eviction=LRU())
-        tables.create("cold", TableSpec(DIM, torch.float32, optim.Adagrad(lr=0.5), bounded, shard=(1, 3)))
-        tables.create("temporary", TableSpec(DIM, torch.float32, optim.SGD(lr=0.5), TableOptions(), temporary=True))
+        for dtype, (name, optimizer) in zip(
+            DTYPES_OF_ROWS, OPTIMIZERS.items(), strict=True
+        ):
+            options = TableOptions(
+                initializer=NormalInit(0.0, 0.5, truncate_std=2.0), missing="init"
+            )
+            tables.create(
+                name, TableSpec(DIM, dtype, optimizer, options, lossless=name == "sgd")
+            )
+        bounded = TableOptions(
+            initializer=ConstantInit(1.5), max_rows=12, eviction=LRU()
+        )
+        tables.create(
+            "cold",
+            TableSpec(DIM, torch.float32, optim.Adagrad(lr=0.5), bounded, shard=(1, 3)),
+        )
+        tables.create(
+            "temporary",
+            TableSpec(
+                DIM, torch.float32, optim.SGD(lr=0.5), TableOptions(), temporary=True
+            ),
+        )
         for name in tables.specs():
             for step in range(3):
                 ids = ids_of(3 * step)[:4]
                 tables.push(name, ids, torch.arange(4 * DIM).view(4, DIM) / 8 - step)
-                tables.update(name, ids, torch.arange(4 * DIM).view(4, DIM) % 5 / 4 - 0.5)
+                tables.update(
+                    name, ids, torch.arange(4 * DIM).view(4, DIM) % 5 / 4 - 0.5
+                )
         options = TableOptions(initializer=ConstantInit(1.5), expiry=Expiry(seconds=60))
-        tables.create("timed", TableSpec(DIM, torch.float32, optim.RowWiseAdagrad(lr=0.5), options))
+        tables.create(
+            "timed",
+            TableSpec(DIM, torch.float32, optim.RowWiseAdagrad(lr=0.5), options),
+        )
         timed = tables._named()["timed"].table
         for step in range(3):
             timed.set_time(EVENT_TIME + 20 * step)
@@ -276,21 +369,35 @@ def write_server_data(to: Path) -> None:
         applied = AppliedRequests()
         applied.once("client", 6, 6, lambda: 3)
         applied.once("client", 7, 6, lambda: 1)
-        state = {"checkpoint": "stopped-0", "epoch": SET.label, "applied": applied.to_json()}
+        state = {
+            "checkpoint": "stopped-0",
+            "epoch": SET.label,
+            "applied": applied.to_json(),
+        }
         directory.set_last(SaveName("stopped-0"), state)
         directory.close()
         (to / "server" / "lock").unlink()
-        write_expected([hosted.table for hosted in hosted_tables(tables)], to / "expected" / "server")
+        write_expected(
+            [hosted.table for hosted in hosted_tables(tables)],
+            to / "expected" / "server",
+        )
         tables.close()
 
 
 EVENT_TIME = 1_700_000_000.0
-"""The time of the first step of the table "timed", in seconds since 1970. The others follow after 20 s each."""
+"""The time of the first step of the table "timed", in seconds since 1970.
+
+The others follow after 20 s each.
+"""
 
 
 def hosted_tables(tables: HostedTables) -> list[Any]:
     """The tables that saves include."""
-    return [tables._named()[name] for name, spec in tables.specs().items() if not spec.temporary]
+    return [
+        tables._named()[name]
+        for name, spec in tables.specs().items()
+        if not spec.temporary
+    ]
 
 
 class Served(nn.Module):
@@ -316,17 +423,22 @@ class Served(nn.Module):
 
 def features_of(values: Tensor) -> KeyedJaggedTensor:
     """Two bags of each feature of :class:`Served`."""
-    return KeyedJaggedTensor(["f", "g", "h"], values, lengths=torch.tensor([3, 1, 2, 2, 1, 3]))
+    return KeyedJaggedTensor(
+        ["f", "g", "h"], values, lengths=torch.tensor([3, 1, 2, 2, 1, 3])
+    )
 
 
 def train_served(model: Served, first: int) -> Served:
     """Runs a training step. The model is in evaluation mode afterwards."""
-    model.train()(features_of(torch.cat([ids_of(first), ids_of(first + 1)]))).sum().backward()
+    model.train()(
+        features_of(torch.cat([ids_of(first), ids_of(first + 1)]))
+    ).sum().backward()
     return model.eval()
 
 
 def write_exports(to: Path, index: str) -> None:
-    """Writes an export of :class:`Served`, a delta of it, and the rows and the outputs before and after the delta.
+    """Writes an export of :class:`Served`, a delta of it, and the rows and the outputs
+    before and after the delta.
 
     Args:
         to: The directory of the files.
@@ -334,7 +446,9 @@ def write_exports(to: Path, index: str) -> None:
     """
     to.mkdir(parents=True)
     model, path, delta = Served(), to / "model.pt", to / "model.delta"
-    export_for_inference(train_served(model, 3), path, dtype=DTYPES["int4"], index=index)
+    export_for_inference(
+        train_served(model, 3), path, dtype=DTYPES["int4"], index=index
+    )
     with torch.no_grad():
         model.over.bias.fill_(2.5)
     export_delta(train_served(model, 11), delta, base=path)
@@ -350,7 +464,9 @@ def write_exports(to: Path, index: str) -> None:
 
 def answer(served: torch.jit.ScriptModule) -> dict[str, Tensor]:
     """The rows and the output of a served model."""
-    tensors = {"output": served(features_of(torch.cat([ids_of(3), ids_of(11)]))).detach()}
+    tensors = {
+        "output": served(features_of(torch.cat([ids_of(3), ids_of(11)]))).detach()
+    }
     for name in served.recstore_tables():
         tensors[f"{name}/ids"] = served.recstore_ids(name).clone()
         tensors[f"{name}/rows"] = served.recstore_rows(name).clone()
@@ -369,14 +485,17 @@ def one_rank() -> Iterator[None]:
 
 def main() -> None:
     """Replaces all files."""
-    # TorchScript's files name the source of their code, for tracebacks: not by where it lies on this machine.
+    # TorchScript's files name the source of their code, for tracebacks: not by where it
+    # lies on this machine.
     find = torch._sources.get_source_lines_and_file
 
     def found(*arguments: Any) -> tuple[list[str], int, str | None]:
         lines, number, file = find(*arguments)
         return lines, number, file and Path(file).name
 
-    torch._sources.get_source_lines_and_file = torch.jit.frontend.get_source_lines_and_file = found
+    torch._sources.get_source_lines_and_file = (
+        torch.jit.frontend.get_source_lines_and_file
+    ) = found
     for folder in (CHECKPOINTS, EXPORTS):
         shutil.rmtree(folder, ignore_errors=True)
     CHECKPOINTS.mkdir()

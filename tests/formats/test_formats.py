@@ -1,4 +1,6 @@
-"""The files of each format load, to the bit, and what is written is of the format that it says."""
+"""The files of each format load, to the bit, and what is written is of the format that
+it says.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ FILES = fixed.CHECKPOINTS
 
 @pytest.fixture(params=fixed.INDEXES)
 def index(request: pytest.FixtureRequest) -> str:
-    """The index of an export. Those with a hash index need the library of this torch."""
+    """The index of an export.
+
+    Those with a hash index need the library of this torch.
+    """
     if request.param == "hash":
         try:
             load_library()
@@ -71,7 +76,9 @@ def assert_holds(tables: list[Table], name: str) -> None:
     assert not tensors
 
 
-@pytest.mark.parametrize("name", ["full", "delta", "second_delta", "row_wise", "column_wise", "server"])
+@pytest.mark.parametrize(
+    "name", ["full", "delta", "second_delta", "row_wise", "column_wise", "server"]
+)
 def test_checkpoints_load_to_the_bit(name: str) -> None:
     path = FILES / "server" / "stopped-0" if name == "server" else FILES / name
     chain = read_chain(path)
@@ -81,14 +88,26 @@ def test_checkpoints_load_to_the_bit(name: str) -> None:
         saved = chain[-1].tables[table_name]
         first, last = map(int, columns.split("-"))
         dtype = getattr(torch, saved.dtype)
-        table = Table(saved.dim, dtype, saved.optimizer, saved.options, name=table_name, columns=range(first, last))
+        table = Table(
+            saved.dim,
+            dtype,
+            saved.optimizer,
+            saved.options,
+            name=table_name,
+            columns=range(first, last),
+        )
         load_rows(table, table_name, chain)
         tables.append(table)
     assert_holds(tables, name)
     admits = [table for table in tables if table.options.admission is not None]
-    assert len(admits) == sum(len(saved.columns) for saved in chain[-1].tables.values() if saved.sightings)
+    assert len(admits) == sum(
+        len(saved.columns) for saved in chain[-1].tables.values() if saved.sightings
+    )
     for table in admits:
-        sightings, saved_sightings = table.state().sightings, saved_state(chain[-1], table.name).sightings
+        sightings, saved_sightings = (
+            table.state().sightings,
+            saved_state(chain[-1], table.name).sightings,
+        )
         assert sightings is not None
         assert saved_sightings is not None
         assert len(sightings.ids) == len(saved_sightings.ids) > 0
@@ -97,7 +116,9 @@ def test_checkpoints_load_to_the_bit(name: str) -> None:
 def test_rows_expire_at_the_times_of_the_checkpoint() -> None:
     chain = read_chain(FILES / "server" / "stopped-0")
     saved = chain[-1].tables["timed"]
-    table = Table(saved.dim, torch.float32, saved.optimizer, saved.options, name="timed")
+    table = Table(
+        saved.dim, torch.float32, saved.optimizer, saved.options, name="timed"
+    )
     load_rows(table, "timed", chain)
     assert table.ids().tolist() == [0, 1, 2, 100]
     for second in range(44, 93, 3):
@@ -136,7 +157,12 @@ def test_a_server_goes_on_from_what_one_has_left(tmp_path: Path) -> None:
     state = server._set.describe()
     assert (state.live, state.set, state.at.name) == (True, fixed.SET.set, "stopped-0")
     assert list(state.earlier) == [fixed.SET.run]
-    assert server._applied.once("client", 7, 6, lambda: pytest.fail("it has been carried out")) == 1
+    assert (
+        server._applied.once(
+            "client", 7, 6, lambda: pytest.fail("it has been carried out")
+        )
+        == 1
+    )
     tables.close()
 
 
@@ -150,10 +176,14 @@ def test_exports_and_deltas_load_to_the_bit(index: str) -> None:
     for when, version in zip(("before", "after"), versions, strict=True):
         answer = {f"{when}/{key}": value for key, value in fixed.answer(served).items()}
         # FBGEMM sums quantised rows with one rounding or two, as the machine has it.
-        torch.testing.assert_close(answer.pop(f"{when}/output"), wanted[f"{when}/output"])
+        torch.testing.assert_close(
+            answer.pop(f"{when}/output"), wanted[f"{when}/output"]
+        )
         assert all(torch.equal(value, wanted[key]) for key, value in answer.items())
         assert served.recstore_version() == version
-        assert served.apply_delta(read_delta(files / "model.delta")) == (when == "before")
+        assert served.apply_delta(read_delta(files / "model.delta")) == (
+            when == "before"
+        )
 
 
 def test_deltas_are_made_of_exports(index: str, tmp_path: Path) -> None:
@@ -176,23 +206,37 @@ def test_deltas_are_made_of_exports(index: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_a_change_of_checkpoints_has_a_number_of_its_own(tmp_path: Path) -> None:
-    """What is written now has the structure of the files that lie here under its number."""
+    """What is written now has the structure of the files that lie here under its
+    number.
+    """
     fixed.write_model_checkpoints(tmp_path)
     fixed.write_server_data(tmp_path)
     for name in ("full", "delta", "second_delta", "server/stopped-0"):
-        assert structure_of_checkpoint(tmp_path / name) == structure_of_checkpoint(FILES / name), HOW_TO
+        assert structure_of_checkpoint(tmp_path / name) == structure_of_checkpoint(
+            FILES / name
+        ), HOW_TO
     for name in ("server.json", "set.json"):
-        written, known = (json.loads((folder / "server" / name).read_bytes()) for folder in (tmp_path, FILES))
+        written, known = (
+            json.loads((folder / "server" / name).read_bytes())
+            for folder in (tmp_path, FILES)
+        )
         assert shape_of(written) == shape_of(known), HOW_TO
 
 
 @pytest.mark.slow
-def test_a_change_of_exports_has_a_number_of_its_own(index: str, tmp_path: Path) -> None:
+def test_a_change_of_exports_has_a_number_of_its_own(
+    index: str, tmp_path: Path
+) -> None:
     fixed.write_exports(tmp_path / index, index)
-    assert structure_of_export(tmp_path / index) == structure_of_export(fixed.EXPORTS / index), HOW_TO
+    assert structure_of_export(tmp_path / index) == structure_of_export(
+        fixed.EXPORTS / index
+    ), HOW_TO
 
 
-HOW_TO = "what is written has changed: give the format a new number, and write its files: python -m tests.formats.fixed"
+HOW_TO = (
+    "what is written has changed: give the format a new number, and write its files:"
+    " python -m tests.formats.fixed"
+)
 
 
 def shape_of(value: Any) -> Any:
@@ -212,7 +256,10 @@ def structure_of_checkpoint(path: Path) -> Any:
 
 
 def structure_of_tensors(path: Path) -> Any:
-    return {name: (tensor.dtype, tensor.dim()) for name, tensor in safetensors.torch.load_file(path).items()}
+    return {
+        name: (tensor.dtype, tensor.dim())
+        for name, tensor in safetensors.torch.load_file(path).items()
+    }
 
 
 def structure_of_export(files: Path) -> Any:
@@ -222,5 +269,8 @@ def structure_of_export(files: Path) -> Any:
         name: re.sub(r"\(\S+ self", "(self", str(served._c._get_method(name).schema))
         for name in served._c._method_names()
     }
-    tensors = {name: (tensor.dtype, tensor.dim()) for name, tensor in served.state_dict().items()}
+    tensors = {
+        name: (tensor.dtype, tensor.dim())
+        for name, tensor in served.state_dict().items()
+    }
     return methods, tensors, structure_of_tensors(files / "model.delta")

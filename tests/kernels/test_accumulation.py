@@ -16,7 +16,9 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def batches(steps: int, columns: int) -> list[Batch]:
-    """Returns batches of ids, offsets of two features with three bags each, weights, and gradients."""
+    """Returns batches of ids, offsets of two features with three bags each, weights,
+    and gradients.
+    """
     generator = torch.Generator().manual_seed(3)
     offsets = torch.tensor([0, 2, 2, 5, 6, 9, 10])
     return [
@@ -30,7 +32,9 @@ def batches(steps: int, columns: int) -> list[Batch]:
     ]
 
 
-def kernel(optimizer: Optimizer, pooling: Literal["sum", "mean"], accumulation_steps: int) -> PooledKernel:
+def kernel(
+    optimizer: Optimizer, pooling: Literal["sum", "mean"], accumulation_steps: int
+) -> PooledKernel:
     tables = [Table(5, optimizer=optimizer, name=name) for name in "ab"]
     return PooledKernel(tables, [0, 1], pooling, accumulation_steps=accumulation_steps)
 
@@ -48,8 +52,12 @@ def train(of: PooledKernel, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
-@pytest.mark.parametrize("optimizer", [SGD(0.1), Adagrad(0.1), Adam(0.1, max_gradient=0.5)], ids=repr)
-def test_one_update_on_the_sum(optimizer: Optimizer, pooling: Literal["sum", "mean"]) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [SGD(0.1), Adagrad(0.1), Adam(0.1, max_gradient=0.5)], ids=repr
+)
+def test_one_update_on_the_sum(
+    optimizer: Optimizer, pooling: Literal["sum", "mean"]
+) -> None:
     """The rows are those of one pass over a batch with all bags."""
     summed, at_once = kernel(optimizer, pooling, 3), kernel(optimizer, pooling, 1)
     for _ in range(2):
@@ -59,9 +67,13 @@ def test_one_update_on_the_sum(optimizer: Optimizer, pooling: Literal["sum", "me
         by_feature = [(ids[:5], ids[5:]) for ids, _, _, _ in parts]
         lengths = torch.tensor([2, 0, 3] * 3 + [1, 3, 1] * 3)
         whole = (
-            torch.cat([pair[0] for pair in by_feature] + [pair[1] for pair in by_feature]),
+            torch.cat(
+                [pair[0] for pair in by_feature] + [pair[1] for pair in by_feature]
+            ),
             torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-            torch.cat([part[2][:5] for part in parts] + [part[2][5:] for part in parts]),
+            torch.cat(
+                [part[2][:5] for part in parts] + [part[2][5:] for part in parts]
+            ),
             torch.cat([part[3] for part in parts]),
         )
         train(at_once, whole)
@@ -87,7 +99,9 @@ def test_rows_and_learning_rate_wait_for_the_last_pass() -> None:
     still = rows(of)
     for part in (first, second):
         train(of, part)
-    assert all(torch.equal(one, other) for one, other in zip(rows(of), still, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(rows(of), still, strict=True)
+    )
 
 
 def test_gradients_may_change_after_their_backward() -> None:
@@ -97,7 +111,10 @@ def test_gradients_may_change_after_their_backward() -> None:
             of(ids, offsets, weights, train=True).backward(grad)
             if spoiled:
                 grad.zero_()
-    assert all(torch.equal(one, other) for one, other in zip(rows(kernels[0]), rows(kernels[1]), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(rows(kernels[0]), rows(kernels[1]), strict=True)
+    )
 
 
 def test_a_step_count_below_one_is_an_error() -> None:
@@ -106,17 +123,29 @@ def test_a_step_count_below_one_is_an_error() -> None:
 
 
 def empty(bags: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the ids, the offsets and the gradient of a batch of two features without ids."""
-    return torch.empty(0, dtype=torch.int64), torch.zeros(2 * bags + 1, dtype=torch.int64), torch.ones(bags, columns)
+    """Returns the ids, the offsets and the gradient of a batch of two features without
+    ids.
+    """
+    return (
+        torch.empty(0, dtype=torch.int64),
+        torch.zeros(2 * bags + 1, dtype=torch.int64),
+        torch.ones(bags, columns),
+    )
 
 
 @pytest.mark.parametrize("optimizer", [SGD(0.1), Adam(0.1, max_gradient=0.5)], ids=repr)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("bags", [0, 3])
-def test_a_pass_without_ids_changes_nothing(bags: int, place: int, weighted: bool, optimizer: Optimizer) -> None:
-    """The rows are those of the same passes without the empty one, whether or not that has weights."""
-    whole, with_weights, without = (kernel(optimizer, "sum", steps) for steps in (2, 3, 3))
+def test_a_pass_without_ids_changes_nothing(
+    bags: int, place: int, weighted: bool, optimizer: Optimizer
+) -> None:
+    """The rows are those of the same passes without the empty one, whether or not that
+    has weights.
+    """
+    whole, with_weights, without = (
+        kernel(optimizer, "sum", steps) for steps in (2, 3, 3)
+    )
     for _ in range(2):
         for number in range(3):
             if number == place:
@@ -129,10 +158,15 @@ def test_a_pass_without_ids_changes_nothing(bags: int, place: int, weighted: boo
             else:
                 ids, offsets, full_weights, grad = batches(3, 10)[number]
                 for of in (whole, with_weights, without):
-                    of(ids, offsets, full_weights if weighted else None, train=True).backward(grad)
+                    of(
+                        ids, offsets, full_weights if weighted else None, train=True
+                    ).backward(grad)
         expected = rows(whole)
         for of in (with_weights, without):
-            assert all(torch.equal(one, other) for one, other in zip(rows(of), expected, strict=True))
+            assert all(
+                torch.equal(one, other)
+                for one, other in zip(rows(of), expected, strict=True)
+            )
 
 
 def test_updates_of_passes_without_ids() -> None:
@@ -142,7 +176,9 @@ def test_updates_of_passes_without_ids() -> None:
         ids, offsets, grad = empty(3, 10)
         of(ids, offsets, torch.empty(0), train=True).backward(grad)
         of(ids, offsets, train=True).backward(grad)
-    assert all(torch.equal(one, other) for one, other in zip(rows(of), before, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(rows(of), before, strict=True)
+    )
     assert [table.optimizer_steps for table in of.tables] == [2, 2]
 
 
@@ -151,5 +187,7 @@ def test_passes_with_and_without_weights_are_refused() -> None:
     (ids, offsets, weights, grad), _ = batches(2, 10)
     of(ids, offsets, weights, train=True).backward(grad)
     out = of(ids, offsets, train=True)
-    with pytest.raises(ValueError, match=r"tables a, b: either all contexts .* must have weights"):
+    with pytest.raises(
+        ValueError, match=r"tables a, b: either all contexts .* must have weights"
+    ):
         out.backward(grad)

@@ -1,4 +1,6 @@
-"""Backward of evaluation lookups: no row is updated, a warning says so once, and per-sample weights get gradients."""
+"""Backward of evaluation lookups: no row is updated, a warning says so once, and
+per-sample weights get gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,34 @@ from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import LRU, NormalInit, RocksDBStore, TableOptions
 from torchrec_recstore.store import Table
 from torchrec_recstore.utils import RecStoreWarning
-from torchrec_recstore_service.client.remote_kernels import ClientTable, RemotePooledKernel, RemoteSequenceKernel
+from torchrec_recstore_service.client.remote_kernels import (
+    ClientTable,
+    RemotePooledKernel,
+    RemoteSequenceKernel,
+)
 
 IDS = torch.tensor([5, -7, 2**62, 5, 1, 3, 3, 9])
 OFFSETS = torch.tensor([0, 2, 2, 5, 6, 8, 8])  # two features with three bags
-WARNING = r"tables a, b: backward of a lookup in evaluation mode updates no row, .*call train\(\)"
+WARNING = (
+    r"tables a, b: backward of a lookup in evaluation mode updates no row, .*call"
+    r" train\(\)"
+)
 OPTIONS = TableOptions(NormalInit(), missing="init")
 
 
-def tables(options: TableOptions = OPTIONS, dtype: torch.dtype = torch.float32) -> list[Table]:
-    return [Table(dim, dtype, SGD(0.5), options, name=name) for name, dim in (("a", 4), ("b", 8))]
+def tables(
+    options: TableOptions = OPTIONS, dtype: torch.dtype = torch.float32
+) -> list[Table]:
+    return [
+        Table(dim, dtype, SGD(0.5), options, name=name)
+        for name, dim in (("a", 4), ("b", 8))
+    ]
 
 
 def remote_tables(client: RecStoreClient) -> list[ClientTable]:
     return [
-        ClientTable(client, name, (10, dim), torch.float32, SGD(0.5), OPTIONS) for name, dim in (("a", 4), ("b", 8))
+        ClientTable(client, name, (10, dim), torch.float32, SGD(0.5), OPTIONS)
+        for name, dim in (("a", 4), ("b", 8))
     ]
 
 
@@ -68,21 +83,26 @@ def no_warning() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("make", KERNELS)
-def test_a_backward_warns_once_for_each_kernel_and_updates_no_row(make: Callable[[], Callable[[], Tensor]]) -> None:
+def test_a_backward_warns_once_for_each_kernel_and_updates_no_row(
+    make: Callable[[], Callable[[], Tensor]],
+) -> None:
     for _ in range(2):
         look_up = make()
         with no_warning():  # a lookup without a backward is no mistake
             before = look_up()
         with pytest.warns(RecStoreWarning, match=WARNING) as caught:
             look_up().square().sum().backward()
-        assert [each.filename for each in caught] == [__file__]  # the warning points to the line of the caller
+        # the warning points to the line of the caller
+        assert [each.filename for each in caught] == [__file__]
         with no_warning():
             before.sum().backward()
         assert torch.equal(look_up(), before)
 
 
 @pytest.mark.parametrize("make", KERNELS)
-def test_without_grad_there_is_no_graph(make: Callable[[], Callable[[], Tensor]]) -> None:
+def test_without_grad_there_is_no_graph(
+    make: Callable[[], Callable[[], Tensor]],
+) -> None:
     look_up = make()
     with torch.no_grad():
         assert look_up().grad_fn is None
@@ -117,7 +137,9 @@ def test_weights_have_the_gradients_of_training(
 
 @pytest.mark.filterwarnings("ignore:.*evaluation mode:UserWarning")
 def test_weights_of_cold_rows_and_of_ids_without_a_row(tmp_path: Path) -> None:
-    cold = TableOptions(NormalInit(), max_rows=5, eviction=LRU(), cold_store=RocksDBStore(str(tmp_path)))
+    cold = TableOptions(
+        NormalInit(), max_rows=5, eviction=LRU(), cold_store=RocksDBStore(str(tmp_path))
+    )
     kernel = PooledKernel(tables(cold), [0, 1], "mean")
     assert gradients(kernel, train=False).tolist() == [0.0] * len(IDS)
     kernel.learning_rate = lambda: 0.0
@@ -144,7 +166,9 @@ def test_batches_without_ids() -> None:
     kernel = PooledKernel(tables(), [0, 1], "mean")
     for bags in (0, 3):
         weights = torch.empty(0, requires_grad=True)
-        kernel(IDS[:0], torch.zeros(2 * bags + 1, dtype=torch.int32), weights, train=False).sum().backward()
+        kernel(
+            IDS[:0], torch.zeros(2 * bags + 1, dtype=torch.int32), weights, train=False
+        ).sum().backward()
         assert weights.grad is not None
         assert weights.grad.shape == (0,)
 

@@ -1,4 +1,6 @@
-"""Lookups together with other features of autograd: saved-tensor hooks, checkpoints, graphs."""
+"""Lookups together with other features of autograd: saved-tensor hooks, checkpoints,
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,17 @@ def pooled(table: Table) -> Lookup:
 
 def sequence(table: Table) -> Lookup:
     kernel = SequenceKernel([table])
-    return lambda weights: kernel(IDS, [len(IDS)], train=True).view(-1, 4) * weights[:, None]
+    return lambda weights: (
+        kernel(IDS, [len(IDS)], train=True).view(-1, 4) * weights[:, None]
+    )
 
 
-def train(make: Callable[[Table], Lookup], around: Callable[[Lookup, Tensor], Tensor]) -> list[Tensor]:
-    """Trains two steps, and returns the gradients of the weights and all rows of the table."""
+def train(
+    make: Callable[[Table], Lookup], around: Callable[[Lookup, Tensor], Tensor]
+) -> list[Tensor]:
+    """Trains two steps, and returns the gradients of the weights and all rows of the
+    table.
+    """
     with Table(4, optimizer=RowWiseAdagrad(lr=0.1)) as table:
         look_up = make(table)
         weights = torch.linspace(0.5, 1.5, len(IDS), requires_grad=True)
@@ -73,12 +81,18 @@ def test_hooks_and_checkpoints_change_nothing(
 def test_a_reentrant_checkpoint_is_refused() -> None:
     with Table(4) as table:
         with pytest.raises(RuntimeError, match="use_reentrant=False"):
-            checkpoint(pooled(table), torch.ones(len(IDS), requires_grad=True), use_reentrant=True)
+            checkpoint(
+                pooled(table),
+                torch.ones(len(IDS), requires_grad=True),
+                use_reentrant=True,
+            )
         assert len(table) == 0
 
 
 @pytest.mark.parametrize("make", [pooled, sequence])
-def test_slots_are_kept_as_long_as_the_graph_is_and_no_longer(make: Callable[[Table], Lookup]) -> None:
+def test_slots_are_kept_as_long_as_the_graph_is_and_no_longer(
+    make: Callable[[Table], Lookup],
+) -> None:
     with Table(4) as table:
         out = make(table)(torch.ones(len(IDS)))
         out.sum().backward(retain_graph=True)
@@ -91,14 +105,18 @@ def test_slots_are_kept_as_long_as_the_graph_is_and_no_longer(make: Callable[[Ta
         assert table.lookup(torch.tensor([3])).tolist() == [[1.0] * 4]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("make", [pooled, sequence])
 def test_compiled(make: Callable[[Table], Lookup], backend: str) -> None:
     torch._dynamo.reset()
 
     def around(look_up: Lookup, weights: Tensor) -> Tensor:
         # The compiled graph may reuse the memory of ids and weights after the lookup.
-        return torch.compile(lambda given: look_up(given * 2.0) + 1.0, backend=backend, fullgraph=True)(weights)
+        return torch.compile(
+            lambda given: look_up(given * 2.0) + 1.0, backend=backend, fullgraph=True
+        )(weights)
 
     wanted = train(make, lambda look_up, weights: look_up(weights * 2.0) + 1.0)
     same = torch.equal if backend == "aot_eager" else partial(torch.allclose, rtol=1e-6)
@@ -113,7 +131,9 @@ def test_a_compiled_graph_whose_saved_state_is_copied_is_refused() -> None:
         before = ops.table_export(table.handle, table.ids())
         with pytest.raises(ValueError, match=r"tables table: .*saved-tensor hook"):
             out.sum().backward()
-        assert all(map(torch.equal, before, ops.table_export(table.handle, table.ids())))
+        assert all(
+            map(torch.equal, before, ops.table_export(table.handle, table.ids()))
+        )
 
 
 def test_a_backward_is_not_differentiated_twice() -> None:
@@ -133,14 +153,20 @@ def test_make_fx_keeps_the_update() -> None:
 
         def step(kernel: PooledKernel, weights: Tensor) -> Tensor:
             weights = weights.detach().requires_grad_()
-            return torch.autograd.grad(kernel(IDS, OFFSETS, weights, train=True).sum(), weights)[0]
+            return torch.autograd.grad(
+                kernel(IDS, OFFSETS, weights, train=True).sum(), weights
+            )[0]
 
-        trace = make_fx(partial(step, kernels[1]), tracing_mode="fake", _allow_non_fake_inputs=True)
+        trace = make_fx(
+            partial(step, kernels[1]), tracing_mode="fake", _allow_non_fake_inputs=True
+        )
         graph = trace(torch.ones(len(IDS)))
         graph.graph.eliminate_dead_code()
         graph.recompile()
         assert len(traced) == 0
-        assert torch.equal(graph(torch.ones(len(IDS))), step(kernels[0], torch.ones(len(IDS))))
+        assert torch.equal(
+            graph(torch.ones(len(IDS))), step(kernels[0], torch.ones(len(IDS)))
+        )
         assert torch.equal(table.lookup(IDS), traced.lookup(IDS))
         assert table.stats() == traced.stats()
 

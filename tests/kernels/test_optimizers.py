@@ -1,4 +1,6 @@
-"""Every fused optimizer against its published formula, torch.optim, and FBGEMM if that has a CPU version."""
+"""Every fused optimizer against its published formula, torch.optim, and FBGEMM if that
+has a CPU version.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    EmbeddingLocation,
+    PoolingMode,
+)
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
@@ -39,8 +44,13 @@ from .optimizer_cases import AS_IN_TORCH, OPTIMIZERS, ROWS, Reference, rows, tab
 
 
 def test_every_optimizer_has_a_case_and_a_public_name() -> None:
-    assert {type(optimizer) for optimizer in OPTIMIZERS} == set(optim.OPTIMIZERS.values())
-    assert all(getattr(torchrec_recstore, name) is kind for name, kind in optim.OPTIMIZERS.items())
+    assert {type(optimizer) for optimizer in OPTIMIZERS} == set(
+        optim.OPTIMIZERS.values()
+    )
+    assert all(
+        getattr(torchrec_recstore, name) is kind
+        for name, kind in optim.OPTIMIZERS.items()
+    )
 
 
 @pytest.mark.parametrize("dim", [1, 4, 16, 33, 64])
@@ -50,7 +60,8 @@ def test_ten_steps_equal_the_published_formula(optimizer: Optimizer, dim: int) -
     reference = Reference(optimizer, dict(enumerate(rows(made))))
     generator = torch.Generator().manual_seed(dim)
     for _ in range(10):
-        ids = torch.randint(0, ROWS, (6,), generator=generator)  # duplicates, and rows that stay untouched
+        # duplicates, and rows that stay untouched
+        ids = torch.randint(0, ROWS, (6,), generator=generator)
         grads = torch.randn(6, dim, generator=generator)
         made.update(ids, grads)
         reference.update(ids.tolist(), grads)
@@ -83,7 +94,9 @@ def test_ten_steps_equal_torch_where_every_row_is_touched(
     ],
     ids=repr,
 )
-def test_gradient_clipping_equals_fbgemm(ours: Optimizer, theirs: EmbOptimType, pooling: PoolingMode) -> None:
+def test_gradient_clipping_equals_fbgemm(
+    ours: Optimizer, theirs: EmbOptimType, pooling: PoolingMode
+) -> None:
     made = table(ours, 8)
     stock = SplitTableBatchedEmbeddingBagsCodegen(
         [(ROWS, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)],
@@ -98,11 +111,16 @@ def test_gradient_clipping_equals_fbgemm(ours: Optimizer, theirs: EmbOptimType, 
     kernel = PooledKernel([made], [0], "sum" if pooling is PoolingMode.SUM else "mean")
     generator = torch.Generator().manual_seed(0)
     for _ in range(10):
-        ids, offsets = torch.randint(0, ROWS, (12,), generator=generator), torch.tensor([0, 3, 3, 8, 12])
+        ids, offsets = (
+            torch.randint(0, ROWS, (12,), generator=generator),
+            torch.tensor([0, 3, 3, 8, 12]),
+        )
         grad = torch.randn(4, 8, generator=generator)
         kernel(ids, offsets, train=True).backward(grad)
         stock(ids, offsets).backward(grad)
-    torch.testing.assert_close(rows(made), stock.split_embedding_weights()[0].detach(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        rows(made), stock.split_embedding_weights()[0].detach(), atol=1e-6, rtol=1e-5
+    )
 
 
 def test_only_the_columns_of_a_table_that_clips_are_clipped() -> None:
@@ -118,18 +136,26 @@ def test_only_the_columns_of_a_table_that_clips_are_clipped() -> None:
 
 
 def test_bias_correction_counts_the_tables_updates() -> None:
-    """The first update of a row is the second update of its table, and its moments are corrected for two updates."""
+    """The first update of a row is the second update of its table, and its moments are
+    corrected for two updates.
+    """
     made = table(Adam(0.1), 1)
     made.update(torch.tensor([0]), torch.ones(1, 1))
     before = rows(made)[1]
     made.update(torch.tensor([1]), torch.ones(1, 1))
     m, v = 0.1 / (1 - 0.9**2), 0.001 / (1 - 0.999**2)
-    torch.testing.assert_close(rows(made)[1], before - 0.1 * m / (v**0.5 + 1e-8), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        rows(made)[1], before - 0.1 * m / (v**0.5 + 1e-8), atol=1e-6, rtol=1e-5
+    )
 
 
-@pytest.mark.parametrize("optimizer", [LAMB(0.1), PartialRowWiseLAMB(0.1), LARSSGD(0.1)], ids=repr)
+@pytest.mark.parametrize(
+    "optimizer", [LAMB(0.1), PartialRowWiseLAMB(0.1), LARSSGD(0.1)], ids=repr
+)
 @pytest.mark.parametrize("gradient", [0.0, 1.0])
-def test_rows_of_zeros_and_zero_gradients_stay_finite_and_can_move(optimizer: Optimizer, gradient: float) -> None:
+def test_rows_of_zeros_and_zero_gradients_stay_finite_and_can_move(
+    optimizer: Optimizer, gradient: float
+) -> None:
     made = Table(4, optimizer=optimizer, options=TableOptions(ConstantInit(0.0)))
     for start in (0.0, 1.0):
         made.insert(torch.tensor([1]), torch.full((1, 4), start))
@@ -159,7 +185,9 @@ def test_a_row_takes_the_memory_that_its_states_say(optimizer: Optimizer) -> Non
         made.lookup(torch.arange(n), train=True)
         sizes.append(made.stats().bytes)
     elements = sum(kind == "element" for kind in optim.state_names(optimizer).values())
-    assert sizes[1] - sizes[0] == pytest.approx(elements * 4 * columns * n, rel=0.02, abs=1000)
+    assert sizes[1] - sizes[0] == pytest.approx(
+        elements * 4 * columns * n, rel=0.02, abs=1000
+    )
     assert optim.state_bytes(optimizer, columns) == 4 * columns * elements + 4 * (
         len(optim.state_names(optimizer)) - elements
     )
@@ -215,7 +243,9 @@ def test_bad_values_are_named(make: Any, names: str) -> None:
 
 
 def _hot_ids(optimizer: Optimizer, dim: int, dtype: torch.dtype) -> tuple[Table, Table]:
-    """Returns a table whose ids had thousands of gradients, and one that had their sums."""
+    """Returns a table whose ids had thousands of gradients, and one that had their
+    sums.
+    """
     generator = torch.Generator().manual_seed(dim)
     tables = [Table(dim, optimizer=optimizer, dtype=dtype, name="t") for _ in range(2)]
     kernel = PooledKernel([tables[0]], [0, 0], "sum")
@@ -229,21 +259,30 @@ def _hot_ids(optimizer: Optimizer, dim: int, dtype: torch.dtype) -> tuple[Table,
         grad = torch.randn(bags, 2 * dim, generator=generator)
         kernel(ids, offsets, weights, train=True).backward(grad)
         bag = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        each = grad.unflatten(1, (2, dim))[bag % bags, bag // bags] * weights.detach()[:, None]
+        each = (
+            grad.unflatten(1, (2, dim))[bag % bags, bag // bags]
+            * weights.detach()[:, None]
+        )
         distinct = ids.unique()
         last = torch.zeros(int(distinct[-1]) + 1, dim)
         last[ids] = each  # of an id with one position
         for id in range(3):
             assert int((ids == id).sum()) > 4096  # most_summed() of csrc/backward.cpp
-            last[id] = torch.from_numpy(each[ids == id].numpy().cumsum(0)[-1])  # torch's sums in float64
+            # torch's sums in float64
+            last[id] = torch.from_numpy(each[ids == id].numpy().cumsum(0)[-1])
         tables[1].update(distinct, last[distinct])
     return tables[0], tables[1]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 8])  # csrc/backward.cpp divides the sums in three ways
+# csrc/backward.cpp divides the sums in three ways
+@pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("dim", [40, 64])
-@pytest.mark.parametrize("optimizer", [SGD(0.1), RowWiseAdagrad(0.1, max_norm=0.8, max_gradient_norm=0.5)], ids=repr)
+@pytest.mark.parametrize(
+    "optimizer",
+    [SGD(0.1), RowWiseAdagrad(0.1, max_norm=0.8, max_gradient_norm=0.5)],
+    ids=repr,
+)
 def test_many_gradients_of_an_id_are_summed_in_the_order_of_the_batch(
     optimizer: Optimizer, dim: int, dtype: torch.dtype, threads: int
 ) -> None:

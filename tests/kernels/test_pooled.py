@@ -23,7 +23,9 @@ def _kernel(missing: str = "zeros", pooling: str = "sum") -> tuple[Table, Pooled
 @pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("missing", ["zeros", "init"])
-def test_evaluation_changes_nothing(missing: str, pooling: str, offsets_dtype: torch.dtype) -> None:
+def test_evaluation_changes_nothing(
+    missing: str, pooling: str, offsets_dtype: torch.dtype
+) -> None:
     table, kernel = _kernel(missing, pooling)
     table.lookup(torch.tensor([4]), train=True)
     before = table.stats()
@@ -34,7 +36,9 @@ def test_evaluation_changes_nothing(missing: str, pooling: str, offsets_dtype: t
     assert table.stats() == before
     rows = table.lookup(IDS)
     bags = [rows[:2], rows[2:2], rows[2:]]
-    expected = torch.stack([bag.sum(0) / (max(len(bag), 1) if pooling == "mean" else 1) for bag in bags])
+    expected = torch.stack(
+        [bag.sum(0) / (max(len(bag), 1) if pooling == "mean" else 1) for bag in bags]
+    )
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-7)
 
 
@@ -50,16 +54,21 @@ def test_training_makes_rows_and_backward_updates_them() -> None:
     torch.testing.assert_close(weights.grad, (grad[bag] * rows).sum(1))
     expected = rows - 0.5 * grad[bag] * weights.detach()[:, None]
     torch.testing.assert_close(table.lookup(IDS)[[1, 3, 4]], expected[[1, 3, 4]])
-    torch.testing.assert_close(table.lookup(IDS)[0], rows[0] - 0.5 * (grad[0] * 1.0 + grad[2] * 3.0))
+    torch.testing.assert_close(
+        table.lookup(IDS)[0], rows[0] - 0.5 * (grad[0] * 1.0 + grad[2] * 3.0)
+    )
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
-def test_weighted_bags_against_autograd_in_float64(pooling: Literal["sum", "mean"], accumulation_steps: int) -> None:
+def test_weighted_bags_against_autograd_in_float64(
+    pooling: Literal["sum", "mean"], accumulation_steps: int
+) -> None:
     bags, lr = 300, 0.5
     generator = torch.Generator().manual_seed(1)
-    # The admission of the second table refuses one id in four. A lookup of such an id returns its initial row, which
-    # is used in the gradient of the weights and is not updated.
+    # The admission of the second table refuses one id in four. A lookup of such an id
+    # returns its initial row, which is used in the gradient of the weights and is not
+    # updated.
     options = [TableOptions(), TableOptions(admission=MinFrequency(2))]
     tables = [
         Table(dim, optimizer=SGD(lr=lr), options=each, name=f"t{dim}")
@@ -68,7 +77,9 @@ def test_weighted_bags_against_autograd_in_float64(pooling: Literal["sum", "mean
     features = [0, 1, 1]
     seen = torch.arange(0, 90)
     tables[1].lookup(seen, train=True)
-    kernel = PooledKernel(tables, features, pooling, accumulation_steps=accumulation_steps)
+    kernel = PooledKernel(
+        tables, features, pooling, accumulation_steps=accumulation_steps
+    )
     initial = Table(64, name="t64")  # every row
     lengths = torch.randint(0, 6, (len(features) * bags,), generator=generator)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -90,23 +101,32 @@ def test_weighted_bags_against_autograd_in_float64(pooling: Literal["sum", "mean
         pooled = torch.zeros(bags, picked.shape[1], dtype=torch.float64)
         pooled = pooled.index_add(0, bag_of[here] - feature * bags, picked)
         if pooling == "mean":
-            pooled = pooled / lengths[feature * bags : (feature + 1) * bags, None].clamp(min=1)
+            pooled = pooled / lengths[
+                feature * bags : (feature + 1) * bags, None
+            ].clamp(min=1)
         parts.append(pooled)
     expected = torch.cat(parts, 1)
-    torch.testing.assert_close(out.detach().double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out.detach().double(), expected.detach(), rtol=1e-5, atol=1e-5
+    )
 
     expected.backward(grad.double())
     out.backward(grad)
     assert weights.grad is not None
     assert expected_weights.grad is not None
-    torch.testing.assert_close(weights.grad.double(), expected_weights.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        weights.grad.double(), expected_weights.grad, rtol=1e-5, atol=1e-5
+    )
     updated = [table.contains(everything) for table in tables]
-    if accumulation_steps == 2:  # the update comes with a second pass, here of no gradient
+    # the update comes with a second pass, here of no gradient
+    if accumulation_steps == 2:
         kernel(ids, offsets, given, train=True).backward(torch.zeros_like(grad))
     for table, row, old, which in zip(tables, rows, before, updated, strict=True):
         assert row.grad is not None
         after = old.double() - lr * row.grad
-        torch.testing.assert_close(table.lookup(everything)[which].double(), after[which], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            table.lookup(everything)[which].double(), after[which], rtol=1e-5, atol=1e-5
+        )
 
 
 def test_learning_rate_is_read_in_backward() -> None:
@@ -158,13 +178,23 @@ def test_routing_is_undone() -> None:
     block, world = 5, 3
     unsigned = [i % 2**64 for i in raw.tolist()]
     for rank in range(world):
-        mine = [u for u in unsigned if (u // block if u < block * world else u % world) == rank]
+        mine = [
+            u
+            for u in unsigned
+            if (u // block if u < block * world else u % world) == rank
+        ]
         local = [u - rank * block if u < block * world else u // world for u in mine]
         table = Table(2)
-        kernel = PooledKernel([table], [0], "sum", routings=[BlockRouting(block, world, rank)])
-        local_ids = torch.tensor([u - 2**64 if u >= 2**63 else u for u in local], dtype=torch.int64)
+        kernel = PooledKernel(
+            [table], [0], "sum", routings=[BlockRouting(block, world, rank)]
+        )
+        local_ids = torch.tensor(
+            [u - 2**64 if u >= 2**63 else u for u in local], dtype=torch.int64
+        )
         kernel(local_ids, torch.arange(len(mine) + 1), train=True)
-        assert set(table.ids().tolist()) == {u - 2**64 if u >= 2**63 else u for u in mine}
+        assert set(table.ids().tolist()) == {
+            u - 2**64 if u >= 2**63 else u for u in mine
+        }
 
 
 @pytest.mark.parametrize(
@@ -208,14 +238,18 @@ def test_offsets_changed_in_place_do_not_matter() -> None:
     assert table.stats().lookups == 8
     del dropped
     out.backward(torch.ones(3, 6))
-    torch.testing.assert_close(table.lookup(IDS), rows - 0.5 * torch.tensor([2.0, 1, 2, 1, 1])[:, None])
+    torch.testing.assert_close(
+        table.lookup(IDS), rows - 0.5 * torch.tensor([2.0, 1, 2, 1, 1])[:, None]
+    )
 
 
 def test_offsets_that_go_back_for_another_feature() -> None:
     tables = [Table(dim, name=str(dim)) for dim in (64, 1, 1)]
     kernel = PooledKernel(tables, [0, 1, 2], "sum")
     begins = torch.arange(2048) * 2
-    offsets = torch.cat([begins, torch.full((2048,), 4096), begins, torch.tensor([4096])])
+    offsets = torch.cat(
+        [begins, torch.full((2048,), 4096), begins, torch.tensor([4096])]
+    )
     with pytest.raises(ValueError, match="offsets must ascend"):
         kernel(torch.arange(4096), offsets, train=True)
     assert [len(table) for table in tables] == [0, 0, 0]
@@ -261,7 +295,10 @@ def test_prefetched_rows_are_those_that_a_forward_makes() -> None:
     kernel = PooledKernel(tables, [0, 1], "sum")
     kernel.prefetch(ids, [3, 1])
     assert [table.ids().tolist() for table in tables] == [[-1, 5], [2**62]]
-    outs = [k(ids, offsets, train=True) for k in (kernel, PooledKernel(plain, [0, 1], "sum"))]
+    outs = [
+        k(ids, offsets, train=True)
+        for k in (kernel, PooledKernel(plain, [0, 1], "sum"))
+    ]
     assert torch.equal(*outs)
     assert [table.stats() for table in tables] == [table.stats() for table in plain]
     for counts in ([4], [3, 2], [5, -1]):

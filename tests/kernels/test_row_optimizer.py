@@ -1,4 +1,6 @@
-"""User-defined optimizers: the bits of built-in ones, what is refused, and that files and servers get no code."""
+"""User-defined optimizers: the bits of built-in ones, what is refused, and that files
+and servers get no code.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from torchrec.distributed import DistributedModelParallel
 
 from torchrec_recstore.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_recstore.encoding import decode, encode
-from torchrec_recstore.optim import Adadelta, Optimizer, RowOptimizer, state_bytes, state_names
+from torchrec_recstore.optim import (
+    Adadelta,
+    Optimizer,
+    RowOptimizer,
+    state_bytes,
+    state_names,
+)
 from torchrec_recstore.options import ConstantInit, NormalInit, TableOptions
 from torchrec_recstore.row_types import ROW_DTYPES, STATE_TYPES
 from torchrec_recstore.sharders import RecStoreSharder
@@ -33,8 +41,12 @@ DIMS = (1, 16, 33, 64)
 TYPES = list(itertools.product(ROW_DTYPES, STATE_TYPES))
 
 
-def trained(optimizer: Optimizer, dim: int, dtype: torch.dtype, state_dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the rows of a table after five updates with duplicates, with its states in their order."""
+def trained(
+    optimizer: Optimizer, dim: int, dtype: torch.dtype, state_dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Returns the rows of a table after five updates with duplicates, with its states
+    in their order.
+    """
     made = Table(
         dim,
         dtype,
@@ -48,13 +60,22 @@ def trained(optimizer: Optimizer, dim: int, dtype: torch.dtype, state_dtype: tor
         ids = torch.randint(-20, 20, (60,), generator=generator)
         made.update(ids, torch.randn(60, dim, generator=generator), lr=lr)
     found = made.read_rows(made.ids())
-    return {"weight": found["weight"], **{name: found[name] for name in state_names(optimizer)}}
+    return {
+        "weight": found["weight"],
+        **{name: found[name] for name in state_names(optimizer)},
+    }
 
 
-@pytest.mark.parametrize(("own", "built_in"), BUILT_IN, ids=lambda each: getattr(each, "name", ""))
-def test_the_bits_are_those_of_a_built_in_optimizer(own: RowOptimizer, built_in: Optimizer) -> None:
+@pytest.mark.parametrize(
+    ("own", "built_in"), BUILT_IN, ids=lambda each: getattr(each, "name", "")
+)
+def test_the_bits_are_those_of_a_built_in_optimizer(
+    own: RowOptimizer, built_in: Optimizer
+) -> None:
     for dim, (dtype, state_dtype) in itertools.product(DIMS, TYPES):
-        ours, theirs = (trained(each, dim, dtype, state_dtype) for each in (own, built_in))
+        ours, theirs = (
+            trained(each, dim, dtype, state_dtype) for each in (own, built_in)
+        )
         assert [name.removeprefix(f"{own.name}.") for name in ours] == list(theirs)
         for one, other in zip(ours.values(), theirs.values(), strict=True):
             assert torch.equal(one, other), (dim, dtype, state_dtype)
@@ -62,7 +83,8 @@ def test_the_bits_are_those_of_a_built_in_optimizer(own: RowOptimizer, built_in:
 
 
 def test_the_bits_are_those_of_the_formula_in_float32() -> None:
-    made, f = table(NADAM, 20), np.float32  # numpy's roots are exact, and torch's are not
+    # numpy's roots are exact, and torch's are not
+    made, f = table(NADAM, 20), np.float32
     w, m, v = rows(made).numpy(), np.zeros((8, 20), f), np.zeros((8, 20), f)
     generator = torch.Generator().manual_seed(0)
     lr, mu = float(f(0.1)), 0.45
@@ -72,7 +94,9 @@ def test_the_bits_are_those_of_the_formula_in_float32() -> None:
         g = grads.numpy()
         m = f(0.9) * m + f(1 - 0.9) * g
         v = f(0.999) * v + f(1 - 0.999) * (g * g)
-        ahead = f(lr * mu / (1 - mu ** (t + 1))) * m + f(lr * (1 - mu) / (1 - mu**t)) * g
+        ahead = (
+            f(lr * mu / (1 - mu ** (t + 1))) * m + f(lr * (1 - mu) / (1 - mu**t)) * g
+        )
         w = w - ahead / (np.sqrt(v * f(1 / (1 - 0.999**t))) + f(1e-8))
         assert np.array_equal(rows(made).numpy(), w)
 
@@ -87,16 +111,23 @@ def test_several_states_and_one_of_the_row(state_dtype: torch.dtype) -> None:
         step="a += g; b += a; c += b; w -= lr * c / count;",
     )
     options = TableOptions(ConstantInit(0.0))
-    one, other = (Table(5, optimizer=own, options=options, state_dtype=state_dtype) for _ in range(2))
+    one, other = (
+        Table(5, optimizer=own, options=options, state_dtype=state_dtype)
+        for _ in range(2)
+    )
     ids, ones = torch.tensor([7, -1]), torch.ones(2, 5)
     for _ in range(4):
         one.update(ids, ones)
     found = one.read_rows(ids)
     assert list(found)[1:5] == ["many.a", "many.b", "many.c", "many.count"]
-    assert [found[name].unique().tolist() for name in ("many.a", "many.b", "many.c")] == [[4.0], [10.0], [20.0]]
+    assert [
+        found[name].unique().tolist() for name in ("many.a", "many.b", "many.c")
+    ] == [[4.0], [10.0], [20.0]]
     if state_dtype is torch.float32:  # a float16 state stores the root of the count
         assert found["many.count"].tolist() == [4.0, 4.0]
-        torch.testing.assert_close(found["weight"], torch.full((2, 5), -(1 + 4 / 2 + 10 / 3 + 20 / 4)))
+        torch.testing.assert_close(
+            found["weight"], torch.full((2, 5), -(1 + 4 / 2 + 10 / 3 + 20 / 4))
+        )
     other.write_rows(ids, found)
     again = other.read_rows(ids)
     assert all(torch.equal(found[name], again[name]) for name in found)
@@ -106,9 +137,13 @@ def _digests() -> list[str]:
     digest = hashlib.sha256()
     for own, built_in in BUILT_IN:
         for dtype, state_dtype in TYPES:
-            ours, theirs = (trained(each, 33, dtype, state_dtype) for each in (own, built_in))
+            ours, theirs = (
+                trained(each, 33, dtype, state_dtype) for each in (own, built_in)
+            )
             assert all(map(torch.equal, ours.values(), theirs.values()))
-            digest.update(b"".join(each.float().numpy().tobytes() for each in ours.values()))
+            digest.update(
+                b"".join(each.float().numpy().tobytes() for each in ours.values())
+            )
     return [digest.hexdigest()]
 
 
@@ -117,15 +152,25 @@ def test_the_bits_are_the_same_with_each_instruction_set() -> None:
     check_same_bits(_digests)
 
 
-ONE: dict[str, Any] = {"name": "one", "step": "m += g; w -= lr * m;", "states": {"m": "element"}}
+ONE: dict[str, Any] = {
+    "name": "one",
+    "step": "m += g; w -= lr * m;",
+    "states": {"m": "element"},
+}
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"states": {"m": "both"}}, r"states must be 'element', and at most one 'row', got \['both'\]"),
+        (
+            {"states": {"m": "both"}},
+            r"states must be 'element', and at most one 'row', got \['both'\]",
+        ),
         ({"states": {"m": "row", "n": "row"}}, "at most one 'row'"),
-        ({"hyperparameters": {"a": float("inf")}}, r"hyperparameters\['a'\] must be a finite number"),
+        (
+            {"hyperparameters": {"a": float("inf")}},
+            r"hyperparameters\['a'\] must be a finite number",
+        ),
         ({"lr": -1.0}, "RowOptimizer.lr must be finite"),
         ({"max_gradient": 0.0}, "RowOptimizer.max_gradient must be positive"),
     ],
@@ -138,18 +183,33 @@ def test_wrong_arguments_are_refused_at_once(change: dict[str, Any], says: str) 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"name": "a b"}, r"RowOptimizer 'a b': 'a b' is no name in C\+\+, or has a meaning in the code"),
+        (
+            {"name": "a b"},
+            (
+                r"RowOptimizer 'a b': 'a b' is no name in C\+\+, or has a meaning in"
+                r" the code"
+            ),
+        ),
         ({"name": ""}, "'' is no name"),
         ({"states": {"w": "element"}}, "'w' is no name"),
         ({"states": {"double": "element"}}, "'double' is no name"),
         ({"states": {"recstore_w": "element"}}, "'recstore_w' is no name"),
         ({"once": {"row_sum": "1"}}, "'row_sum' is no name"),
-        ({"hyperparameters": {"m": 1.0}}, "RowOptimizer 'one': the name 'm' is there twice"),
+        (
+            {"hyperparameters": {"m": 1.0}},
+            "RowOptimizer 'one': the name 'm' is there twice",
+        ),
         (
             {"step": "w -= lr * rate;"},
-            "table 'table': RowOptimizer 'one' does not compile: step:1:11: error: 'rate' was not",
+            (
+                "table 'table': RowOptimizer 'one' does not compile: step:1:11: error:"
+                " 'rate' was not"
+            ),
         ),
-        ({"step": "\nw -= 0.5 * g;"}, "step:2:.*implicit conversion from 'float' to 'double'"),
+        (
+            {"step": "\nw -= 0.5 * g;"},
+            "step:2:.*implicit conversion from 'float' to 'double'",
+        ),
         ({"step": "float w = g;"}, "step:1:.*declaration of 'w' shadows"),
         ({"step": "w -= row_sum(g);"}, "shadows"),
         ({"step": "w -= g"}, "step:1:.*expected ';'"),
@@ -159,15 +219,23 @@ def test_wrong_arguments_are_refused_at_once(change: dict[str, Any], says: str) 
         ({"hyperparameters": {f"h{i}": 1.0 for i in range(32)}}, "at most 32 numbers"),
     ],
 )
-def test_code_that_does_not_compile_is_refused_before_there_is_a_table(change: dict[str, Any], says: str) -> None:
+def test_code_that_does_not_compile_is_refused_before_there_is_a_table(
+    change: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ValueError, match=says):
         Table(4, optimizer=RowOptimizer(**ONE | change))
 
 
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_compiler_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(
-        ValueError, match=r"'one' needs a C\+\+ compiler: install g\+\+, or set CXX: .*no-such-compiler"
+        ValueError,
+        match=(
+            r"'one' needs a C\+\+ compiler: install g\+\+, or set CXX:"
+            r" .*no-such-compiler"
+        ),
     ):
         Table(4, optimizer=RowOptimizer(**ONE))
 
@@ -176,7 +244,9 @@ def _compiled() -> None:
     Table(4, optimizer=RowOptimizer(**ONE, hyperparameters={"unused": 1.0}))
 
 
-def test_processes_compile_once_and_leave_no_other_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_processes_compile_once_and_leave_no_other_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     counter = tmp_path / "cxx"
     counter.write_text(f'#!/bin/sh\necho run >> {tmp_path}/runs\nexec g++ "$@"\n')
     counter.chmod(0o755)
@@ -190,14 +260,19 @@ def test_processes_compile_once_and_leave_no_other_file(monkeypatch: pytest.Monk
         rank.join()
         assert rank.exitcode == 0
     _compiled()
-    Table(4, optimizer=RowOptimizer(**ONE, hyperparameters={"unused": 2.0}))  # a number is no part of the code
+    # a number is no part of the code
+    Table(4, optimizer=RowOptimizer(**ONE, hyperparameters={"unused": 2.0}))
     assert (tmp_path / "runs").read_text() == "run\n"
-    assert sorted(path.suffix for path in (tmp_path / "cache/torchrec_recstore").iterdir()) == ["", ".so"]
+    assert sorted(
+        path.suffix for path in (tmp_path / "cache/torchrec_recstore").iterdir()
+    ) == ["", ".so"]
     assert (tmp_path / "cache/torchrec_recstore").stat().st_mode & 0o77 == 0
 
 
 def model(optimizer: Optimizer) -> DistributedModelParallel:
-    config = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"])
+    config = EmbeddingBagConfig(
+        name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"]
+    )
     bags = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
     sharders = [RecStoreSharder(optimizer=optimizer)]
     return DistributedModelParallel(bags, sharders=sharders, device=torch.device("cpu"))
@@ -206,12 +281,16 @@ def model(optimizer: Optimizer) -> DistributedModelParallel:
 def step(module: DistributedModelParallel) -> Tensor:
     """Makes a training step, and returns the rows before it."""
     ids = torch.arange(-4, 4)
-    pooled = module(KeyedJaggedTensor(["f"], ids, lengths=torch.ones(8, dtype=torch.int64))).wait()["f"]
+    pooled = module(
+        KeyedJaggedTensor(["f"], ids, lengths=torch.ones(8, dtype=torch.int64))
+    ).wait()["f"]
     (pooled * torch.arange(32.0).view(8, 4)).sum().backward()
     return pooled.detach()  # type: ignore[no-any-return]
 
 
-def test_a_checkpoint_has_the_name_and_the_states_and_no_code(one_rank: None, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_name_and_the_states_and_no_code(
+    one_rank: None, tmp_path: Path
+) -> None:
     first, second = model(NADAM), model(replace(NADAM, lr=0.5))
     for _ in range(2):
         step(first)
@@ -227,7 +306,12 @@ def test_a_checkpoint_has_the_name_and_the_states_and_no_code(one_rank: None, tm
     keys = str(first.fused_optimizer.state_dict()["state"])
     assert "nadam.exp_avg_sq" in keys
     for optimizer in (replace(NADAM, name="other"), Adadelta()):
-        with pytest.raises(ValueError, match=r"saved with the optimizer RowOptimizer\(.*name='nadam'.* does not fit"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"saved with the optimizer RowOptimizer\(.*name='nadam'.* does not fit"
+            ),
+        ):
             load_checkpoint(model(optimizer), tmp_path / "saved")
 
 
@@ -235,10 +319,16 @@ def test_an_optimizer_from_a_file_cannot_run() -> None:
     read = decode(encode(NADAM, {}), {})
     assert state_names(read) == state_names(NADAM)
     assert (read.numbers(), read.lr) == (NADAM.numbers(), NADAM.lr)
-    with pytest.raises(ValueError, match="'nadam' has no step: files do not contain the code of an optimizer"):
+    with pytest.raises(
+        ValueError,
+        match="'nadam' has no step: files do not contain the code of an optimizer",
+    ):
         Table(4, optimizer=read)
 
 
 def test_parameter_servers_refuse_it() -> None:
-    with pytest.raises(ValueError, match="must not be the RowOptimizer 'nadam', because servers do not run code"):
+    with pytest.raises(
+        ValueError,
+        match="must not be the RowOptimizer 'nadam', because servers do not run code",
+    ):
         TableSpec(4, torch.float32, NADAM, TableOptions())

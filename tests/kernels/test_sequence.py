@@ -12,7 +12,10 @@ IDS = torch.tensor([4, -7, 4, 2**62, 4])
 
 
 def two_tables() -> tuple[Table, Table, SequenceKernel]:
-    wide, narrow = Table(6, optimizer=SGD(lr=0.5)), Table(2, optimizer=SGD(lr=0.25), name="narrow")
+    wide, narrow = (
+        Table(6, optimizer=SGD(lr=0.5)),
+        Table(2, optimizer=SGD(lr=0.25), name="narrow"),
+    )
     return wide, narrow, SequenceKernel([wide, narrow])
 
 
@@ -53,9 +56,15 @@ def test_mixed_ids_are_stored_raw(rank: int) -> None:
     unsigned = [i % 2**64 for i in ops.mix_ids(IDS, False).tolist()]
     block, world = 2**63 // 3, 2
     mine = [(u // block if u < block * world else u % world) == rank for u in unsigned]
-    local = [u - rank * block if u < block * world else u // world for u, m in zip(unsigned, mine, strict=True) if m]
+    local = [
+        u - rank * block if u < block * world else u // world
+        for u, m in zip(unsigned, mine, strict=True)
+        if m
+    ]
     table = Table(2)
-    kernel = SequenceKernel([table], routings=[BlockRouting(block, world, rank, mixed=True)])
+    kernel = SequenceKernel(
+        [table], routings=[BlockRouting(block, world, rank, mixed=True)]
+    )
     kernel(torch.tensor(local, dtype=torch.int64), [len(local)], train=True)
     assert torch.equal(table.ids(), IDS[torch.tensor(mine)].unique())
 
@@ -74,9 +83,18 @@ def test_bad_input() -> None:
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_backward_needs_no_ids_of_the_caller(accumulation_steps: int) -> None:
-    """The ids are freed, and their memory is reused, before the backward. Stochastic rounding depends on the ids."""
-    tables = [Table(4, torch.bfloat16, SGD(lr=0.1), stochastic_rounding=True) for _ in range(2)]
-    kept, freed = (SequenceKernel([table], accumulation_steps=accumulation_steps) for table in tables)
+    """The ids are freed, and their memory is reused, before the backward.
+
+    Stochastic rounding depends on the ids.
+    """
+    tables = [
+        Table(4, torch.bfloat16, SGD(lr=0.1), stochastic_rounding=True)
+        for _ in range(2)
+    ]
+    kept, freed = (
+        SequenceKernel([table], accumulation_steps=accumulation_steps)
+        for table in tables
+    )
     ids = torch.arange(100_000)
     for _ in range(accumulation_steps):
         out = kept(ids, [len(ids)], train=True)

@@ -1,4 +1,6 @@
-"""A forward takes the slots that a prefetch has resolved. tests/cpp/test_ahead.cpp tests that they change no result."""
+"""A forward takes the slots that a prefetch has resolved. tests/cpp/test_ahead.cpp
+tests that they change no result.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,23 @@ def _used() -> int:
 
 
 def _waiting(others: int) -> int:
-    """Returns the number of batches that wait, beside ``others`` bytes. A buffer may have a few pages more."""
+    """Returns the number of batches that wait, beside ``others`` bytes.
+
+    A buffer may have a few pages more.
+    """
     return round((_used() - others) / COPY)
 
 
 @pytest.mark.parametrize("make", [_pooled, _sequence, _compiled])
-@pytest.mark.parametrize("options", [TableOptions(), TableOptions(max_rows=5000, eviction=LRU())])
-def test_a_forward_takes_the_slots(make: Callable[[Table], Lookup], options: TableOptions) -> None:
-    """The memory of the pool tells whether the forward has taken them: it then uses their memory, and frees the ids."""
+@pytest.mark.parametrize(
+    "options", [TableOptions(), TableOptions(max_rows=5000, eviction=LRU())]
+)
+def test_a_forward_takes_the_slots(
+    make: Callable[[Table], Lookup], options: TableOptions
+) -> None:
+    """The memory of the pool tells whether the forward has taken them: it then uses
+    their memory, and frees the ids.
+    """
     table = Table(16, options=options)
     kernel, look_up = make(table)
     look_up(IDS)
@@ -57,9 +68,14 @@ def test_a_forward_takes_the_slots(make: Callable[[Table], Lookup], options: Tab
     used = _used() - before
     rows = expected.detach().clone()
     del expected
-    # The ids of a prefetch and of a forward, and the number of batches that wait before and after the forward.
+    # The ids of a prefetch and of a forward, and the number of batches that wait before
+    # and after the forward.
     flipped = IDS.flip(0)
-    for prefetched, ids, waiting, left in ((IDS, IDS.clone(), 1, 0), (IDS, flipped, 1, 1), (flipped, flipped, 2, 0)):
+    for prefetched, ids, waiting, left in (
+        (IDS, IDS.clone(), 1, 0),
+        (IDS, flipped, 1, 1),
+        (flipped, flipped, 2, 0),
+    ):
         kernel.prefetch(prefetched, [len(IDS)])
         assert _waiting(before) == waiting
         out = look_up(ids)
@@ -93,5 +109,6 @@ def test_ids_that_change_in_place() -> None:
     expected = look_up(IDS).detach().clone()
     ids = IDS.clone()
     kernel.prefetch(ids, [len(ids)])
-    ids[[1, 2]] = ids[[2, 1]]  # the forward gets the same tensor, and the same ids at most positions
+    # the forward gets the same tensor, and the same ids at most positions
+    ids[[1, 2]] = ids[[2, 1]]
     assert torch.equal(look_up(ids).detach(), expected[ids])

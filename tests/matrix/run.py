@@ -1,13 +1,17 @@
-"""Runs the tests with each tested triple of torch, TorchRec and FBGEMM, and writes the README's table of versions.
+"""Runs the tests with each tested triple of torch, TorchRec and FBGEMM, and writes the
+README's table of versions.
 
-    python -m tests.matrix.run [--only torchrec-1-9] [--directory DIR] [--workers 2] [-- PYTEST_ARGUMENT ...]
+    python -m tests.matrix.run [--only torchrec-1-9] [--directory DIR] [--workers 2] [--
+    PYTEST_ARGUMENT ...]
 
-Wheels are built with each triple, because the library of served models fits one minor version of torch. The core of the
-first triple's wheel is used with all triples, which shows that one binary fits them. Each triple has a virtual
-environment in the directory, which is outside the repository because other torches than the default's bring gigabytes
-of CUDA packages. An environment is made once and used again until its requirements or its Python change. The tests run
-in a copy of the repository whose package is the installed one. The table has the newest result of each triple with the
-whole suite but the slow tests: a triple that has failed can be run again alone.
+Wheels are built with each triple, because the library of served models fits one minor
+version of torch. The core of the first triple's wheel is used with all triples, which
+shows that one binary fits them. Each triple has a virtual environment in the directory,
+which is outside the repository because other torches than the default's bring gigabytes
+of CUDA packages. An environment is made once and used again until its requirements or
+its Python change. The tests run in a copy of the repository whose package is the
+installed one. The table has the newest result of each triple with the whole suite but
+the slow tests: a triple that has failed can be run again alone.
 
 Exit status: 0 if every test of every triple passed, otherwise 1.
 """
@@ -54,22 +58,28 @@ class Result:
 
 
 def pythons_at_hand() -> dict[Python, str]:
-    """The executable of each Python from 3.10 to :data:`NEWEST_PYTHON`, of the search path and of pyenv."""
+    """The executable of each Python from 3.10 to :data:`NEWEST_PYTHON`, of the search
+    path and of pyenv.
+    """
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     found = {}
     for minor in range(10, NEWEST_PYTHON[1] + 1):
         installed = sorted(pyenv.glob(f"versions/3.{minor}.*/bin/python3.{minor}"))
         candidates = [*map(str, reversed(installed)), shutil.which(f"python3.{minor}")]
         for executable in filter(None, candidates):
-            usable = [executable, "-c", "import ensurepip, venv"]  # Debian's Pythons can lack them
+            # Debian's Pythons can lack them
+            usable = [executable, "-c", "import ensurepip, venv"]
             if subprocess.run(usable, capture_output=True, check=False).returncode == 0:
                 found[(3, minor)] = executable
                 break
     return found
 
 
-def choose_pythons(at_hand: Iterable[Python], own: Python, triples: Sequence[Triple] = TRIPLES) -> dict[Triple, Python]:
-    """A Python for each triple: ``own`` for the default one, else the oldest or the newest of the others.
+def choose_pythons(
+    at_hand: Iterable[Python], own: Python, triples: Sequence[Triple] = TRIPLES
+) -> dict[Triple, Python]:
+    """A Python for each triple: ``own`` for the default one, else the oldest or the
+    newest of the others.
 
     Args:
         at_hand: the Pythons of this machine.
@@ -83,39 +93,62 @@ def choose_pythons(at_hand: Iterable[Python], own: Python, triples: Sequence[Tri
 
 
 def requirements_of(triple: Triple, folder: Path = ROOT / "requirements") -> list[str]:
-    """The pins of requirements/, with the versions of ``triple`` instead of the default's and without torchrec."""
+    """The pins of requirements/, with the versions of ``triple`` instead of the
+    default's and without torchrec.
+    """
     lines = []
     for path in sorted(folder.glob("*.txt")):
         lines += [line.strip() for line in path.read_text().splitlines()]
     kept = {line for line in lines if line and not line.startswith(("#", "-r "))}
     # Torch 2.12 wants a setuptools older than the pinned one.
-    own = {"torch": f"=={triple.torch}", "fbgemm-gpu-cpu": f"=={triple.fbgemm}", "torchrec": "", "setuptools": ">=77"}
+    own = {
+        "torch": f"=={triple.torch}",
+        "fbgemm-gpu-cpu": f"=={triple.fbgemm}",
+        "torchrec": "",
+        "setuptools": ">=77",
+    }
     kept = {line for line in kept if re.split(r"[=<>!~ ;\[]", line)[0] not in own}
     return sorted(kept | {f"{name}{bound}" for name, bound in own.items() if bound})
 
 
 def make_environment(folder: Path, python: str, triple: Triple) -> Path:
-    """A virtual environment with the triple and what the tests need; the one of an earlier run if nothing has changed.
+    """A virtual environment with the triple and what the tests need; the one of an
+    earlier run if nothing has changed.
 
     Returns:
         Its Python.
     """
     executable = folder / "bin/python"
     wanted = requirements_of(triple)
-    stamp = {"python": str(Path(python).resolve()), "torchrec": triple.torchrec, "requirements": wanted}
+    stamp = {
+        "python": str(Path(python).resolve()),
+        "torchrec": triple.torchrec,
+        "requirements": wanted,
+    }
     stamped = folder / "recstore-matrix.json"
     if stamped.exists() and json.loads(stamped.read_text()) == stamp:
         return executable
     print(f"{triple}: making {folder}", flush=True)
-    same_python = folder.exists() and (folder / "bin/python").resolve() == Path(python).resolve()
+    same_python = (
+        folder.exists() and (folder / "bin/python").resolve() == Path(python).resolve()
+    )
     if not same_python:
         shutil.rmtree(folder, ignore_errors=True)
         run([python, "-m", "venv", str(folder)])
-    pip = [str(executable), "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-cache-dir"]
+    pip = [
+        str(executable),
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--quiet",
+        "install",
+        "--no-cache-dir",
+    ]
     listed = folder / "requirements.txt"
     listed.write_text("".join(f"{line}\n" for line in wanted))
     run([*pip, "-r", str(listed)])
-    run([*pip, "--no-deps", f"torchrec=={triple.torchrec}"])  # its requirements name the CUDA build of FBGEMM
+    # its requirements name the CUDA build of FBGEMM
+    run([*pip, "--no-deps", f"torchrec=={triple.torchrec}"])
     stamped.write_text(json.dumps(stamp, indent=1))
     return executable
 
@@ -123,7 +156,9 @@ def make_environment(folder: Path, python: str, triple: Triple) -> Path:
 def tracked_files() -> list[str]:
     """The files of the repository that git tracks or does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     return sorted({name for name in names if (ROOT / name).is_file()})
 
 
@@ -142,25 +177,67 @@ def build_wheels(directory: Path, source: Path, python: Path) -> list[Path]:
         shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(source, built)  # pip writes into it
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "wheel"]
-    run([*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", str(wheels), str(built)])
-    run([*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", str(wheels), str(built / "service")])
-    run([*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", str(wheels), str(built / "serving")])
+    run(
+        [
+            *pip,
+            "--no-build-isolation",
+            "--no-deps",
+            "--wheel-dir",
+            str(wheels),
+            str(built),
+        ]
+    )
+    run(
+        [
+            *pip,
+            "--no-build-isolation",
+            "--no-deps",
+            "--wheel-dir",
+            str(wheels),
+            str(built / "service"),
+        ]
+    )
+    run(
+        [
+            *pip,
+            "--no-build-isolation",
+            "--no-deps",
+            "--wheel-dir",
+            str(wheels),
+            str(built / "serving"),
+        ]
+    )
     made = sorted(wheels.glob("*.whl"))
     assert len(made) == len(PACKAGES), made
     return made
 
 
 def install(wheels: Sequence[Path], python: Path, copy: Path, core: Path) -> None:
-    """Installs the wheels, and replaces the sources in a copy of the repository by links to the installed files.
+    """Installs the wheels, and replaces the sources in a copy of the repository by
+    links to the installed files.
 
-    The C++ sources stay, because some tests read them and the wheel does not have them. ``core``, the core of the first
-    triple's wheel, replaces the wheel's own: it is on the stable ABI of torch and the limited API of Python.
+    The C++ sources stay, because some tests read them and the wheel does not have them.
+    ``core``, the core of the first triple's wheel, replaces the wheel's own: it is on
+    the stable ABI of torch and the limited API of Python.
     """
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+    pip = [
+        str(python),
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--quiet",
+        "install",
+    ]
     run([*pip, "--no-deps", "--force-reinstall", *map(str, wheels)])
     for package, folder in PACKAGES.items():
         ask = f"import {package}; print({package}.__path__[0])"
-        at = subprocess.run([str(python), "-c", ask], cwd=copy.parent, capture_output=True, text=True, check=True)
+        at = subprocess.run(
+            [str(python), "-c", ask],
+            cwd=copy.parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         installed, sources = Path(at.stdout.strip()), copy / folder.relative_to(ROOT)
         assert installed.is_relative_to(python.parents[1]), installed
         for path in sources.rglob("*"):
@@ -185,8 +262,22 @@ def run_tests(copy: Path, python: Path, arguments: Sequence[str], workers: int) 
     """
     report = copy.parent / f"{copy.name}.xml"
     report.unlink(missing_ok=True)
-    command = [str(python), "-m", "pytest", "-n", str(workers), "--dist", "worksteal", "-q", f"--junitxml={report}"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-n",
+        str(workers),
+        "--dist",
+        "worksteal",
+        "-q",
+        f"--junitxml={report}",
+    ]
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
     environment["PATH"] = f"{python.parent}:{environment['PATH']}"
     subprocess.run([*command, *arguments], cwd=copy, env=environment, check=False)
     if not report.exists():
@@ -200,7 +291,10 @@ def count(report: Path) -> tuple[Counter[str], Counter[str]]:
     Args:
         report: JUnit's XML as pytest writes it.
     """
-    counts, reasons = Counter[str](passed=0, failed=0, skipped=0, xfailed=0), Counter[str]()
+    counts, reasons = (
+        Counter[str](passed=0, failed=0, skipped=0, xfailed=0),
+        Counter[str](),
+    )
     outcomes: dict[tuple[str, str], str] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         test = (case.get("classname", ""), case.get("name", ""))
@@ -220,7 +314,9 @@ def count(report: Path) -> tuple[Counter[str], Counter[str]]:
 
 def save_result(result: Result, folder: Path) -> None:
     """Saves a result in the folder of the triple's environment."""
-    (folder / "result.json").write_text(json.dumps(asdict(replace(result, counts=dict(result.counts)))))
+    (folder / "result.json").write_text(
+        json.dumps(asdict(replace(result, counts=dict(result.counts))))
+    )
 
 
 def saved_results(directory: Path) -> list[Result] | None:
@@ -229,17 +325,32 @@ def saved_results(directory: Path) -> list[Result] | None:
     if not all(file.exists() for file in files):
         return None
     saved = [json.loads(file.read_text()) for file in files]
-    return [Result(**{**fields, "triple": Triple(**fields["triple"])}) for fields in saved]
+    return [
+        Result(**{**fields, "triple": Triple(**fields["triple"])}) for fields in saved
+    ]
 
 
 def table(results: Sequence[Result]) -> str:
     """The README's table of versions."""
-    lines = ["| torch | torchrec | fbgemm-gpu-cpu | Python | passed | failed | skipped | expected failures | commit |"]
+    lines = [
+        "| torch | torchrec | fbgemm-gpu-cpu | Python | passed | failed | skipped |"
+        " expected failures | commit |"
+    ]
     lines.append("| --- " * 9 + "|")
     for result in results:
         triple, counts = result.triple, result.counts
-        numbers = [f"{counts[outcome]:,}" for outcome in ("passed", "failed", "skipped", "xfailed")]
-        cells = [triple.torch, triple.torchrec, triple.fbgemm, result.python, *numbers, result.commit]
+        numbers = [
+            f"{counts[outcome]:,}"
+            for outcome in ("passed", "failed", "skipped", "xfailed")
+        ]
+        cells = [
+            triple.torch,
+            triple.torchrec,
+            triple.fbgemm,
+            result.python,
+            *numbers,
+            result.commit,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -256,7 +367,9 @@ def write_table(text: str, page: Path = ROOT / "README.md") -> None:
 def commit() -> str:
     """The commit of the checkout, with ``-dirty`` if files have changed since."""
     command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def run(command: Sequence[str]) -> None:
@@ -278,31 +391,57 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         Its exit status.
     """
-    parser = argparse.ArgumentParser(prog="make matrix", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="make matrix", description=(__doc__ or "").partition("\n")[0]
+    )
     extras = [triple.extra for triple in TRIPLES]
-    parser.add_argument("--directory", type=Path, default=default_directory(), help="folder of the environments")
-    parser.add_argument("--only", choices=extras, action="append", help="run this triple alone")
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes that run tests")
-    parser.add_argument("pytest", nargs="*", help="arguments of pytest; the table is not written")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=default_directory(),
+        help="folder of the environments",
+    )
+    parser.add_argument(
+        "--only", choices=extras, action="append", help="run this triple alone"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=min(8, os.cpu_count() or 1),
+        help="processes that run tests",
+    )
+    parser.add_argument(
+        "pytest", nargs="*", help="arguments of pytest; the table is not written"
+    )
     asked = parser.parse_args(arguments)
     directory = asked.directory.resolve()
     if directory.is_relative_to(ROOT):
-        parser.error(f"{directory} is in the repository: the environments take gigabytes, name a folder outside")
+        parser.error(
+            f"{directory} is in the repository: the environments take gigabytes, name a"
+            " folder outside"
+        )
     directory.mkdir(parents=True, exist_ok=True)
     executables = pythons_at_hand()
     own = (sys.version_info[0], sys.version_info[1])
     executables.setdefault(own, sys.executable)
     chosen = choose_pythons(executables, own)
-    triples = [triple for triple in TRIPLES if not asked.only or triple.extra in asked.only]
+    triples = [
+        triple for triple in TRIPLES if not asked.only or triple.extra in asked.only
+    ]
     environments = {
-        triple: make_environment(directory / triple.torch, executables[chosen[triple]], triple) for triple in triples
+        triple: make_environment(
+            directory / triple.torch, executables[chosen[triple]], triple
+        )
+        for triple in triples
     }
     at_commit, source, copies = commit(), directory / "source", directory / "copies"
-    copy_repository(source)  # once, so that later changes of the repository are in no triple's run
+    # once, so that later changes of the repository are in no triple's run
+    copy_repository(source)
     copies.mkdir(exist_ok=True)
     (copies / "shared").unlink(missing_ok=True)  # of a checkout that may be gone
     if (ROOT.parent / "shared").is_dir():
-        (copies / "shared").symlink_to(ROOT.parent / "shared")  # the data sets, beside each copy
+        # the data sets, beside each copy
+        (copies / "shared").symlink_to(ROOT.parent / "shared")
     core = directory / "core.so"
     core.unlink(missing_ok=True)
     good = True
@@ -314,13 +453,17 @@ def main(arguments: Sequence[str]) -> int:
         shutil.copytree(source, copy)
         install(build_wheels(directory, source, python), python, copy, core)
         print(f"{triple}, Python {'.'.join(map(str, chosen[triple]))}", flush=True)
-        report = run_tests(copy, python, asked.pytest or ["-m", "not slow"], asked.workers)
+        report = run_tests(
+            copy, python, asked.pytest or ["-m", "not slow"], asked.workers
+        )
         counts, skips = count(report)
         result = Result(triple, ".".join(map(str, chosen[triple])), counts, at_commit)
         good = good and result.good
         if not asked.pytest:
             save_result(result, directory / triple.torch)
-        print(f"{triple}: {dict(counts)} in {time.monotonic() - start:.0f} s", flush=True)
+        print(
+            f"{triple}: {dict(counts)} in {time.monotonic() - start:.0f} s", flush=True
+        )
         for reason, times in skips.most_common():
             print(f"    {times} skipped: {reason}", flush=True)
     results = saved_results(directory)

@@ -44,7 +44,9 @@ def test_the_outer_triples_have_the_oldest_and_the_newest_python(
 @pytest.mark.parametrize("triple", TRIPLES, ids=str)
 def test_the_pins_but_for_the_triple(triple: Triple) -> None:
     lines = requirements_of(triple)
-    assert {line for line in lines if line.startswith(("torch=", "torchrec", "fbgemm"))} == {
+    assert {
+        line for line in lines if line.startswith(("torch=", "torchrec", "fbgemm"))
+    } == {
         f"torch=={triple.torch}",
         f"fbgemm-gpu-cpu=={triple.fbgemm}",
     }
@@ -81,7 +83,10 @@ def test_the_table_replaces_the_one_before(tmp_path: Path) -> None:
         write_table(table([result]), page)
         text = page.read_text()
         assert text.startswith(f"before\n{BEGIN}\n\n| torch |")
-        assert text.endswith(f"| 2.14.1 | 1.9.2 | 1.9.0 | 3.13 | 2,799 | 0 | 8 | 35 | abc1234 |\n\n{END}\nafter\n")
+        assert text.endswith(
+            "| 2.14.1 | 1.9.2 | 1.9.0 | 3.13 | 2,799 | 0 | 8 | 35 | abc1234"
+            f" |\n\n{END}\nafter\n"
+        )
         assert "stale" not in text
 
 
@@ -89,7 +94,10 @@ def test_the_newest_result_of_each_triple_is_kept(tmp_path: Path) -> None:
     for triple in TRIPLES:
         assert saved_results(tmp_path) is None
         (tmp_path / triple.torch).mkdir()
-        save_result(Result(triple, "3.11", Counter(passed=5, failed=1), "abc1234"), tmp_path / triple.torch)
+        save_result(
+            Result(triple, "3.11", Counter(passed=5, failed=1), "abc1234"),
+            tmp_path / triple.torch,
+        )
     newest = Result(OLD, "3.12", {"passed": 6, "failed": 0}, "def5678")
     save_result(newest, tmp_path / OLD.torch)
     results = saved_results(tmp_path)
@@ -98,7 +106,9 @@ def test_the_newest_result_of_each_triple_is_kept(tmp_path: Path) -> None:
     assert [result.commit for result in results] == ["def5678", "abc1234", "abc1234"]
 
 
-def test_environments_in_the_repository_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_environments_in_the_repository_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         main(["--directory", str(Path(__file__).parent / "environments")])
     assert "is in the repository" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""The eager modules are the reference of the sharded ones: the same rows and the same output, to the bit."""
+"""The eager modules are the reference of the sharded ones: the same rows and the same
+output, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from torchrec import PoolingType
 
 from tests.modules.collections import bag_tables, batch, sequence_tables
 from tests.sharders.models import collection, sequences, sharded, tables
-from torchrec_recstore.modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
+from torchrec_recstore.modules import (
+    RecStoreEmbeddingBagCollection,
+    RecStoreEmbeddingCollection,
+)
 from torchrec_recstore.optim import SGD, Adam, Ftrl, Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import LRU, MinFrequency, NormalInit, TableOptions
 
@@ -32,9 +37,13 @@ OPTIONS = {
         (SGD(lr=0.1, momentum=0.9), PoolingType.MEAN, False, "table_wise"),
     ],
 )
-def test_bags(optimizer: Optimizer, pooling: PoolingType, weighted: bool, sharding_type: str) -> None:
+def test_bags(
+    optimizer: Optimizer, pooling: PoolingType, weighted: bool, sharding_type: str
+) -> None:
     ebc = collection(*bag_tables(pooling), is_weighted=weighted)
-    other = sharded(ebc, options=OPTIONS, optimizer=optimizer, sharding_type=sharding_type)
+    other = sharded(
+        ebc, options=OPTIONS, optimizer=optimizer, sharding_type=sharding_type
+    )
     eager = RecStoreEmbeddingBagCollection(
         bag_tables(pooling), is_weighted=weighted, optimizer=optimizer, options=OPTIONS
     )
@@ -44,14 +53,19 @@ def test_bags(optimizer: Optimizer, pooling: PoolingType, weighted: bool, shardi
             for training in (False, True):
                 model.train(training)
                 given = batch(step, weighted, batch_size=3)
-                if weighted and model is other:  # Its input distribution has no gradient for them.
+                # Its input distribution has no gradient for them.
+                if weighted and model is other:
                     given._weights = given.weights().detach()
                 out = model(given)
                 pooled = (out.wait() if model is other else out).to_dict()
                 outs.append(pooled)
             sum((pooled[name] ** 2).sum() for name in sorted(pooled)).backward()  # type: ignore[union-attr]
-        for mine, sharded_out in zip(outs[len(outs) // 2 :], outs[: len(outs) // 2], strict=True):
-            assert all(torch.equal(mine[name], sharded_out[name]) for name in sharded_out)
+        for mine, sharded_out in zip(
+            outs[len(outs) // 2 :], outs[: len(outs) // 2], strict=True
+        ):
+            assert all(
+                torch.equal(mine[name], sharded_out[name]) for name in sharded_out
+            )
     assert_same_tables(tables(other), eager.embedding_bags)
 
 
@@ -60,20 +74,29 @@ def test_bags(optimizer: Optimizer, pooling: PoolingType, weighted: bool, shardi
 def test_sequences(optimizer: Optimizer) -> None:
     options = {**OPTIONS, "t2": TableOptions(max_rows=10, eviction=LRU())}
     other = sharded(sequences(*sequence_tables()), options=options, optimizer=optimizer)
-    eager = RecStoreEmbeddingCollection(sequence_tables(), optimizer=optimizer, options=options)
+    eager = RecStoreEmbeddingCollection(
+        sequence_tables(), optimizer=optimizer, options=options
+    )
     for step in range(6):
         outs: list[dict[str, Any]] = [other(batch(step)).wait(), eager(batch(step))]
         for out in outs:
             sum((out[name].values() ** 2).sum() for name in sorted(out)).backward()  # type: ignore[union-attr]
-        assert all(torch.equal(outs[0][name].values(), outs[1][name].values()) for name in outs[1])
+        assert all(
+            torch.equal(outs[0][name].values(), outs[1][name].values())
+            for name in outs[1]
+        )
     assert_same_tables(tables(other), eager.embeddings)
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])
 def test_a_state_goes_from_one_to_the_other(sharding_type: str) -> None:
-    """Returns the weights and their ids, the only entries of a table in a sharded module's state_dict."""
-    other = sharded(collection(*bag_tables()), optimizer=SGD(lr=0.1), sharding_type=sharding_type)
+    """Returns the weights and their ids, the only entries of a table in a sharded
+    module's state_dict.
+    """
+    other = sharded(
+        collection(*bag_tables()), optimizer=SGD(lr=0.1), sharding_type=sharding_type
+    )
     eager = RecStoreEmbeddingBagCollection(bag_tables(), optimizer=SGD(lr=0.1))
     for step, model in enumerate((other, eager)):
         out = model(batch(step))

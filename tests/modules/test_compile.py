@@ -1,4 +1,6 @@
-"""Eager modules in compiled functions: lookups are outside of the graph, and training is the same as without it."""
+"""Eager modules in compiled functions: lookups are outside of the graph, and training
+is the same as without it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ OFFSETS = torch.tensor([0, 2, 4])
 def train(fused: bool, compiled: bool) -> tuple[list[float], Tensor]:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    bags = RecStoreEmbeddingBag(1000, 4, fused=fused, **({"optimizer": RowWiseAdagrad(lr=0.1)} if fused else {}))
+    bags = RecStoreEmbeddingBag(
+        1000, 4, fused=fused, **({"optimizer": RowWiseAdagrad(lr=0.1)} if fused else {})
+    )
     over = nn.Linear(4, 1)
 
     def loss_of(ids: Tensor) -> Tensor:
@@ -46,7 +50,9 @@ def test_compiled_equals_eager(fused: bool) -> None:
 def test_a_whole_graph_is_refused_by_name() -> None:
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="RecStoreSharder"):
-        torch.compile(RecStoreEmbedding(1000, 4), backend="aot_eager", fullgraph=True)(IDS)
+        torch.compile(RecStoreEmbedding(1000, 4), backend="aot_eager", fullgraph=True)(
+            IDS
+        )
 
 
 def test_traced_gradients_that_python_would_collect_are_refused() -> None:

@@ -20,7 +20,9 @@ SOME = torch.tensor([5, -1, 2**62, 5])
 
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
-    """Generates arguments, with empty bags, duplicate ids in a bag, and rows of few values, so that there are ties."""
+    """Generates arguments, with empty bags, duplicate ids in a bag, and rows of few
+    values, so that there are ties.
+    """
     mode = draw(st.sampled_from(["sum", "mean", "max"]))
     lines = draw(st.booleans())
     if lines:
@@ -29,7 +31,13 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     else:
         lengths = draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
     dtype = draw(st.sampled_from([torch.int32, torch.int64]))
-    ids = torch.tensor(draw(st.lists(st.integers(0, ROWS - 1), min_size=sum(lengths), max_size=sum(lengths))))
+    ids = torch.tensor(
+        draw(
+            st.lists(
+                st.integers(0, ROWS - 1), min_size=sum(lengths), max_size=sum(lengths)
+            )
+        )
+    )
     padding = draw(st.none() | st.integers(-ROWS, ROWS - 1))
     last = draw(st.booleans())
     ends = torch.tensor([0, *lengths]).cumsum(0)
@@ -47,15 +55,28 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=80, deadline=None)
 @given(case=cases())
 def test_as_torch(case: dict[str, Any]) -> None:
-    arguments = {key: case[key] for key in ("mode", "padding_idx", "include_last_offset")}
-    weight = torch.randint(-1, 2, (ROWS, DIM)).float() if case["ties"] else torch.randn(ROWS, DIM)
+    arguments = {
+        key: case[key] for key in ("mode", "padding_idx", "include_last_offset")
+    }
+    weight = (
+        torch.randint(-1, 2, (ROWS, DIM)).float()
+        if case["ties"]
+        else torch.randn(ROWS, DIM)
+    )
     stock = nn.EmbeddingBag(ROWS, DIM, _weight=weight.clone(), **arguments)
-    ours = RecStoreEmbeddingBag(ROWS, DIM, _weight=weight, optimizer=SGD(lr=1.0), **arguments)
-    weights = [torch.randn(case["input"].shape).requires_grad_() for _ in range(2)] if case["weighted"] else [None] * 2
+    ours = RecStoreEmbeddingBag(
+        ROWS, DIM, _weight=weight, optimizer=SGD(lr=1.0), **arguments
+    )
+    weights = (
+        [torch.randn(case["input"].shape).requires_grad_() for _ in range(2)]
+        if case["weighted"]
+        else [None] * 2
+    )
     if case["weighted"]:
         weights[1].data.copy_(weights[0].data)
     outs = [
-        module(case["input"], case["offsets"], of_ids) for module, of_ids in zip((stock, ours), weights, strict=True)
+        module(case["input"], case["offsets"], of_ids)
+        for module, of_ids in zip((stock, ours), weights, strict=True)
     ]
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-6, atol=1e-6)
     grad = torch.randn_like(outs[0])
@@ -63,9 +84,13 @@ def test_as_torch(case: dict[str, Any]) -> None:
         out.backward(grad)
     assert stock.weight.grad is not None
     updated = ours.table.lookup(torch.arange(ROWS))
-    torch.testing.assert_close(updated, weight - stock.weight.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        updated, weight - stock.weight.grad, rtol=1e-5, atol=1e-6
+    )
     if case["weighted"]:
-        torch.testing.assert_close(weights[1].grad, weights[0].grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            weights[1].grad, weights[0].grad, rtol=1e-5, atol=1e-6
+        )
     with torch.no_grad():
         stock.weight.copy_(updated)
     torch.testing.assert_close(
@@ -79,22 +104,44 @@ def test_as_torch(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("padding", [None, 5])
 def test_gradients_by_frequency(mode: Any, padding: int | None) -> None:
-    """The gradients are those of ``nn.Embedding`` and torch's docs. torch 2.13's bags divide by other counts on CPU."""
+    """The gradients are those of ``nn.Embedding`` and torch's docs. torch 2.13's bags
+    divide by other counts on CPU.
+    """
     weight = torch.randn(ROWS, DIM)
     ids, offsets = torch.tensor([3, 1, 3, 5, 3, 1]), torch.tensor([0, 3])
     stock = nn.Embedding(ROWS, DIM, _weight=weight.clone(), scale_grad_by_freq=True)
     ours = RecStoreEmbeddingBag(
-        ROWS, DIM, None, 2.0, True, mode, _weight=weight, padding_idx=padding, optimizer=SGD(lr=1.0)
+        ROWS,
+        DIM,
+        None,
+        2.0,
+        True,
+        mode,
+        _weight=weight,
+        padding_idx=padding,
+        optimizer=SGD(lr=1.0),
     )
-    bags = [bag[bag != (-1 if padding is None else padding)] for bag in (ids[:3], ids[3:])]
-    expected = torch.stack([getattr(stock(torch.cat(bags)).split([len(b) for b in bags])[i], mode)(0) for i in (0, 1)])
+    bags = [
+        bag[bag != (-1 if padding is None else padding)] for bag in (ids[:3], ids[3:])
+    ]
+    expected = torch.stack(
+        [
+            getattr(stock(torch.cat(bags)).split([len(b) for b in bags])[i], mode)(0)
+            for i in (0, 1)
+        ]
+    )
     out = ours(ids, offsets)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
     grad = torch.randn(2, DIM)
     out.backward(grad)
     expected.backward(grad)
     assert stock.weight.grad is not None
-    torch.testing.assert_close(ours.table.lookup(torch.arange(ROWS)), weight - stock.weight.grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        ours.table.lookup(torch.arange(ROWS)),
+        weight - stock.weight.grad,
+        rtol=1e-6,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -103,7 +150,11 @@ def test_new_ids_get_rows(mode: Any) -> None:
     out = bags(SOME, torch.tensor([0, 3]))
     assert torch.equal(bags.table.ids(), torch.tensor([-1, 5, 2**62]))
     rows = bags.table.lookup(SOME)
-    expected = {"sum": rows[:3].sum(0), "mean": rows[:3].mean(0), "max": rows[:3].amax(0)}[mode]
+    expected = {
+        "sum": rows[:3].sum(0),
+        "mean": rows[:3].mean(0),
+        "max": rows[:3].amax(0),
+    }[mode]
     torch.testing.assert_close(out, torch.stack([expected, rows[3]]))
     before = bags.table.lookup(SOME)
     out.sum().backward()
@@ -115,14 +166,17 @@ def test_new_ids_get_rows(mode: Any) -> None:
 
 def test_two_modules_differ_and_a_seed_repeats_them() -> None:
     def rows() -> Tensor:
-        return RecStoreEmbeddingBag(4, DIM, mode="sum")(torch.arange(500)[:, None]).detach()
+        return RecStoreEmbeddingBag(4, DIM, mode="sum")(
+            torch.arange(500)[:, None]
+        ).detach()
 
     torch.manual_seed(3)
     first, second = rows(), rows()
     torch.manual_seed(3)
     assert torch.equal(rows(), first)
     assert not torch.equal(first, second)
-    assert abs(float(first.std()) - 1) < 0.1  # The same distribution as in torch: normal, mean 0, standard deviation 1.
+    # The same distribution as in torch: normal, mean 0, standard deviation 1.
+    assert abs(float(first.std()) - 1) < 0.1
     assert abs(float(first.mean())) < 0.1
 
 
@@ -131,7 +185,10 @@ def test_two_modules_differ_and_a_seed_repeats_them() -> None:
 def test_nothing_to_pool(mode: Any, last: bool) -> None:
     bags = RecStoreEmbeddingBag(4, DIM, mode=mode, include_last_offset=last)
     none = torch.empty(0, dtype=torch.int64)
-    for offsets in (none if not last else torch.tensor([0]), torch.zeros(2 + last, dtype=torch.int64)):
+    for offsets in (
+        none if not last else torch.tensor([0]),
+        torch.zeros(2 + last, dtype=torch.int64),
+    ):
         out = bags(none, offsets)
         assert torch.equal(out, torch.zeros(len(offsets) - last, DIM))
         out.sum().backward()
@@ -149,7 +206,9 @@ def test_ids_behind_the_last_offset_are_in_no_bag() -> None:
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_the_output_may_be_changed_in_place(mode: Any, fused: bool) -> None:
     """Outputs can be changed in place in training and in evaluation, as in torch."""
-    bags = RecStoreEmbeddingBag(4, DIM, mode=mode, fused=fused, name="t", optimizer=SGD(lr=1.0))
+    bags = RecStoreEmbeddingBag(
+        4, DIM, mode=mode, fused=fused, name="t", optimizer=SGD(lr=1.0)
+    )
     plain = RecStoreEmbeddingBag(4, DIM, mode=mode, name="t", optimizer=SGD(lr=1.0))
     changed = bags(SOME, torch.tensor([0, 3]))
     changed *= 2.0
@@ -192,11 +251,16 @@ def test_weights_have_gradients_without_training() -> None:
 
 def test_frozen_rows_stay_and_none_are_made() -> None:
     weight = torch.randn(4, DIM)
-    for module in (RecStoreEmbeddingBag.from_pretrained(weight), RecStoreEmbeddingBag(4, DIM, _weight=weight)):
+    for module in (
+        RecStoreEmbeddingBag.from_pretrained(weight),
+        RecStoreEmbeddingBag(4, DIM, _weight=weight),
+    ):
         module.requires_grad_(False)
         assert not module(torch.tensor([[1, 9]])).requires_grad
         assert torch.equal(module.table.ids(), torch.arange(4))
-    assert RecStoreEmbeddingBag.from_pretrained(weight, freeze=False, mode="sum").weight.requires_grad
+    assert RecStoreEmbeddingBag.from_pretrained(
+        weight, freeze=False, mode="sum"
+    ).weight.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -222,7 +286,9 @@ def test_8_bit_rows() -> None:
 
 
 def test_the_learning_rate_can_be_changed() -> None:
-    bags = RecStoreEmbeddingBag(4, 1, mode="sum", optimizer=SGD(lr=0.5), options=TableOptions(ConstantInit(0.0)))
+    bags = RecStoreEmbeddingBag(
+        4, 1, mode="sum", optimizer=SGD(lr=0.5), options=TableOptions(ConstantInit(0.0))
+    )
     for lr in (0.5, 0.125):
         bags.learning_rate = lr
         bags(SOME[:1], torch.tensor([0])).sum().backward()
@@ -233,7 +299,20 @@ def test_the_learning_rate_can_be_changed() -> None:
 
 
 def test_positional_arguments_are_those_of_torch() -> None:
-    arguments = (9, DIM, None, 2.0, False, "sum", True, torch.randn(9, DIM), True, 2, "cpu", torch.float32)
+    arguments = (
+        9,
+        DIM,
+        None,
+        2.0,
+        False,
+        "sum",
+        True,
+        torch.randn(9, DIM),
+        True,
+        2,
+        "cpu",
+        torch.float32,
+    )
     stock, ours = nn.EmbeddingBag(*arguments), RecStoreEmbeddingBag(*arguments)
     for name in stock.__constants__:
         assert getattr(ours, name) == getattr(stock, name)
@@ -245,7 +324,11 @@ def test_positional_arguments_are_those_of_torch() -> None:
     [
         (ValueError, r"max_norm=1\.0 is not supported", {"max_norm": 1.0}),
         (ValueError, "mode must be", {"mode": "min"}),
-        (ValueError, "scale_grad_by_freq must be False", {"mode": "max", "scale_grad_by_freq": True}),
+        (
+            ValueError,
+            "scale_grad_by_freq must be False",
+            {"mode": "max", "scale_grad_by_freq": True},
+        ),
         (ValueError, "sparse must be False", {"mode": "max", "sparse": True}),
         (ValueError, "_weight must have the shape", {"_weight": torch.randn(3, DIM)}),
         (ValueError, "padding_idx must be at least -4, got -5", {"padding_idx": -5}),
@@ -254,13 +337,19 @@ def test_positional_arguments_are_those_of_torch() -> None:
         (ValueError, "device must be cpu or meta, got cuda", {"device": "cuda"}),
         (TypeError, "embedding_dim must be an int", {"embedding_dim": 1.5}),
         (ValueError, r"RowWiseAdagrad\.lr", {"lr": -1.0}),
-        (ValueError, r"lr=0\.5 disagrees", {"lr": 0.5, "optimizer": RowWiseAdagrad(lr=0.1)}),
+        (
+            ValueError,
+            r"lr=0\.5 disagrees",
+            {"lr": 0.5, "optimizer": RowWiseAdagrad(lr=0.1)},
+        ),
         (TypeError, "optimizer must be one of", {"optimizer": torch.optim.SGD}),
         (TypeError, "options must be TableOptions", {"options": {}}),
         (TypeError, "fused must be a bool", {"fused": 1}),
     ],
 )
-def test_bad_arguments(error: type[Exception], match: str, arguments: dict[str, Any]) -> None:
+def test_bad_arguments(
+    error: type[Exception], match: str, arguments: dict[str, Any]
+) -> None:
     with pytest.raises(error, match=match):
         RecStoreEmbeddingBag(**{"num_embeddings": 4, "embedding_dim": DIM, **arguments})
 
@@ -268,18 +357,38 @@ def test_bad_arguments(error: type[Exception], match: str, arguments: dict[str, 
 @pytest.mark.parametrize(
     ("error", "match", "arguments"),
     [
-        (TypeError, "input must be an int32 or int64 tensor, got torch.float32", [torch.ones(2, 2)]),
+        (
+            TypeError,
+            "input must be an int32 or int64 tensor, got torch.float32",
+            [torch.ones(2, 2)],
+        ),
         (TypeError, "input must be an int32 or int64 tensor, got list", [[1, 2]]),
         (ValueError, "offsets must be given", [SOME]),
         (ValueError, "offsets must be None", [SOME[None], torch.tensor([0])]),
-        (ValueError, r"input must have the shape \(B, L\) or \(N,\)", [SOME[None, None]]),
-        (ValueError, r"offsets must have the shape \(B,\)", [SOME, torch.zeros(1, 1, dtype=torch.int64)]),
+        (
+            ValueError,
+            r"input must have the shape \(B, L\) or \(N,\)",
+            [SOME[None, None]],
+        ),
+        (
+            ValueError,
+            r"offsets must have the shape \(B,\)",
+            [SOME, torch.zeros(1, 1, dtype=torch.int64)],
+        ),
         (TypeError, "offsets must be an int32 or int64 tensor", [SOME, torch.zeros(1)]),
         (ValueError, "offsets must ascend from 0", [SOME, torch.tensor([1])]),
         (ValueError, "offsets must ascend from 0", [SOME, torch.tensor([0, 3, 2])]),
         (ValueError, "offsets must ascend from 0", [SOME, torch.tensor([0, 5])]),
-        (ValueError, "per_sample_weights must have the shape", [SOME, torch.tensor([0]), torch.ones(3)]),
-        (TypeError, "per_sample_weights must be of a floating", [SOME, torch.tensor([0]), SOME]),
+        (
+            ValueError,
+            "per_sample_weights must have the shape",
+            [SOME, torch.tensor([0]), torch.ones(3)],
+        ),
+        (
+            TypeError,
+            "per_sample_weights must be of a floating",
+            [SOME, torch.tensor([0]), SOME],
+        ),
     ],
 )
 def test_bad_input(error: type[Exception], match: str, arguments: list[Any]) -> None:

@@ -37,7 +37,14 @@ def test_it_is_filled_by_a_state() -> None:
     module(IDS + 1)
     assert len(module.table) == 3
     assert module.table.steps == 1  # that of the state
-    assert {"weight", "weight_id", "last_step", "frequency", "steps", "optimizer_steps"} == module.state_dict().keys()
+    assert {
+        "weight",
+        "weight_id",
+        "last_step",
+        "frequency",
+        "steps",
+        "optimizer_steps",
+    } == module.state_dict().keys()
     copied = copy.deepcopy(module)
     assert torch.equal(copied(IDS), module(IDS))
     assert not copied.weight.requires_grad
@@ -49,7 +56,9 @@ def test_it_is_filled_by_a_state() -> None:
 def test_unfreezing_is_refused() -> None:
     module = RecStoreEmbeddingBag(100, 4, options=FROZEN, mode="sum")
     module.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match="is frozen by its options, and its weight requires a gradient"):
+    with pytest.raises(
+        ValueError, match="is frozen by its options, and its weight requires a gradient"
+    ):
         module(IDS[None])
     module.eval()
     module(IDS[None])
@@ -57,11 +66,18 @@ def test_unfreezing_is_refused() -> None:
 
 def test_beside_a_trained_table() -> None:
     configs = [
-        EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=100, feature_names=[name]) for name in ("a", "b")
+        EmbeddingBagConfig(
+            name=name, embedding_dim=4, num_embeddings=100, feature_names=[name]
+        )
+        for name in ("a", "b")
     ]
-    collection = RecStoreEmbeddingBagCollection(configs, options={"a": FROZEN, "b": TableOptions()})
+    collection = RecStoreEmbeddingBagCollection(
+        configs, options={"a": FROZEN, "b": TableOptions()}
+    )
     collection.embedding_bags["a"].table.insert(IDS, ROWS)
-    batch = KeyedJaggedTensor(["a", "b"], values=torch.cat([IDS, IDS]), lengths=torch.tensor([3, 3]))
+    batch = KeyedJaggedTensor(
+        ["a", "b"], values=torch.cat([IDS, IDS]), lengths=torch.tensor([3, 3])
+    )
     for _ in range(2):
         collection(batch).values().sum().backward()
     assert torch.equal(collection.embedding_bags["a"].table.lookup(IDS), ROWS)
@@ -69,19 +85,37 @@ def test_beside_a_trained_table() -> None:
     assert collection.embedding_bags["b"].table.stats().updates == 6
 
 
-@pytest.mark.parametrize("kind", [RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection])
+@pytest.mark.parametrize(
+    "kind", [RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection]
+)
 def test_beside_a_table_whose_weight_is_not_trained(kind: Any) -> None:
-    config = EmbeddingBagConfig if kind is RecStoreEmbeddingBagCollection else EmbeddingConfig
-    configs = [config(name=name, embedding_dim=4, num_embeddings=100, feature_names=[name]) for name in ("a", "b")]
+    config = (
+        EmbeddingBagConfig
+        if kind is RecStoreEmbeddingBagCollection
+        else EmbeddingConfig
+    )
+    configs = [
+        config(name=name, embedding_dim=4, num_embeddings=100, feature_names=[name])
+        for name in ("a", "b")
+    ]
     collection = kind(configs, options={"a": FROZEN})
-    tables = collection.embedding_bags if kind is RecStoreEmbeddingBagCollection else collection.embeddings
+    tables = (
+        collection.embedding_bags
+        if kind is RecStoreEmbeddingBagCollection
+        else collection.embeddings
+    )
     for name in ("a", "b"):
         tables[name].table.insert(IDS, ROWS)
-    batch = KeyedJaggedTensor(["a", "b"], values=torch.cat([IDS, IDS]), lengths=torch.tensor([1, 1, 1] * 2))
+    batch = KeyedJaggedTensor(
+        ["a", "b"], values=torch.cat([IDS, IDS]), lengths=torch.tensor([1, 1, 1] * 2)
+    )
 
     def rows() -> list[torch.Tensor]:
         out = collection(batch)
-        return [out[name] if isinstance(out, KeyedTensor) else out[name].values() for name in ("a", "b")]
+        return [
+            out[name] if isinstance(out, KeyedTensor) else out[name].values()
+            for name in ("a", "b")
+        ]
 
     for trained in (True, False, True):
         tables["b"].weight.requires_grad_(trained)

@@ -30,19 +30,30 @@ ADAM = Adam(lr=0.1)
 class Eager(nn.Module):
     """The model of tests/checkpoint/models.py in one process."""
 
-    def __init__(self, optimizer: Optimizer = ADAM, options: TableOptions | None = None) -> None:
+    def __init__(
+        self, optimizer: Optimizer = ADAM, options: TableOptions | None = None
+    ) -> None:
         super().__init__()
         configs = [
-            EmbeddingBagConfig(name=name, embedding_dim=models.DIM, num_embeddings=100, feature_names=features)
+            EmbeddingBagConfig(
+                name=name,
+                embedding_dim=models.DIM,
+                num_embeddings=100,
+                feature_names=features,
+            )
             for name, features in models.TABLES.items()
         ]
-        self.sparse = RecStoreEmbeddingBagCollection(configs, optimizer=optimizer, options=options or TableOptions())
+        self.sparse = RecStoreEmbeddingBagCollection(
+            configs, optimizer=optimizer, options=options or TableOptions()
+        )
         self.over = nn.Linear(3 * models.DIM, 1)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """(B, 1)."""
         pooled = self.sparse(features)
-        out: Tensor = self.over(torch.cat([pooled[key] for key in ("u", "i", "j")], dim=1))
+        out: Tensor = self.over(
+            torch.cat([pooled[key] for key in ("u", "i", "j")], dim=1)
+        )
         return out
 
     def table(self, name: str) -> Any:
@@ -110,11 +121,21 @@ def test_warm_starts(saved: Any, tmp_path: Path) -> None:
     before = model.over.weight.detach().clone()
     with pytest.raises(ValueError, match="optimizer=False loads the rows without it"):
         load_checkpoint(model, tmp_path / "saved")
-    with pytest.raises(ValueError, match="no RecStore table 'nobody'; it has 'user', 'item'"):
+    with pytest.raises(
+        ValueError, match="no RecStore table 'nobody'; it has 'user', 'item'"
+    ):
         load_checkpoint(model, tmp_path / "saved", tables=["nobody"])
     assert len(model.table("user")) == 0
-    load_checkpoint(model, tmp_path / "saved", optimizer=False, tables=["user"], rename={"item": "user"})
-    (item,) = [shard.table for shard in saved.module.sparse.recstore_state.shards["item"]][:1]
+    load_checkpoint(
+        model,
+        tmp_path / "saved",
+        optimizer=False,
+        tables=["user"],
+        rename={"item": "user"},
+    )
+    (item,) = [
+        shard.table for shard in saved.module.sparse.recstore_state.shards["item"]
+    ][:1]
     assert torch.equal(model.table("user").ids(), item.ids())
     assert len(model.table("item")) == 0
     assert torch.equal(model.over.weight, before)
@@ -124,16 +145,39 @@ def test_warm_starts(saved: Any, tmp_path: Path) -> None:
 
 
 def test_a_module_beside_others(saved: Any, tmp_path: Path) -> None:
-    model = nn.ModuleDict({"bag": RecStoreEmbeddingBag(100, models.DIM, mode="sum"), "over": nn.Linear(2, 2)})
-    load_checkpoint(model, tmp_path / "saved", optimizer=False, tables=["bag"], rename={"user": "bag"})
+    model = nn.ModuleDict(
+        {
+            "bag": RecStoreEmbeddingBag(100, models.DIM, mode="sum"),
+            "over": nn.Linear(2, 2),
+        }
+    )
+    load_checkpoint(
+        model,
+        tmp_path / "saved",
+        optimizer=False,
+        tables=["bag"],
+        rename={"user": "bag"},
+    )
     ids = model["bag"].table.ids()
     (shards,) = [saved.module.sparse.recstore_state.shards["user"]]
     weights = torch.cat([shard.table.lookup(ids) for shard in shards], dim=1)
     assert torch.equal(model["bag"](ids[:, None]), weights)
     model["meta"] = RecStoreEmbeddingBag(100, models.DIM, mode="sum", device="meta")
-    load_checkpoint(model, tmp_path / "saved", optimizer=False, tables=["bag"], rename={"user": "bag"})
+    load_checkpoint(
+        model,
+        tmp_path / "saved",
+        optimizer=False,
+        tables=["bag"],
+        rename={"user": "bag"},
+    )
     with pytest.raises(RuntimeError, match="on the meta device and has no rows"):
-        load_checkpoint(model, tmp_path / "saved", optimizer=False, tables=["meta"], rename={"user": "meta"})
+        load_checkpoint(
+            model,
+            tmp_path / "saved",
+            optimizer=False,
+            tables=["meta"],
+            rename={"user": "meta"},
+        )
     state = model["bag"].state_dict()
     state["weight"].zero_()
     with pytest.raises(RuntimeError, match="state_dict"):
@@ -141,5 +185,7 @@ def test_a_module_beside_others(saved: Any, tmp_path: Path) -> None:
 
 
 def test_a_save_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is the table of a module that is not sharded"):
+    with pytest.raises(
+        ValueError, match="is the table of a module that is not sharded"
+    ):
         save_checkpoint(Eager(), tmp_path / "saved")

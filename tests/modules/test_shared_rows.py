@@ -1,4 +1,6 @@
-"""Modules with rows in a shared cold store: copies have the same rows and write no rows back."""
+"""Modules with rows in a shared cold store: copies have the same rows and write no rows
+back.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,17 @@ from torchrec_recstore.options import TableOptions
 
 
 def _module(name: str, **arguments: object) -> RecStoreEmbedding:
-    options = TableOptions(max_rows=100, cold_store=shared_store.SharedDictOptions(name))
-    return RecStoreEmbedding(10, 4, name="t", options=options, optimizer=RowWiseAdagrad(lr=0.1), **arguments)
+    options = TableOptions(
+        max_rows=100, cold_store=shared_store.SharedDictOptions(name)
+    )
+    return RecStoreEmbedding(
+        10, 4, name="t", options=options, optimizer=RowWiseAdagrad(lr=0.1), **arguments
+    )
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
 def test_a_copy_has_the_rows_of_the_store(copied) -> None:
     module, ids = _module(f"copied {copied}"), torch.arange(300)
     for part in ids.split(50):

@@ -1,4 +1,6 @@
-"""Updates outside of backward: ``fused=False`` with ``SparseSGD``, ``SparseRowWiseAdagrad`` and ``SparseAdamW``."""
+"""Updates outside of backward: ``fused=False`` with ``SparseSGD``,
+``SparseRowWiseAdagrad`` and ``SparseAdamW``.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,24 @@ from torchrec_recstore.modules import (
 )
 from torchrec_recstore.modules.table_module import TableModule
 from torchrec_recstore.optim import SGD, AdamW, Optimizer, RowWiseAdagrad
-from torchrec_recstore.options import LRU, ConstantInit, MinFrequency, RocksDBStore, TableOptions
+from torchrec_recstore.options import (
+    LRU,
+    ConstantInit,
+    MinFrequency,
+    RocksDBStore,
+    TableOptions,
+)
 
 SPARSE: list[tuple[str, Callable[..., Any], Optimizer]] = [
     ("sum", lambda: SparseSGD(lr=0.1, momentum=0.9), SGD(0.1, momentum=0.9)),
     ("mean", lambda: SparseRowWiseAdagrad(lr=0.1, eps=1e-3), RowWiseAdagrad(0.1, 1e-3)),
     ("weighted", lambda: SparseAdamW(lr=0.1, betas=(0.8, 0.9)), AdamW(0.1, (0.8, 0.9))),
     ("weighted mean", lambda: SparseSGD(lr=0.1), SGD(0.1)),
-    ("sequence", lambda: SparseRowWiseAdagrad(lr=0.1, weight_decay=0.1), RowWiseAdagrad(0.1, weight_decay=0.1)),
+    (
+        "sequence",
+        lambda: SparseRowWiseAdagrad(lr=0.1, weight_decay=0.1),
+        RowWiseAdagrad(0.1, weight_decay=0.1),
+    ),
 ]
 
 
@@ -47,13 +59,23 @@ def assert_same_rows(first: nn.Module, second: nn.Module) -> None:
 
 
 def loss_of(out: Any) -> Tensor:
-    parts = [out.values()] if hasattr(out, "length_per_key") else [out[name].values() for name in sorted(out)]
+    parts = (
+        [out.values()]
+        if hasattr(out, "length_per_key")
+        else [out[name].values() for name in sorted(out)]
+    )
     return sum((part**2).sum() for part in parts)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("kind", "sparse", "fused"), SPARSE, ids=[kind for kind, _, _ in SPARSE])
-def test_a_step_a_pass_is_the_fused_update(kind: str, sparse: Callable[[], Any], fused: Optimizer) -> None:
-    """Rows, also evicted rows, and gradients of per-sample weights are equal bit for bit."""
+@pytest.mark.parametrize(
+    ("kind", "sparse", "fused"), SPARSE, ids=[kind for kind, _, _ in SPARSE]
+)
+def test_a_step_a_pass_is_the_fused_update(
+    kind: str, sparse: Callable[[], Any], fused: Optimizer
+) -> None:
+    """Rows, also evicted rows, and gradients of per-sample weights are equal bit for
+    bit.
+    """
     options = {
         "t1": TableOptions(admission=MinFrequency(2, counter_bytes=2**12)),
         "t2": TableOptions(max_rows=8, eviction=LRU()),
@@ -61,7 +83,9 @@ def test_a_step_a_pass_is_the_fused_update(kind: str, sparse: Callable[[], Any],
 
     def model(**more: Any) -> nn.Module:
         if kind == "sequence":
-            return RecStoreEmbeddingCollection(sequence_tables(), options=options, **more)
+            return RecStoreEmbeddingCollection(
+                sequence_tables(), options=options, **more
+            )
         pooling = PoolingType.MEAN if "mean" in kind else PoolingType.SUM
         return RecStoreEmbeddingBagCollection(
             bag_tables(pooling), is_weighted="weighted" in kind, options=options, **more
@@ -89,8 +113,12 @@ def test_modules_of_one_table(mode: Any, by_frequency: bool) -> None:
     arguments = {"mode": mode, "scale_grad_by_freq": by_frequency, "padding_idx": 3}
     outside = RecStoreEmbeddingBag(9, 4, fused=False, name="t", **arguments)
     inside = RecStoreEmbeddingBag(9, 4, optimizer=SGD(lr=0.1), name="t", **arguments)
-    emb_outside = RecStoreEmbedding(9, 4, fused=False, name="t", padding_idx=3, scale_grad_by_freq=by_frequency)
-    emb_inside = RecStoreEmbedding(9, 4, 3, None, 2.0, by_frequency, optimizer=SGD(lr=0.1), name="t")
+    emb_outside = RecStoreEmbedding(
+        9, 4, fused=False, name="t", padding_idx=3, scale_grad_by_freq=by_frequency
+    )
+    emb_inside = RecStoreEmbedding(
+        9, 4, 3, None, 2.0, by_frequency, optimizer=SGD(lr=0.1), name="t"
+    )
     optimizer = SparseSGD([nn.ModuleList([outside, emb_outside])], lr=0.1)
     ids, offsets = torch.tensor([5, -1, 3, 5, 2**62, 5]), torch.tensor([0, 0, 4])
     for _ in range(2):
@@ -104,22 +132,34 @@ def test_modules_of_one_table(mode: Any, by_frequency: bool) -> None:
 
 
 def test_passes_before_a_step_are_summed() -> None:
-    """An id of several passes is updated once, with the sum. With AdamW, two updates would give other rows."""
+    """An id of several passes is updated once, with the sum.
+
+    With AdamW, two updates would give other rows.
+    """
     ids = torch.tensor([5, -1, 5]), torch.tensor([2**62, 5])
     emb = RecStoreEmbedding(9, 3, fused=False, _weight=torch.randn(9, 3))
-    stock = nn.Parameter(torch.cat([emb(i).detach() for i in (torch.tensor([-1, 5, 2**62]),)]))
+    stock = nn.Parameter(
+        torch.cat([emb(i).detach() for i in (torch.tensor([-1, 5, 2**62]),)])
+    )
     reference, optimizer = torch.optim.AdamW([stock], lr=0.1), SparseAdamW(lr=0.1)
     for _ in range(3):
         reference.zero_grad()
         for some in ids:
             (emb(some) ** 3).sum().backward()
-            (stock[torch.searchsorted(torch.tensor([-1, 5, 2**62]), some)] ** 3).sum().backward()
+            (
+                stock[torch.searchsorted(torch.tensor([-1, 5, 2**62]), some)] ** 3
+            ).sum().backward()
         before = emb.table.stats().updates
         optimizer.step([emb])
         reference.step()
         assert emb.table.stats().updates - before == 3
     assert emb.table.optimizer_steps == 3
-    torch.testing.assert_close(emb.table.lookup(torch.tensor([-1, 5, 2**62])), stock.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        emb.table.lookup(torch.tensor([-1, 5, 2**62])),
+        stock.detach(),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("way", ["optimizer", "module", "model", "torch", "step"])
@@ -187,7 +227,9 @@ def test_the_optimizer_may_change_until_there_is_state() -> None:
     assert torch.equal(emb.table.lookup(torch.tensor([1, 2])), rows)
     assert emb.table.steps == 1
     adamw.step()
-    with pytest.raises(ValueError, match="has been updated by AdamW, whose state does not fit SGD"):
+    with pytest.raises(
+        ValueError, match="has been updated by AdamW, whose state does not fit SGD"
+    ):
         SparseSGD(lr=0.1).step([emb])
     state = emb.table.read_rows(torch.tensor([1, 2]))
     emb(torch.tensor([1, 2])).sum().backward()
@@ -197,25 +239,33 @@ def test_the_optimizer_may_change_until_there_is_state() -> None:
     SparseAdamW([emb], lr=0.1, weight_decay=0.5)
     moved = emb.table.read_rows(torch.tensor([1, 2]))
     assert emb.table.optimizer_steps == 2
-    assert torch.equal(moved["exp_avg_sq"] > state["exp_avg_sq"], torch.ones(2, 3, dtype=torch.bool))
+    assert torch.equal(
+        moved["exp_avg_sq"] > state["exp_avg_sq"], torch.ones(2, 3, dtype=torch.bool)
+    )
 
 
 def test_rows_that_have_left_memory_are_stepped(tmp_path: Any) -> None:
-    options = TableOptions(ConstantInit(0.0), max_rows=2, cold_store=RocksDBStore(str(tmp_path)))
+    options = TableOptions(
+        ConstantInit(0.0), max_rows=2, cold_store=RocksDBStore(str(tmp_path))
+    )
     emb = RecStoreEmbedding(9, 1, fused=False, options=options)
     for first in (0, 2, 4):
         emb(torch.arange(first, first + 2)).sum().backward()
     optimizer = SparseSGD(lr=1.0)
-    with pytest.raises(ValueError, match="max_rows"):  # A step is one update and needs all of its rows in memory.
+    # A step is one update and needs all of its rows in memory.
+    with pytest.raises(ValueError, match="max_rows"):
         optimizer.step([emb])
     assert emb.collected is not None  # The failed step can be repeated.
     assert len(emb.collected[0]) == 6
     optimizer.zero_grad([emb])
     emb(torch.tensor([0, 1])).sum().backward()
-    emb(torch.tensor([5]))  # The graph is freed at once, so that a row of the pass can be evicted.
+    # The graph is freed at once, so that a row of the pass can be evicted.
+    emb(torch.tensor([5]))
     emb(torch.tensor([4]))
     optimizer.step([emb])
-    assert torch.equal(emb.table.lookup(torch.arange(6))[:, 0], torch.tensor([-1.0, -1, 0, 0, 0, 0]))
+    assert torch.equal(
+        emb.table.lookup(torch.arange(6))[:, 0], torch.tensor([-1.0, -1, 0, 0, 0, 0])
+    )
 
 
 def test_gradients_changed_in_place_are_refused() -> None:

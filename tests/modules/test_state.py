@@ -1,4 +1,6 @@
-"""The state of eager modules in ``state_dict``, copies, pickles and on devices, as for any torch module."""
+"""The state of eager modules in ``state_dict``, copies, pickles and on devices, as for
+any torch module.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,48 @@ from torchrec_recstore.modules import (
     RecStoreEmbeddingCollection,
 )
 from torchrec_recstore.modules.table_module import TableModule
-from torchrec_recstore.optim import LAMB, SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, RocksDBStore, Scored, TableOptions
+from torchrec_recstore.optim import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+)
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    Expiry,
+    MinFrequency,
+    RocksDBStore,
+    Scored,
+    TableOptions,
+)
+
+DEFAULTS = TableOptions()
 
 
 class Model(nn.Module):
-    """A model with both collections, a module of one table and a dense layer. Each has a table with ``options``."""
+    """A model with both collections, a module of one table and a dense layer.
 
-    def __init__(self, options: TableOptions = TableOptions(), device: Any = None, **more: Any) -> None:  # noqa: B008
+    Each has a table with ``options``.
+    """
+
+    def __init__(
+        self,
+        options: TableOptions = DEFAULTS,
+        device: Any = None,
+        **more: Any,
+    ) -> None:
         super().__init__()
         self.options = options
         arguments = {"device": device, **more}
-        self.ebc = RecStoreEmbeddingBagCollection(bag_tables(), options={"t1": options}, **arguments)
-        self.ec = RecStoreEmbeddingCollection(sequence_tables(), options={"t1": options}, **arguments)
+        self.ebc = RecStoreEmbeddingBagCollection(
+            bag_tables(), options={"t1": options}, **arguments
+        )
+        self.ec = RecStoreEmbeddingCollection(
+            sequence_tables(), options={"t1": options}, **arguments
+        )
         self.emb = RecStoreEmbedding(9, 4, name="one", options=options, **arguments)
         self.dense = nn.Linear(4, 1, device=device)
 
@@ -44,7 +75,9 @@ class Model(nn.Module):
         """Returns a number that depends on every row."""
         rows = [jagged.values() for jagged in self.ec(features).values()]
         rows.append(self.emb(features.values()))
-        total: Tensor = self.dense(torch.cat(rows)).sum() + (self.ebc(features).values() ** 2).sum()
+        total: Tensor = (
+            self.dense(torch.cat(rows)).sum() + (self.ebc(features).values() ** 2).sum()
+        )
         return total
 
 
@@ -85,22 +118,31 @@ def of_state_dict(model: nn.Module) -> nn.Module:
     assert isinstance(model, Model)
     fresh = Model(model.options, optimizer=Adam(lr=0.01))
     train(fresh, 50, 52)
-    assert str(fresh.load_state_dict(torch.load(file))) == "<All keys matched successfully>"
+    assert (
+        str(fresh.load_state_dict(torch.load(file)))
+        == "<All keys matched successfully>"
+    )
     return fresh
 
 
 BOUNDS = {
     "no bounds": lambda path: TableOptions(),
     "lfu": lambda path: TableOptions(max_rows=10, eviction=LFU(2)),
-    "admission": lambda path: TableOptions(admission=MinFrequency(2, counter_bytes=2**12)),
+    "admission": lambda path: TableOptions(
+        admission=MinFrequency(2, counter_bytes=2**12)
+    ),
     "expiry": lambda path: TableOptions(expiry=Expiry(2), missing="init"),
-    "cold": lambda path: TableOptions(max_rows=9, cold_store=RocksDBStore(str(path)), expiry=Expiry(4)),
+    "cold": lambda path: TableOptions(
+        max_rows=9, cold_store=RocksDBStore(str(path)), expiry=Expiry(4)
+    ),
 }
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_a_copy_trains_on_to_the_bit(bounds: str, tmp_path: Path) -> None:
-    """A copy has the rows, optimizer state, clocks, sightings and cold rows, and it changes independently."""
+    """A copy has the rows, optimizer state, clocks, sightings and cold rows, and it
+    changes independently.
+    """
     model = Model(BOUNDS[bounds](tmp_path), optimizer=Adam(lr=0.01))
     train(model, 0, 4)
     before = states(model)
@@ -123,13 +165,19 @@ def test_a_copy_trains_on_to_the_bit(bounds: str, tmp_path: Path) -> None:
 
 
 def test_the_keys_of_a_state() -> None:
-    ebc = RecStoreEmbeddingBagCollection(bag_tables(), optimizer=PartialRowWiseAdam(lr=0.1))
+    ebc = RecStoreEmbeddingBagCollection(
+        bag_tables(), optimizer=PartialRowWiseAdam(lr=0.1)
+    )
     for step in range(3):
         ebc(batch(step)).values().sum().backward()
     state = ebc.state_dict()
     table = ebc.embedding_bags["t1"].table
     rows = len(table)
-    shapes = {key.removeprefix("embedding_bags.t1."): tuple(v.shape) for key, v in state.items() if ".t1." in key}
+    shapes = {
+        key.removeprefix("embedding_bags.t1."): tuple(v.shape)
+        for key, v in state.items()
+        if ".t1." in key
+    }
     assert shapes == {
         "weight": (rows, 6),
         "weight_id": (rows,),
@@ -142,9 +190,14 @@ def test_the_keys_of_a_state() -> None:
     }
     assert torch.equal(state["embedding_bags.t1.weight_id"], table.ids())
     assert torch.equal(state["embedding_bags.t1.weight"], table.lookup(table.ids()))
-    assert (int(state["embedding_bags.t1.steps"]), int(state["embedding_bags.t1.optimizer_steps"])) == (3, 3)
+    assert (
+        int(state["embedding_bags.t1.steps"]),
+        int(state["embedding_bags.t1.optimizer_steps"]),
+    ) == (3, 3)
     assert all(key.startswith("embedding_bags.") for key in state)
-    assert [name for name, _ in ebc.named_parameters()] == [f"embedding_bags.t{i}.weight" for i in range(3)]
+    assert [name for name, _ in ebc.named_parameters()] == [
+        f"embedding_bags.t{i}.weight" for i in range(3)
+    ]
 
 
 def test_loading_is_strict() -> None:
@@ -156,42 +209,75 @@ def test_loading_is_strict() -> None:
         (["weight"], {key: value for key, value in before.items() if key != "weight"}),
         (["exp_avg"], {**before, "exp_avg": before["weight"]}),
     ):
-        with pytest.raises(RuntimeError, match=f'(Missing|Unexpected) key\\(s\\) in state_dict: "{keys[0]}"'):
+        with pytest.raises(
+            RuntimeError,
+            match=f'(Missing|Unexpected) key\\(s\\) in state_dict: "{keys[0]}"',
+        ):
             RecStoreEmbedding(9, 4).load_state_dict(state)
         other = RecStoreEmbedding(9, 4)
         result = other.load_state_dict(state, strict=False)
         assert [*result.missing_keys, *result.unexpected_keys] == keys
         assert len(other.table) == (0 if keys == ["weight"] else len(IDS))
     other = RecStoreEmbedding(9, 4, optimizer=LAMB(lr=0.1))
-    with pytest.raises(RuntimeError, match=r"Missing key.*exp_avg.*\n.*Unexpected key.*sum"):
+    with pytest.raises(
+        RuntimeError, match=r"Missing key.*exp_avg.*\n.*Unexpected key.*sum"
+    ):
         other.load_state_dict(before)
 
 
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("weight", torch.zeros(10, 5), r"weight must have the shape \(10, 4\), got \(10, 5\)"),
+        (
+            "weight",
+            torch.zeros(10, 5),
+            r"weight must have the shape \(10, 4\), got \(10, 5\)",
+        ),
         ("weight", torch.tensor(1.0), r"weight must have the shape \(0, 4\)"),
-        ("weight", torch.zeros(10, 4, dtype=torch.int64), "weight must have a floating-point dtype, got torch.int64"),
+        (
+            "weight",
+            torch.zeros(10, 4, dtype=torch.int64),
+            "weight must have a floating-point dtype, got torch.int64",
+        ),
         ("weight_id", torch.arange(9), r"weight_id must have the shape \(10,\)"),
-        ("weight_id", torch.zeros(10, dtype=torch.int64), "weight_id must not contain the same id twice"),
+        (
+            "weight_id",
+            torch.zeros(10, dtype=torch.int64),
+            "weight_id must not contain the same id twice",
+        ),
         ("weight_id", torch.arange(10).int(), "weight_id must be int64"),
         ("sum", torch.zeros(10, 4), r"sum must have the shape \(10,\)"),
         ("optimizer_steps", torch.tensor([-1]), "optimizer steps must be within"),
-        ("steps", torch.tensor(1), r"steps must be torch.int64 of shape \(1,\), got torch.int64 of shape \(\)"),
+        (
+            "steps",
+            torch.tensor(1),
+            r"steps must be torch.int64 of shape \(1,\), got torch.int64 of shape \(\)",
+        ),
         ("steps", 1, "steps must be a tensor, got int"),
     ],
 )
-def test_a_state_that_does_not_fit_changes_nothing(key: str, value: Any, match: str) -> None:
-    model = nn.ModuleDict({"emb": RecStoreEmbedding(9, 4, name="t"), "other": RecStoreEmbedding(9, 4, name="t")})
+def test_a_state_that_does_not_fit_changes_nothing(
+    key: str, value: Any, match: str
+) -> None:
+    model = nn.ModuleDict(
+        {
+            "emb": RecStoreEmbedding(9, 4, name="t"),
+            "other": RecStoreEmbedding(9, 4, name="t"),
+        }
+    )
     state = RecStoreEmbedding(9, 4, _weight=torch.randn(9, 4)).state_dict()
-    state = {name: torch.cat([part, part[:1]]) if len(part) > 1 else part for name, part in state.items()}
+    state = {
+        name: torch.cat([part, part[:1]]) if len(part) > 1 else part
+        for name, part in state.items()
+    }
     state["weight_id"][-1] = 99
     model["emb"](torch.tensor([3])).sum().backward()
     before = states(model["emb"])
     given = {f"emb.{name}": part for name, part in {**state, key: value}.items()}
     given |= {f"other.{name}": part for name, part in state.items()}
-    with pytest.raises(RuntimeError, match=rf"While loading the rows of emb.weight: .*{match}"):
+    with pytest.raises(
+        RuntimeError, match=rf"While loading the rows of emb.weight: .*{match}"
+    ):
         model.load_state_dict(given)
     assert_same(states(model["emb"]), before)
     assert_same(states(model["other"]), state)
@@ -213,7 +299,10 @@ def test_a_bounded_table_keeps_what_its_eviction_would() -> None:
 
 
 def test_scores_are_not_taken_for_counts_nor_counts_for_scores() -> None:
-    """A state says which of the two its frequencies are. In a table with the other kind they begin at 0."""
+    """A state says which of the two its frequencies are.
+
+    In a table with the other kind they begin at 0.
+    """
     scored_options = TableOptions(max_rows=8, eviction=Scored())
     counted_options = TableOptions(max_rows=8, eviction=LFU())
     ids = torch.arange(3)
@@ -236,11 +325,23 @@ def test_scores_are_not_taken_for_counts_nor_counts_for_scores() -> None:
         other.load_state_dict(source.state_dict())
         rows = other.table.read_rows(ids)
         assert rows["frequency"].tolist() == frequencies
-        assert rows["last_step"].tolist() == source.table.read_rows(ids)["last_step"].tolist()
+        assert (
+            rows["last_step"].tolist()
+            == source.table.read_rows(ids)["last_step"].tolist()
+        )
     assert copy.deepcopy(scored).table.read_rows(ids)["frequency"].tolist() == codes
-    assert pickle.loads(pickle.dumps(scored)).table.read_rows(ids)["frequency"].tolist() == codes
-    lacking = {key: value for key, value in scored.state_dict().items() if key != "encoded_score"}
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "encoded_score"'):
+    assert (
+        pickle.loads(pickle.dumps(scored)).table.read_rows(ids)["frequency"].tolist()
+        == codes
+    )
+    lacking = {
+        key: value
+        for key, value in scored.state_dict().items()
+        if key != "encoded_score"
+    }
+    with pytest.raises(
+        RuntimeError, match=r'Missing key\(s\) in state_dict: "encoded_score"'
+    ):
         RecStoreEmbedding(9, 4, options=scored_options).load_state_dict(lacking)
 
 
@@ -252,7 +353,10 @@ def test_the_state_of_a_stock_module_loads() -> None:
     ebc.load_state_dict(stock.state_dict())
     for name, module in ebc.embedding_bags.items():
         assert torch.equal(module.table.ids(), torch.arange(len(IDS)))
-        assert torch.equal(module.table.lookup(torch.arange(len(IDS))), stock.embedding_bags[name].weight)
+        assert torch.equal(
+            module.table.lookup(torch.arange(len(IDS))),
+            stock.embedding_bags[name].weight,
+        )
         assert (module.table.steps, module.table.optimizer_steps) == (0, 0)
 
 
@@ -272,7 +376,9 @@ def test_16_bit_rows_round_trip() -> None:
 
 
 def test_8_bit_rows_round_trip() -> None:
-    """State dicts, copies and pickles have float32 weights of 8-bit rows, from which the same rows are made."""
+    """State dicts, copies and pickles have float32 weights of 8-bit rows, from which
+    the same rows are made.
+    """
     small = RecStoreEmbedding(9, 4, dtype=torch.int8, optimizer=Adagrad(lr=0.1))
     assert small(IDS).dtype is torch.float32
     small(IDS).square().sum().backward()
@@ -298,9 +404,19 @@ def test_meta_and_back() -> None:
     model.to("meta")
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert model.ebc.device == torch.device("meta")
-    assert [tuple(v.shape) for k, v in model.state_dict().items() if k == "emb.weight"] == [(0, 4)]
-    assert model.emb(torch.empty(2, 3, dtype=torch.int64, device="meta")).shape == (2, 3, 4)
-    for call in (lambda: model.emb(IDS), lambda: model.ebc(batch(0)), lambda: model.ec(batch(0))):
+    assert [
+        tuple(v.shape) for k, v in model.state_dict().items() if k == "emb.weight"
+    ] == [(0, 4)]
+    assert model.emb(torch.empty(2, 3, dtype=torch.int64, device="meta")).shape == (
+        2,
+        3,
+        4,
+    )
+    for call in (
+        lambda: model.emb(IDS),
+        lambda: model.ebc(batch(0)),
+        lambda: model.ec(batch(0)),
+    ):
         with pytest.raises(RuntimeError, match="is on the meta device"):
             call()
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
@@ -322,7 +438,9 @@ def test_loading_into_meta() -> None:
     train(model, 0, 2)
     for made in (Model(device="meta"), Model().to("meta")):
         state = copy.deepcopy(model.state_dict())
-        with pytest.warns(UserWarning, match="on the meta device have no rows.*assign=True"):
+        with pytest.warns(
+            UserWarning, match="on the meta device have no rows.*assign=True"
+        ):
             made.load_state_dict(state, strict=False)
         made.load_state_dict(state, assign=True)
         assert_same(states(made), states(model))
@@ -349,11 +467,14 @@ def test_hooks_and_modes() -> None:
     emb = model[0]
     emb.register_forward_pre_hook(lambda *_: seen.append("before"))
     emb.register_forward_hook(lambda *_: seen.append("after"))
-    emb.register_full_backward_hook(lambda _, __, grads: seen.append(f"backward {tuple(grads[0].shape)}"))
+    emb.register_full_backward_hook(
+        lambda _, __, grads: seen.append(f"backward {tuple(grads[0].shape)}")
+    )
     emb.register_state_dict_post_hook(lambda *_: seen.append("saved"))
     emb.register_load_state_dict_pre_hook(lambda *_: seen.append("loading"))
     emb.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
-    with pytest.warns(UserWarning, match="Full backward hook"):  # No input requires a gradient.
+    # No input requires a gradient.
+    with pytest.warns(UserWarning, match="Full backward hook"):
         model(IDS).sum().backward()
     model.load_state_dict(model.state_dict())
     assert seen == ["before", "after", "backward (10, 4)", "saved", "loading", "loaded"]
@@ -400,8 +521,13 @@ def test_processes_get_copies() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_data_parallel_is_refused() -> None:
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(RecStoreEmbedding(9, 4, name="t"), nn.Linear(4, 1)))
-    with pytest.raises(RuntimeError, match=r"table\(s\) 't': DistributedDataParallel cannot keep .* RecStoreSharder"):
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(RecStoreEmbedding(9, 4, name="t"), nn.Linear(4, 1))
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=r"table\(s\) 't': DistributedDataParallel cannot keep .* RecStoreSharder",
+    ):
         model(IDS)
     assert len(model.module[0].table) == 0
     model.eval()
@@ -409,7 +535,9 @@ def test_data_parallel_is_refused() -> None:
 
 
 def test_memory_goes_with_the_module(tmp_path: Path) -> None:
-    """A copy, and a module that has moved to meta, do not keep the table alive, and there is no reference cycle."""
+    """A copy, and a module that has moved to meta, do not keep the table alive, and
+    there is no reference cycle.
+    """
     import gc
     import weakref
 
@@ -443,15 +571,36 @@ def test_writes_into_a_state_or_a_parameter_are_refused() -> None:
     model.load_state_dict(before)
     for key, name in (("ebc.embedding_bags.t1.weight", "t1"), ("emb.last_step", "one")):
         model.state_dict()[key].zero_()
-        with pytest.raises(RuntimeError, match=rf"table '{name}': a tensor of state_dict\(\) has been written to"):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"table '{name}': a tensor of state_dict\(\) has been written to",
+        ):
             model.eval()(batch(3, batch_size=3))
     copied = copy.deepcopy(model)
     loaded = pickle.loads(pickle.dumps(model))
     for each in (model, copied, loaded):
-        with pytest.raises(RuntimeError, match=r"table 't0': uniform_ would change no row.*TableOptions\(initializer"):
-            each.apply(lambda module: [parameter.data.uniform_() for parameter in module.parameters(recurse=False)])
-        with pytest.raises(RuntimeError, match=r"table 'one': normal_ would change no row"):
+        with pytest.raises(
+            RuntimeError,
+            match=(
+                r"table 't0': uniform_ would change no row.*TableOptions\(initializer"
+            ),
+        ):
+            each.apply(
+                lambda module: [
+                    parameter.data.uniform_()
+                    for parameter in module.parameters(recurse=False)
+                ]
+            )
+        with pytest.raises(
+            RuntimeError, match=r"table 'one': normal_ would change no row"
+        ):
             nn.init.normal_(each.emb.weight)
-        with pytest.raises(RuntimeError, match=r"table 'one': data would change no row"):
+        with pytest.raises(
+            RuntimeError, match=r"table 'one': data would change no row"
+        ):
             each.emb.weight.data = torch.zeros(9, 4)
-        assert all(torch.equal(value, before[key]) for key, value in each.state_dict().items() if "dense" not in key)
+        assert all(
+            torch.equal(value, before[key])
+            for key, value in each.state_dict().items()
+            if "dense" not in key
+        )

@@ -13,12 +13,13 @@ class Mutation:
 
     Args:
         file: The path of the file, from the root of the checkout.
-        line: The code of the line, without its indentation and without a comment at its end. The file must contain this
-            line exactly once.
+        line: The code of the line, without its indentation and without a comment at its
+            end. The file must contain this line exactly once.
         mutant: The line that replaces it.
-        tests: The tests that must find the mistake, all of them part of ``make test``: the name of a C++ test, such as
-            ``test_index``, or an argument for pytest, such as ``tests/store/test_table.py::test_any_strides``. At least
-            one of them must fail.
+        tests: The tests that must find the mistake, all of them part of ``make test``:
+            the name of a C++ test, such as ``test_index``, or an argument for pytest,
+            such as ``tests/store/test_table.py::test_any_strides``. At least one of
+            them must fail.
         breaks: What the mistake does, in one sentence.
     """
 
@@ -47,9 +48,13 @@ class Mutation:
             ValueError: The file does not contain the line exactly once.
         """
         lines = text.split("\n")
-        places = [place for place, line in enumerate(lines) if code_of(line) == self.line]
+        places = [
+            place for place, line in enumerate(lines) if code_of(line) == self.line
+        ]
         if len(places) != 1:
-            raise ValueError(f"{self.file} has this line {len(places)} times, not once: {self.line}")
+            raise ValueError(
+                f"{self.file} has this line {len(places)} times, not once: {self.line}"
+            )
         line = lines[places[0]]
         lines[places[0]] = line[: len(line) - len(line.lstrip())] + self.mutant
         return "\n".join(lines)

@@ -18,8 +18,11 @@ ROUTING = [
         f"{PACKAGE}/kernels/routing.py",
         "in_blocks = (ids >= 0) & (ids < self.block_rows * self.world_size)",
         "in_blocks = ids < self.block_rows * self.world_size",
-        ["tests/checkpoint/test_load.py::test_every_sharding_and_world_size_to_every_other"],
-        "A load gives the rows of negative ids to another rank than the input distribution.",
+        [
+            "tests/checkpoint/test_load.py::test_every_sharding_and_world_size_to_every_other"
+        ],
+        "A load gives the rows of negative ids to another rank than the input"
+        " distribution.",
     ),
 ]
 
@@ -35,12 +38,15 @@ BOUNDS = [
         f"{PACKAGE}/store/cold_tier.py",
         "rest = rest[~among(ids, self.dead)]",
         "pass",
-        ["tests/store/test_cold_tier.py::test_what_could_not_be_deleted_is_gone_all_the_same"],
+        [
+            "tests/store/test_cold_tier.py::test_what_could_not_be_deleted_is_gone_all_the_same"
+        ],
         "A removed row comes back from a cold store that could not delete the row.",
     ),
     Mutation(
         f"{PACKAGE}/store/cold_tier.py",
-        "parts.append(some[(last_steps(images) >= self.expiry.before) & ~among(some, self.dead)])",
+        "parts.append(some[(last_steps(images) >= self.expiry.before) & ~among(some,"
+        " self.dead)])",
         "parts.append(some[~among(some, self.dead)])",
         ["tests/store/test_cold_tier.py"],
         "Cold rows that have expired are still listed.",
@@ -59,8 +65,11 @@ CHECKPOINTS = [
         f"{PACKAGE}/checkpoint/reader.py",
         "_remove_rows(table, info.tables[name], info)",
         "pass",
-        ["tests/checkpoint/test_save.py::test_deltas_hold_what_changed_and_chains_load"],
-        "Rows that were removed before a delta was saved come back when the delta is loaded.",
+        [
+            "tests/checkpoint/test_save.py::test_deltas_hold_what_changed_and_chains_load"
+        ],
+        "Rows that were removed before a delta was saved come back when the delta is"
+        " loaded.",
     ),
     Mutation(
         f"{PACKAGE}/store/table.py",
@@ -81,7 +90,8 @@ CHECKPOINTS = [
         "sync(staging)",
         "pass",
         ["tests/checkpoint/test_destination.py"],
-        "A checkpoint gets its name before the entries of its directory are on the disk.",
+        "A checkpoint gets its name before the entries of its directory are on the"
+        " disk.",
     ),
     Mutation(
         f"{PACKAGE}/checkpoint/destination.py",
@@ -95,30 +105,40 @@ CHECKPOINTS = [
 SERVICE = [
     Mutation(
         "service/torchrec_recstore_service/csrc/applied.cpp",
-        "if (there != client->second.answers.end() && there->second == mine) client->second.answers.erase(there);",
+        "if (there != client->second.answers.end() && there->second == mine)"
+        " client->second.answers.erase(there);",
         ";",
         ["tests/service/test_applied.py"],
         "A write that failed cannot be repeated.",
     ),
     Mutation(
         "service/torchrec_recstore_service/csrc/applied.cpp",
-        "client.answers.erase(client.answers.begin(), client.answers.lower_bound(done_before));",
-        "client.answers.erase(client.answers.begin(), client.answers.upper_bound(done_before));",
+        "client.answers.erase(client.answers.begin(),"
+        " client.answers.lower_bound(done_before));",
+        "client.answers.erase(client.answers.begin(),"
+        " client.answers.upper_bound(done_before));",
         ["tests/service/test_applied.py"],
-        "The server forgets a write that may still be repeated, and applies the write twice.",
+        "The server forgets a write that may still be repeated, and applies the write"
+        " twice.",
     ),
     Mutation(
         f"{PACKAGE}/sharders/model_functions.py",
-        "pairs[-1][1].set_state(replace(table.state(), optimizer_steps=0, sightings=None))",
-        "pairs[-1][1].set_state(replace(table.state(), steps=0, optimizer_steps=0, sightings=None))",
-        ["tests/sharders/test_reset.py::test_tables_are_as_new_and_the_dense_part_stays"],
+        "pairs[-1][1].set_state(replace(table.state(), optimizer_steps=0,"
+        " sightings=None))",
+        "pairs[-1][1].set_state(replace(table.state(), steps=0, optimizer_steps=0,"
+        " sightings=None))",
+        [
+            "tests/sharders/test_reset.py::test_tables_are_as_new_and_the_dense_part_stays"
+        ],
         "reset_rows sets the clock of the tables back.",
     ),
     Mutation(
         f"{PACKAGE}/sharders/model_functions.py",
         "check_replaceable(tables)",
         "check_replaceable(tables[:1])",
-        ["tests/sharders/test_reset.py::test_a_checkpoint_has_the_rows_before_or_after"],
+        [
+            "tests/sharders/test_reset.py::test_a_checkpoint_has_the_rows_before_or_after"
+        ],
         "reset_rows resets the tables before one that is being saved.",
     ),
     Mutation(
@@ -139,7 +159,9 @@ SERVICE = [
         "service/torchrec_recstore_service/wire/agreement.py",
         'return token if members == 1 else f"{token}-{member}"',
         "return token",
-        ["tests/service/test_ports.py::test_a_first_port_that_leads_to_another_server_gets_no_rows"],
+        [
+            "tests/service/test_ports.py::test_a_first_port_that_leads_to_another_server_gets_no_rows"
+        ],
         "A server of a set answers the calls for another server of the set.",
     ),
     Mutation(
@@ -153,8 +175,11 @@ SERVICE = [
         "service/torchrec_recstore_service/client/read_write_lock.py",
         "with self._turnstile:",
         "if True:",
-        ["tests/service/test_read_write_lock.py::test_neither_readers_nor_writers_starve"],
-        "Readers that follow each other keep a writer from a table of a server for ever.",
+        [
+            "tests/service/test_read_write_lock.py::test_neither_readers_nor_writers_starve"
+        ],
+        "Readers that follow each other keep a writer from a table of a server for"
+        " ever.",
     ),
     Mutation(
         "service/torchrec_recstore_service/client/hosted_table.py",
@@ -167,7 +192,9 @@ SERVICE = [
         "service/torchrec_recstore_service/client/server_set.py",
         "rank = found.cumsum(0) - 1",
         "rank = found.cumsum(0)",
-        ["tests/service/test_server_cold_store.py::test_every_pattern_of_bits_comes_back"],
+        [
+            "tests/service/test_server_cold_store.py::test_every_pattern_of_bits_comes_back"
+        ],
         "Rows of several servers are returned for the wrong ids.",
     ),
 ]

@@ -1,8 +1,10 @@
-"""Introduces one mistake at a time into a copy of the checkout, and checks that tests of ``make test`` find it.
+"""Introduces one mistake at a time into a copy of the checkout, and checks that tests
+of ``make test`` find it.
 
 python -m tests.mutations.run [WORD ...]    # only the mutations whose file or sentence contains one of the words
 
-The copy needs the extension of the checkout; ``make test-mutations`` builds it. With ccache the run takes minutes.
+The copy needs the extension of the checkout; ``make test-mutations`` builds it. With
+ccache the run takes minutes.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ EXTENSION = "torchrec_recstore/_C.abi3.so"
 SERVING = "serving/torchrec_recstore_serving/_serving.abi3.so"
 ROWS = "service/torchrec_recstore_service/_rows.abi3.so"
 TIMEOUT_S = 3600
-PASSED, FAILED = 0, 1  # pytest's statuses; others say that tests were not found or could not run
+# pytest's statuses; others say that tests were not found or could not run
+PASSED, FAILED = 0, 1
 
 
 class Copy:
@@ -46,13 +49,22 @@ class Copy:
                 shutil.copy2(ROOT / name, folder / name)
         if (ROOT / "build/cpp").exists():
             shutil.copytree(ROOT / "build/cpp", folder / "build/cpp")
-        # Nothing of the checkout itself is imported, and no bytecode outlives a mutation.
+        # Nothing of the checkout itself is imported, and no bytecode outlives a
+        # mutation.
         self.environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(map(str, (folder, folder / "service", folder / "serving"))),
+            "PYTHONPATH": os.pathsep.join(
+                map(str, (folder, folder / "service", folder / "serving"))
+            ),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        found = self._run(sys.executable, "-c", "import torchrec_recstore; print(torchrec_recstore.__file__)")
-        assert Path(found.stdout.strip()).parents[1] == folder, found.stdout + found.stderr
+        found = self._run(
+            sys.executable,
+            "-c",
+            "import torchrec_recstore; print(torchrec_recstore.__file__)",
+        )
+        assert Path(found.stdout.strip()).parents[1] == folder, (
+            found.stdout + found.stderr
+        )
 
     def _run(self, *command: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -68,10 +80,14 @@ class Copy:
     def pytest(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Runs Python tests; never the slow ones, which ``make test`` does not run."""
         quiet = ["-q", "-n0", "-W", "ignore", "-p", "no:cacheprovider"]
-        return self._run(sys.executable, "-m", "pytest", *quiet, "-m", "not slow", *arguments)
+        return self._run(
+            sys.executable, "-m", "pytest", *quiet, "-m", "not slow", *arguments
+        )
 
     def build_cpp_tests(self, names: Sequence[str]) -> None:
-        built = self._run("make", "--no-print-directory", *(f"build/cpp/{name}" for name in names))
+        built = self._run(
+            "make", "--no-print-directory", *(f"build/cpp/{name}" for name in names)
+        )
         assert built.returncode == 0, built.stdout + built.stderr
 
     def cpp_test_fails(self, name: str) -> bool:
@@ -99,14 +115,17 @@ class Copy:
             self.build_cpp_tests(cpp)
         for name in cpp:
             assert not self.cpp_test_fails(name), f"{name} fails without a mutation"
-        python = sorted({test for mutation in mutations for test in mutation.python_tests})
+        python = sorted(
+            {test for mutation in mutations for test in mutation.python_tests}
+        )
         if not python:
             return
         collected = self.pytest("--collect-only", *python)
         assert collected.returncode == PASSED, collected.stdout + collected.stderr
         for test in python:
             found = any(
-                line == test or line.startswith((f"{test}[", f"{test}::")) for line in collected.stdout.split("\n")
+                line == test or line.startswith((f"{test}[", f"{test}::"))
+                for line in collected.stdout.split("\n")
             )
             assert found, f"make test does not run {test}"
         done = self.pytest(*python)
@@ -116,12 +135,20 @@ class Copy:
     def mutated(self, mutation: Mutation) -> Iterator[None]:
         """Within the context the copy has the mistake, and is built with it."""
         file = self.folder / mutation.file
-        project, library = ("service", ROWS) if mutation.file.startswith("service/") else (".", EXTENSION)
+        project, library = (
+            ("service", ROWS)
+            if mutation.file.startswith("service/")
+            else (".", EXTENSION)
+        )
         before = file.read_text()
         file.write_text(mutation.mutated(before))
         try:
             if mutation.is_native and mutation.python_tests:
-                built = self._run("sh", "-c", f"cd {project} && {sys.executable} setup.py -q build_ext --inplace")
+                built = self._run(
+                    "sh",
+                    "-c",
+                    f"cd {project} && {sys.executable} setup.py -q build_ext --inplace",
+                )
                 assert built.returncode == 0, built.stdout + built.stderr
             if mutation.cpp_tests:
                 self.build_cpp_tests(mutation.cpp_tests)
@@ -134,14 +161,17 @@ class Copy:
         with self.mutated(mutation):
             if any(self.cpp_test_fails(name) for name in mutation.cpp_tests):
                 return True
-            return bool(mutation.python_tests) and self.python_tests_fail(mutation.python_tests)
+            return bool(mutation.python_tests) and self.python_tests_fail(
+                mutation.python_tests
+            )
 
 
 def main(words: Sequence[str]) -> int:
     asked = [
         mutation
         for mutation in MUTATIONS
-        if not words or any(word in mutation.file or word in mutation.breaks for word in words)
+        if not words
+        or any(word in mutation.file or word in mutation.breaks for word in words)
     ]
     survivors = []
     with tempfile.TemporaryDirectory() as folder:
@@ -154,9 +184,14 @@ def main(words: Sequence[str]) -> int:
                 survivors.append(mutation)
             seconds = time.monotonic() - begin
             print(
-                f"{'killed' if found else 'SURVIVED'}  {mutation.file}: {mutation.breaks} ({seconds:.0f} s)", flush=True
+                f"{'killed' if found else 'SURVIVED'}  {mutation.file}:"
+                f" {mutation.breaks} ({seconds:.0f} s)",
+                flush=True,
             )
-    print(f"{len(asked)} mutations: {len(asked) - len(survivors)} killed, {len(survivors)} survived")
+    print(
+        f"{len(asked)} mutations: {len(asked) - len(survivors)} killed,"
+        f" {len(survivors)} survived"
+    )
     return 1 if survivors else 0
 
 

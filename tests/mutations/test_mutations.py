@@ -22,7 +22,10 @@ def test_it_applies(mutation: Mutation) -> None:
         assert (ROOT / "tests/cpp" / f"{name}.cpp").exists()
     for test in mutation.python_tests:
         file, _, function = test.partition("::")
-        assert f"def {function.rpartition('::')[2]}(" in (ROOT / file).read_text() or not function
+        assert (
+            f"def {function.rpartition('::')[2]}(" in (ROOT / file).read_text()
+            or not function
+        )
 
 
 def test_each_sentence_is_of_one_mutation() -> None:
@@ -33,5 +36,7 @@ def test_a_line_that_is_gone_or_there_twice_is_an_error() -> None:
     mutation = Mutation("a.py", "x = 1", "x = 2", ["test_index"], "It breaks.")
     assert mutation.mutated("if y:\n  x = 1  # why\n") == "if y:\n  x = 2\n"
     for text in ("x = 10\n", "  x = 1\n  x = 1\n"):
-        with pytest.raises(ValueError, match=r"a\.py has this line \d times, not once: x = 1"):
+        with pytest.raises(
+            ValueError, match=r"a\.py has this line \d times, not once: x = 1"
+        ):
             mutation.mutated(text)

@@ -1,4 +1,6 @@
-"""All fields of messages and documents that can hold a name, found by their descriptors."""
+"""All fields of messages and documents that can hold a name, found by their
+descriptors.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,17 @@ Path = tuple[str, ...]
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
-def text_fields(kind: Descriptor, before: tuple[Descriptor, ...] = ()) -> Iterator[Path]:
+def text_fields(
+    kind: Descriptor, before: tuple[Descriptor, ...] = ()
+) -> Iterator[Path]:
     """Yields the path of each string and of each bytes of a message, at any depth."""
     for field in kind.fields:
         if field.type in _TEXTS:
             yield (field.name,)
-        elif field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type not in before:
+        elif (
+            field.type == FieldDescriptor.TYPE_MESSAGE
+            and field.message_type not in before
+        ):
             for path in text_fields(field.message_type, (*before, kind)):
                 yield (field.name, *path)
 
@@ -37,11 +44,14 @@ def with_text(message: Message, path: Path, name: bytes) -> bytes:
         name: The bytes of the string.
     """
     changed = copy.deepcopy(message)
-    # Protobuf refuses strings that are no UTF-8, so another string of the same size keeps the place.
+    # Protobuf refuses strings that are no UTF-8, so another string of the same size
+    # keeps the place.
     place = (b"\x01\x02\x03\x04PLACE" * (len(name) // 9 + 1))[: len(name)]
     _set(changed, path, place)
     written = changed.SerializeToString()
-    return written.replace(place, name) if len(place) >= 9 else _short(message, path, name)
+    return (
+        written.replace(place, name) if len(place) >= 9 else _short(message, path, name)
+    )
 
 
 def _short(message: Message, path: Path, name: bytes) -> bytes:
@@ -52,7 +62,9 @@ def _short(message: Message, path: Path, name: bytes) -> bytes:
 
 def _set(message: Message, path: Path, value: bytes) -> None:
     field = message.DESCRIPTOR.fields_by_name[path[0]]
-    is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+    is_map = (
+        field.message_type is not None and field.message_type.GetOptions().map_entry
+    )
     if is_map:
         _set_in_map(message, field, path[1:], value)
     elif len(path) > 1:
@@ -116,7 +128,9 @@ def with_value(document: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 
 def with_key(document: Any, place: tuple[Any, ...], key: str) -> Any:
-    """Returns a copy of a JSON document in which the innermost key before a place has another name."""
+    """Returns a copy of a JSON document in which the innermost key before a place has
+    another name.
+    """
     changed = copy.deepcopy(document)
     at = max(index for index, part in enumerate(place) if isinstance(part, str))
     inner = changed
@@ -127,12 +141,17 @@ def with_key(document: Any, place: tuple[Any, ...], key: str) -> Any:
 
 
 def renamed(document: Any, old: str, new: str) -> Any:
-    """Returns a copy of a JSON document in which a string has another value, wherever it stands.
+    """Returns a copy of a JSON document in which a string has another value, wherever
+    it stands.
 
-    Keys are renamed, too. A document whose parts refer to each other by this name still agrees.
+    Keys are renamed, too. A document whose parts refer to each other by this name still
+    agrees.
     """
     if isinstance(document, dict):
-        return {renamed(key, old, new): renamed(value, old, new) for key, value in document.items()}
+        return {
+            renamed(key, old, new): renamed(value, old, new)
+            for key, value in document.items()
+        }
     if isinstance(document, list):
         return [renamed(value, old, new) for value in document]
     return new if document == old else document
@@ -154,5 +173,9 @@ def changed_document(document: Any, chosen: random.Random, name: str) -> Any:
         return renamed(document, inner, name)
     if how < 0.8 and any(isinstance(part, str) for part in place):
         at = max(index for index, part in enumerate(place) if isinstance(part, str))
-        return renamed(document, place[at], name) if how < 0.7 else with_key(document, place, name)
+        return (
+            renamed(document, place[at], name)
+            if how < 0.7
+            else with_key(document, place, name)
+        )
     return with_value(document, place, name)

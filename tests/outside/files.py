@@ -1,7 +1,8 @@
 """Puts hostile names into the documents of files, and loads the files.
 
-A document is found by its file, and each of its values and keys is changed. A new field is therefore
-fuzzed as soon as the files have it. Checksums are computed anew, as those who write such a file would.
+A document is found by its file, and each of its values and keys is changed. A new field
+is therefore fuzzed as soon as the files have it. Checksums are computed anew, as those
+who write such a file would.
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ from torchrec_recstore_service.server.server import ParameterServer
 from torchrec_recstore_serving import verification
 
 _NO_CHECKSUM = "0" * 32
-_REFUSALS = (ValueError, OSError, TypeError, KeyError, torch.jit.Error, safetensors.SafetensorError)
+_REFUSALS = (
+    ValueError,
+    OSError,
+    TypeError,
+    KeyError,
+    torch.jit.Error,
+    safetensors.SafetensorError,
+)
 
 
 class Case(ABC):
@@ -62,7 +70,11 @@ class Case(ABC):
     def restore(self) -> None:
         """Writes the files as they were, after a round."""
         for entry in self.data.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+            (
+                shutil.rmtree(entry)
+                if entry.is_dir() and not entry.is_symlink()
+                else entry.unlink()
+            )
         self.prepare()
 
     @abstractmethod
@@ -79,7 +91,10 @@ class Case(ABC):
 
     @abstractmethod
     def load(self) -> Iterable[Tensor]:
-        """Loads the files, and does what else uses their names. Returns the rows that were read."""
+        """Loads the files, and does what else uses their names.
+
+        Returns the rows that were read.
+        """
 
 
 class JsonCase(Case):
@@ -87,7 +102,10 @@ class JsonCase(Case):
 
     def documents(self) -> Sequence[str]:
         """See :meth:`Case.documents`."""
-        return [str(path.relative_to(self.data)) for path in sorted(self.data.rglob("*.json"))]
+        return [
+            str(path.relative_to(self.data))
+            for path in sorted(self.data.rglob("*.json"))
+        ]
 
     def read(self, name: str) -> Any:
         """See :meth:`Case.read`."""
@@ -105,8 +123,8 @@ class JsonCase(Case):
 class Checkpoints(JsonCase):
     """Checkpoints of a model, and deltas of them.
 
-    A delta names its base by a path, so the metadata of any directory may be read. It must have the
-    checksum that the delta names, before another file there is read.
+    A delta names its base by a path, so the metadata of any directory may be read. It
+    must have the checksum that the delta names, before another file there is read.
     """
 
     readable = frozenset({METADATA})
@@ -127,7 +145,9 @@ class Checkpoints(JsonCase):
         super().write(name, document)
 
     def load(self) -> Iterable[Tensor]:
-        """Loads the changed checkpoint and a delta of it, folds them, and replaces them."""
+        """Loads the changed checkpoint and a delta of it, folds them, and replaces
+        them.
+        """
         names = [self._changed]
         if self._changed in ("full", "delta"):
             names.append("second_delta")
@@ -160,7 +180,8 @@ class DataDirectories(JsonCase):
     def prepare(self) -> None:
         """See :meth:`Case.prepare`."""
         shutil.copytree(fixed.CHECKPOINTS / "server", self.data, dirs_exist_ok=True)
-        # The tables of the fixed files need a cold store; a server without one has those of this save.
+        # The tables of the fixed files need a cold store; a server without one has
+        # those of this save.
         starts = {"pair": "first", "starts": ["0" * 32]}
         (self.data / "pair.json").write_text(json.dumps(starts))
         shutil.copytree(self.data / "stopped-0", self.data / ".prepared-first")
@@ -283,13 +304,18 @@ class Deltas(Case):
         return ["names", "strings", "header"]
 
     def read(self, name: str) -> Any:
-        """Returns the names of the tensors, those that hold text, or the header of safetensors."""
+        """Returns the names of the tensors, those that hold text, or the header of
+        safetensors.
+        """
         path = self.data / "model.delta"
         tensors = safetensors.torch.load_file(path)
         if name == "names":
             return list(tensors)
         if name == "strings":
-            return {key: bytes(tensors[key].tolist()).decode() for key in ("base", "version")}
+            return {
+                key: bytes(tensors[key].tolist()).decode()
+                for key in ("base", "version")
+            }
         with safetensors.safe_open(path, "pt") as file:
             return file.metadata() or {"": ""}
 
@@ -353,7 +379,10 @@ class FileFuzzer:
             document = self._case.read(name)
             hostile = self._random.choice((self._names.unicode, self._names.escape))()
             changed = changed_document(document, self._random, hostile)
-            self._checked(f"{name} with {hostile!r}", lambda: self._case.write(name, changed))  # noqa: B023
+            self._checked(
+                f"{name} with {hostile!r}",
+                lambda: self._case.write(name, changed),  # noqa: B023
+            )
 
     def renamed_everywhere(self) -> None:
         """Replaces each string of each document by names that lead to the victims."""
@@ -380,13 +409,17 @@ class FileFuzzer:
                 warnings.simplefilter("ignore")
                 for rows in self._case.load():
                     self.results["reads"] += 1
-                    assert not bool((rows == MARKED_WEIGHT).any()), "marked rows were read"
+                    assert not bool((rows == MARKED_WEIGHT).any()), (
+                        "marked rows were read"
+                    )
         except AssertionError as error:
             raise AssertionError(f"{where}: {error}") from error
 
 
 def with_checksum(document: dict[str, Any]) -> str:
-    """Returns the metadata of a checkpoint as it is in its file, with a checksum that fits."""
+    """Returns the metadata of a checkpoint as it is in its file, with a checksum that
+    fits.
+    """
     document = {key: value for key, value in document.items() if key != "checksum"}
     document["checksum"] = _NO_CHECKSUM
     text = json.dumps(document, indent=1) + "\n"

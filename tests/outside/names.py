@@ -1,4 +1,6 @@
-"""Hostile names, which lead out of a directory if they become parts of paths, for the fuzzers."""
+"""Hostile names, which lead out of a directory if they become parts of paths, for the
+fuzzers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ SEED = int(os.environ.get("RECSTORE_TEST_SEED", "52"))
 """The seed of the hostile names. Each fuzzer prints it."""
 
 VICTIM = "victim"
-"""The name of the directory that lies beside each directory above the one that is fuzzed."""
+"""The name of the directory that lies beside each directory above the one that is
+fuzzed.
+"""
 
 _UPS = 6
 _SLASHES = (
@@ -25,7 +29,13 @@ _SLASHES = (
     "%2f",
     "%252F",
 )
-_DOTS = ("..", "\N{FULLWIDTH FULL STOP}" * 2, "%2e%2e", "%252e%252e", ".\N{ZERO WIDTH SPACE}.")
+_DOTS = (
+    "..",
+    "\N{FULLWIDTH FULL STOP}" * 2,
+    "%2e%2e",
+    "%252e%252e",
+    ".\N{ZERO WIDTH SPACE}.",
+)
 _OWN_NAMES = (
     "lock",
     "server.json",
@@ -72,11 +82,14 @@ class HostileNames:
     Args:
         chosen: The source of random numbers.
         root: The directory that has all victims. Absolute names point there.
-        begins: Names that exist in the directory that is fuzzed. Paths that go up begin with them,
-            because the kernel refuses ``x/../victim`` where there is no ``x``.
+        begins: Names that exist in the directory that is fuzzed. Paths that go up begin
+            with them, because the kernel refuses ``x/../victim`` where there is no
+            ``x``.
     """
 
-    def __init__(self, chosen: random.Random, root: Path, begins: Sequence[str]) -> None:
+    def __init__(
+        self, chosen: random.Random, root: Path, begins: Sequence[str]
+    ) -> None:
         self._random = chosen
         self._root = root
         self._begins = tuple(begins)
@@ -84,14 +97,21 @@ class HostileNames:
     def escapes(self) -> list[str]:
         """Returns each path from a directory that exists, or from none, to a victim."""
         begins = ("", *(f"{name}/" for name in self._begins))
-        return [f"{begin}{'../' * ups}{VICTIM}" for begin in begins for ups in range(1, _UPS)]
+        return [
+            f"{begin}{'../' * ups}{VICTIM}"
+            for begin in begins
+            for ups in range(1, _UPS)
+        ]
 
     def escape(self) -> str:
         """Returns one of :meth:`escapes`."""
         return self._random.choice(self.escapes())
 
     def text(self) -> str:
-        """Returns a name. It may have lone surrogates, which stand for bytes that are no UTF-8."""
+        """Returns a name.
+
+        It may have lone surrogates, which stand for bytes that are no UTF-8.
+        """
         makers = (
             self._going_up,
             self._going_up,
@@ -114,13 +134,24 @@ class HostileNames:
         return self.text().encode(errors="surrogateescape")
 
     def _target(self) -> str:
-        targets = (VICTIM, VICTIM, f"{VICTIM}/file", f"{VICTIM}-file", "new", f"{VICTIM}/new")
+        targets = (
+            VICTIM,
+            VICTIM,
+            f"{VICTIM}/file",
+            f"{VICTIM}-file",
+            "new",
+            f"{VICTIM}/new",
+        )
         return self._random.choice(targets)
 
     def _going_up(self) -> str:
-        begin = self._random.choice(("", "", "./", *(f"{name}/" for name in self._begins)))
+        begin = self._random.choice(
+            ("", "", "./", *(f"{name}/" for name in self._begins))
+        )
         ups = "../" * self._random.randrange(1, _UPS)
-        end = self._random.choice(("", "", "", "/", "/.", "\0", "\n", ".json", "/../" + VICTIM))
+        end = self._random.choice(
+            ("", "", "", "/", "/.", "\0", "\n", ".json", "/../" + VICTIM)
+        )
         return f"{begin}{ups}{self._target()}{end}"
 
     def _absolute(self) -> str:

@@ -1,4 +1,6 @@
-"""A tree of directories with victims around the directory that is fuzzed, and a watch on the victims."""
+"""A tree of directories with victims around the directory that is fuzzed, and a watch
+on the victims.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ class Entry:
 
 
 class Sandbox:
-    """A tree of directories: a directory that is fuzzed, and victims beside each directory above it.
+    """A tree of directories: a directory that is fuzzed, and victims beside each
+    directory above it.
 
     ::
 
@@ -85,17 +88,24 @@ class Sandbox:
     @property
     def victims(self) -> list[Path]:
         """The directories of the victims."""
-        return [path for path in sorted(self.root.rglob(VICTIM)) if self.data not in path.parents]
+        return [
+            path
+            for path in sorted(self.root.rglob(VICTIM))
+            if self.data not in path.parents
+        ]
 
     @contextmanager
     def watched(self, readable: frozenset[str] = frozenset()) -> Iterator[Watch]:
-        """Returns a context in which no file outside of :attr:`data` may be read or changed.
+        """Returns a context in which no file outside of :attr:`data` may be read or
+        changed.
 
         Args:
-            readable: The names of files that may be read outside of :attr:`data`. Default: none.
+            readable: The names of files that may be read outside of :attr:`data`.
+                Default: none.
 
         Raises:
-            AssertionError: A file was read, or something was created, changed or deleted.
+            AssertionError: A file was read, or something was created, changed or
+                deleted.
         """
         watch = Watch(self, readable)
         _watches.append(watch)
@@ -110,18 +120,27 @@ class Sandbox:
         """Checks that all victims are as they were.
 
         Raises:
-            AssertionError: Something outside of :attr:`data` was created, changed or deleted.
+            AssertionError: Something outside of :attr:`data` was created, changed or
+                deleted.
         """
         present = self._listed()
         if present == self._entries:
             return
         created = sorted(present.keys() - self._entries.keys())
         deleted = sorted(self._entries.keys() - present.keys())
-        changed = sorted(path for path in present.keys() & self._entries.keys() if present[path] != self._entries[path])
-        raise AssertionError(f"created: {created}, deleted: {deleted}, changed: {changed}")
+        changed = sorted(
+            path
+            for path in present.keys() & self._entries.keys()
+            if present[path] != self._entries[path]
+        )
+        raise AssertionError(
+            f"created: {created}, deleted: {deleted}, changed: {changed}"
+        )
 
     def owns(self, path: str) -> bool:
-        """Returns whether a path without links is that of the directory that is fuzzed, or below it."""
+        """Returns whether a path without links is that of the directory that is fuzzed,
+        or below it.
+        """
         return _is_below(path, self.data)
 
     def _listed(self) -> dict[str, Entry]:
@@ -129,17 +148,21 @@ class Sandbox:
         entries = {}
         for folder, folders, files in os.walk(self.root):
             if Path(folder) == self.data.parent and self.data.name in folders:
-                folders.remove(self.data.name)  # also its time of change, which is its own
+                # also its time of change, which is its own
+                folders.remove(self.data.name)
             for name in (".", *folders, *files):
                 path = os.path.join(folder, name)
                 if name == "." and Path(folder) == self.data.parent:
-                    continue  # its time of change is that at which the data directory was made anew
+                    # its time of change is that at which the data directory was made
+                    # anew
+                    continue
                 entries[os.path.normpath(path)] = _entry(path)
         return entries
 
 
 class Watch:
-    """What Python's audit events say of files that are opened, listed or changed in a sandbox.
+    """What Python's audit events say of files that are opened, listed or changed in a
+    sandbox.
 
     Args:
         sandbox: The sandbox.
@@ -153,7 +176,8 @@ class Watch:
         """The events and paths outside of the directory that is fuzzed."""
 
     def note(self, event: str, path: str, follows: bool) -> None:
-        """Adds an event, unless the path is in the directory that is fuzzed, or far away.
+        """Adds an event, unless the path is in the directory that is fuzzed, or far
+        away.
 
         Args:
             event: The name of the event.
@@ -163,7 +187,9 @@ class Watch:
         if follows:
             target = os.path.realpath(path)
         else:
-            target = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+            target = os.path.join(
+                os.path.realpath(os.path.dirname(path)), os.path.basename(path)
+            )
         target = os.path.normpath(target)
         if not _is_below(target, self._sandbox.root) or self._sandbox.owns(target):
             return
@@ -173,7 +199,9 @@ class Watch:
 
 
 def make_victim(path: Path) -> None:
-    """Writes a checkpoint of a server whose rows all have :data:`MARKED_WEIGHT`, and a file beside."""
+    """Writes a checkpoint of a server whose rows all have :data:`MARKED_WEIGHT`, and a
+    file beside.
+    """
     tables = HostedTables()
     spec = TableSpec(4, torch.float32, SGD(lr=1.0), TableOptions())
     tables.create("t", spec)
@@ -193,7 +221,9 @@ def _entry(path: str) -> Entry:
     elif stat.S_ISREG(status.st_mode):
         with open(path, "rb") as file:
             content = xxhash.xxh3_128_hexdigest(file.read())
-    return Entry(status.st_mode, status.st_ino, status.st_size, status.st_mtime_ns, content)
+    return Entry(
+        status.st_mode, status.st_ino, status.st_size, status.st_mtime_ns, content
+    )
 
 
 def _is_below(path: str, folder: Path) -> bool:
@@ -214,7 +244,11 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         if "/" not in text:
             continue  # it may be relative to the descriptor of a directory
         follows = event in _READS
-        if event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_NOFOLLOW:
+        if (
+            event == "open"
+            and isinstance(arguments[2], int)
+            and arguments[2] & os.O_NOFOLLOW
+        ):
             follows = False
         for watch in list(_watches):
             watch.note(event, text, follows)

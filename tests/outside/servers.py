@@ -1,7 +1,9 @@
-"""Sends calls with hostile names to a parameter server whose data directory has victims around it.
+"""Sends calls with hostile names to a parameter server whose data directory has victims
+around it.
 
-All strings and bytes of all requests are found by the descriptors of the service, so a new field is
-fuzzed as soon as it is in recstore.proto. A new method needs a journey that calls it.
+All strings and bytes of all requests are found by the descriptors of the service, so a
+new field is fuzzed as soon as it is in recstore.proto. A new method needs a journey
+that calls it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from torchrec_recstore_service.server.native import CallCounts
 from torchrec_recstore_service.server.pair import PairOptions, Role
 from torchrec_recstore_service.server.server import ParameterServer
 from torchrec_recstore_service.wire import recstore_pb2 as pb
-from torchrec_recstore_service.wire.recstore_pb2_grpc import add_ParameterServerServicer_to_server
+from torchrec_recstore_service.wire.recstore_pb2_grpc import (
+    add_ParameterServerServicer_to_server,
+)
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServer"]
@@ -70,7 +74,9 @@ class Server:
         self._listener = GrpcServer(
             options,
             SERVICE.full_name,
-            lambda handlers: add_ParameterServerServicer_to_server(self.service, handlers),
+            lambda handlers: add_ParameterServerServicer_to_server(
+                self.service, handlers
+            ),
             ("Save", "Load", "Look", "Replicate"),
         )
         self._is_in_pair = pair is not None
@@ -90,8 +96,13 @@ class Server:
         """The label of the run of the server. Empty before the first."""
         return self.service._set._run
 
-    def call(self, method: str, messages: list[bytes]) -> tuple[grpc.StatusCode, str, list[bytes]]:
-        """Makes a call. Returns its status, the message of the error, and the replies."""
+    def call(
+        self, method: str, messages: list[bytes]
+    ) -> tuple[grpc.StatusCode, str, list[bytes]]:
+        """Makes a call.
+
+        Returns its status, the message of the error, and the replies.
+        """
         return called(self._handlers[method], messages)
 
     def close(self) -> None:
@@ -146,11 +157,17 @@ class Journeys:
         if not self._server.label:
             yield "Load", [self._load("COMMIT", values, pb.Saved())]
         spec = TableSpec(DIM, torch.float32, SGD(lr=1.0), TableOptions(max_rows=100))
-        request = pb.CreateRequest(table=values.table, spec=spec.to_json(), epoch=self._epoch(values))
+        request = pb.CreateRequest(
+            table=values.table, spec=spec.to_json(), epoch=self._epoch(values)
+        )
         yield "Create", [request]
         yield (
             "WriteFile",
-            [pb.WriteFileRequest(id=values.id, part=0, file=values.file, content=b"abc")],
+            [
+                pb.WriteFileRequest(
+                    id=values.id, part=0, file=values.file, content=b"abc"
+                )
+            ],
         )
 
     def tables(self, values: Values) -> Journey:
@@ -163,23 +180,42 @@ class Journeys:
         for kind in kinds:
             header = self._write_header(values, kind)
             header.table = values.table
-            yield "Write", [pb.WriteRequest(header=header), pb.WriteRequest(ids=ids, rows=rows)]
+            yield (
+                "Write",
+                [
+                    pb.WriteRequest(header=header),
+                    pb.WriteRequest(ids=ids, rows=rows),
+                ],
+            )
         header = self._write_header(values, pb.WriteHeader.UPDATE)
         header.tables.add(table=values.table, ids=len(IDS))
-        yield "Write", [pb.WriteRequest(header=header), pb.WriteRequest(ids=ids, rows=rows)]
+        yield (
+            "Write",
+            [
+                pb.WriteRequest(header=header),
+                pb.WriteRequest(ids=ids, rows=rows),
+            ],
+        )
         header = self._write_header(values, pb.WriteHeader.UPDATE)
         header.table = values.table
         initial = {"initial_ids": ids, "initial_rows": rows}
-        parts = [pb.WriteRequest(header=header), pb.WriteRequest(ids=ids, rows=rows, **initial)]
+        parts = [
+            pb.WriteRequest(header=header),
+            pb.WriteRequest(ids=ids, rows=rows, **initial),
+        ]
         yield "Write", parts
         pull = pb.PullHeader(table=values.table, epoch=epoch)
         yield "Pull", [pb.PullRequest(header=pull), pb.PullRequest(ids=ids)]
-        pull = pb.PullHeader(epoch=epoch, tables=[pb.TableIds(table=values.table, ids=len(IDS))])
+        pull = pb.PullHeader(
+            epoch=epoch, tables=[pb.TableIds(table=values.table, ids=len(IDS))]
+        )
         yield "Pull", [pb.PullRequest(header=pull, ids=ids)]
         yield "Ids", [pb.IdsRequest(table=values.table, epoch=epoch)]
         yield "Stats", [pb.StatsRequest(table=values.table, epoch=epoch)]
         row = torch.ones(DIM).numpy().tobytes()
-        look = pb.LookRequest(table=values.table, epoch=epoch, by="dot", count=3, row=row)
+        look = pb.LookRequest(
+            table=values.table, epoch=epoch, by="dot", count=3, row=row
+        )
         yield "Look", [look]
         yield "Describe", [pb.DescribeRequest()]
         yield "Attach", [pb.AttachRequest()]
@@ -233,7 +269,9 @@ class Journeys:
         source = saves[-1] if saves else pb.Saved(name="none")
         reply = yield "ReadFile", [pb.ReadFileRequest(save=source)]
         files = [] if reply is None else pb.ReadFileReply.FromString(reply[0]).files
-        copy = pb.Saved(name=values.other_name, id=self._new_id(values), number=self._number)
+        copy = pb.Saved(
+            name=values.other_name, id=self._new_id(values), number=self._number
+        )
         for file in files:
             reply = yield "ReadFile", [pb.ReadFileRequest(save=source, file=file)]
             if reply is not None:
@@ -308,7 +346,9 @@ class Journeys:
             float32=True,
         )
 
-    def _save(self, phase: str, values: Values, save: pb.Saved, **more: Any) -> pb.SaveRequest:
+    def _save(
+        self, phase: str, values: Values, save: pb.Saved, **more: Any
+    ) -> pb.SaveRequest:
         return pb.SaveRequest(
             phase=pb.SaveRequest.Phase.Value(phase),
             epoch=self._epoch(values),
@@ -322,10 +362,16 @@ class Journeys:
         self._number += 1
         return pb.LoadRequest(
             phase=pb.LoadRequest.Phase.Value(phase),
-            token=values.token if values.token != Values.token else f"token{self._number // 8}",
+            token=(
+                values.token
+                if values.token != Values.token
+                else f"token{self._number // 8}"
+            ),
             save=save,
             exact=True,
-            set=values.set if member is None or values.set != Values.set else member.set,
+            set=(
+                values.set if member is None or values.set != Values.set else member.set
+            ),
             members=1,
             epoch=1 if member is None else member.epoch + 1,
             slots=[0],
@@ -343,12 +389,19 @@ class Results:
 
 
 def hostile_fields() -> list[tuple[str, Path]]:
-    """Returns each string and each bytes of each request of the service, with its method."""
-    return [(method.name, path) for method in SERVICE.methods for path in text_fields(method.input_type)]
+    """Returns each string and each bytes of each request of the service, with its
+    method.
+    """
+    return [
+        (method.name, path)
+        for method in SERVICE.methods
+        for path in text_fields(method.input_type)
+    ]
 
 
 class Fuzzer:
-    """Sends hostile names, and checks after each journey that the victims are as they were.
+    """Sends hostile names, and checks after each journey that the victims are as they
+    were.
 
     Args:
         sandbox: The sandbox.
@@ -356,7 +409,9 @@ class Fuzzer:
         make_server: A function that starts a server.
     """
 
-    def __init__(self, sandbox: Sandbox, chosen: random.Random, make_server: Callable[[], Server]) -> None:
+    def __init__(
+        self, sandbox: Sandbox, chosen: random.Random, make_server: Callable[[], Server]
+    ) -> None:
         self._sandbox = sandbox
         self._random = chosen
         self._make_server = make_server
@@ -369,10 +424,15 @@ class Fuzzer:
         self.results = Results()
 
     def accepted(self) -> set[str]:
-        """Makes all journeys without a hostile name. Returns the methods of the accepted calls."""
+        """Makes all journeys without a hostile name.
+
+        Returns the methods of the accepted calls.
+        """
         methods: set[str] = set()
         for name, journey in self._journeys.all().items():
-            for method, code, details in self._travel(journey(Values()), lambda call: []):
+            for method, code, details in self._travel(
+                journey(Values()), lambda call: []
+            ):
                 assert code is grpc.StatusCode.OK or name in ("resume", "replicate"), (
                     name,
                     method,
@@ -384,7 +444,9 @@ class Fuzzer:
         return methods
 
     def round(self, number: int) -> None:
-        """Makes a journey with hostile names: in one field, or wherever a name is repeated."""
+        """Makes a journey with hostile names: in one field, or wherever a name is
+        repeated.
+        """
         if number % 100 == 99:
             self.restart()
         self._with_one_field(number)
@@ -401,7 +463,9 @@ class Fuzzer:
         self._server.close()
 
     def _with_one_field(self, number: int) -> None:
-        """Makes a journey in which each call of a method comes after the same call with other names."""
+        """Makes a journey in which each call of a method comes after the same call with
+        other names.
+        """
         every = hostile_fields()
         method, path = every[number % len(every)]
 
@@ -423,11 +487,14 @@ class Fuzzer:
             return calls
 
         before = self.results.fields[method, path]
-        for name in self._random.sample(self._calling[method], len(self._calling[method])):
+        for name in self._random.sample(
+            self._calling[method], len(self._calling[method])
+        ):
             self._travel(self._journeys.all()[name](Values()), hostile_calls)
             self._check_rows()
-            # The first time, all journeys are made, because each has other phases. A journey may call the method in
-            # other states of the server only; then the next one is made.
+            # The first time, all journeys are made, because each has other phases. A
+            # journey may call the method in other states of the server only; then the
+            # next one is made.
             if number >= len(every) and self.results.fields[method, path] > before:
                 return
 
@@ -462,11 +529,14 @@ class Fuzzer:
             outcomes.append((method, code, details))
             replies = answers if code is grpc.StatusCode.OK else None
 
-    def _watched_call(self, method: str, sent: list[bytes]) -> tuple[grpc.StatusCode, str, list[bytes]]:
+    def _watched_call(
+        self, method: str, sent: list[bytes]
+    ) -> tuple[grpc.StatusCode, str, list[bytes]]:
         """Makes a call, and checks the victims.
 
         Raises:
-            AssertionError: The call has failed in the server, or has read or changed a victim.
+            AssertionError: The call has failed in the server, or has read or changed a
+                victim.
         """
         try:
             with self._sandbox.watched():
@@ -485,4 +555,6 @@ class Fuzzer:
             if spec.dim == DIM and spec.dtype is torch.float32:
                 ids = self._server.tables.ids(name)
                 weights = self._server.tables.pull(name, ids)
-                assert not bool((weights == MARKED_WEIGHT).any()), f"table {name!r} has marked rows"
+                assert not bool((weights == MARKED_WEIGHT).any()), (
+                    f"table {name!r} has marked rows"
+                )

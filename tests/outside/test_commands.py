@@ -1,7 +1,8 @@
-"""Hostile names on the command line never lead a command out of the directories that it is given.
+"""Hostile names on the command line never lead a command out of the directories that it
+is given.
 
-A name is each argument whose placeholder in the help has the word NAME. A new one needs a command in
-``COMMANDS``, or the first test fails.
+A name is each argument whose placeholder in the help has the word NAME. A new one needs
+a command in ``COMMANDS``, or the first test fails.
 """
 
 from __future__ import annotations
@@ -30,11 +31,33 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 _NAMES = 12  # hostile names for each command
 COMMANDS: dict[tuple[str, str], list[str]] = {
-    ("export", "tables"): ["export", "{data}/full", "{data}/out.pt", "--overwrite", "--table", "{name}"],
+    ("export", "tables"): [
+        "export",
+        "{data}/full",
+        "{data}/out.pt",
+        "--overwrite",
+        "--table",
+        "{name}",
+    ],
     ("top", "table"): ["top", "{data}/full", "--table", "{name}"],
-    ("neighbours", "table"): ["neighbours", "{data}/full", "--table", "{name}", "--", "1"],
+    ("neighbours", "table"): [
+        "neighbours",
+        "{data}/full",
+        "--table",
+        "{name}",
+        "--",
+        "1",
+    ],
     ("bench", "names"): ["bench", "--quick", "--", "{name}"],
-    ("servers restore", "name"): ["servers", "restore", "--timeout", "5", "--", "{name}", "{server}"],
+    ("servers restore", "name"): [
+        "servers",
+        "restore",
+        "--timeout",
+        "5",
+        "--",
+        "{name}",
+        "{server}",
+    ],
 }
 """The commands with a name, by the command and its argument."""
 
@@ -68,7 +91,9 @@ def _names(sandbox: Sandbox) -> Iterator[str]:
                 yield name
 
 
-def _arguments_with_names(command: Any, before: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+def _arguments_with_names(
+    command: Any, before: tuple[str, ...] = ()
+) -> Iterator[tuple[str, str]]:
     if hasattr(command, "commands"):
         for name, inner in command.commands.items():
             yield from _arguments_with_names(inner, (*before, name))
@@ -85,7 +110,9 @@ def test_each_name_of_the_command_line_is_tried() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_name_of_a_command_leads_out(sandbox: Sandbox, server: RecStoreServer, command: tuple[str, str]) -> None:
+def test_no_name_of_a_command_leads_out(
+    sandbox: Sandbox, server: RecStoreServer, command: tuple[str, str]
+) -> None:
     print(f"RECSTORE_TEST_SEED={SEED}")
     names = _names(sandbox)
     for _ in range(_NAMES):
@@ -106,7 +133,9 @@ def test_the_name_of_a_pair_is_no_path(sandbox: Sandbox) -> None:
     with sandbox.watched():
         for _ in range(200):
             with suppress(ValueError):
-                options = PairOptions(next(names), "redis://127.0.0.1:1", "127.0.0.1:7700")
+                options = PairOptions(
+                    next(names), "redis://127.0.0.1:1", "127.0.0.1:7700"
+                )
                 assert not {"{", "}", "\n"} & set(options.name)
 
 

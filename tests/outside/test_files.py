@@ -1,4 +1,6 @@
-"""Hostile names in files that others have written never lead a loader out of their directory."""
+"""Hostile names in files that others have written never lead a loader out of their
+directory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
         pytest.param(files.PublishedStream, marks=needs_redis),
     ]
 )
-def case(request: pytest.FixtureRequest, sandbox: Sandbox, tmp_path: Path) -> Iterator[files.Case]:
+def case(
+    request: pytest.FixtureRequest, sandbox: Sandbox, tmp_path: Path
+) -> Iterator[files.Case]:
     make: Callable[..., files.Case] = request.param
     if make is files.PublishedStream:
         with redis_server(tmp_path / "redis") as server:
@@ -34,7 +38,9 @@ def case(request: pytest.FixtureRequest, sandbox: Sandbox, tmp_path: Path) -> It
         yield make(sandbox.data)
 
 
-def test_no_field_of_a_file_leads_out_of_its_directory(sandbox: Sandbox, case: files.Case) -> None:
+def test_no_field_of_a_file_leads_out_of_its_directory(
+    sandbox: Sandbox, case: files.Case
+) -> None:
     rounds = max(20, ROUNDS // 4)  # a load takes longer than a call
     print(f"RECSTORE_TEST_SEED={SEED} RECSTORE_TEST_NAMES={ROUNDS}")
     fuzzer = files.FileFuzzer(sandbox, random.Random(SEED), case)

@@ -1,6 +1,7 @@
 """A link that lies where a server or a store makes its own files is never followed.
 
-Links that a user makes are followed: that of a data directory, of a save, or of a checkpoint's directory.
+Links that a user makes are followed: that of a data directory, of a save, or of a
+checkpoint's directory.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def _saved(server: Server, save_id: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "nothing"])
-def test_documents_of_a_server_are_not_written_through_a_link(sandbox: Sandbox, server: Server, kind: str) -> None:
+def test_documents_of_a_server_are_not_written_through_a_link(
+    sandbox: Sandbox, server: Server, kind: str
+) -> None:
     for name in (".server.json", ".set.json"):
         (sandbox.data / name).symlink_to(_victim(sandbox, kind))
     with sandbox.watched():
@@ -69,13 +72,20 @@ def test_a_lock_is_not_taken_through_a_link(sandbox: Sandbox, kind: str) -> None
             DataDirectory(sandbox.data)
         with pytest.raises(OSError, match=r"is a link.*\.monday\.lock"):
             path_lock(sandbox.data / "monday")
-        with pytest.raises(OSError, match="is a link"), whole_file(sandbox.data / "monday"):
+        with (
+            pytest.raises(OSError, match="is a link"),
+            whole_file(sandbox.data / "monday"),
+        ):
             pass
 
 
 @pytest.mark.parametrize("kind", ["directory", "nothing"])
-@pytest.mark.parametrize("place", [".received-x", ".received-x/0", ".received-x/0/file"])
-def test_received_files_are_not_written_through_a_link(sandbox: Sandbox, server: Server, place: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    "place", [".received-x", ".received-x/0", ".received-x/0/file"]
+)
+def test_received_files_are_not_written_through_a_link(
+    sandbox: Sandbox, server: Server, place: str, kind: str
+) -> None:
     link = sandbox.data / place
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(_victim(sandbox, "file" if place.endswith("file") else kind))
@@ -116,7 +126,9 @@ def test_rows_of_a_linked_part_are_not_read(sandbox: Sandbox, server: Server) ->
 
 
 @pytest.mark.parametrize("kind", ["directory", "nothing"])
-def test_a_prepared_part_is_not_written_through_a_link(sandbox: Sandbox, server: Server, kind: str) -> None:
+def test_a_prepared_part_is_not_written_through_a_link(
+    sandbox: Sandbox, server: Server, kind: str
+) -> None:
     (sandbox.data / ".prepared-first").symlink_to(_victim(sandbox, kind))
     with sandbox.watched():
         _saved(server, "first")
@@ -125,7 +137,9 @@ def test_a_prepared_part_is_not_written_through_a_link(sandbox: Sandbox, server:
 
 
 @pytest.mark.parametrize("kind", ["directory", "nothing"])
-def test_a_server_that_stops_does_not_save_through_a_link(sandbox: Sandbox, server: Server, kind: str) -> None:
+def test_a_server_that_stops_does_not_save_through_a_link(
+    sandbox: Sandbox, server: Server, kind: str
+) -> None:
     for name in ("stopped-0", "stopped-1"):
         (sandbox.data / name).symlink_to(_victim(sandbox, kind))
     with sandbox.watched():
@@ -134,15 +148,21 @@ def test_a_server_that_stops_does_not_save_through_a_link(sandbox: Sandbox, serv
     assert not (sandbox.data / "stopped-0").is_symlink()
 
 
-@pytest.mark.parametrize("name", [".received-x", ".prepared-x", "..prepared-x.saving-0123456789ab"])
-def test_a_server_removes_links_in_place_of_its_own_files(sandbox: Sandbox, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [".received-x", ".prepared-x", "..prepared-x.saving-0123456789ab"]
+)
+def test_a_server_removes_links_in_place_of_its_own_files(
+    sandbox: Sandbox, name: str
+) -> None:
     (sandbox.data / name).symlink_to(_victim(sandbox, "directory"))
     with sandbox.watched():
         DataDirectory(sandbox.data).close()
     assert not os.path.lexists(sandbox.data / name)
 
 
-def test_a_file_of_a_save_is_not_read_through_a_link(sandbox: Sandbox, server: Server) -> None:
+def test_a_file_of_a_save_is_not_read_through_a_link(
+    sandbox: Sandbox, server: Server
+) -> None:
     """Clients read the files of saves without a checksum."""
     _saved(server, "first")
     save = sandbox.data / "monday"
@@ -158,7 +178,9 @@ def test_a_file_of_a_save_is_not_read_through_a_link(sandbox: Sandbox, server: S
     assert MARKER not in server.calls.read_file(request).content
 
 
-def test_a_forgotten_save_that_is_a_link_leaves_what_it_names(sandbox: Sandbox, server: Server) -> None:
+def test_a_forgotten_save_that_is_a_link_leaves_what_it_names(
+    sandbox: Sandbox, server: Server
+) -> None:
     _saved(server, "first")
     shutil.move(sandbox.data / "monday", sandbox.cwd / "elsewhere")
     (sandbox.data / "monday").symlink_to(sandbox.cwd / "elsewhere")
@@ -197,7 +219,9 @@ def _run_directory(sandbox: Sandbox) -> RunDirectory:
 
 
 def test_a_run_directory_that_is_a_link_is_not_emptied(sandbox: Sandbox) -> None:
-    """The directories of killed processes are deleted, and a link looks like one of them."""
+    """The directories of killed processes are deleted, and a link looks like one of
+    them.
+    """
     (sandbox.data / "t").mkdir()
     (sandbox.data / "t" / RUN).symlink_to(_victim(sandbox, "directory"))
     with sandbox.watched():
@@ -232,7 +256,9 @@ def test_locks_of_run_directories_are_not_links(sandbox: Sandbox, kind: str) -> 
 
 @pytest.mark.parametrize("name", ["rows", "rows.end"])
 @pytest.mark.parametrize("kind", ["file", "nothing"])
-def test_files_of_shared_rows_are_not_links(sandbox: Sandbox, name: str, kind: str) -> None:
+def test_files_of_shared_rows_are_not_links(
+    sandbox: Sandbox, name: str, kind: str
+) -> None:
     options = SSDStore(str(sandbox.data), shared="kept")
     folder = sandbox.data / "shared" / "kept" / "t"
     folder.mkdir(parents=True)
@@ -257,10 +283,14 @@ def test_directories_of_shared_rows_are_not_links(sandbox: Sandbox, part: str) -
 
 
 @pytest.mark.parametrize("kind", ["file", "nothing"])
-def test_a_link_in_place_of_an_unfinished_file_is_replaced(sandbox: Sandbox, kind: str) -> None:
+def test_a_link_in_place_of_an_unfinished_file_is_replaced(
+    sandbox: Sandbox, kind: str
+) -> None:
     folder = sandbox.data / "shared" / "kept" / "t"
     folder.mkdir(parents=True)
     (folder / "rows.end.new").symlink_to(_victim(sandbox, kind))
     with sandbox.watched():
-        SSDColdStore(SSDStore(str(sandbox.data), shared="kept"), name="t", row_bytes=8).close()
+        SSDColdStore(
+            SSDStore(str(sandbox.data), shared="kept"), name="t", row_bytes=8
+        ).close()
     assert not os.path.lexists(folder / "rows.end.new")

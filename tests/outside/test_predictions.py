@@ -1,4 +1,6 @@
-"""Hostile names in requests of predictions never lead the server of predictions to other files."""
+"""Hostile names in requests of predictions never lead the server of predictions to
+other files.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def addresses(sandbox: Sandbox) -> Iterator[Addresses]:
         server = GrpcServer(
             access,
             SERVICE.full_name,
-            lambda handlers: add_PredictorServicer_to_server(_Service(models), handlers),
+            lambda handlers: add_PredictorServicer_to_server(
+                _Service(models), handlers
+            ),
         )
         server.start()
         stack.callback(server.stop)
@@ -77,7 +81,9 @@ def _good_request(method: str) -> pb.PredictRequest | pb.StateRequest:
     return pb.PredictRequest(arguments={"ids": pb.Argument(array=array)}, model=MODEL)
 
 
-def test_no_field_of_a_call_leads_to_another_file(sandbox: Sandbox, addresses: Addresses, names: HostileNames) -> None:
+def test_no_field_of_a_call_leads_to_another_file(
+    sandbox: Sandbox, addresses: Addresses, names: HostileNames
+) -> None:
     with grpc.insecure_channel(addresses.grpc) as channel:
         for method in SERVICE.methods:
             call = channel.unary_unary(f"/{SERVICE.full_name}/{method.name}")
@@ -115,7 +121,9 @@ def _request(line: bytes, body: bytes = b"", header: bytes = b"") -> bytes:
     return b"\r\n".join([*lines, header, b"", body] if header else [*lines, b"", body])
 
 
-def test_no_request_by_http_leads_to_another_file(sandbox: Sandbox, addresses: Addresses, names: HostileNames) -> None:
+def test_no_request_by_http_leads_to_another_file(
+    sandbox: Sandbox, addresses: Addresses, names: HostileNames
+) -> None:
     chosen = random.Random(SEED)
     body = json.dumps(REQUEST).encode()
     path = f"/models/{MODEL}/predict".encode()
@@ -126,7 +134,15 @@ def test_no_request_by_http_leads_to_another_file(sandbox: Sandbox, addresses: A
         plain = quote(name).encode()
         changed = changed_document(REQUEST, chosen, names.unicode())
         model = chosen.choice((name.replace(b"\r", b""), plain))
-        target = chosen.choice((b"/%s", b"/models/%s/state", b"/models/%s/predict", b"%s", b"/state?model=%s"))
+        target = chosen.choice(
+            (
+                b"/%s",
+                b"/models/%s/state",
+                b"/models/%s/predict",
+                b"%s",
+                b"/state?model=%s",
+            )
+        )
         requests = [
             _request(b"GET " + target.replace(b"%s", model) + b" HTTP/1.1"),
             _request(b"POST " + target.replace(b"%s", model) + b" HTTP/1.1", body),

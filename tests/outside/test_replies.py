@@ -1,4 +1,6 @@
-"""Hostile names in the replies of servers never lead a client or another server to other files."""
+"""Hostile names in the replies of servers never lead a client or another server to
+other files.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def names(sandbox: Sandbox) -> HostileNames:
 
 
 class HostilePrimary:
-    """The replies of a primary to the server that becomes its backup, with a hostile name in one field.
+    """The replies of a primary to the server that becomes its backup, with a hostile
+    name in one field.
 
     Args:
         path: The path of the primary's data directory.
@@ -71,7 +74,9 @@ def test_no_reply_of_a_primary_leads_its_backup_out_of_its_directory(
     taken = Counter[str]()
     checksum = _checksum_of_a_victim(sandbox)
 
-    def follow(copy: pb.Saved, state: object, read: Callable[[str, int], pb.ReadFileReply]) -> None:
+    def follow(
+        copy: pb.Saved, state: object, read: Callable[[str, int], pb.ReadFileReply]
+    ) -> None:
         with sandbox.watched():
             with suppress(ValueError, OSError, TypeError, KeyError, AttributeError):
                 backup.calls.follow(copy, state, read)  # type: ignore[arg-type]
@@ -95,11 +100,15 @@ def test_no_reply_of_a_primary_leads_its_backup_out_of_its_directory(
             if kind == "metadata" and file == "metadata.json":
                 document = changed_document(json.loads(reply.content), chosen, name)
                 with suppress(ValueError, TypeError):
-                    return pb.ReadFileReply(content=with_checksum(document).encode(), last=True)
+                    return pb.ReadFileReply(
+                        content=with_checksum(document).encode(), last=True
+                    )
             if kind == "base" and file == "metadata.json":
                 document = json.loads(reply.content)
                 document["delta_of"] = {"path": name, "checksum": checksum}
-                return pb.ReadFileReply(content=with_checksum(document).encode(), last=True)
+                return pb.ReadFileReply(
+                    content=with_checksum(document).encode(), last=True
+                )
             return reply
 
         return read
@@ -109,7 +118,9 @@ def test_no_reply_of_a_primary_leads_its_backup_out_of_its_directory(
     for _ in range(max(20, ROUNDS // 2)):
         name = chosen.choice((names.escape, names.unicode))()
         follow(pb.Saved(name="copy", id=name), primary.state, primary.read)
-        follow(primary.copy, changed_document(primary.state, chosen, name), primary.read)
+        follow(
+            primary.copy, changed_document(primary.state, chosen, name), primary.read
+        )
         for kind in ("files", "metadata", "base"):
             follow(primary.copy, primary.state, hostile_read(kind, name))
     for name in names.escapes():
@@ -127,7 +138,8 @@ def _checksum_of_a_victim(sandbox: Sandbox) -> str:
 
 
 class HostileServer:
-    """A server that answers by gRPC, with a hostile name in a field of the replies to one method.
+    """A server that answers by gRPC, with a hostile name in a field of the replies to
+    one method.
 
     Args:
         server: The server that answers.
@@ -147,7 +159,9 @@ class HostileServer:
         self._grpc.start()
 
     def _handler(self, method: MethodDescriptor) -> grpc.RpcMethodHandler:
-        def answer(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        def answer(
+            requests: Iterator[bytes], context: grpc.ServicerContext
+        ) -> Iterator[bytes]:
             code, details, replies = self._server.call(method.name, list(requests))
             if code is not grpc.StatusCode.OK:
                 context.abort(code, details)
@@ -187,9 +201,16 @@ def _use(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [name for name in SERVICE.methods_by_name if list(text_fields(SERVICE.methods_by_name[name].output_type))]
+    "method",
+    [
+        name
+        for name in SERVICE.methods_by_name
+        if list(text_fields(SERVICE.methods_by_name[name].output_type))
+    ],
 )
-def test_no_reply_leads_a_client_to_other_files(sandbox: Sandbox, names: HostileNames, method: str) -> None:
+def test_no_reply_leads_a_client_to_other_files(
+    sandbox: Sandbox, names: HostileNames, method: str
+) -> None:
     server = Server(sandbox)
     hostile = HostileServer(server)
     paths = list(text_fields(SERVICE.methods_by_name[method].output_type))
@@ -201,5 +222,6 @@ def test_no_reply_leads_a_client_to_other_files(sandbox: Sandbox, names: Hostile
                 _use(hostile.address)
     hostile.close()
     server.close()
-    never_called = ("Resume", "Replicate", "ReadFile", "Ids")  # by clients of one server
+    # by clients of one server
+    never_called = ("Resume", "Replicate", "ReadFile", "Ids")
     assert hostile.changed or method in never_called

@@ -1,4 +1,6 @@
-"""Hostile names in all fields of all calls never lead a server out of its data directory."""
+"""Hostile names in all fields of all calls never lead a server out of its data
+directory.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def _fuzz(sandbox: Sandbox, make_server: Callable[[], Server], rounds: int) -> F
     print(f"RECSTORE_TEST_SEED={SEED} RECSTORE_TEST_NAMES={rounds}")
     fuzzer = Fuzzer(sandbox, random.Random(SEED), make_server)
     try:
-        assert fuzzer.accepted() == {method.name for method in SERVICE.methods}, "add a journey"
+        assert fuzzer.accepted() == {method.name for method in SERVICE.methods}, (
+            "add a journey"
+        )
         for number in range(rounds):
             fuzzer.round(number)
     finally:
@@ -52,10 +56,14 @@ def test_no_field_of_a_call_leads_out_of_the_data_directory(sandbox: Sandbox) ->
 
 
 @needs_redis
-def test_no_field_of_a_call_to_a_pair_leads_out(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_no_field_of_a_call_to_a_pair_leads_out(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
     with redis_server(tmp_path / "redis") as redis:
         options = PairOptions("pair", redis.url, "127.0.0.1:0")
-        results = _fuzz(sandbox, lambda: Server(sandbox, options), 2 * len(hostile_fields())).results
+        results = _fuzz(
+            sandbox, lambda: Server(sandbox, options), 2 * len(hostile_fields())
+        ).results
     replicated = {path for method, path in hostile_fields() if method == "Replicate"}
     assert all(results.fields["Replicate", path] for path in replicated)
     assert {"OK", "INVALID_ARGUMENT"} <= results.statuses.keys()
@@ -68,7 +76,9 @@ def test_a_server_calls_no_socket_that_a_client_names(
     sandbox: Sandbox, tmp_path: Path, field: str, address: str
 ) -> None:
     addresses = {"address": "127.0.0.1:1", "rows": "127.0.0.1:1", field: address}
-    request = pb.ReplicateRequest(phase=pb.ReplicateRequest.COPY, server="other", **addresses)
+    request = pb.ReplicateRequest(
+        phase=pb.ReplicateRequest.COPY, server="other", **addresses
+    )
     with redis_server(tmp_path / "redis") as redis:
         server = Server(sandbox, PairOptions("pair", redis.url, "127.0.0.1:0"))
         try:
@@ -79,18 +89,28 @@ def test_a_server_calls_no_socket_that_a_client_names(
     assert "must be HOST:PORT" in details
 
 
-def test_the_fuzzer_finds_names_that_nothing_has_checked(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the check of the ids of saves, a client could delete a directory beside the server's."""
+def test_the_fuzzer_finds_names_that_nothing_has_checked(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the check of the ids of saves, a client could delete a directory beside
+    the server's.
+    """
     monkeypatch.setattr(SaveId, "check", lambda name: None)
     with pytest.raises(AssertionError, match=r"created: \[|outside of the directory"):
         _fuzz(sandbox, lambda: Server(sandbox), 2 * len(hostile_fields()))
 
 
-def test_the_fuzzer_finds_the_deletion_of_a_directory_beside(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One unchecked call is enough: the abort of a save discards what was received for it."""
+def test_the_fuzzer_finds_the_deletion_of_a_directory_beside(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One unchecked call is enough: the abort of a save discards what was received for
+    it.
+    """
     checked_save = SetCalls.save
 
-    def save(calls: SetCalls, request: pb.SaveRequest, is_active: Callable[[], bool]) -> pb.SaveReply:
+    def save(
+        calls: SetCalls, request: pb.SaveRequest, is_active: Callable[[], bool]
+    ) -> pb.SaveReply:
         if request.phase == pb.SaveRequest.ABORT:
             received_for_it = calls._directory.path / f".received-{request.save.id}"
             shutil.rmtree(received_for_it, ignore_errors=True)
@@ -98,5 +118,7 @@ def test_the_fuzzer_finds_the_deletion_of_a_directory_beside(sandbox: Sandbox, m
         return checked_save(calls, request, is_active)
 
     monkeypatch.setattr(SetCalls, "save", save)
-    with pytest.raises(AssertionError, match=r"x/\.\./\.\./victim.*deleted: .*own/victim"):
+    with pytest.raises(
+        AssertionError, match=r"x/\.\./\.\./victim.*deleted: .*own/victim"
+    ):
         _fuzz(sandbox, lambda: Server(sandbox), 2 * len(hostile_fields()))

@@ -1,4 +1,6 @@
-"""What wheel and sdist hold, without compiling: the extension is the one that the tests run with."""
+"""What wheel and sdist hold, without compiling: the extension is the one that the tests
+run with.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ LEFT_OUT = {".gitignore"}
 def tracked() -> list[str]:
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout")
-    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
     return [name for name in names if name and (ROOT / name).exists()]
 
 
@@ -42,8 +46,17 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def setup_py(folder: Path, *arguments: str) -> None:
-    script = ["setup.py"] if (folder / "setup.py").exists() else ["-c", "from setuptools import setup; setup()"]
-    run = subprocess.run([sys.executable, *script, "-q", *arguments], cwd=folder, capture_output=True, text=True)
+    script = (
+        ["setup.py"]
+        if (folder / "setup.py").exists()
+        else ["-c", "from setuptools import setup; setup()"]
+    )
+    run = subprocess.run(
+        [sys.executable, *script, "-q", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 0, run.stderr
 
 
@@ -61,19 +74,32 @@ def files_of(sdist: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("project", ["service", "serving"])
-def test_sdist_of_a_plugin_holds_its_files_and_what_it_compiles(copy: Path, project: str) -> None:
+def test_sdist_of_a_plugin_holds_its_files_and_what_it_compiles(
+    copy: Path, project: str
+) -> None:
     setup_py(copy / project, "sdist", "--dist-dir", "made")
     (made,) = (copy / project / "made").iterdir()
     names = files_of(made)
-    assert {name for name in tracked() if name.startswith(f"{project}/")} <= {f"{project}/{name}" for name in names}
+    assert {name for name in tracked() if name.startswith(f"{project}/")} <= {
+        f"{project}/{name}" for name in names
+    }
     assert not [name for name in names if name.endswith((".so", ".pyc", ".o"))]
-    core = {"native_build.py", "torchrec_recstore/csrc/row_api.h", "torchrec_recstore/csrc/memory.cpp"}
+    core = {
+        "native_build.py",
+        "torchrec_recstore/csrc/row_api.h",
+        "torchrec_recstore/csrc/memory.cpp",
+    }
     if project == "serving":
-        core |= {"torchrec_recstore/csrc/mix.h", "service/torchrec_recstore_service/csrc/tls.cpp"}
+        core |= {
+            "torchrec_recstore/csrc/mix.h",
+            "service/torchrec_recstore_service/csrc/tls.cpp",
+        }
     assert {f"core/{name}" for name in core} <= names
 
 
-SCRIPTS = {f"benchmarks/{name}.json" for name in ("results", "quality", "scale", "soak")}
+SCRIPTS = {
+    f"benchmarks/{name}.json" for name in ("results", "quality", "scale", "soak")
+}
 
 
 @pytest.mark.parametrize(
@@ -87,24 +113,44 @@ SCRIPTS = {f"benchmarks/{name}.json" for name in ("results", "quality", "scale",
 def test_wheel(copy: Path, package: str, library: str, tag: str) -> None:
     project = copy / PROJECTS[package].relative_to(ROOT)
     setup_py(project, "build_py", "--build-lib", "build/lib")
-    shutil.copy(PACKAGES[package] / library, project / "build/lib" / package)  # newer than its sources: not compiled
-    setup_py(project, "build", "--build-lib", "build/lib", "bdist_wheel", "--skip-build", "--dist-dir", "wheels")
+    # newer than its sources: not compiled
+    shutil.copy(PACKAGES[package] / library, project / "build/lib" / package)
+    setup_py(
+        project,
+        "build",
+        "--build-lib",
+        "build/lib",
+        "bdist_wheel",
+        "--skip-build",
+        "--dist-dir",
+        "wheels",
+    )
     (made,) = (project / "wheels").iterdir()
     assert made.name.endswith(f"-{tag}.whl")
     with zipfile.ZipFile(made) as file:
         names = {name for name in file.namelist() if ".dist-info/" not in name}
-        about = {Path(name).name: file.read(name).decode() for name in file.namelist() if ".dist-info/" in name}
+        about = {
+            Path(name).name: file.read(name).decode()
+            for name in file.namelist()
+            if ".dist-info/" in name
+        }
     root = f"{PACKAGES[package].relative_to(ROOT)}/"
     ours = {
-        f"{package}/{name.removeprefix(root)}" for name in tracked() if name.startswith(root) and "/csrc/" not in name
+        f"{package}/{name.removeprefix(root)}"
+        for name in tracked()
+        if name.startswith(root) and "/csrc/" not in name
     }
     ours.add(f"{package}/{library}")
     if package == "torchrec_recstore":
-        scripts = {name for name in tracked() if name.startswith(("examples/", "benchmarks/"))} - SCRIPTS
+        scripts = {
+            name for name in tracked() if name.startswith(("examples/", "benchmarks/"))
+        } - SCRIPTS
         ours |= {f"{package}/{name}" for name in scripts}
         assert "recstore = torchrec_recstore.cli:main" in about["entry_points.txt"]
     else:
-        assert f"torchrec-recstore=={torchrec_recstore.__version__}" in about["METADATA"]
+        assert (
+            f"torchrec-recstore=={torchrec_recstore.__version__}" in about["METADATA"]
+        )
         assert "[torchrec_recstore.commands]" in about["entry_points.txt"]
     assert names == ours
     metadata = email.message_from_string(about["METADATA"])
@@ -117,11 +163,19 @@ def requirements(package: str = "torchrec_recstore") -> dict[str, dict[str, str]
     """Distributions by extra, "" for what is always needed, each with its bound."""
     config = configparser.ConfigParser()
     config.read(PROJECTS[package] / "setup.cfg")
-    extras = config["options.extras_require"] if config.has_section("options.extras_require") else {}
+    extras = (
+        config["options.extras_require"]
+        if config.has_section("options.extras_require")
+        else {}
+    )
     lines = {"": config["options"]["install_requires"], **extras}
     found = {}
     for extra, text in lines.items():
-        wanted = [re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?(.*)", line) for line in text.split("\n") if line.strip()]
+        wanted = [
+            re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?(.*)", line)
+            for line in text.split("\n")
+            if line.strip()
+        ]
         found[extra] = {match[1]: match[2] for match in wanted if match is not None}
     return found
 
@@ -130,25 +184,44 @@ def test_versions_are_locked_to_each_other() -> None:
     version = f"=={torchrec_recstore.__version__}"
     ours = {name.replace("_", "-") for name in PACKAGES}
     for package in PACKAGES:
-        assert importlib.import_module(package).__version__ == torchrec_recstore.__version__
-        bounds = {bound for wanted in requirements(package).values() for name, bound in wanted.items() if name in ours}
+        assert (
+            importlib.import_module(package).__version__
+            == torchrec_recstore.__version__
+        )
+        bounds = {
+            bound
+            for wanted in requirements(package).values()
+            for name, bound in wanted.items()
+            if name in ours
+        }
         assert bounds == {version}
 
 
 def pins() -> dict[str, str]:
     text = "\n".join(path.read_text() for path in (ROOT / "requirements").glob("*.txt"))
-    return dict(re.findall(r"^([\w-]+)(?:\[[\w,]+\])?==([\w.]+)", text, flags=re.MULTILINE))
+    return dict(
+        re.findall(r"^([\w-]+)(?:\[[\w,]+\])?==([\w.]+)", text, flags=re.MULTILINE)
+    )
 
 
 def test_what_extras_name_is_pinned() -> None:
-    of_triples = {"torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"}  # those are checked in test_triples.py
-    wanted_by = [(extra, wanted) for package in PACKAGES for extra, wanted in requirements(package).items()]
+    # those are checked in test_triples.py
+    of_triples = {"torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"}
+    wanted_by = [
+        (extra, wanted)
+        for package in PACKAGES
+        for extra, wanted in requirements(package).items()
+    ]
     for extra, wanted in wanted_by:
         for name, bound in wanted.items():
-            if (extra.startswith("torchrec") and name in of_triples) or name.replace("-", "_") in PACKAGES:
+            if (extra.startswith("torchrec") and name in of_triples) or name.replace(
+                "-", "_"
+            ) in PACKAGES:
                 continue
             assert name in pins(), f"[{extra}] {name}"
-            assert not bound.startswith("==") or pins()[name] == bound[2:], f"[{extra}] {name}"
+            assert not bound.startswith("==") or pins()[name] == bound[2:], (
+                f"[{extra}] {name}"
+            )
 
 
 COMMON = ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli"]
@@ -157,30 +230,77 @@ COMMON = ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli"]
 @pytest.mark.parametrize(
     ("folder", "package", "extras"),
     [
-        ("torchrec_recstore/store", "torchrec_recstore", [""]),  # usable without an extra
+        # usable without an extra
+        ("torchrec_recstore/store", "torchrec_recstore", [""]),
         ("torchrec_recstore/kernels", "torchrec_recstore", [""]),
         ("torchrec_recstore", "torchrec_recstore", [*COMMON, "parquet"]),
-        ("service/torchrec_recstore_service", "torchrec_recstore_service", ["", "redis", "rocksdb"]),
-        ("serving/torchrec_recstore_serving", "torchrec_recstore_serving", ["", "redis", "retrieval"]),
+        (
+            "service/torchrec_recstore_service",
+            "torchrec_recstore_service",
+            ["", "redis", "rocksdb"],
+        ),
+        (
+            "serving/torchrec_recstore_serving",
+            "torchrec_recstore_serving",
+            ["", "redis", "retrieval"],
+        ),
         ("examples", "torchrec_recstore", [*COMMON, "examples", "trainers"]),
         ("benchmarks", "torchrec_recstore", [*COMMON, "examples"]),
     ],
 )
-def test_what_is_imported_is_required(folder: str, package: str, extras: list[str]) -> None:
-    known = {name.replace("-", "_").lower() for extra in extras for name in requirements(package)[extra]}
+def test_what_is_imported_is_required(
+    folder: str, package: str, extras: list[str]
+) -> None:
+    known = {
+        name.replace("-", "_").lower()
+        for extra in extras
+        for name in requirements(package)[extra]
+    }
     if folder in ("examples", "benchmarks"):
-        plugins = (requirements(f"torchrec_recstore_{plugin}") for plugin in ("service", "serving"))
-        known |= {name.replace("-", "_") for plugin in plugins for wanted in plugin.values() for name in wanted}
-    if package == "torchrec_recstore_serving":  # it exports TorchRec's models, of whom has them
-        known |= {name.replace("-", "_") for name in requirements()["torchrec-cpu"]} | {"torchrec"}
-    own = {path.stem for each in {folder, "examples"} for path in (ROOT / each).rglob("*")} | set(PACKAGES)
-    # Python 3.10 knows the names that a distribution lists in top_level.txt, a file that these do not have.
-    distributions = {"google": ["protobuf"], "faiss": ["faiss_cpu"]} | packages_distributions()
+        plugins = (
+            requirements(f"torchrec_recstore_{plugin}")
+            for plugin in ("service", "serving")
+        )
+        known |= {
+            name.replace("-", "_")
+            for plugin in plugins
+            for wanted in plugin.values()
+            for name in wanted
+        }
+    # it exports TorchRec's models, of whom has them
+    if package == "torchrec_recstore_serving":
+        known |= {name.replace("-", "_") for name in requirements()["torchrec-cpu"]} | {
+            "torchrec"
+        }
+    own = {
+        path.stem for each in {folder, "examples"} for path in (ROOT / each).rglob("*")
+    } | set(PACKAGES)
+    # Python 3.10 knows the names that a distribution lists in top_level.txt, a file
+    # that these do not have.
+    distributions = {
+        "google": ["protobuf"],
+        "faiss": ["faiss_cpu"],
+    } | packages_distributions()
     for path in sorted((ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
-            for name in {each.partition(".")[0] for each in names} - own - sys.stdlib_module_names:
-                candidates = {each.replace("-", "_").lower() for each in distributions.get(name, [name])}
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else []
+            )
+            names += (
+                [node.module]
+                if isinstance(node, ast.ImportFrom) and node.module and not node.level
+                else []
+            )
+            for name in (
+                {each.partition(".")[0] for each in names}
+                - own
+                - sys.stdlib_module_names
+            ):
+                candidates = {
+                    each.replace("-", "_").lower()
+                    for each in distributions.get(name, [name])
+                }
                 # Namespaces that several distributions share: one of them is enough.
                 assert candidates & known, f"{path.relative_to(ROOT)} imports {name}"

@@ -1,4 +1,6 @@
-"""Wheels that are built from sdists, and tried in a clean environment: minutes, most of them pip's."""
+"""Wheels that are built from sdists, and tried in a clean environment: minutes, most of
+them pip's.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,19 @@ def test_built_installed_and_run(tmp_path: Path) -> None:
     for made in (wheels, sdists):
         assert [re.match(r"[a-z_]+", path.name)[0] for path in made] == list(PROJECTS)  # type: ignore[index]
     # make package tries the sdists as well. CI has no time to compile them again.
-    run = subprocess.run([ROOT / "tests/package/install.sh", *wheels], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [ROOT / "tests/package/install.sh", *wheels],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    for said in ("quickstart: three rows", "0 problems", "client: (1, 4)", "test AUC", "files good", "kernel "):
+    for said in (
+        "quickstart: three rows",
+        "0 problems",
+        "client: (1, 4)",
+        "test AUC",
+        "files good",
+        "kernel ",
+    ):
         assert said in run.stdout

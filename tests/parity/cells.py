@@ -1,4 +1,6 @@
-"""The cells of the parity table: the tables of TorchRec models that are tried in RecStore, and their configurations."""
+"""The cells of the parity table: the tables of TorchRec models that are tried in
+RecStore, and their configurations.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,16 @@ from itertools import product
 
 from .extras import EXTRAS
 
-SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
-SEQUENCE_SHARDINGS = ("table_wise", "row_wise", "column_wise")  # those that TorchRec's EmbeddingCollection has
+SHARDINGS = (
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_column_wise",
+    "table_row_wise",
+    "grid_shard",
+)
+# those that TorchRec's EmbeddingCollection has
+SEQUENCE_SHARDINGS = ("table_wise", "row_wise", "column_wise")
 WORLD_SIZES = (1, 2, 4)
 BAGS, SEQUENCES = "EmbeddingBagCollection", "EmbeddingCollection"
 
@@ -19,10 +29,13 @@ class Cell:
 
     Args:
         pooling: "sum" or "mean"; "none" for sequences.
-        weighted: Whether the model has a weighted collection beside the unweighted collection.
+        weighted: Whether the model has a weighted collection beside the unweighted
+            collection.
         varying: Whether the batch size varies by feature (VBE).
-        data_type: The name of the rows' ``torchrec.modules.embedding_configs.DataType``.
-        extra: What the batches carry beyond that which the tables need, a key of ``EXTRAS``. Empty: nothing.
+        data_type: The name of the rows'
+            ``torchrec.modules.embedding_configs.DataType``.
+        extra: What the batches carry beyond that which the tables need, a key of
+            ``EXTRAS``. Empty: nothing.
     """
 
     module: str
@@ -41,28 +54,50 @@ class Cell:
 
     @property
     def rows_split(self) -> bool:
-        """Whether the rows of a table are spread over the ranks of the world or of a node."""
+        """Whether the rows of a table are spread over the ranks of the world or of a
+        node.
+        """
         return self.sharding in ("row_wise", "table_row_wise", "grid_shard")
 
 
 def all_cells() -> list[Cell]:
-    """All cells: fp32 in every combination, 16-bit types with all sharding types but not with all batches."""
+    """All cells: fp32 in every combination, 16-bit types with all sharding types but
+    not with all batches.
+    """
     cells = [
         Cell(BAGS, sharding, world_size, pooling, weighted, varying)
         for world_size, sharding, pooling, weighted, varying in product(
             WORLD_SIZES, SHARDINGS, ("sum", "mean"), (False, True), (False, True)
         )
     ]
-    for world_size, sharding, data_type in product(WORLD_SIZES, SHARDINGS, ("FP16", "BF16")):
+    for world_size, sharding, data_type in product(
+        WORLD_SIZES, SHARDINGS, ("FP16", "BF16")
+    ):
         cells.append(Cell(BAGS, sharding, world_size, data_type=data_type))
         if world_size == 2:
-            cells.append(Cell(BAGS, sharding, world_size, "mean", weighted=True, data_type=data_type))
+            cells.append(
+                Cell(
+                    BAGS,
+                    sharding,
+                    world_size,
+                    "mean",
+                    weighted=True,
+                    data_type=data_type,
+                )
+            )
     for world_size in WORLD_SIZES:
-        cells += [Cell(SEQUENCES, sharding, world_size, "none") for sharding in SHARDINGS]
+        cells += [
+            Cell(SEQUENCES, sharding, world_size, "none") for sharding in SHARDINGS
+        ]
         for sharding in SEQUENCE_SHARDINGS:
             cells.append(Cell(SEQUENCES, sharding, world_size, "none", varying=True))
-            cells += [Cell(SEQUENCES, sharding, world_size, "none", data_type=t) for t in ("FP16", "BF16")]
-    for world_size, sharding, pooling, extra in product(WORLD_SIZES, SHARDINGS, ("sum", "mean"), EXTRAS):
+            cells += [
+                Cell(SEQUENCES, sharding, world_size, "none", data_type=t)
+                for t in ("FP16", "BF16")
+            ]
+    for world_size, sharding, pooling, extra in product(
+        WORLD_SIZES, SHARDINGS, ("sum", "mean"), EXTRAS
+    ):
         cells.append(Cell(BAGS, sharding, world_size, pooling, extra=extra))
     for world_size, sharding, extra in product(WORLD_SIZES, SEQUENCE_SHARDINGS, EXTRAS):
         cells.append(Cell(SEQUENCES, sharding, world_size, "none", extra=extra))

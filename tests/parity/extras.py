@@ -1,4 +1,6 @@
-"""Batches that carry more than an unweighted collection needs, or the same features in another form."""
+"""Batches that carry more than an unweighted collection needs, or the same features in
+another form.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,16 @@ FURTHER = ("further_0", "further_1", "further_2")
 """The features that no table has."""
 
 Change = Callable[[KeyedJaggedTensor, int, list[torch.Generator]], KeyedJaggedTensor]
-"""Changes the features of a batch. Its arguments are the features, the number of examples of each rank, and the random
-generator of each rank."""
+"""Changes the features of a batch.
+
+Its arguments are the features, the number of examples of each rank, and the random
+generator of each rank.
+"""
 
 
-def with_extra(batch: ModelInput, extra: str, step: int, ranks: Sequence[int], examples: int) -> ModelInput:
+def with_extra(
+    batch: ModelInput, extra: str, step: int, ranks: Sequence[int], examples: int
+) -> ModelInput:
     """Returns a batch whose unweighted features carry more.
 
     Args:
@@ -34,21 +41,36 @@ def with_extra(batch: ModelInput, extra: str, step: int, ranks: Sequence[int], e
     return replace(batch, idlist_features=EXTRAS[extra](features, examples, generators))
 
 
-def _weights(features: KeyedJaggedTensor, examples: int, generators: list[torch.Generator]) -> KeyedJaggedTensor:
+def _weights(
+    features: KeyedJaggedTensor, examples: int, generators: list[torch.Generator]
+) -> KeyedJaggedTensor:
     weights = torch.rand(len(features.values()), generator=generators[0])
-    return KeyedJaggedTensor(features.keys(), features.values(), weights, features.lengths())
+    return KeyedJaggedTensor(
+        features.keys(), features.values(), weights, features.lengths()
+    )
 
 
 def _further_features(
     features: KeyedJaggedTensor, examples: int, generators: list[torch.Generator]
 ) -> KeyedJaggedTensor:
     bags = examples * len(generators)
-    by_name = {name: (feature.values(), feature.lengths()) for name, feature in features.to_dict().items()}
+    by_name = {
+        name: (feature.values(), feature.lengths())
+        for name, feature in features.to_dict().items()
+    }
     for name in FURTHER:
         lengths = torch.randint(0, 4, (bags,), generator=generators[0])
-        by_name[name] = torch.randint(-(2**40), 2**40, (int(lengths.sum()),), generator=generators[0]), lengths
+        by_name[name] = (
+            torch.randint(
+                -(2**40), 2**40, (int(lengths.sum()),), generator=generators[0]
+            ),
+            lengths,
+        )
     # The features are in another order in each step, and on each rank.
-    names = [list(by_name)[place] for place in torch.randperm(len(by_name), generator=generators[0]).tolist()]
+    names = [
+        list(by_name)[place]
+        for place in torch.randperm(len(by_name), generator=generators[0]).tolist()
+    ]
     return KeyedJaggedTensor(
         names,
         torch.cat([by_name[name][0] for name in names]),
@@ -56,24 +78,41 @@ def _further_features(
     )
 
 
-def _int64_lengths(features: KeyedJaggedTensor, examples: int, generators: list[torch.Generator]) -> KeyedJaggedTensor:
+def _int64_lengths(
+    features: KeyedJaggedTensor, examples: int, generators: list[torch.Generator]
+) -> KeyedJaggedTensor:
     lengths = features.lengths().to(torch.int64)
     offsets = features.offsets().to(torch.int64)
-    return KeyedJaggedTensor(features.keys(), features.values(), lengths=lengths, offsets=offsets)
+    return KeyedJaggedTensor(
+        features.keys(), features.values(), lengths=lengths, offsets=offsets
+    )
 
 
-def _int32_ids(features: KeyedJaggedTensor, examples: int, generators: list[torch.Generator]) -> KeyedJaggedTensor:
+def _int32_ids(
+    features: KeyedJaggedTensor, examples: int, generators: list[torch.Generator]
+) -> KeyedJaggedTensor:
     ids = features.values().to(torch.int32)
-    return KeyedJaggedTensor(features.keys(), ids, lengths=features.lengths().to(torch.int32))
+    return KeyedJaggedTensor(
+        features.keys(), ids, lengths=features.lengths().to(torch.int32)
+    )
 
 
-def _offsets(features: KeyedJaggedTensor, examples: int, generators: list[torch.Generator]) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(features.keys(), features.values(), offsets=features.offsets())
+def _offsets(
+    features: KeyedJaggedTensor, examples: int, generators: list[torch.Generator]
+) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        features.keys(), features.values(), offsets=features.offsets()
+    )
 
 
-def _inverse(features: KeyedJaggedTensor, examples: int, generators: list[torch.Generator]) -> tuple[list[str], Tensor]:
+def _inverse(
+    features: KeyedJaggedTensor, examples: int, generators: list[torch.Generator]
+) -> tuple[list[str], Tensor]:
     by_rank = [
-        torch.randint(0, examples, (len(features.keys()), examples), generator=generator) + place * examples
+        torch.randint(
+            0, examples, (len(features.keys()), examples), generator=generator
+        )
+        + place * examples
         for place, generator in enumerate(generators)
     ]
     return features.keys(), torch.cat(by_rank, dim=1)
@@ -90,7 +129,9 @@ def _inverse_indices(
     )
 
 
-def _strides(features: KeyedJaggedTensor, examples: int, generators: list[torch.Generator]) -> KeyedJaggedTensor:
+def _strides(
+    features: KeyedJaggedTensor, examples: int, generators: list[torch.Generator]
+) -> KeyedJaggedTensor:
     bags = examples * len(generators)
     return KeyedJaggedTensor(
         features.keys(),

@@ -1,4 +1,6 @@
-"""Runs every cell and every use, and writes docs/parity.md: ``python -m tests.parity.report``."""
+"""Runs every cell and every use, and writes docs/parity.md: ``python -m
+tests.parity.report``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ def main() -> int:
     PATH.write_text(text(outcomes, uses))
     counts = Counter(outcome.kind for outcome in (*outcomes.values(), *uses.values()))
     said = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-    print(f"{PATH}: {len(outcomes)} cells, {len(uses)} uses in {time.monotonic() - start:.0f} s: {said}")
+    print(
+        f"{PATH}: {len(outcomes)} cells, {len(uses)} uses in"
+        f" {time.monotonic() - start:.0f} s: {said}"
+    )
     return 1 if counts[FAILS] else 0
 
 

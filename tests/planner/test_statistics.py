@@ -10,11 +10,22 @@ import pytest
 import torch
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    ShardingOption,
+)
 
 from tests.checkpoint import models
 from tests.sharders.models import bag, collection, sequence
-from torchrec_recstore import SGD, RecStoreConstraints, RecStorePlanner, RecStoreSharder, save_checkpoint, table_stats
+from torchrec_recstore import (
+    SGD,
+    RecStoreConstraints,
+    RecStorePlanner,
+    RecStoreSharder,
+    save_checkpoint,
+    table_stats,
+)
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.planner import (
     RecStoreEnumerator,
@@ -29,20 +40,31 @@ WORLD, BATCH = 2, 100
 
 
 def topology(**more: Any) -> Topology:
-    return Topology(world_size=WORLD, local_world_size=WORLD, compute_device="cpu", **more)
+    return Topology(
+        world_size=WORLD, local_world_size=WORLD, compute_device="cpu", **more
+    )
 
 
 def option(
-    table: EmbeddingBagConfig, measured: TableStatistics | None, sharding_type: str = "table_wise", **more: Any
+    table: EmbeddingBagConfig,
+    measured: TableStatistics | None,
+    sharding_type: str = "table_wise",
+    **more: Any,
 ) -> ShardingOption:
-    constraints: Any = {"t": RecStoreConstraints(sharding_types=[sharding_type], **more)}
+    constraints: Any = {
+        "t": RecStoreConstraints(sharding_types=[sharding_type], **more)
+    }
     statistics = None if measured is None else {"t": measured}
-    enumerator = RecStoreEnumerator(topology(), BATCH, constraints, statistics=statistics)
+    enumerator = RecStoreEnumerator(
+        topology(), BATCH, constraints, statistics=statistics
+    )
     (found,) = enumerator.enumerate(collection(table), [RecStoreSharder()])
     return found
 
 
-def test_a_checkpoint_and_a_run_tell_rows_and_growth_and_nothing_else(one_rank: None, tmp_path: Path) -> None:
+def test_a_checkpoint_and_a_run_tell_rows_and_growth_and_nothing_else(
+    one_rank: None, tmp_path: Path
+) -> None:
     model = models.recstore()
     rows = []
     for step, distinct in ((1, 40), (2, 80)):
@@ -52,10 +74,15 @@ def test_a_checkpoint_and_a_run_tell_rows_and_growth_and_nothing_else(one_rank: 
     one = read_statistics(tmp_path / "step-2")
     assert one == {name: TableStatistics(rows=n) for name, n in rows[1].items()}
     run = read_statistics(tmp_path)
-    assert run == {name: TableStatistics(rows=n, rows_per_step=(n - rows[0][name]) / 8) for name, n in rows[1].items()}
+    assert run == {
+        name: TableStatistics(rows=n, rows_per_step=(n - rows[0][name]) / 8)
+        for name, n in rows[1].items()
+    }
     assert any(each.rows_per_step for each in run.values())
     grown = run["user"].after(1000)
-    assert grown.rows == round(rows[1]["user"] + 1000 * (run["user"].rows_per_step or 0))
+    assert grown.rows == round(
+        rows[1]["user"] + 1000 * (run["user"].rows_per_step or 0)
+    )
     with pytest.raises(ValueError, match="rows_per_step was not measured"):
         one["user"].after(1)
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
@@ -73,7 +100,11 @@ def test_batches_tell_ids_and_shares(kind: Any) -> None:
             lengths=torch.tensor([2, 0, 1, 1, 0, 0, 1, 1, 1]),
         ),
         # a: 1, 1, 1 ids; b: 0, 0, 1 ids; 2 of 4 ids are distinct
-        KeyedJaggedTensor(["b", "a"], torch.tensor([1, 1, 1, 9]), lengths=torch.tensor([0, 0, 1, 1, 1, 1])),
+        KeyedJaggedTensor(
+            ["b", "a"],
+            torch.tensor([1, 1, 1, 9]),
+            lengths=torch.tensor([0, 0, 1, 1, 1, 1]),
+        ),
     ]
     (found,) = measure_statistics([table], batches).values()  # type: ignore[list-item]
     assert found.ids_per_sample == (1.0, 4 / 6)
@@ -90,7 +121,10 @@ def test_batches_tell_ids_and_shares(kind: Any) -> None:
 
 def test_statistics_are_combined_field_by_field_and_written(tmp_path: Path) -> None:
     saved = {"a": TableStatistics(rows=5), "b": TableStatistics(rows=6)}
-    sampled = {"a": TableStatistics(rows=1, ids_per_sample=(2.0, 0.5), unique_share=0.5), "c": TableStatistics()}
+    sampled = {
+        "a": TableStatistics(rows=1, ids_per_sample=(2.0, 0.5), unique_share=0.5),
+        "c": TableStatistics(),
+    }
     found = combined_statistics(saved, sampled)
     assert found == {
         "a": TableStatistics(rows=5, ids_per_sample=(2.0, 0.5), unique_share=0.5),
@@ -107,17 +141,43 @@ def test_statistics_are_combined_field_by_field_and_written(tmp_path: Path) -> N
     [
         ("not json", "s.json: "),
         ("[]", "it is not of the format 'recstore statistics'"),
-        ('{"format": "recstore statistics", "version": 9, "tables": {}}', "it is of version 9"),
-        ('{"format": "recstore statistics", "version": 1, "tables": {"t": {"x": 1}}}', "has the field 'x'"),
-        ('{"format": "recstore statistics", "version": 1, "tables": {"t": {"rows": -1}}}', "rows must be at least 0"),
-        ('{"format": "recstore statistics", "version": 1, "tables": {"t": {"rows": "5"}}}', "rows must be finite"),
         (
-            '{"format": "recstore statistics", "version": 1, "tables": {"t": {"ids_per_sample": 5}}}',
+            '{"format": "recstore statistics", "version": 9, "tables": {}}',
+            "it is of version 9",
+        ),
+        (
+            (
+                '{"format": "recstore statistics", "version": 1, "tables": {"t": {"x":'
+                " 1}}}"
+            ),
+            "has the field 'x'",
+        ),
+        (
+            (
+                '{"format": "recstore statistics", "version": 1, "tables": {"t":'
+                ' {"rows": -1}}}'
+            ),
+            "rows must be at least 0",
+        ),
+        (
+            (
+                '{"format": "recstore statistics", "version": 1, "tables": {"t":'
+                ' {"rows": "5"}}}'
+            ),
+            "rows must be finite",
+        ),
+        (
+            (
+                '{"format": "recstore statistics", "version": 1, "tables": {"t":'
+                ' {"ids_per_sample": 5}}}'
+            ),
             "ids_per_sample must be a list",
         ),
     ],
 )
-def test_a_file_that_is_not_one_of_statistics_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_one_of_statistics_is_refused(
+    text: str, said: str, tmp_path: Path
+) -> None:
     (tmp_path / "s.json").write_text(text)
     with pytest.raises(ValueError, match=r"s\.json") as error:
         read_statistics(tmp_path / "s.json")
@@ -127,19 +187,28 @@ def test_a_file_that_is_not_one_of_statistics_is_refused(text: str, said: str, t
 def test_measured_rows_count_in_the_memory() -> None:
     def bytes_with(rows: int | None, **options: Any) -> int:
         measured = None if rows is None else TableStatistics(rows=rows)
-        return int(option(bag("t", rows=2**40), measured, options=TableOptions(**options)).total_storage.ddr)
+        return int(
+            option(
+                bag("t", rows=2**40), measured, options=TableOptions(**options)
+            ).total_storage.ddr
+        )
 
     assert bytes_with(1000) == bytes_with(None, expected_rows=1000)
     assert bytes_with(1000, expected_rows=500) == bytes_with(None, expected_rows=1000)
     assert bytes_with(1000, expected_rows=2000) == bytes_with(None, expected_rows=2000)
-    assert bytes_with(1000, max_rows=300, eviction=LRU()) == bytes_with(None, expected_rows=300)
+    assert bytes_with(1000, max_rows=300, eviction=LRU()) == bytes_with(
+        None, expected_rows=300
+    )
 
 
 def test_measured_ids_of_each_feature_count_in_inputs() -> None:
     table = bag("t", ("a", "b"))
     measured = TableStatistics(ids_per_sample=(3.0, 0.5))
     assert option(table, measured).input_lengths == [3.0, 0.5]
-    assert option(table, measured, pooling_factors=[7.0, 8.0]).input_lengths == [7.0, 8.0]
+    assert option(table, measured, pooling_factors=[7.0, 8.0]).input_lengths == [
+        7.0,
+        8.0,
+    ]
     with pytest.raises(ValueError, match="statistics of table 't' are of 2 feature"):
         option(table, measured, batch_sizes=[5])
 
@@ -149,13 +218,23 @@ def test_measured_times_replace_the_formula() -> None:
     for sharding_type, share, ids, sums in (
         ("table_wise", 0.0, BATCH * WORLD, 0),
         ("row_wise", 0.0, BATCH * WORLD / 2, BATCH * WORLD / 2),
-        ("row_wise", 0.4, BATCH * WORLD * (0.4 + 0.6 / 2), BATCH * WORLD / 2),  # one rank has all of the hottest id
+        # one rank has all of the hottest id
+        ("row_wise", 0.4, BATCH * WORLD * (0.4 + 0.6 / 2), BATCH * WORLD / 2),
     ):
         perfs = [
-            option(table, TableStatistics(ns_per_id=ns, hottest_share=share), sharding_type).shards[0].perf
+            option(
+                table, TableStatistics(ns_per_id=ns, hottest_share=share), sharding_type
+            )
+            .shards[0]
+            .perf
             for ns in (1000.0, 2000.0)
         ]
-        slower = perfs[1].fwd_compute + perfs[1].bwd_compute - perfs[0].fwd_compute - perfs[0].bwd_compute
+        slower = (
+            perfs[1].fwd_compute
+            + perfs[1].bwd_compute
+            - perfs[0].fwd_compute
+            - perfs[0].bwd_compute
+        )
         assert slower == pytest.approx(ids * 1000 / 1e6)
         of_sums = perfs[0].fwd_compute + perfs[0].bwd_compute - slower
         assert (of_sums > 1e-9) == (sums > 0)
@@ -163,35 +242,57 @@ def test_measured_times_replace_the_formula() -> None:
     assert by_formula == option(table, None).shards[0].perf
 
 
-def test_the_planner_balances_the_measured_times(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_planner_balances_the_measured_times(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = collection(*(bag(name, (name,), dim=64, rows=10**6) for name in "abcd"))
-    constraints: Any = {name: RecStoreConstraints(sharding_types=["table_wise"]) for name in "abcd"}
+    constraints: Any = {
+        name: RecStoreConstraints(sharding_types=["table_wise"]) for name in "abcd"
+    }
     cost = {"a": 9000.0, "b": 2000.0, "c": 3000.0, "d": 3500.0}
-    statistics = {name: TableStatistics(rows=777, ns_per_id=ns) for name, ns in cost.items()}
-    planner = RecStorePlanner(topology(), BATCH, constraints=constraints, statistics=statistics, debug=False)
+    statistics = {
+        name: TableStatistics(rows=777, ns_per_id=ns) for name, ns in cost.items()
+    }
+    planner = RecStorePlanner(
+        topology(), BATCH, constraints=constraints, statistics=statistics, debug=False
+    )
     with caplog.at_level(logging.INFO, "torchrec.distributed.planner.stats"):
         plan = planner.plan(model, [RecStoreSharder()]).plan[""]
     of_a = plan["a"].ranks
     assert all(plan[name].ranks != of_a for name in "bcd")
     assert "RecStore table 'a': 777 resident rows assumed (measured)" in caplog.text
-    assert all(sharding.options == TableOptions() for sharding in plan.values())  # new rows stay as they are
+    # new rows stay as they are
+    assert all(sharding.options == TableOptions() for sharding in plan.values())
 
 
 def test_statistics_of_another_model_are_refused() -> None:
-    planner = RecStorePlanner(topology(), statistics={"x": TableStatistics(ids_per_sample=(1.0,))}, debug=False)
-    with pytest.raises(PlannerError, match=r"statistics of unknown table\(s\) 'x'; the model's tables are 't'"):
+    planner = RecStorePlanner(
+        topology(),
+        statistics={"x": TableStatistics(ids_per_sample=(1.0,))},
+        debug=False,
+    )
+    with pytest.raises(
+        PlannerError,
+        match=r"statistics of unknown table\(s\) 'x'; the model's tables are 't'",
+    ):
         planner.plan(collection(bag("t")), [RecStoreSharder()])
     with pytest.raises(ValueError, match="pass them to the enumerator"):
         RecStorePlanner(
-            topology(), enumerator=RecStoreEnumerator(topology()), statistics={"t": TableStatistics(rows=1)}
+            topology(),
+            enumerator=RecStoreEnumerator(topology()),
+            statistics={"t": TableStatistics(rows=1)},
         )
     constraints: dict[str, ParameterConstraints] = {"y": ParameterConstraints()}
     with pytest.raises(PlannerError, match=r"constraints for unknown table\(s\) 'y'"):
-        RecStorePlanner(topology(), constraints=constraints).plan(collection(bag("t")), [RecStoreSharder()])
+        RecStorePlanner(topology(), constraints=constraints).plan(
+            collection(bag("t")), [RecStoreSharder()]
+        )
 
 
 def test_the_planned_memory_is_that_of_the_tables(one_rank: None) -> None:
-    """The bytes of a trained table, within 10 % of the bytes that are planned for its measured rows."""
+    """The bytes of a trained table, within 10 % of the bytes that are planned for its
+    measured rows.
+    """
     from tests.sharders.models import batch, sharded
 
     table = bag("t", dim=64, rows=2**40)

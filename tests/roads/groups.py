@@ -1,4 +1,6 @@
-"""Models whose tables are in different states, the batches that they are trained on, and the tables that never move."""
+"""Models whose tables are in different states, the batches that they are trained on,
+and the tables that never move.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from torchrec.modules.embedding_configs import DataType
 
 from torchrec_recstore import optim, set_time
 from torchrec_recstore.modules import RecStoreEmbeddingBagCollection
-from torchrec_recstore.options import LFU, LRU, ConstantInit, Expiry, MinFrequency, SSDStore, TableOptions
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    ConstantInit,
+    Expiry,
+    MinFrequency,
+    SSDStore,
+    TableOptions,
+)
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.sharders.layout import LocalShard
@@ -41,29 +51,39 @@ class State:
         options: The table's options, made of the path of a directory for cold stores.
         dim: The number of columns. Default: 6.
         data_type: The type of the rows. Default: float32.
-        ids: The ids of the bags in a step, made of the step and a generator. Default: old ids, and a few new ones.
+        ids: The ids of the bags in a step, made of the step and a generator. Default:
+            old ids, and a few new ones.
     """
 
     options: Callable[[str], TableOptions] = lambda path: TableOptions()
     dim: int = 6
     data_type: DataType = DataType.FP32
-    ids: Callable[[int, torch.Generator], Tensor] = lambda step, rng: some_ids(step, rng)
+    ids: Callable[[int, torch.Generator], Tensor] = lambda step, rng: some_ids(
+        step, rng
+    )
 
 
 def some_ids(step: int, rng: torch.Generator) -> Tensor:
-    """Returns 18 ids: old ones again and again, negative ones, and four that are seen for a few steps only."""
+    """Returns 18 ids: old ones again and again, negative ones, and four that are seen
+    for a few steps only.
+    """
     known = torch.randint(-10, 10, (14,), generator=rng) * 7_000_000_000_000_001
     return torch.cat([known, torch.arange(4) + 2 * step])
 
 
 def no_ids_at_first(step: int, rng: torch.Generator) -> Tensor:
-    """Returns ids in the steps after the last road only, so that the table has no rows before."""
+    """Returns ids in the steps after the last road only, so that the table has no rows
+    before.
+    """
     return some_ids(step, rng)[: 0 if step < 3 * LEG_STEPS else None]
 
 
 BOUNDED: dict[str, Any] = {"max_rows": 256}
-"""The shards of four ranks have room for the rows from before the last road, so that none is evicted before it: the
-evictions of a layout depend on its shards. The steps after it evict."""
+"""The shards of four ranks have room for the rows from before the last road, so that
+none is evicted before it: the evictions of a layout depend on its shards.
+
+The steps after it evict.
+"""
 
 PLAIN = {
     "fp32": State(),
@@ -71,30 +91,53 @@ PLAIN = {
     "bf16": State(dim=5, data_type=DataType.BF16),
     "int8_rows": State(dim=7, data_type=DataType.INT8),
 }
-"""The states of a table that differ by its optimizer: one of each row type, with odd dims."""
+"""The states of a table that differ by its optimizer: one of each row type, with odd
+dims.
+"""
 
 OPTIONS = {
     **PLAIN,
     "int8_of_one_column": State(dim=1, data_type=DataType.INT8),
-    "constant": State(lambda path: TableOptions(initializer=ConstantInit(0.25), missing="init", seed=3)),
+    "constant": State(
+        lambda path: TableOptions(
+            initializer=ConstantInit(0.25), missing="init", seed=3
+        )
+    ),
     "lru": State(lambda path: TableOptions(eviction=LRU(), **BOUNDED)),
     "lfu": State(lambda path: TableOptions(eviction=LFU(half_life_steps=5), **BOUNDED)),
     "expiry_by_steps": State(lambda path: TableOptions(expiry=Expiry(steps=8))),
-    "expiry_by_seconds": State(lambda path: TableOptions(expiry=Expiry(seconds=8 * STEP_SECONDS))),
-    "admission": State(lambda path: TableOptions(admission=MinFrequency(3, counter_bytes=2**14))),
+    "expiry_by_seconds": State(
+        lambda path: TableOptions(expiry=Expiry(seconds=8 * STEP_SECONDS))
+    ),
+    "admission": State(
+        lambda path: TableOptions(admission=MinFrequency(3, counter_bytes=2**14))
+    ),
     "all_bounds": State(
         lambda path: TableOptions(
-            eviction=LFU(), expiry=Expiry(seconds=12 * STEP_SECONDS), admission=MinFrequency(2), **BOUNDED
+            eviction=LFU(),
+            expiry=Expiry(seconds=12 * STEP_SECONDS),
+            admission=MinFrequency(2),
+            **BOUNDED,
         )
     ),
-    "cold": State(lambda path: TableOptions(max_rows=80, eviction=LRU(), cold_store=SSDStore(path))),
+    "cold": State(
+        lambda path: TableOptions(
+            max_rows=80, eviction=LRU(), cold_store=SSDStore(path)
+        )
+    ),
     "cold_with_expiry": State(
-        lambda path: TableOptions(max_rows=80, expiry=Expiry(seconds=20 * STEP_SECONDS), cold_store=SSDStore(path)),
+        lambda path: TableOptions(
+            max_rows=80,
+            expiry=Expiry(seconds=20 * STEP_SECONDS),
+            cold_store=SSDStore(path),
+        ),
         dim=5,
         data_type=DataType.INT8,
     ),
     "one_row": State(ids=lambda step, rng: torch.tensor([-(2**63)])),
-    "one_row_of_int8": State(dim=5, data_type=DataType.INT8, ids=lambda step, rng: torch.tensor([2**63 - 1])),
+    "one_row_of_int8": State(
+        dim=5, data_type=DataType.INT8, ids=lambda step, rng: torch.tensor([2**63 - 1])
+    ),
     "empty": State(ids=no_ids_at_first),
 }
 """The states of a table that differ by its options and its rows."""
@@ -117,7 +160,9 @@ class Group:
 
 GROUPS = {
     "options": Group(OPTIONS, optim.Adam(lr=0.01)),
-    "half": Group({**PLAIN, "cold": OPTIONS["cold"]}, optim.Adam(lr=0.01), torch.float16),
+    "half": Group(
+        {**PLAIN, "cold": OPTIONS["cold"]}, optim.Adam(lr=0.01), torch.float16
+    ),
     "half_rows": Group(PLAIN, optim.RowWiseAdagrad(lr=0.1), torch.float16),
     "sgd": Group(PLAIN, optim.SGD(lr=0.1)),
     "momentum": Group(PLAIN, optim.SGD(lr=0.1, momentum=0.9)),
@@ -139,9 +184,18 @@ GROUPS |= {
 }
 
 
-BY_ROW = (optim.RowWiseAdagrad, optim.PartialRowWiseAdam, optim.LAMB, optim.PartialRowWiseLAMB, optim.LARSSGD)
-"""The optimizers with a state of a row, or the norm of a row: one for each column shard, so that a table goes on
-differently when its columns are split in another way. The others update each column by itself."""
+BY_ROW = (
+    optim.RowWiseAdagrad,
+    optim.PartialRowWiseAdam,
+    optim.LAMB,
+    optim.PartialRowWiseLAMB,
+    optim.LARSSGD,
+)
+"""The optimizers with a state of a row, or the norm of a row: one for each column
+shard, so that a table goes on differently when its columns are split in another way.
+
+The others update each column by itself.
+"""
 
 
 def configs_of(group: Group) -> list[EmbeddingBagConfig]:
@@ -168,29 +222,41 @@ def eager(group: Group, path: str) -> RecStoreEmbeddingBagCollection:
     )
 
 
-def build(group: Group, sharding: str, path: str, *, accumulation_steps: int = 1) -> DistributedModelParallel:
+def build(
+    group: Group, sharding: str, path: str, *, accumulation_steps: int = 1
+) -> DistributedModelParallel:
     """Returns the model of a group.
 
-    Tables whose columns cannot be split without a change of their values are table-wise under ``column_wise``: those of
-    8-bit rows, which have a scale for each column shard, and those of the optimizers in :data:`BY_ROW`.
+    Tables whose columns cannot be split without a change of their values are table-wise
+    under ``column_wise``: those of 8-bit rows, which have a scale for each column
+    shard, and those of the optimizers in :data:`BY_ROW`.
 
     Args:
         group: The group.
-        sharding: ``table_wise``, ``row_wise``, ``hash`` (row-wise by a hash of the id) or ``column_wise``.
+        sharding: ``table_wise``, ``row_wise``, ``hash`` (row-wise by a hash of the id)
+            or ``column_wise``.
         path: The directory of cold stores.
         accumulation_steps: The number of backward passes of an update. Default: 1.
     """
     constraints = {}
     for name, state in group.tables.items():
         kind = "row_wise" if sharding == "hash" else sharding
-        by_column = type(group.optimizer) not in BY_ROW and state.data_type is not DataType.INT8
+        by_column = (
+            type(group.optimizer) not in BY_ROW and state.data_type is not DataType.INT8
+        )
         if kind == "column_wise" and (state.dim % 2 or not by_column):
             kind = "table_wise"
-        options = replace(state.options(path), routing="hash" if sharding == "hash" else "block")
-        constraints[name] = RecStoreConstraints(
-            sharding_types=[kind], min_partition=state.dim // 2 if kind == "column_wise" else None, options=options
+        options = replace(
+            state.options(path), routing="hash" if sharding == "hash" else "block"
         )
-    module = EmbeddingBagCollection(tables=configs_of(group), device=torch.device("meta"))
+        constraints[name] = RecStoreConstraints(
+            sharding_types=[kind],
+            min_partition=state.dim // 2 if kind == "column_wise" else None,
+            options=options,
+        )
+    module = EmbeddingBagCollection(
+        tables=configs_of(group), device=torch.device("meta")
+    )
     sharder = RecStoreSharder(
         optimizer=group.optimizer,
         fused_params={"state_dtype": group.state_dtype},
@@ -198,16 +264,22 @@ def build(group: Group, sharding: str, path: str, *, accumulation_steps: int = 1
     )
     world = dist.get_world_size()
     planner = RecStorePlanner(
-        topology=Topology(world_size=world, local_world_size=world, compute_device="cpu"),
+        topology=Topology(
+            world_size=world, local_world_size=world, compute_device="cpu"
+        ),
         constraints=constraints,
         debug=False,
     )
     plan = planner.collective_plan(module, [sharder], dist.group.WORLD)
-    return DistributedModelParallel(module, plan=plan, sharders=[sharder], device=torch.device("cpu"))
+    return DistributedModelParallel(
+        module, plan=plan, sharders=[sharder], device=torch.device("cpu")
+    )
 
 
 def batch_of(name: str, state: State, step: int) -> tuple[Tensor, Tensor]:
-    """Returns the ids of a table in a step, (N,) int64, and the number of ids of each bag, (BAGS,) int64."""
+    """Returns the ids of a table in a step, (N,) int64, and the number of ids of each
+    bag, (BAGS,) int64.
+    """
     rng = torch.Generator().manual_seed(1000 * step + sum(name.encode()))
     ids = state.ids(step, rng)
     ends = torch.randint(0, len(ids) + 1, (BAGS - 1,), generator=rng).sort().values
@@ -216,7 +288,9 @@ def batch_of(name: str, state: State, step: int) -> tuple[Tensor, Tensor]:
 
 
 def gradients_of(name: str, state: State, step: int) -> Tensor:
-    """Returns the gradient of each bag in a step, (BAGS, dim) float32, which does not depend on the rows."""
+    """Returns the gradient of each bag in a step, (BAGS, dim) float32, which does not
+    depend on the rows.
+    """
     rng = torch.Generator().manual_seed(1000 * step + sum(name.encode()) + 1)
     return torch.randn(BAGS, state.dim, generator=rng)
 
@@ -224,9 +298,12 @@ def gradients_of(name: str, state: State, step: int) -> Tensor:
 def train(model: nn.Module, group: Group, steps: range) -> None:
     """Trains a sharded or an eager model.
 
-    The first rank has the whole batch, so that every number of ranks makes the same updates.
+    The first rank has the whole batch, so that every number of ranks makes the same
+    updates.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = (
+        (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    )
     for step in steps:
         set_time(model, START_SECONDS + STEP_SECONDS * step)
         parts = [batch_of(name, state, step) for name, state in group.tables.items()]
@@ -238,24 +315,36 @@ def train(model: nn.Module, group: Group, steps: range) -> None:
             lengths=torch.cat([lengths for _, lengths in parts]),
         )
         pooled = model(features)
-        pooled = pooled.wait() if isinstance(model, DistributedModelParallel) else pooled
+        pooled = (
+            pooled.wait() if isinstance(model, DistributedModelParallel) else pooled
+        )
         loss = torch.zeros(())
         for name, state in group.tables.items():
-            # TorchRec divides the gradients by the number of ranks, which is a power of two.
-            loss = loss + (pooled[f"f_{name}"] * gradients_of(name, state, step)).sum() * (0 if rank else world)
+            # TorchRec divides the gradients by the number of ranks, which is a power of
+            # two.
+            loss = loss + (
+                pooled[f"f_{name}"] * gradients_of(name, state, step)
+            ).sum() * (0 if rank else world)
         loss.backward()
 
 
 def shards_of(model: nn.Module) -> list[tuple[str, LocalShard]]:
     """Returns the shards of this rank with the names of their tables."""
     if isinstance(model, RecStoreEmbeddingBagCollection):
-        return [(name, LocalShard(module.table, None)) for name, module in model.embedding_bags.items()]
+        return [
+            (name, LocalShard(module.table, None))
+            for name, module in model.embedding_bags.items()
+        ]
     tables = model.module.recstore_state.shards
     return [(name, shard) for name, shards in tables.items() for shard in shards]
 
 
-def undisturbed(shard: LocalShard, name: str, state: State, steps: Sequence[int]) -> Table:
-    """Returns a table that has the options of a shard, and has made all steps without ever moving."""
+def undisturbed(
+    shard: LocalShard, name: str, state: State, steps: Sequence[int]
+) -> Table:
+    """Returns a table that has the options of a shard, and has made all steps without
+    ever moving.
+    """
     table = shard.table.empty_copy()
     for step in steps:
         replay(table, shard, name, state, step)

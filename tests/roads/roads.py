@@ -1,4 +1,5 @@
-"""The roads: how the tables of a model get into another model, into other ranks, or into another sharding.
+"""The roads: how the tables of a model get into another model, into other ranks, or
+into another sharding.
 
 To add a road, write a subclass of :class:`Road` and add it to :data:`ROADS`.
 """
@@ -13,7 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torchrec.distributed import DistributedModelParallel
 
-from torchrec_recstore import load_checkpoint, load_distributed_checkpoint, reshard, save_checkpoint
+from torchrec_recstore import (
+    load_checkpoint,
+    load_distributed_checkpoint,
+    reshard,
+    save_checkpoint,
+)
 from torchrec_recstore.checkpoint import compact_checkpoint
 from torchrec_recstore.checkpoint.info import read_info
 from torchrec_recstore_service.client.hosted import HostedTables
@@ -32,12 +38,19 @@ class Road:
     """Whether the road only leads to a model with the same layout."""
 
     def prepare(self, model: DistributedModelParallel, path: Path) -> None:
-        """Does what must be done before the last training steps before the road, such as a save of a delta's base."""
+        """Does what must be done before the last training steps before the road, such
+        as a save of a delta's base.
+        """
 
     def leave(self, model: DistributedModelParallel, path: Path) -> None:
         """Writes the tables of the old model to ``path``."""
 
-    def arrive(self, model: DistributedModelParallel, path: Path, old: DistributedModelParallel | None) -> Any:
+    def arrive(
+        self,
+        model: DistributedModelParallel,
+        path: Path,
+        old: DistributedModelParallel | None,
+    ) -> Any:
         """Brings the tables into the new model, and returns the model that has them.
 
         Args:
@@ -54,7 +67,12 @@ class Checkpoint(Road):
     def leave(self, model: DistributedModelParallel, path: Path) -> None:
         save_checkpoint(model, path)
 
-    def arrive(self, model: DistributedModelParallel, path: Path, old: DistributedModelParallel | None) -> Any:
+    def arrive(
+        self,
+        model: DistributedModelParallel,
+        path: Path,
+        old: DistributedModelParallel | None,
+    ) -> Any:
         load_checkpoint(model, path)
         return model
 
@@ -81,23 +99,40 @@ class Compacted(Delta):
 
 
 class Distributed(Road):
-    """``torch.distributed.checkpoint``: a save of the model and its fused optimizer, loaded by our function."""
+    """``torch.distributed.checkpoint``: a save of the model and its fused optimizer,
+    loaded by our function.
+    """
 
     def leave(self, model: DistributedModelParallel, path: Path) -> None:
-        state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+        state = {
+            "model": model.state_dict(),
+            "optimizer": model.fused_optimizer.state_dict(),
+        }
         dcp.save(state, checkpoint_id=path)
 
-    def arrive(self, model: DistributedModelParallel, path: Path, old: DistributedModelParallel | None) -> Any:
+    def arrive(
+        self,
+        model: DistributedModelParallel,
+        path: Path,
+        old: DistributedModelParallel | None,
+    ) -> Any:
         load_distributed_checkpoint(model, path)
         return model
 
 
 class StateDict(Road):
-    """``state_dict`` of the model and of its fused optimizer, loaded into another model."""
+    """``state_dict`` of the model and of its fused optimizer, loaded into another
+    model.
+    """
 
     same_process = same_layout = True
 
-    def arrive(self, model: DistributedModelParallel, path: Path, old: DistributedModelParallel | None) -> Any:
+    def arrive(
+        self,
+        model: DistributedModelParallel,
+        path: Path,
+        old: DistributedModelParallel | None,
+    ) -> Any:
         assert old is not None
         model.load_state_dict(old.state_dict())
         model.fused_optimizer.load_state_dict(old.fused_optimizer.state_dict())
@@ -109,29 +144,51 @@ class InPlace(Road):
 
     same_process = True
 
-    def arrive(self, model: DistributedModelParallel, path: Path, old: DistributedModelParallel | None) -> Any:
+    def arrive(
+        self,
+        model: DistributedModelParallel,
+        path: Path,
+        old: DistributedModelParallel | None,
+    ) -> Any:
         assert old is not None
         reshard(old, model.plan)
         return old
 
 
 class Servers(Checkpoint):
-    """A checkpoint that a server loads and saves, divided among three servers, and joined again."""
+    """A checkpoint that a server loads and saves, divided among three servers, and
+    joined again.
+    """
 
     def leave(self, model: DistributedModelParallel, path: Path) -> None:
         saved = path.with_name(f"{path.name}-of-the-model")
         save_checkpoint(model, saved)
         if dist.get_rank() == 0:
-            one, whole, parts = HostedTables(), path.with_name(f"{path.name}-of-one"), path.with_name(f"{path.name}-3")
+            one, whole, parts = (
+                HostedTables(),
+                path.with_name(f"{path.name}-of-one"),
+                path.with_name(f"{path.name}-3"),
+            )
             one.load(saved)
             one.save(whole)
             info = read_info(whole)
             slots = [slot % SERVERS for slot in range(64)]
             for member in range(SERVERS):
-                specs = {name: _of_server(spec, member) for name, spec in saved_specs(info).items()}
-                one.write_part(info, specs, owned_by(member, slots), parts / str(member), {})
+                specs = {
+                    name: _of_server(spec, member)
+                    for name, spec in saved_specs(info).items()
+                }
+                one.write_part(
+                    info, specs, owned_by(member, slots), parts / str(member), {}
+                )
             info, specs = joined(parts, SERVERS)
-            one.write_part(info, specs, lambda ids: torch.ones_like(ids, dtype=torch.bool), path, {})
+            one.write_part(
+                info,
+                specs,
+                lambda ids: torch.ones_like(ids, dtype=torch.bool),
+                path,
+                {},
+            )
             one.close()
         dist.barrier()
 

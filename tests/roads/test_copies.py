@@ -1,4 +1,6 @@
-"""Copies of eager modules go on, to the bit, as tables that never moved: each state through each pair of copies."""
+"""Copies of eager modules go on, to the bit, as tables that never moved: each state
+through each pair of copies.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The road to serving: every state of a table is served as the model reads it, by exports and by deltas of them."""
+"""The road to serving: every state of a table is served as the model reads it, by
+exports and by deltas of them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from torchrec_recstore.inference import export_delta, export_for_inference, load_library, read_delta
+from torchrec_recstore.inference import (
+    export_delta,
+    export_for_inference,
+    load_library,
+    read_delta,
+)
 
 from .groups import GROUPS, LEG_STEPS, Group, batch_of, eager, train
 
@@ -52,7 +59,9 @@ def test_exports_and_deltas(name: str, index: str, tmp_path: Path) -> None:
         train(collection, group, range(leg * 2 * LEG_STEPS, (leg + 1) * 2 * LEG_STEPS))
         model.eval()
         export_delta(model, tmp_path / "delta.safetensors", base=served)
-        export_for_inference(model, tmp_path / "full.pt", dtype=torch.float32, index=index)
+        export_for_inference(
+            model, tmp_path / "full.pt", dtype=torch.float32, index=index
+        )
         full = torch.jit.load(tmp_path / "full.pt")
         assert served.apply_delta(read_delta(tmp_path / "delta.safetensors"))
         assert served.recstore_version() == full.recstore_version()
@@ -60,9 +69,13 @@ def test_exports_and_deltas(name: str, index: str, tmp_path: Path) -> None:
             ids = collection.embedding_bags[table].table.ids()
             rows = collection.embedding_bags[table].table.lookup(ids).float()
             for model_served in (served, full):
-                assert torch.equal(model_served.recstore_ids(table).sort().values, ids), table
+                assert torch.equal(
+                    model_served.recstore_ids(table).sort().values, ids
+                ), table
                 order = model_served.recstore_ids(table).argsort()
-                assert torch.equal(model_served.recstore_rows(table)[1:][order], rows), table
+                assert torch.equal(
+                    model_served.recstore_rows(table)[1:][order], rows
+                ), table
         some = features_of(group, 7)
         assert torch.equal(served(some), full(some))
         torch.testing.assert_close(full(some), model(some), rtol=0, atol=1e-6)

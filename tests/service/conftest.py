@@ -20,9 +20,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecStoreServer]
 
 
 @pytest.fixture(scope="session")
-def two_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RecStoreServer]]:
+def two_servers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[list[RecStoreServer]]:
     """Returns a set of two servers that all tests share."""
-    servers = [RecStoreServer(tmp_path_factory.mktemp(name)) for name in ("first", "second")]
+    servers = [
+        RecStoreServer(tmp_path_factory.mktemp(name)) for name in ("first", "second")
+    ]
     yield servers
     for server in servers:
         server.kill()
@@ -36,10 +40,19 @@ def own_server(tmp_path: Path) -> Iterator[RecStoreServer]:
 
 
 @pytest.fixture(params=["gRPC", "TCP"])
-def proxy(request: pytest.FixtureRequest, server: RecStoreServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """Returns a proxy in front of the server, through which the rows go, too: by gRPC, or by TCP."""
-    # Shared memory would bypass the proxy, and so would a connection to the server's own port for rows.
-    monkeypatch.setattr("torchrec_recstore_service.client.shared_memory.is_available", lambda: False)
+def proxy(
+    request: pytest.FixtureRequest,
+    server: RecStoreServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Proxy]:
+    """Returns a proxy in front of the server, through which the rows go, too: by gRPC,
+    or by TCP.
+    """
+    # Shared memory would bypass the proxy, and so would a connection to the server's
+    # own port for rows.
+    monkeypatch.setattr(
+        "torchrec_recstore_service.client.shared_memory.is_available", lambda: False
+    )
     proxy = Proxy(server.address)
 
     def connected(host: str, port: int, *access: Any) -> TcpConnection:
@@ -47,7 +60,9 @@ def proxy(request: pytest.FixtureRequest, server: RecStoreServer, monkeypatch: p
             raise OSError("the rows go by gRPC")
         return TcpConnection(host, proxy.in_front_of(port), *access)
 
-    monkeypatch.setattr("torchrec_recstore_service.client.row_port.TcpConnection", connected)
+    monkeypatch.setattr(
+        "torchrec_recstore_service.client.row_port.TcpConnection", connected
+    )
     yield proxy
     proxy.close()
 

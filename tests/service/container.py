@@ -1,11 +1,13 @@
-"""A server in a network namespace of its own, like a container, which only mapped ports reach.
+"""A server in a network namespace of its own, like a container, which only mapped ports
+reach.
 
-A forwarder in the namespace takes connections at a Unix socket in a folder, which is no part of a
-network namespace, and passes them on to a port of the server. A second forwarder outside passes a
-port of the host on to the Unix socket. Container engines without root rights map ports likewise.
+A forwarder in the namespace takes connections at a Unix socket in a folder, which is no
+part of a network namespace, and passes them on to a port of the server. A second
+forwarder outside passes a port of the host on to the Unix socket. Container engines
+without root rights map ports likewise.
 
-    python -m tests.service.container inside FOLDER PORT,PORT serve --listen 127.0.0.1:PORT ...
-    python -m tests.service.container outside PORT FOLDER/PORT
+    python -m tests.service.container inside FOLDER PORT,PORT serve --listen
+    127.0.0.1:PORT ... python -m tests.service.container outside PORT FOLDER/PORT
 """
 
 from __future__ import annotations
@@ -34,12 +36,19 @@ _START_S = 120.0
 
 
 def reason_against_namespaces() -> str:
-    """Returns why this process cannot make a network namespace. Empty if it can make one."""
+    """Returns why this process cannot make a network namespace.
+
+    Empty if it can make one.
+    """
     try:
-        made = subprocess.run([*_NAMESPACE, "true"], capture_output=True, text=True, check=False)
+        made = subprocess.run(
+            [*_NAMESPACE, "true"], capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         return "unshare is not installed"
-    return "" if made.returncode == 0 else f"no network namespaces: {made.stderr.strip()}"
+    return (
+        "" if made.returncode == 0 else f"no network namespaces: {made.stderr.strip()}"
+    )
 
 
 class Container:
@@ -47,7 +56,8 @@ class Container:
 
     Args:
         folder: An empty folder for the data of the server and the Unix sockets.
-        ports: For each mapped port of the server, the port of 127.0.0.1 that leads to it.
+        ports: For each mapped port of the server, the port of 127.0.0.1 that leads to
+            it.
         flags: The flags of ``recstore serve``.
     """
 
@@ -59,7 +69,9 @@ class Container:
         command += ["serve", "--data", str(folder / "data"), *flags]
         with self._stderr.open("w") as stderr:
             pipe = subprocess.PIPE
-            self._server = subprocess.Popen(command, stdout=pipe, stderr=stderr, text=True)
+            self._server = subprocess.Popen(
+                command, stdout=pipe, stderr=stderr, text=True
+            )
         self._forwarders: list[subprocess.Popen[str]] = []
         for port, outer in ports.items():
             outside = [*module, "outside", str(outer), str(folder / str(port))]
@@ -104,7 +116,9 @@ async def _pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -
 def _forward(listen: Callable[[Any], Any], connect: Callable[[], Any]) -> None:
     """Passes connections on. ``listen`` gets the function for each connection."""
 
-    async def connected(source: asyncio.StreamReader, answers: asyncio.StreamWriter) -> None:
+    async def connected(
+        source: asyncio.StreamReader, answers: asyncio.StreamWriter
+    ) -> None:
         try:
             replies, target = await connect()
         except OSError:

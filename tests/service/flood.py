@@ -1,4 +1,6 @@
-"""A process that floods a server's port: ``python -m tests.service.flood KIND HOST:PORT SECONDS``."""
+"""A process that floods a server's port: ``python -m tests.service.flood KIND HOST:PORT
+SECONDS``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ HEADERS = [
 
 
 class Http2:
-    """A connection that sends frames as fast as it can, reads all answers, and is made anew when it is closed."""
+    """A connection that sends frames as fast as it can, reads all answers, and is made
+    anew when it is closed.
+    """
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
@@ -33,7 +37,9 @@ class Http2:
 
     def connect(self) -> None:
         self.socket = socket.create_connection(self._address)
-        self.frames = H2Connection(H2Configuration(client_side=True, validate_outbound_headers=False))
+        self.frames = H2Connection(
+            H2Configuration(client_side=True, validate_outbound_headers=False)
+        )
         self.frames.initiate_connection()
         self.stream = 1
 
@@ -53,7 +59,9 @@ class Http2:
                 while part := self.socket.recv(1 << 16):
                     self.frames.receive_data(part)
                 raise ConnectionResetError
-        except Exception:  # the server has closed the connection, or h2 says that it will
+        except (
+            Exception
+        ):  # the server has closed the connection, or h2 says that it will
             self.reconnect()
 
 
@@ -72,13 +80,22 @@ def pings(connection: Http2) -> None:
 
 def settings(connection: Http2) -> None:
     for size in range(100):
-        connection.frames.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 65_535 + size})
+        connection.frames.update_settings(
+            {SettingCodes.INITIAL_WINDOW_SIZE: 65_535 + size}
+        )
 
 
 def headers(connection: Http2) -> None:
-    """Begins streams with 30 KB of headers each, none of which the compression shortens, and leaves them open."""
-    more = [(f"x-{connection.stream}-{number}", f"{connection.stream + number}" * 400) for number in range(16)]
-    connection.frames.send_headers(connection.stream, [*HEADERS, *((name, value[:1900]) for name, value in more)])
+    """Begins streams with 30 KB of headers each, none of which the compression
+    shortens, and leaves them open.
+    """
+    more = [
+        (f"x-{connection.stream}-{number}", f"{connection.stream + number}" * 400)
+        for number in range(16)
+    ]
+    connection.frames.send_headers(
+        connection.stream, [*HEADERS, *((name, value[:1900]) for name, value in more)]
+    )
     connection.stream += 2
 
 
@@ -130,7 +147,11 @@ def flood(kind: str, address: tuple[str, int], seconds: float) -> None:
                 connection.reconnect()
             connection.send()
         rounds += 1
-    print(f"{rounds} rounds, {sum(each.reconnections for each in connections)} new connections", flush=True)
+    print(
+        f"{rounds} rounds, {sum(each.reconnections for each in connections)} new"
+        " connections",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

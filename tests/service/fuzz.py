@@ -1,8 +1,9 @@
 """Sends random and damaged messages to a parameter server, in the process and by gRPC.
 
-``python -m tests.service.fuzz --calls 1000000`` sends a tenth of the calls by gRPC. A call may succeed or be refused.
-It must not fail in the server, and the rows of the table "kept" must not change. One call of a hundred is a phase of a
-save or a load, in any order and with valid epochs: "kept" has then the rows of the save that was loaded.
+``python -m tests.service.fuzz --calls 1000000`` sends a tenth of the calls by gRPC. A
+call may succeed or be refused. It must not fail in the server, and the rows of the
+table "kept" must not change. One call of a hundred is a phase of a save or a load, in
+any order and with valid epochs: "kept" has then the rows of the save that was loaded.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from torchrec_recstore_service.server.native import CallCounts
 from torchrec_recstore_service.server.server import ParameterServer
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import VERSION, VERSION_KEY
-from torchrec_recstore_service.wire.recstore_pb2_grpc import add_ParameterServerServicer_to_server
+from torchrec_recstore_service.wire.recstore_pb2_grpc import (
+    add_ParameterServerServicer_to_server,
+)
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServer"]
@@ -53,14 +56,31 @@ class Messages:
 
     Args:
         seed: The seed.
-        epoch: The epoch of the server. Only calls that cannot change the table "kept" are for this epoch.
+        epoch: The epoch of the server. Only calls that cannot change the table "kept"
+            are for this epoch.
     """
 
     def __init__(self, seed: int, epoch: str) -> None:
         self._random = random.Random(seed)
         self.epoch = epoch
-        self._numbers = (0, 1, 2, 3, 7, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
-        spec = TableSpec(DIM, torch.float32, Adagrad(lr=0.1), TableOptions(max_rows=100, eviction=LRU()))
+        self._numbers = (
+            0,
+            1,
+            2,
+            3,
+            7,
+            2**31 - 1,
+            2**32 - 1,
+            2**63 - 1,
+            2**63,
+            2**64 - 1,
+        )
+        spec = TableSpec(
+            DIM,
+            torch.float32,
+            Adagrad(lr=0.1),
+            TableOptions(max_rows=100, eviction=LRU()),
+        )
         self._spec = spec.to_json()
 
     def call(self) -> tuple[str, list[bytes]]:
@@ -70,8 +90,13 @@ class Messages:
         count = chosen.choice((0, 1, 1, 1, 2, 3)) if method.client_streaming else 1
         how = chosen.random()
         if how < 0.1:
-            return method.name, [chosen.randbytes(chosen.randrange(200)) for _ in range(count)]
-        messages = [self._message(method.input_type, number).SerializeToString() for number in range(count)]
+            return method.name, [
+                chosen.randbytes(chosen.randrange(200)) for _ in range(count)
+            ]
+        messages = [
+            self._message(method.input_type, number).SerializeToString()
+            for number in range(count)
+        ]
         if how < 0.5:
             messages = [self._damaged(message) for message in messages]
         return method.name, messages
@@ -79,8 +104,12 @@ class Messages:
     def _message(self, kind: Any, number: int) -> Message:
         name = kind.name
         if name == "PullRequest":
-            header = pb.PullHeader(table=self._table(), epoch=self.epoch, want=self._random.randrange(4))
-            return pb.PullRequest(header=header if number == 0 else None, ids=self._bytes(8))
+            header = pb.PullHeader(
+                table=self._table(), epoch=self.epoch, want=self._random.randrange(4)
+            )
+            return pb.PullRequest(
+                header=header if number == 0 else None, ids=self._bytes(8)
+            )
         if name == "WriteRequest":
             if number == 0:
                 return pb.WriteRequest(header=self._write_header())
@@ -88,15 +117,20 @@ class Messages:
                 ids=self._bytes(8),
                 rows=self._bytes(4 * DIM),
                 initial_ids=self._bytes(8) if self._random.random() < 0.2 else b"",
-                initial_rows=self._bytes(4 * DIM) if self._random.random() < 0.2 else b"",
+                initial_rows=(
+                    self._bytes(4 * DIM) if self._random.random() < 0.2 else b""
+                ),
             )
         if name == "CreateRequest":
             return pb.CreateRequest(
-                table=self._table(), epoch=self.epoch, spec=self._damaged(self._spec.encode()).decode(errors="replace")
+                table=self._table(),
+                epoch=self.epoch,
+                spec=self._damaged(self._spec.encode()).decode(errors="replace"),
             )
         if name == "DropRequest":
             return pb.DropRequest(table=self._random.choice(OTHERS), epoch=self.epoch)
-        # The other messages begin and end saves and epochs, as the commands of operators do. Here they are for another.
+        # The other messages begin and end saves and epochs, as the commands of
+        # operators do. Here they are for another.
         return self._filled(getattr(pb, name)())
 
     def _write_header(self) -> Message:
@@ -105,7 +139,9 @@ class Messages:
             table=table,
             epoch="x" if table == KEPT else self.epoch,
             client=self._random.choice(("a", "b", "c" * 64, "d" * 65, "")),
-            request=self._random.choice((*self._numbers, self._random.randrange(10**6))),
+            request=self._random.choice(
+                (*self._numbers, self._random.randrange(10**6))
+            ),
             done_before=self._random.choice((0, 0, 1, self._random.randrange(10**6))),
             kind=self._random.randrange(5),
             ids=self._random.choice((0, 1, 2, 3, 2**63)),
@@ -130,10 +166,13 @@ class Messages:
         return message
 
     def _value(self, message: Message, field: Any) -> Any:
-        if field.name == "phase":  # a save or load of the others' epochs could not go on meanwhile
+        # a save or load of the others' epochs could not go on meanwhile
+        if field.name == "phase":
             return self._random.choice((0, 7))
         if field.type == FieldDescriptor.TYPE_STRING:
-            return self._random.choice(("", "x", "..", "/etc", "a/b", "\0", "y" * 300, "\N{SNOWMAN}", "z" * 40))
+            return self._random.choice(
+                ("", "x", "..", "/etc", "a/b", "\0", "y" * 300, "\N{SNOWMAN}", "z" * 40)
+            )
         if field.type == FieldDescriptor.TYPE_BYTES:
             return self._random.randbytes(self._random.randrange(40))
         if field.type == FieldDescriptor.TYPE_BOOL:
@@ -156,17 +195,30 @@ class Messages:
             place = self._random.randrange(len(changed) + 1)
             how = self._random.randrange(3)
             if how == 0:
-                changed[place:place] = self._random.randbytes(self._random.randrange(1, 9))
+                changed[place:place] = self._random.randbytes(
+                    self._random.randrange(1, 9)
+                )
             elif how == 1:
                 del changed[place : place + self._random.randrange(1, 9)]
             elif place < len(changed):
                 changed[place] = self._random.randrange(256)
         # A damaged header must not become one for the table that is kept.
-        return b"" if KEPT.encode() in changed and self.epoch.encode() in changed else bytes(changed)
+        return (
+            b""
+            if KEPT.encode() in changed and self.epoch.encode() in changed
+            else bytes(changed)
+        )
 
 
-def fuzz(calls: int, seed: int, directory: Path, report: Callable[[str], object] = lambda line: None) -> Counter[str]:
-    """Makes ``calls`` calls and checks what they leave. Returns the number of calls by status.
+def fuzz(
+    calls: int,
+    seed: int,
+    directory: Path,
+    report: Callable[[str], object] = lambda line: None,
+) -> Counter[str]:
+    """Makes ``calls`` calls and checks what they leave.
+
+    Returns the number of calls by status.
 
     Raises:
         AssertionError: A call has failed in the server, or has changed a row.
@@ -193,16 +245,22 @@ def fuzz(calls: int, seed: int, directory: Path, report: Callable[[str], object]
     messages = Messages(seed, phases.label)
     methods, memory = Methods(), RequestMemory(1 << 30)
     threads = CallThreads(1, "fuzz")
-    add_ParameterServerServicer_to_server(service, Handlers(methods, {"": threads}, memory, frozenset()))
+    add_ParameterServerServicer_to_server(
+        service, Handlers(methods, {"": threads}, memory, frozenset())
+    )
     statuses: Counter[str] = Counter()
     begin = time.monotonic()
 
-    def in_process(method: str, sent: list[bytes]) -> tuple[grpc.StatusCode, str, list[bytes]]:
+    def in_process(
+        method: str, sent: list[bytes]
+    ) -> tuple[grpc.StatusCode, str, list[bytes]]:
         answer = called(methods.handlers[method], sent)
         assert memory.held == threads.running == 0
         return answer
 
-    def by_grpc(method: str, sent: list[bytes]) -> tuple[grpc.StatusCode, str, list[bytes]]:
+    def by_grpc(
+        method: str, sent: list[bytes]
+    ) -> tuple[grpc.StatusCode, str, list[bytes]]:
         call = channel.stream_stream(f"/{SERVICE.full_name}/{method}")(
             iter(sent), metadata=[(VERSION_KEY, VERSION)], timeout=300
         )
@@ -225,10 +283,14 @@ def fuzz(calls: int, seed: int, directory: Path, report: Callable[[str], object]
                 call(*messages.call())
             if statuses.total() % 10_000 == 0:
                 phases.check()
-                report(f"{statuses.total()} calls, {time.monotonic() - begin:.0f} s, {dict(phases.done)}")
+                report(
+                    f"{statuses.total()} calls, {time.monotonic() - begin:.0f} s,"
+                    f" {dict(phases.done)}"
+                )
 
     with (
-        mock.patch.multiple(reservations, UNPREPARED_S=0.0, SILENT_S=0.0),  # no save waits for another
+        # no save waits for another
+        mock.patch.multiple(reservations, UNPREPARED_S=0.0, SILENT_S=0.0),
         mock.patch.object(received, "GIVES_WAY_S", 0.0),
         grpc.insecure_channel(server.address) as channel,
     ):
@@ -240,7 +302,13 @@ def fuzz(calls: int, seed: int, directory: Path, report: Callable[[str], object]
     return statuses
 
 
-def _count(statuses: Counter[str], code: grpc.StatusCode, details: str, method: str, messages: list[bytes]) -> None:
+def _count(
+    statuses: Counter[str],
+    code: grpc.StatusCode,
+    details: str,
+    method: str,
+    messages: list[bytes],
+) -> None:
     assert code not in _FAILURES, (method, messages, details)
     assert len(details) < 5000
     statuses[code.name] += 1
@@ -253,7 +321,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        print(dict(fuzz(arguments.calls, arguments.seed, Path(directory), lambda line: print(line, flush=True))))
+        print(
+            dict(
+                fuzz(
+                    arguments.calls,
+                    arguments.seed,
+                    Path(directory),
+                    lambda line: print(line, flush=True),
+                )
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Phases of saves and loads in any order, for fuzz.py, and what the table "kept" has to have after each of them."""
+"""Phases of saves and loads in any order, for fuzz.py, and what the table "kept" has to
+have after each of them.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,16 @@ IDS = torch.arange(-500, 500)
 _NAMES = ("monday", "tuesday", "wednesday")
 
 Call = Callable[[str, list[bytes]], tuple[bool, list[bytes]]]
-"""A function that makes a call. It returns whether the call has succeeded, and its replies."""
+"""A function that makes a call.
+
+It returns whether the call has succeeded, and its replies.
+"""
 
 
 class Phases:
-    """Makes phases of saves and loads. All weights of the table "kept" are one number, which a save keeps.
+    """Makes phases of saves and loads.
+
+    All weights of the table "kept" are one number, which a save keeps.
 
     Args:
         chosen: The source of random numbers.
@@ -34,7 +41,9 @@ class Phases:
         directory: The data directory of the server.
     """
 
-    def __init__(self, chosen: random.Random, tables: HostedTables, directory: DataDirectory) -> None:
+    def __init__(
+        self, chosen: random.Random, tables: HostedTables, directory: DataDirectory
+    ) -> None:
         self._random = chosen
         self._tables = tables
         self._directory = directory
@@ -54,8 +63,19 @@ class Phases:
         return member.run_label
 
     def step(self, call: Call) -> None:
-        """Makes a phase, or several of them in their order, and checks the rows after each."""
-        how = self._random.choice((self._save, self._save, self._save_in_order, self._load, self._load, self._reshard))
+        """Makes a phase, or several of them in their order, and checks the rows after
+        each.
+        """
+        how = self._random.choice(
+            (
+                self._save,
+                self._save,
+                self._save_in_order,
+                self._load,
+                self._load,
+                self._reshard,
+            )
+        )
         how(call)
         if self._random.random() < 0.2:
             self._count += 1
@@ -69,7 +89,9 @@ class Phases:
 
     def _save(self, call: Call) -> None:
         phase = self._random.choice(("RESERVE", "PREPARE", "COMMIT", "ABORT"))
-        self._phase_of_save(call, phase, self._some() if phase != "RESERVE" else self._new())
+        self._phase_of_save(
+            call, phase, self._some() if phase != "RESERVE" else self._new()
+        )
 
     def _save_in_order(self, call: Call) -> None:
         save = self._new()
@@ -100,14 +122,22 @@ class Phases:
         token = self._random.choice(self._tokens)
         save = pb.Saved() if self._random.random() < 0.1 else self._some()
         exact = self._random.random() < 0.9
-        phases = self._random.choice((["PREPARE", "COMMIT"], ["PREPARE"], ["COMMIT"], ["ABORT"]))
+        phases = self._random.choice(
+            (["PREPARE", "COMMIT"], ["PREPARE"], ["COMMIT"], ["ABORT"])
+        )
         for phase in phases:
             if self._random.random() < 0.1:
                 save = self._some()
             self._phase_of_load(call, phase, token, save, exact)
 
     def _phase_of_load(
-        self, call: Call, phase: str, token: str, save: pb.Saved, exact: bool = True, parts: int = 0
+        self,
+        call: Call,
+        phase: str,
+        token: str,
+        save: pb.Saved,
+        exact: bool = True,
+        parts: int = 0,
     ) -> bool:
         member = self._directory.membership
         assert member is not None
@@ -127,7 +157,10 @@ class Phases:
         if good:
             self.done[f"load {phase}"] += 1
         if good and phase == "COMMIT" and epoch > member.epoch:
-            self._tokens = [self._random.choice(self._tokens), f"{self._random.randrange(2**32)}"]
+            self._tokens = [
+                self._random.choice(self._tokens),
+                f"{self._random.randrange(2**32)}",
+            ]
             if save.name:
                 self._value = self._saved[save.id]
             else:
@@ -138,17 +171,24 @@ class Phases:
     def _make(self) -> None:
         """Makes the table again after an epoch has begun without rows."""
         assert not self._tables.specs()
-        self._tables.create(KEPT, TableSpec(DIM, torch.float32, Adagrad(lr=0.1), TableOptions()))
+        self._tables.create(
+            KEPT, TableSpec(DIM, torch.float32, Adagrad(lr=0.1), TableOptions())
+        )
         self._tables.push(KEPT, IDS, torch.full((len(IDS), DIM), self._value))
 
     def _reshard(self, call: Call) -> None:
-        """Copies a save of this server to itself, as if it were one of other servers, and loads it."""
+        """Copies a save of this server to itself, as if it were one of other servers,
+        and loads it.
+        """
         source, copy = self._some(), self._new()
         if source.id not in self._saved:
             return
 
         def read(file: str = "") -> Any:
-            good, replies = call("ReadFile", [pb.ReadFileRequest(save=source, file=file).SerializeToString()])
+            good, replies = call(
+                "ReadFile",
+                [pb.ReadFileRequest(save=source, file=file).SerializeToString()],
+            )
             return pb.ReadFileReply.FromString(replies[0]) if good else None
 
         files = read()
@@ -156,7 +196,14 @@ class Phases:
             content = read(file).content
             if self._random.random() < 0.05:
                 content = content[: self._random.randrange(len(content) + 1)]
-            call("WriteFile", [pb.WriteFileRequest(id=copy.id, file=file, content=content).SerializeToString()])
+            call(
+                "WriteFile",
+                [
+                    pb.WriteFileRequest(
+                        id=copy.id, file=file, content=content
+                    ).SerializeToString()
+                ],
+            )
             self.check()
         copy.number = self._random.randrange(1, 100)
         if self._phase_of_load(call, "RESHARD", copy.id, copy, parts=1):
@@ -167,7 +214,9 @@ class Phases:
             self._phase_of_load(call, "ABORT", copy.id, copy, parts=1)
 
     def _new(self) -> pb.Saved:
-        save = pb.Saved(name=self._random.choice(_NAMES), id=f"{self._random.randrange(2**64):x}")
+        save = pb.Saved(
+            name=self._random.choice(_NAMES), id=f"{self._random.randrange(2**64):x}"
+        )
         self._known = [*self._known[-5:], save]
         return save
 

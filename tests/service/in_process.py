@@ -41,11 +41,15 @@ class Methods:
     def __init__(self) -> None:
         self.handlers: dict[str, Any] = {}
 
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+    def add_registered_method_handlers(
+        self, service: str, handlers: dict[str, Any]
+    ) -> None:
         self.handlers.update(handlers)
 
 
-def called(handler: Any, messages: list[bytes]) -> tuple[grpc.StatusCode, str, list[bytes]]:
+def called(
+    handler: Any, messages: list[bytes]
+) -> tuple[grpc.StatusCode, str, list[bytes]]:
     """Makes a call. Returns its status, the message of the error, and the replies."""
     context = _Context()
     raw: Iterator[bytes] = iter(messages)
@@ -57,4 +61,11 @@ def called(handler: Any, messages: list[bytes]) -> tuple[grpc.StatusCode, str, l
     except _RefusedError:
         assert context.code is not None
         return context.code, context.details, []
-    return grpc.StatusCode.OK, "", [each if isinstance(each, bytes) else each.SerializeToString() for each in replies]
+    return (
+        grpc.StatusCode.OK,
+        "",
+        [
+            each if isinstance(each, bytes) else each.SerializeToString()
+            for each in replies
+        ],
+    )

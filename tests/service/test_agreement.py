@@ -1,4 +1,6 @@
-"""Tests that several servers are of one state: saves and loads count on all servers or on none."""
+"""Tests that several servers are of one state: saves and loads count on all servers or
+on none.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,17 @@ from tests.redis_server import free_port
 from torchrec_recstore.cli import app
 from torchrec_recstore.optim import SGD, Adam
 from torchrec_recstore.options import ConstantInit, MinFrequency, TableOptions
-from torchrec_recstore_service import RecStoreClient, ServerRestartedError, ServerSetError, ServiceError
-from torchrec_recstore_service.client.client_epoch import MOST_ANSWERS, ClientEpoch, Runs
+from torchrec_recstore_service import (
+    RecStoreClient,
+    ServerRestartedError,
+    ServerSetError,
+    ServiceError,
+)
+from torchrec_recstore_service.client.client_epoch import (
+    MOST_ANSWERS,
+    ClientEpoch,
+    Runs,
+)
 from torchrec_recstore_service.client.connection import Connection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 
@@ -47,7 +58,9 @@ def _client(servers: list[RecStoreServer], timeout_s: float = 20.0) -> RecStoreC
     return client
 
 
-def _servers(command: str, servers: list[RecStoreServer], *flags: str) -> tuple[int, str]:
+def _servers(
+    command: str, servers: list[RecStoreServer], *flags: str
+) -> tuple[int, str]:
     addresses = ",".join(server.address for server in servers)
     done = CliRunner().invoke(app, ["servers", command, *flags, addresses])
     return done.exit_code, (done.stdout + done.stderr).strip()
@@ -62,12 +75,15 @@ def _restart(servers: list[RecStoreServer]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_server_is_killed_in_the_middle_of_a_save(pair: list[RecStoreServer], stopped: int) -> None:
+def test_a_server_is_killed_in_the_middle_of_a_save(
+    pair: list[RecStoreServer], stopped: int
+) -> None:
     client = _client(pair)
     client.push("t", IDS, torch.full((1000, 4), 1.0))
     client.save("monday")
     client.push("t", IDS, torch.full((1000, 4), 2.0))
-    pair[stopped].pause()  # it is in the middle of the save for as long as the test wants
+    # it is in the middle of the save for as long as the test wants
+    pair[stopped].pause()
     errors: list[BaseException] = []
 
     def save() -> None:
@@ -91,7 +107,10 @@ def test_a_server_is_killed_before_any_save(pair: list[RecStoreServer]) -> None:
     with _client(pair) as client:
         client.push("t", IDS, torch.full((1000, 4), 1.0))
     _restart(pair[1:])
-    with pytest.raises(ServerSetError, match=rf"{pair[1].address} was killed in epoch 1 .*recstore servers reset"):
+    with pytest.raises(
+        ServerSetError,
+        match=rf"{pair[1].address} was killed in epoch 1 .*recstore servers reset",
+    ):
         _client(pair)  # the script runs again
     assert _servers("status", pair)[0] == 1
     assert _servers("reset", pair)[1] == "2 servers begin epoch 2 without rows"
@@ -100,7 +119,9 @@ def test_a_server_is_killed_before_any_save(pair: list[RecStoreServer]) -> None:
 
 
 @pytest.mark.slow
-def test_a_load_whose_answer_is_lost_is_not_made_again(own_server: RecStoreServer) -> None:
+def test_a_load_whose_answer_is_lost_is_not_made_again(
+    own_server: RecStoreServer,
+) -> None:
     proxy = Proxy(own_server.address)
     far, near = RecStoreClient([proxy.address]), _client([own_server])
     near.push("t", IDS, torch.full((1000, 4), 7.0))
@@ -124,7 +145,9 @@ def test_a_load_whose_answer_is_lost_is_not_made_again(own_server: RecStoreServe
 
 
 @pytest.mark.slow
-def test_a_save_whose_answer_is_lost_is_not_made_again(own_server: RecStoreServer) -> None:
+def test_a_save_whose_answer_is_lost_is_not_made_again(
+    own_server: RecStoreServer,
+) -> None:
     proxy = Proxy(own_server.address)
     far, near = RecStoreClient([proxy.address]), _client([own_server])
     near.push("t", IDS, torch.full((1000, 4), 7.0))
@@ -155,17 +178,27 @@ def test_one_of_two_servers_is_killed_after_a_save(pair: list[RecStoreServer]) -
     pair[0].start()  # goes on as if nothing had been
     assert client.pull("t", IDS).unique().tolist() == [2.0]
     assert json.loads(_servers("status", pair, "--json")[1])["agree"]
-    _restart(pair[:1])  # and now it is at the save of all, not at what it has saved alone when it stopped
-    with pytest.raises(ServerRestartedError, match="this client's writes since its last save are lost"):
+    # and now it is at the save of all, not at what it has saved alone when it stopped
+    _restart(pair[:1])
+    with pytest.raises(
+        ServerRestartedError, match="this client's writes since its last save are lost"
+    ):
         client.pull("t", IDS)
     with pytest.raises(ServerSetError, match="recstore servers restore monday"):
         idle.pull("t", IDS)
     status, told = _servers("status", pair, "--json")
     states = json.loads(told)["servers"]
-    assert (status, [state["in_epoch"] for state in states], states[0]["save"]) == (1, [False, True], "monday")
+    assert (status, [state["in_epoch"] for state in states], states[0]["save"]) == (
+        1,
+        [False, True],
+        "monday",
+    )
     assert "was killed in epoch 1" in _servers("status", pair)[1]
     assert _servers("restore", pair, "tuesday")[0] == 2
-    assert _servers("restore", pair, "monday") == (0, "2 servers begin epoch 2 with the save 'monday'")
+    assert _servers("restore", pair, "monday") == (
+        0,
+        "2 servers begin epoch 2 with the save 'monday'",
+    )
     assert idle.pull("t", IDS).unique().tolist() == [1.0]
     with pytest.raises(ServerRestartedError):
         client.pull("t", IDS)
@@ -182,16 +215,24 @@ def test_one_of_two_servers_is_killed_after_a_save(pair: list[RecStoreServer]) -
         RecStoreClient([server.address for server in pair]).pull("t", IDS)
     assert _servers("restore", pair, "monday") == (
         2,
-        f"error: server {pair[1].address} has no save 'monday'; the complete saves are: none",
+        (
+            f"error: server {pair[1].address} has no save 'monday'; the complete saves"
+            " are: none"
+        ),
     )
 
 
-def test_a_load_that_one_server_cannot_make_changes_nothing(pair: list[RecStoreServer]) -> None:
+def test_a_load_that_one_server_cannot_make_changes_nothing(
+    pair: list[RecStoreServer],
+) -> None:
     client = _client(pair)
     client.push("t", IDS, torch.full((1000, 4), 1.0))
     client.save("monday")
     client.push("t", IDS, torch.full((1000, 4), 2.0))
-    part = max((pair[1].data / "monday").glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    part = max(
+        (pair[1].data / "monday").glob("*.safetensors"),
+        key=lambda file: file.stat().st_size,
+    )
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(ValueError, match=part.name):
         client.load("monday")
@@ -206,13 +247,22 @@ def test_a_load_that_one_server_cannot_make_changes_nothing(pair: list[RecStoreS
 
 
 @pytest.mark.slow
-def test_a_save_of_two_servers_is_restored_to_three_and_to_one(pair: list[RecStoreServer], tmp_path: Path) -> None:
-    ids = torch.randint(-(2**63), 2**63 - 1, (3000,), generator=torch.Generator().manual_seed(0))
+def test_a_save_of_two_servers_is_restored_to_three_and_to_one(
+    pair: list[RecStoreServer], tmp_path: Path
+) -> None:
+    ids = torch.randint(
+        -(2**63), 2**63 - 1, (3000,), generator=torch.Generator().manual_seed(0)
+    )
     grads = torch.randn(3000, 8, generator=torch.Generator().manual_seed(1))
     here, there = RecStoreClient(), RecStoreClient([server.address for server in pair])
     for client in (here, there):
         client.init_data("adam", (1000, 8), torch.float32, optimizer=Adam(lr=0.1))
-        client.init_data("seen", (1000, 8), torch.int8, options=TableOptions(admission=MinFrequency(2)))
+        client.init_data(
+            "seen",
+            (1000, 8),
+            torch.int8,
+            options=TableOptions(admission=MinFrequency(2)),
+        )
         for name in ("adam", "seen"):
             client.update(name, ids, grads)
             client.update(name, ids[:2000], grads[:2000])
@@ -237,16 +287,22 @@ def test_a_save_of_two_servers_is_restored_to_three_and_to_one(pair: list[RecSto
         for name in ("adam", "seen"):
             client.update(name, ids, grads)
             assert torch.equal(client.pull(name, ids), here.pull(name, ids))
-        with pytest.raises(ServerSetError):  # the first of the pair has gone over to the three
+        # the first of the pair has gone over to the three
+        with pytest.raises(ServerSetError):
             RecStoreClient([server.address for server in pair]).pull("adam", ids)
-        assert "belongs to another set" in _servers("restore", others[2:], "monday", "--to", others[0].address)[1]
+        assert (
+            "belongs to another set"
+            in _servers("restore", others[2:], "monday", "--to", others[0].address)[1]
+        )
     finally:
         for server in others:
             server.kill()
 
 
 def test_the_rest_of_saves_is_deleted_after_a_kill(own_server: RecStoreServer) -> None:
-    """A save changes places with another of its name, which is then deleted; the next one was being written."""
+    """A save changes places with another of its name, which is then deleted; the next
+    one was being written.
+    """
     with _client([own_server]) as client:
         client.push("t", IDS, torch.full((1000, 4), 1.0))
         client.save("even")
@@ -255,7 +311,9 @@ def test_the_rest_of_saves_is_deleted_after_a_kill(own_server: RecStoreServer) -
         client.save("even", overwrite=True)
     own_server.kill()
     state = json.loads((own_server.data / "server.json").read_text())
-    (own_server.data / "old").rename(own_server.data / f".prepared-{state['unless_prepared']['id']}")
+    (own_server.data / "old").rename(
+        own_server.data / f".prepared-{state['unless_prepared']['id']}"
+    )
     (own_server.data / "..prepared-0a.saving-0123456789ab").mkdir()
     (own_server.data / "..prepared-0a.lock").touch()
     own_server.start()
@@ -271,15 +329,20 @@ def test_servers_are_killed_at_any_moment_of_saves(pair: list[RecStoreServer]) -
     for _ in range(8):
         with _client(pair, timeout_s=3.0) as client:
             (there,) = client.pull("t", IDS).unique().tolist()  # rows of one save
-            assert acknowledged <= there <= value  # and not of an earlier one than was acknowledged
+            # and not of an earlier one than was acknowledged
+            assert acknowledged <= there <= value
             acknowledged = int(there)
-            killer = threading.Timer(chosen.uniform(0.05, 0.6), lambda: [server.kill() for server in pair])
+            killer = threading.Timer(
+                chosen.uniform(0.05, 0.6), lambda: [server.kill() for server in pair]
+            )
             killer.start()
             with pytest.raises(ServiceError):  # noqa: PT012
                 while True:
                     value += 1
                     client.push("t", IDS, torch.full((1000, 4), float(value)))
-                    client.save("even" if value % 2 else f"save-{value % 5}", overwrite=True)
+                    client.save(
+                        "even" if value % 2 else f"save-{value % 5}", overwrite=True
+                    )
                     acknowledged = value
             killer.join()
         for server in chosen.sample(pair, 2):
@@ -292,7 +355,9 @@ def test_servers_are_killed_at_any_moment_of_saves(pair: list[RecStoreServer]) -
 
 @pytest.mark.slow
 def test_a_checkpoint_without_a_manifest(own_server: RecStoreServer) -> None:
-    """One server loads any checkpoint in its data directory, as that of a model, and starts from it after a kill."""
+    """One server loads any checkpoint in its data directory, as that of a model, and
+    starts from it after a kill.
+    """
     with _client([own_server]) as client:
         client.push("t", IDS, torch.full((1000, 4), 3.0))
         own_server.stop()
@@ -307,7 +372,9 @@ def test_a_checkpoint_without_a_manifest(own_server: RecStoreServer) -> None:
 
 
 @pytest.mark.slow
-def test_copies_of_a_save_and_parts_of_other_servers(pair: list[RecStoreServer], tmp_path: Path) -> None:
+def test_copies_of_a_save_and_parts_of_other_servers(
+    pair: list[RecStoreServer], tmp_path: Path
+) -> None:
     client = _client(pair)
     client.push("t", IDS, torch.full((1000, 4), 4.0))
     client.save("monday")
@@ -315,13 +382,16 @@ def test_copies_of_a_save_and_parts_of_other_servers(pair: list[RecStoreServer],
         server.kill()
     servers: list[RecStoreServer] = []
     parts = sorted(
-        (server.data for server in pair), key=lambda data: json.loads((data / "set.json").read_text())["member"]
+        (server.data for server in pair),
+        key=lambda data: json.loads((data / "set.json").read_text())["member"],
     )
     try:
         for swapped in (False, True):
             copies = []
             # New servers get their numbers in the order of their addresses.
-            for number, address in enumerate(sorted(f"127.0.0.1:{free_port()}" for _ in range(2))):
+            for number, address in enumerate(
+                sorted(f"127.0.0.1:{free_port()}" for _ in range(2))
+            ):
                 part = parts[1 - number if swapped else number]
                 data = tmp_path / f"copy-{swapped}-{number}"
                 shutil.copytree(part / "monday", data / "monday")
@@ -332,7 +402,10 @@ def test_copies_of_a_save_and_parts_of_other_servers(pair: list[RecStoreServer],
             status, told = _servers("restore", copies, "monday")
             if swapped:
                 assert status == 2
-                assert "table 't' of the save 'monday' is part 2 of 2 here, and this is server 1 of 2" in told, told
+                assert (
+                    "table 't' of the save 'monday' is part 2 of 2 here, and this is"
+                    " server 1 of 2" in told
+                ), told
             else:
                 assert status == 0, told
                 with _client(copies) as client:
@@ -346,15 +419,24 @@ def test_copies_of_a_save_and_parts_of_other_servers(pair: list[RecStoreServer],
 def test_saves_on_a_schedule(tmp_path: Path) -> None:
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     flags = ("--save-every", "0.2", "--keep", "2", "--servers", ",".join(addresses))
-    servers = [RecStoreServer(tmp_path / a.rpartition(":")[2], *flags, listen=a) for a in addresses]
+    servers = [
+        RecStoreServer(tmp_path / a.rpartition(":")[2], *flags, listen=a)
+        for a in addresses
+    ]
     try:
         client = _client(servers)
         client.push("t", IDS, torch.full((1000, 4), 5.0))
         client.save("monday")
 
         def scheduled() -> list[str]:
-            saves = json.loads(_servers("status", servers, "--json")[1])["complete_saves"]
-            return [saved["name"] for saved in saves if saved["name"].startswith("scheduled-")]
+            saves = json.loads(_servers("status", servers, "--json")[1])[
+                "complete_saves"
+            ]
+            return [
+                saved["name"]
+                for saved in saves
+                if saved["name"].startswith("scheduled-")
+            ]
 
         first = []
         while not first:
@@ -367,8 +449,14 @@ def test_saves_on_a_schedule(tmp_path: Path) -> None:
         for server in servers:  # in the middle of saves
             assert server.stop() == ""
         for server in servers:
-            kept = {path.name for path in server.data.iterdir() if path.name.startswith("scheduled-")}
-            assert 1 <= len(kept) <= 3  # a save may have been stopped between its commit and the deletion of another
+            kept = {
+                path.name
+                for path in server.data.iterdir()
+                if path.name.startswith("scheduled-")
+            }
+            # a save may have been stopped between its commit and the deletion of
+            # another
+            assert 1 <= len(kept) <= 3
             assert (server.data / "monday").is_dir()
     finally:
         for server in servers:
@@ -382,7 +470,9 @@ def test_flags_of_the_schedule() -> None:
 
     assert "--save-every must be a positive number" in refused("--save-every", "0")
     assert "--keep must be at least 1" in refused("--save-every", "1", "--keep", "0")
-    assert "--servers must be HOST:PORT" in refused("--save-every", "1", "--servers", "a,b")
+    assert "--servers must be HOST:PORT" in refused(
+        "--save-every", "1", "--servers", "a,b"
+    )
     assert "--servers needs --save-every" in refused("--servers", "a:1")
 
 
@@ -390,7 +480,9 @@ def test_flags_of_the_schedule() -> None:
 def test_a_save_that_has_lost_its_turn_begins_again(
     own_server: RecStoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that is stopped between the first two calls of a save, while another client saves."""
+    """A client that is stopped between the first two calls of a save, while another
+    client saves.
+    """
     client, other = _client([own_server]), _client([own_server])
     save = Connection.save
     saves: list[pb.SaveReply] = []
@@ -403,15 +495,26 @@ def test_a_save_that_has_lost_its_turn_begins_again(
 
     monkeypatch.setattr(Connection, "save", stopped)
     client.save("mine")
-    assert [saved["name"] for saved in json.loads(_servers("status", [own_server], "--json")[1])["complete_saves"]] == [
+    assert [
+        saved["name"]
+        for saved in json.loads(_servers("status", [own_server], "--json")[1])[
+            "complete_saves"
+        ]
+    ] == [
         "other",
         "mine",
     ]
 
 
-@pytest.mark.parametrize("read", ["pull", pytest.param("found", marks=pytest.mark.slow)])
-def test_a_read_is_of_one_epoch(pair: list[RecStoreServer], read: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another client loads a save after the first server has answered, and before the second one is asked."""
+@pytest.mark.parametrize(
+    "read", ["pull", pytest.param("found", marks=pytest.mark.slow)]
+)
+def test_a_read_is_of_one_epoch(
+    pair: list[RecStoreServer], read: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another client loads a save after the first server has answered, and before the
+    second one is asked.
+    """
     loader = _client(pair)
     for name, value in (("ones", 1.0), ("twos", 2.0)):
         loader.push("t", IDS, torch.full((1000, 4), value))
@@ -436,7 +539,9 @@ def test_a_read_is_of_one_epoch(pair: list[RecStoreServer], read: str, monkeypat
 
 
 def test_writes_wait_for_one_that_is_far_behind() -> None:
-    """A server keeps the answers of 1024 writes from the oldest one on that a client may repeat, and refuses others."""
+    """A server keeps the answers of 1024 writes from the oldest one on that a client
+    may repeat, and refuses others.
+    """
     epoch, numbers = ClientEpoch(lambda table: Runs("", {})), []
 
     def write_many() -> None:

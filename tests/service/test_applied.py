@@ -8,7 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from torchrec_recstore_service.server.applied import AppliedRequests
-from torchrec_recstore_service.server.native import CallRefusedError, ServerStoppingError
+from torchrec_recstore_service.server.native import (
+    CallRefusedError,
+    ServerStoppingError,
+)
 
 
 def _never() -> int:
@@ -26,17 +29,24 @@ def test_a_repeated_request_is_answered_and_not_carried_out() -> None:
 
 
 def test_answers_are_kept_up_to_the_first_that_may_come_again() -> None:
-    """``done_before`` is the number of the first unfinished request. Earlier requests are refused."""
+    """``done_before`` is the number of the first unfinished request.
+
+    Earlier requests are refused.
+    """
     applied = AppliedRequests()
     for request in (1, 2, 3):
         assert applied.once("a", request, 1, lambda request=request: request) == request  # type: ignore[misc]
     assert applied.once("a", 4, 2, lambda: 4) == 4  # 1 is done, 2 and 3 are not
     for request in (2, 3, 4):
         assert applied.once("a", request, 2, _never) == request
-    with pytest.raises(ValueError, match="request 1 of client 'a' has been answered already"):
+    with pytest.raises(
+        ValueError, match="request 1 of client 'a' has been answered already"
+    ):
         applied.once("a", 1, 1, _never)
     assert applied.once("a", 3, 3, _never) == 3
-    with pytest.raises(ValueError, match="request 2 of client 'a' has been answered already"):
+    with pytest.raises(
+        ValueError, match="request 2 of client 'a' has been answered already"
+    ):
         applied.once("a", 2, 2, _never)
     assert applied.once("a", 5, 5, lambda: 5) == 5  # done up to the request itself
     assert applied.once("a", 5, 5, _never) == 5
@@ -92,7 +102,9 @@ def test_a_repeated_request_waits_for_the_first() -> None:
 def test_a_damaged_document_changes_nothing(entry: object) -> None:
     applied = AppliedRequests()
     applied.once("a", 1, 1, lambda: 5)
-    with pytest.raises(ValueError, match="the list of the requests that were carried out is damaged"):
+    with pytest.raises(
+        ValueError, match="the list of the requests that were carried out is damaged"
+    ):
         applied.from_json({"b": {"done_before": 1, "answers": {}}, "c": entry})
     assert applied.once("a", 1, 1, _never) == 5
     assert applied.clients == 1
@@ -114,7 +126,9 @@ def test_a_client_that_may_still_repeat_a_write_is_not_forgotten() -> None:
     applied = AppliedRequests(most_clients=100, kept_s=3.0)
     for client in range(100):
         applied.once(str(client), 1, 1, lambda: 5)
-    with pytest.raises(CallRefusedError, match="100 clients have written in the last 3 s"):
+    with pytest.raises(
+        CallRefusedError, match="100 clients have written in the last 3 s"
+    ):
         applied.once("one more", 1, 1, _never)
     assert applied.once("0", 1, 1, _never) == 5
     time.sleep(3.1)

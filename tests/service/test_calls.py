@@ -5,7 +5,12 @@ import time
 
 import pytest
 
-from torchrec_recstore_service.server.calls import PATIENCE_S, Call, CallThreads, RequestMemory
+from torchrec_recstore_service.server.calls import (
+    PATIENCE_S,
+    Call,
+    CallThreads,
+    RequestMemory,
+)
 
 
 class _Event:
@@ -41,7 +46,8 @@ def test_connections_take_turns() -> None:
     begin, order = threading.Event(), []
     _hold(threads, begin)
     works = [
-        threads.submit(lambda event: order.append(event.peer()), _Event(peer)) for peer in ["a"] * 5 + ["b"] * 2 + ["c"]
+        threads.submit(lambda event: order.append(event.peer()), _Event(peer))
+        for peer in ["a"] * 5 + ["b"] * 2 + ["c"]
     ]
     assert threads.queued == 8
     begin.set()
@@ -58,7 +64,11 @@ def test_a_connection_with_a_long_queue_gets_no_further_calls() -> None:
     events = [_Event(peer) for peer in ["a"] * 5 + ["b"] * 2]
     works = [threads.submit(lambda event: None, event) for event in events]
     cancelled = [event.cancelled for event in events]
-    assert cancelled == [False] * 3 + [True] * 2 + [False, True] == [work.cancelled() for work in works]
+    assert (
+        cancelled
+        == [False] * 3 + [True] * 2 + [False, True]
+        == [work.cancelled() for work in works]
+    )
     assert (threads.queued, threads.refused) == (4, 3)
     begin.set()
     for work in works:
@@ -76,13 +86,16 @@ def test_a_connection_has_few_calls() -> None:
     begin.set()
     for work in (held, works[0], works[2], works[3]):
         work.result(60)
-    threads.submit(lambda event: None, _Event("a")).result(60)  # the calls before have ended
+    # the calls before have ended
+    threads.submit(lambda event: None, _Event("a")).result(60)
     assert threads.refused == 2
     threads.shutdown()
 
 
 @pytest.mark.parametrize("stopping", [False, True])
-def test_calls_end_whose_clients_keep_threads_that_others_need(memory: RequestMemory, stopping: bool) -> None:
+def test_calls_end_whose_clients_keep_threads_that_others_need(
+    memory: RequestMemory, stopping: bool
+) -> None:
     threads = CallThreads(3, "test")
     ended = [threading.Event() for _ in range(3)]
     done = threading.Event()

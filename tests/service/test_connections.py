@@ -23,7 +23,9 @@ from torchrec_recstore_service.client.connection import Access, channel_of
 
 def _channel(server: RecStoreServer, stack: ExitStack) -> grpc.Channel:
     """Returns a channel that shares no connection, and has one."""
-    channel = stack.enter_context(grpc.insecure_channel(server.address, [("grpc.use_local_subchannel_pool", 1)]))
+    channel = stack.enter_context(
+        grpc.insecure_channel(server.address, [("grpc.use_local_subchannel_pool", 1)])
+    )
     grpc.channel_ready_future(channel).result(60)
     return channel
 
@@ -31,7 +33,15 @@ def _channel(server: RecStoreServer, stack: ExitStack) -> grpc.Channel:
 @pytest.mark.slow
 def test_connections_and_calls_of_a_connection(tmp_path: Path) -> None:
     metrics = f"127.0.0.1:{free_port()}"
-    server = RecStoreServer(tmp_path / "data", "--max-connections", "3", "--max-calls", "2", "--metrics", metrics)
+    server = RecStoreServer(
+        tmp_path / "data",
+        "--max-connections",
+        "3",
+        "--max-calls",
+        "2",
+        "--metrics",
+        metrics,
+    )
     end = threading.Event()
     with ExitStack() as stack:
         channels = [_channel(server, stack) for _ in range(3)]
@@ -39,14 +49,21 @@ def test_connections_and_calls_of_a_connection(tmp_path: Path) -> None:
         with pytest.raises(ServiceError, match="cannot be reached"):
             RecStoreClient([server.address], timeout_s=1.0).stats("t")
         channels.pop().close()
-        with RecStoreClient([server.address], timeout_s=60.0, shared_memory=False) as client:
+        with RecStoreClient(
+            [server.address], timeout_s=60.0, shared_memory=False
+        ) as client:
             client.init_data("t", (10, 4), torch.float32)
             method = channels[0].stream_unary(SERVICE + "Write")
-            calls = [method.future(iter(end.wait, True), metadata=METADATA) for _ in range(300)]
+            calls = [
+                method.future(iter(end.wait, True), metadata=METADATA)
+                for _ in range(300)
+            ]
             most = 0.0
             while most < 100:
                 now = numbers(metrics)
-                most = max(most, now["recstore_calls_running"] + now["recstore_calls_queued"])
+                most = max(
+                    most, now["recstore_calls_running"] + now["recstore_calls_queued"]
+                )
             assert most <= 128 + 1
             client.update("t", torch.arange(10), torch.ones(10, 4))
             for call in calls:
@@ -73,7 +90,12 @@ def test_connections_whose_clients_are_silent_are_closed(tmp_path: Path) -> None
     folder = make_certificates(tmp_path)
     metrics = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     plain = RecStoreServer(tmp_path / "plain", "--metrics", metrics[0])
-    files = ("--tls-cert", str(folder / "server.pem"), "--tls-key", str(folder / "server.key"))
+    files = (
+        "--tls-cert",
+        str(folder / "server.pem"),
+        "--tls-key",
+        str(folder / "server.key"),
+    )
     tls = RecStoreServer(tmp_path / "tls", *files, "--metrics", metrics[1])
     proxy = Proxy(plain.address)
     with ExitStack() as stack:
@@ -102,7 +124,9 @@ def test_connections_whose_clients_are_silent_are_closed(tmp_path: Path) -> None
         server.kill()
 
 
-def test_an_address_never_names_a_socket_of_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_never_names_a_socket_of_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For gRPC alone, "unix:80" is the socket "80" in the working directory."""
     monkeypatch.chdir(tmp_path)
     with socket.socket(socket.AF_UNIX) as listener:

@@ -1,4 +1,6 @@
-"""A call of one server crosses few functions of ours in the client, so that its way is read in minutes."""
+"""A call of one server crosses few functions of ours in the client, so that its way is
+read in minutes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import torch
 from tests.recstore_server import RecStoreServer
 from torchrec_recstore import RecStoreClient
 
-IN_PLACE = {"<listcomp>", "<genexpr>", "<dictcomp>"}  # Python 3.12 runs them without a function of their own
+# Python 3.12 runs them without a function of their own
+IN_PLACE = {"<listcomp>", "<genexpr>", "<dictcomp>"}
 
 
 def crossed(call: Callable[[], object]) -> list[str]:
@@ -21,7 +24,11 @@ def crossed(call: Callable[[], object]) -> list[str]:
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
-        if event == "call" and module.startswith("torchrec_recstore") and code.co_name not in IN_PLACE:
+        if (
+            event == "call"
+            and module.startswith("torchrec_recstore")
+            and code.co_name not in IN_PLACE
+        ):
             found[module, code.co_firstlineno] = f"{module}.{code.co_name}"
 
     before = sys.getprofile()

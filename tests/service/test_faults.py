@@ -1,4 +1,6 @@
-"""Tests of servers that die, stall or lose their connection, and of clients that send invalid requests."""
+"""Tests of servers that die, stall or lose their connection, and of clients that send
+invalid requests.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class _Oracle:
 
 
 @pytest.mark.slow
-def test_no_acknowledged_save_is_lost_when_the_server_is_killed(own_server: RecStoreServer) -> None:
+def test_no_acknowledged_save_is_lost_when_the_server_is_killed(
+    own_server: RecStoreServer,
+) -> None:
     oracle = _Oracle()
     client = _client(own_server.address)
     chosen = random.Random(0)
@@ -82,7 +86,8 @@ def test_no_acknowledged_save_is_lost_when_the_server_is_killed(own_server: RecS
                 if step % 3 == 0:
                     client.save(f"save-{step}", overwrite=True)
                     saved = step
-            # The kill was between the decision that a save counts and the next update: nothing is lost.
+            # The kill was between the decision that a save counts and the next update:
+            # nothing is lost.
             assert torch.equal(client.pull("t", IDS), oracle.after(step))
             kills += 1
             continue
@@ -95,7 +100,10 @@ def test_no_acknowledged_save_is_lost_when_the_server_is_killed(own_server: RecS
             there = reader.pull("t", IDS)
         # A save that was not acknowledged may exist too.
         saves = [saved, *range(saved + 1, step + 1)]
-        assert any(torch.equal(there, oracle.after(each)) for each in saves), (saved, step)
+        assert any(torch.equal(there, oracle.after(each)) for each in saves), (
+            saved,
+            step,
+        )
         with pytest.raises(ServerRestartedError, match=r"table 't' on server"):
             client.pull("t", IDS)
         client.load(f"save-{saved}")
@@ -104,7 +112,9 @@ def test_no_acknowledged_save_is_lost_when_the_server_is_killed(own_server: RecS
 
 
 @pytest.mark.slow
-def test_a_server_that_stops_saves_and_the_next_goes_on(own_server: RecStoreServer) -> None:
+def test_a_server_that_stops_saves_and_the_next_goes_on(
+    own_server: RecStoreServer,
+) -> None:
     oracle = _Oracle()
     client = _client(own_server.address)
     for step in range(4):
@@ -121,7 +131,9 @@ def test_a_server_that_stops_saves_and_the_next_goes_on(own_server: RecStoreServ
 
 
 @pytest.mark.slow
-def test_what_was_loaded_is_what_a_server_starts_from(own_server: RecStoreServer) -> None:
+def test_what_was_loaded_is_what_a_server_starts_from(
+    own_server: RecStoreServer,
+) -> None:
     client = _client(own_server.address)
     for number, name in enumerate(("monday", "tuesday")):
         client.push("t", IDS, _grads(number))
@@ -129,7 +141,10 @@ def test_what_was_loaded_is_what_a_server_starts_from(own_server: RecStoreServer
     client.load("monday")
     own_server.kill()
     # Starts that fail change nothing, here and below.
-    with pytest.raises(OSError, match="cannot listen"), socket.create_server(("127.0.0.1", 0)) as taken:
+    with (
+        pytest.raises(OSError, match="cannot listen"),
+        socket.create_server(("127.0.0.1", 0)) as taken,
+    ):
         _serve(own_server.data, f"127.0.0.1:{taken.getsockname()[1]}")
     own_server.start()
     assert torch.equal(client.pull("t", IDS), _grads(0))
@@ -138,14 +153,18 @@ def test_what_was_loaded_is_what_a_server_starts_from(own_server: RecStoreServer
     with pytest.raises(ValueError, match="choose another name"):
         client.save("stopped-0")
     own_server.stop()
-    with pytest.raises(OSError, match="cannot listen"), socket.create_server(("127.0.0.1", 0)) as taken:
+    with (
+        pytest.raises(OSError, match="cannot listen"),
+        socket.create_server(("127.0.0.1", 0)) as taken,
+    ):
         _serve(own_server.data, f"127.0.0.1:{taken.getsockname()[1]}")
     own_server.start()
     assert torch.equal(client.pull("t", IDS), after)
     own_server.stop()
     state = own_server.data / "server.json"
     left = json.loads(state.read_text())
-    state.write_text(json.dumps({**left, "last": "tuesday"}))  # edited by hand, as after a damaged checkpoint
+    # edited by hand, as after a damaged checkpoint
+    state.write_text(json.dumps({**left, "last": "tuesday"}))
     own_server.start()
     with pytest.raises(ServerRestartedError):
         client.pull("t", IDS)
@@ -178,7 +197,10 @@ def test_a_forked_process_needs_a_client_of_its_own(server: RecStoreServer) -> N
     child = os.fork()
     if child == 0:
         refused = 0
-        for call in (lambda: client.update("t", IDS, _grads(1)), lambda: client.prefetch("t", IDS)):
+        for call in (
+            lambda: client.update("t", IDS, _grads(1)),
+            lambda: client.prefetch("t", IDS),
+        ):
             try:
                 call()
             except ValueError as error:
@@ -190,7 +212,9 @@ def test_a_forked_process_needs_a_client_of_its_own(server: RecStoreServer) -> N
 
 
 @pytest.mark.slow
-def test_updates_are_applied_once_whatever_is_cut(proxy: Proxy, server: RecStoreServer) -> None:
+def test_updates_are_applied_once_whatever_is_cut(
+    proxy: Proxy, server: RecStoreServer
+) -> None:
     oracle = RecStoreClient()
     client = RecStoreClient([proxy.address])
     ids = torch.arange(4000)
@@ -202,7 +226,8 @@ def test_updates_are_applied_once_whatever_is_cut(proxy: Proxy, server: RecStore
     for step in range(30):
         grads = torch.randn(4000, 64)
         if step % 2:
-            # Replies are short, so the connection is often cut after the request has been read.
+            # Replies are short, so the connection is often cut after the request has
+            # been read.
             timer = threading.Timer(chosen.uniform(0, 0.02), proxy.cut)
             timer.start()
         else:
@@ -223,7 +248,9 @@ def test_updates_are_applied_once_whatever_is_cut(proxy: Proxy, server: RecStore
 
 
 @pytest.mark.slow
-def test_a_slow_server_is_an_error_in_time(proxy: Proxy, server: RecStoreServer) -> None:
+def test_a_slow_server_is_an_error_in_time(
+    proxy: Proxy, server: RecStoreServer
+) -> None:
     _client(server.address)
     client = RecStoreClient([proxy.address], timeout_s=0.5)
     with suppress(ServiceError):
@@ -237,7 +264,10 @@ def test_a_slow_server_is_an_error_in_time(proxy: Proxy, server: RecStoreServer)
     ):
         begin = time.monotonic()
         # Without a connection, the server cannot be reached.
-        late = rf"table 't' on server {proxy.address} (has not answered within|cannot be reached for) 0.5 s"
+        late = (
+            rf"table 't' on server {proxy.address} (has not answered within|cannot be"
+            r" reached for) 0.5 s"
+        )
         with pytest.raises(ServiceError, match=late):
             call()
         assert time.monotonic() - begin < 10
@@ -247,13 +277,18 @@ def test_a_slow_server_is_an_error_in_time(proxy: Proxy, server: RecStoreServer)
 
 def test_a_server_that_is_gone_is_an_error_in_time() -> None:
     begin = time.monotonic()
-    with pytest.raises(ServiceError, match=r"table 't' on server 127.0.0.1:1 cannot be reached for 0.5 s"):
+    with pytest.raises(
+        ServiceError,
+        match=r"table 't' on server 127.0.0.1:1 cannot be reached for 0.5 s",
+    ):
         RecStoreClient(["127.0.0.1:1"], timeout_s=0.5).pull("t", IDS)
     assert time.monotonic() - begin < 10
 
 
 class _Unreachable(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """A server whose first answer is that it is not available, and that never answers after this."""
+    """A server whose first answer is that it is not available, and that never answers
+    after this.
+    """
 
     def __init__(self) -> None:
         self.end = threading.Event()
@@ -291,7 +326,10 @@ def test_one_of_two_servers_is_gone(own_server: RecStoreServer, tmp_path: Path) 
     client.init_data("halves", (10, 8), torch.float32)
     client.pull("halves", IDS)
     own_server.kill()
-    with pytest.raises(ServiceError, match=rf"table 'halves' on server {own_server.address} cannot be reached"):
+    with pytest.raises(
+        ServiceError,
+        match=rf"table 'halves' on server {own_server.address} cannot be reached",
+    ):
         client.pull("halves", IDS)
     other.kill()
 
@@ -314,7 +352,8 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
                 refused += 1
                 assert error.code() in (  # noqa: PT017
                     grpc.StatusCode.INVALID_ARGUMENT,
-                    grpc.StatusCode.INTERNAL,  # grpc's own status for a message that it cannot parse
+                    # grpc's own status for a message that it cannot parse
+                    grpc.StatusCode.INTERNAL,
                     grpc.StatusCode.UNKNOWN,
                     grpc.StatusCode.NOT_FOUND,
                     grpc.StatusCode.FAILED_PRECONDITION,
@@ -326,7 +365,13 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
         for method in own.methods_by_name:
             send(method)
             for _ in range(20):
-                send(method, *(chosen.randbytes(chosen.randrange(200)) for _ in range(chosen.randrange(3))))
+                send(
+                    method,
+                    *(
+                        chosen.randbytes(chosen.randrange(200))
+                        for _ in range(chosen.randrange(3))
+                    ),
+                )
         epoch = _epoch(channel)
         header = {
             "table": "t",
@@ -340,9 +385,15 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
         def write(header: dict[str, object], *parts: pb.WriteRequest) -> None:
             nonlocal number
             number += 1
-            first = pb.WriteRequest(header=pb.WriteHeader(**{"request": number, **header}))
+            first = pb.WriteRequest(
+                header=pb.WriteHeader(**{"request": number, **header})
+            )
             before = refused
-            send("Write", first.SerializeToString(), *(part.SerializeToString() for part in parts))
+            send(
+                "Write",
+                first.SerializeToString(),
+                *(part.SerializeToString() for part in parts),
+            )
             assert refused == before + 1, (header, parts)
 
         row, one = bytes(32), bytes(8)
@@ -355,33 +406,76 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
         write({**header, "ids": 1, "kind": 0}, pb.WriteRequest(ids=one, rows=row))
         write({**header, "ids": 1, "epoch": ""}, pb.WriteRequest(ids=one, rows=row))
         write({**header, "ids": 1, "epoch": "x"}, pb.WriteRequest(ids=one, rows=row))
-        write({**header, "ids": 1, "table": "u" * 10_000}, pb.WriteRequest(ids=one, rows=row))
+        write(
+            {**header, "ids": 1, "table": "u" * 10_000},
+            pb.WriteRequest(ids=one, rows=row),
+        )
         write(
             {**header, "ids": 1, "kind": pb.WriteHeader.UPDATE},
             pb.WriteRequest(ids=one, rows=row, initial_ids=one, initial_rows=row[1:]),
         )
         send("Write", pb.WriteRequest(ids=one).SerializeToString())
         send("Pull", pb.PullRequest(ids=one).SerializeToString())
-        send("Pull", pb.PullRequest(header=pb.PullHeader(table="t", epoch=epoch, want=9), ids=one).SerializeToString())
-        send("Pull", pb.PullRequest(header=pb.PullHeader(table="t", epoch=epoch), ids=one[1:]).SerializeToString())
         send(
             "Pull",
-            pb.PullRequest(header=pb.PullHeader(table="t", epoch=epoch), ids=bytes(70 * 2**20)).SerializeToString(),
+            pb.PullRequest(
+                header=pb.PullHeader(table="t", epoch=epoch, want=9), ids=one
+            ).SerializeToString(),
+        )
+        send(
+            "Pull",
+            pb.PullRequest(
+                header=pb.PullHeader(table="t", epoch=epoch), ids=one[1:]
+            ).SerializeToString(),
+        )
+        send(
+            "Pull",
+            pb.PullRequest(
+                header=pb.PullHeader(table="t", epoch=epoch), ids=bytes(70 * 2**20)
+            ).SerializeToString(),
         )
         for dim in (0, -1, 2**31, 2**62, 2**100):
-            spec = TableSpec(8, torch.float32, Adagrad(lr=0.1), TableOptions()).to_json()
+            spec = TableSpec(
+                8, torch.float32, Adagrad(lr=0.1), TableOptions()
+            ).to_json()
             spec = spec.replace('"dim": 8', f'"dim": {dim}')
             before = refused
-            send("Create", pb.CreateRequest(table=f"dim {dim}", spec=spec, epoch=epoch).SerializeToString())
+            send(
+                "Create",
+                pb.CreateRequest(
+                    table=f"dim {dim}", spec=spec, epoch=epoch
+                ).SerializeToString(),
+            )
             assert refused == before + 1, dim
-        for spec in ("", "{}", "[]", "1", '{"dim": 1e99}', "[" * 100_000, '{"dim": 4, "dtype": "nn"}'):
-            send("Create", pb.CreateRequest(table="bad", spec=spec, epoch=epoch).SerializeToString())
+        for spec in (
+            "",
+            "{}",
+            "[]",
+            "1",
+            '{"dim": 1e99}',
+            "[" * 100_000,
+            '{"dim": 4, "dtype": "nn"}',
+        ):
+            send(
+                "Create",
+                pb.CreateRequest(
+                    table="bad", spec=spec, epoch=epoch
+                ).SerializeToString(),
+            )
         state, number, token, run = epoch.split("/")
-        for name in (*("", ".", "..", "a/b", "/etc", "lock", "server.json", "set.json", "\0"), *("stopped-0", "good")):
+        for name in (
+            *("", ".", "..", "a/b", "/etc", "lock", "server.json", "set.json", "\0"),
+            *("stopped-0", "good"),
+        ):
             save = {"name": name, "id": "../x" if name == "good" else "1"}
             before = refused
             for phase in (pb.SaveRequest.PREPARE, pb.SaveRequest.COMMIT, 0, 9):
-                send("Save", pb.SaveRequest(phase=phase, epoch=epoch, save=save).SerializeToString())
+                send(
+                    "Save",
+                    pb.SaveRequest(
+                        phase=phase, epoch=epoch, save=save
+                    ).SerializeToString(),
+                )
             assert refused == before + 4, name
         load = {
             "set": state,
@@ -393,20 +487,67 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
         }
         good = {**load, "save": {}}
         for change in (
-            *({}, {"save": {"name": "../x"}}, {"save": {"name": "none"}}, {"save": {"name": "x", "id": "1"}}),
-            *({**good, "epoch": int(number)}, {**good, "set": "x"}, {**good, "set": ""}, {**good, "member": 1}),
-            *({**good, "slots": []}, {**good, "slots": [1]}, {**good, "members": 0}, {**good, "members": 2}),
-            *({**good, "token": ""}, {**good, "token": "a/b"}, {**good, "token": "a" * 65}),
+            *(
+                {},
+                {"save": {"name": "../x"}},
+                {"save": {"name": "none"}},
+                {"save": {"name": "x", "id": "1"}},
+            ),
+            *(
+                {**good, "epoch": int(number)},
+                {**good, "set": "x"},
+                {**good, "set": ""},
+                {**good, "member": 1},
+            ),
+            *(
+                {**good, "slots": []},
+                {**good, "slots": [1]},
+                {**good, "members": 0},
+                {**good, "members": 2},
+            ),
+            *(
+                {**good, "token": ""},
+                {**good, "token": "a/b"},
+                {**good, "token": "a" * 65},
+            ),
         ):
             before = refused
             for phase in (pb.LoadRequest.PREPARE, pb.LoadRequest.COMMIT, 0, 9):
-                send("Load", pb.LoadRequest(phase=phase, **{**load, **change}).SerializeToString())
+                send(
+                    "Load",
+                    pb.LoadRequest(
+                        phase=phase, **{**load, **change}
+                    ).SerializeToString(),
+                )
             assert refused == before + 4, change
-        resume = {"epoch": f"{state}/{number}/{token}", "member": 0, "before": run, "run": "a"}
-        for change in ({}, {"before": "x"}, {"run": ""}, {"epoch": f"{state}/{number}"}, {"epoch": ""}, {"member": 1}):
+        resume = {
+            "epoch": f"{state}/{number}/{token}",
+            "member": 0,
+            "before": run,
+            "run": "a",
+        }
+        for change in (
+            {},
+            {"before": "x"},
+            {"run": ""},
+            {"epoch": f"{state}/{number}"},
+            {"epoch": ""},
+            {"member": 1},
+        ):
             before = refused
-            for phase in (pb.ResumeRequest.PREPARE, pb.ResumeRequest.NOTE, pb.ResumeRequest.COMMIT, 0, 9):
-                send("Resume", pb.ResumeRequest(phase=phase, **{**resume, **change}).SerializeToString())
+            for phase in (
+                pb.ResumeRequest.PREPARE,
+                pb.ResumeRequest.NOTE,
+                pb.ResumeRequest.COMMIT,
+                0,
+                9,
+            ):
+                send(
+                    "Resume",
+                    pb.ResumeRequest(
+                        phase=phase, **{**resume, **change}
+                    ).SerializeToString(),
+                )
             assert refused == before + 5, change
     assert refused > 100
     assert torch.equal(client.pull("t", IDS), _grads(0))
@@ -415,7 +556,8 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
 
 def _epoch(channel: grpc.Channel) -> str:
     describe = channel.unary_unary(
-        "/torchrec_recstore.ParameterServer/Describe", response_deserializer=pb.DescribeReply.FromString
+        "/torchrec_recstore.ParameterServer/Describe",
+        response_deserializer=pb.DescribeReply.FromString,
     )
     state = describe(b"", metadata=[(VERSION_KEY, VERSION)])
     return run_label(label_of(state), run_of(state))
@@ -425,7 +567,10 @@ def _epoch(channel: grpc.Channel) -> str:
 def test_another_version_of_the_protocol(server: RecStoreServer, version: str) -> None:
     with grpc.insecure_channel(server.address) as channel:
         call = channel.unary_unary("/torchrec_recstore.ParameterServer/Describe")
-        with pytest.raises(grpc.RpcError, match=f"version {version} of the protocol, the server version 2") as caught:
+        with pytest.raises(
+            grpc.RpcError,
+            match=f"version {version} of the protocol, the server version 2",
+        ) as caught:
             call(b"", metadata=[(VERSION_KEY, version)])
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
@@ -435,8 +580,12 @@ def _serve(data: Path, listen: str = "127.0.0.1:0") -> None:
     serve(ServerOptions(ListenOptions(listen), data), pytest.fail)
 
 
-def test_a_data_directory_and_a_port_belong_to_one_server(server: RecStoreServer, tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=f"{server.data}: another server has this data directory"):
+def test_a_data_directory_and_a_port_belong_to_one_server(
+    server: RecStoreServer, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        OSError, match=f"{server.data}: another server has this data directory"
+    ):
         _serve(server.data)
     with pytest.raises(OSError, match=f"cannot listen on {server.address}"):
         _serve(tmp_path, server.address)
@@ -448,7 +597,9 @@ def test_a_damaged_checkpoint_is_not_passed_over(own_server: RecStoreServer) -> 
         client.push("t", IDS, _grads(number))
         client.save(name)
     own_server.kill()
-    part = max((data / "second").glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    part = max(
+        (data / "second").glob("*.safetensors"), key=lambda file: file.stat().st_size
+    )
     content = bytearray(part.read_bytes())
     content[-1] ^= 1
     part.write_bytes(content)

@@ -1,6 +1,8 @@
-"""Tests of a server under floods: silent connections, and frames of HTTP/2 as fast as a client can send them.
+"""Tests of a server under floods: silent connections, and frames of HTTP/2 as fast as a
+client can send them.
 
-Threads, memory and files of the server stay bounded, and a client with a token waits at most a second longer.
+Threads, memory and files of the server stay bounded, and a client with a token waits at
+most a second longer.
 """
 
 from __future__ import annotations
@@ -40,15 +42,30 @@ class Flooded:
     client: RecStoreClient
 
     def used(self) -> tuple[int, float, int]:
-        """Returns the threads, the resident memory in MB and the open files of the server."""
+        """Returns the threads, the resident memory in MB and the open files of the
+        server.
+        """
         process = Path(f"/proc/{self.server.pid}")
-        return len(os.listdir(process / "task")), resident_mb(self.server), len(os.listdir(process / "fd"))
+        return (
+            len(os.listdir(process / "task")),
+            resident_mb(self.server),
+            len(os.listdir(process / "fd")),
+        )
 
     def bears(self, kind: str, address: str) -> None:
-        """Floods an address, and checks what the server uses and how long calls take meanwhile."""
+        """Floods an address, and checks what the server uses and how long calls take
+        meanwhile.
+        """
         before = self.used()
         longest, most = 0.0, before
-        command = [sys.executable, "-m", "tests.service.flood", kind, address, f"{SECONDS}"]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.service.flood",
+            kind,
+            address,
+            f"{SECONDS}",
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as flood:
             while flood.poll() is None:
                 begin = time.monotonic()
@@ -58,7 +75,11 @@ class Flooded:
                 most = tuple(map(max, most, self.used()))  # type: ignore[assignment]
                 time.sleep(0.02)
             assert flood.stdout is not None
-            print(kind, flood.stdout.read().strip(), f"longest {longest:.2f} s; used before {before}, at most {most}")
+            print(
+                kind,
+                flood.stdout.read().strip(),
+                f"longest {longest:.2f} s; used before {before}, at most {most}",
+            )
         assert flood.returncode == 0
         assert longest < 1.0
         assert most[0] <= before[0] + MORE_THREADS
@@ -73,7 +94,14 @@ class Flooded:
 def flooded(tmp_path: Path) -> Iterator[Flooded]:
     metrics, token = f"127.0.0.1:{free_port()}", tmp_path / "token"
     write_secret(token, TOKEN)
-    flags = ["--token-file", str(token), "--metrics", metrics, "--max-connections", f"{MOST_CONNECTIONS}"]
+    flags = [
+        "--token-file",
+        str(token),
+        "--metrics",
+        metrics,
+        "--max-connections",
+        f"{MOST_CONNECTIONS}",
+    ]
     server = RecStoreServer(tmp_path / "data", *flags)
     with RecStoreClient([server.address], token=TOKEN, shared_memory=False) as client:
         client.init_data("t", (100, 8))

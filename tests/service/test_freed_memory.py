@@ -18,7 +18,9 @@ CLIENTS = 8
 SAVES = 4
 """The number of saves of each client."""
 WARM_UP = 4
-"""The number of saves until the process has the buffers of outputs that it keeps on purpose."""
+"""The number of saves until the process has the buffers of outputs that it keeps on
+purpose.
+"""
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -44,5 +46,6 @@ def test_saves_of_many_clients(own_server: RecStoreServer) -> None:
         with ThreadPoolExecutor(CLIENTS) as threads:
             list(threads.map(save, range(CLIENTS)))
         grown = anonymous_bytes(own_server.pid) - before
-        # Each thread of calls keeps a megabyte of messages. With the buffers of saves, all threads kept 2.5 tables.
+        # Each thread of calls keeps a megabyte of messages. With the buffers of saves,
+        # all threads kept 2.5 tables.
         assert grown < 1.5 * TABLE_BYTES

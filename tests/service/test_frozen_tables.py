@@ -42,39 +42,60 @@ def name() -> str:
 
 
 def batch(name: str, ids: Tensor = IDS) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor([name], values=ids, lengths=torch.ones(len(ids), dtype=torch.long))
+    return KeyedJaggedTensor(
+        [name], values=ids, lengths=torch.ones(len(ids), dtype=torch.long)
+    )
 
 
 def config(name: str) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=100, feature_names=[name])
+    return EmbeddingBagConfig(
+        name=name, embedding_dim=4, num_embeddings=100, feature_names=[name]
+    )
 
 
 def sharded(
-    server: RecStoreServer, name: str, frozen: bool, kind: type[nn.Module] = EmbeddingBagCollection
+    server: RecStoreServer,
+    name: str,
+    frozen: bool,
+    kind: type[nn.Module] = EmbeddingBagCollection,
 ) -> DistributedModelParallel:
     options = TableOptions(servers=Servers([server.address]), frozen=frozen)
     if kind is EmbeddingBagCollection:
         collection = EmbeddingBagCollection([config(name)], device=torch.device("meta"))
         sharder = RecStoreSharder(optimizer=Adam(lr=0.1))
     else:
-        table = EmbeddingConfig(name=name, embedding_dim=4, num_embeddings=100, feature_names=[name])
+        table = EmbeddingConfig(
+            name=name, embedding_dim=4, num_embeddings=100, feature_names=[name]
+        )
         collection = EmbeddingCollection([table], device=torch.device("meta"))
         sharder = RecStoreEmbeddingCollectionSharder(optimizer=Adam(lr=0.1))
     constraints = {name: RecStoreConstraints(options=options)}
-    planner = RecStorePlanner(topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints)
+    planner = RecStorePlanner(
+        topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints
+    )
     plan = planner.collective_plan(collection, [sharder], dist.group.WORLD)
-    return DistributedModelParallel(collection, plan=plan, sharders=[sharder], device=torch.device("cpu"))
+    return DistributedModelParallel(
+        collection, plan=plan, sharders=[sharder], device=torch.device("cpu")
+    )
 
 
 def rows_of(model: DistributedModelParallel, features: KeyedJaggedTensor) -> Tensor:
     """Returns the row of each id, (N, 4). Each bag has one id."""
     out = model(features).wait()
-    return out.values() if isinstance(out, KeyedTensor) else out[features.keys()[0]].values()
+    return (
+        out.values()
+        if isinstance(out, KeyedTensor)
+        else out[features.keys()[0]].values()
+    )
 
 
 @pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
 def test_a_prefetch_of_a_sharded_model(
-    one_rank: None, server: RecStoreServer, name: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+    one_rank: None,
+    server: RecStoreServer,
+    name: str,
+    kind: type[nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pulls = []
     original = RecStoreClient.pull_each
@@ -103,7 +124,8 @@ def test_a_prefetch_of_a_sharded_model(
             assert torch.equal(found[:3], rows)
             assert not found[3:].any()
         assert len(pulls) == 1
-        # A lookup in evaluation reads the rows of now, and so does a later one without a prefetch.
+        # A lookup in evaluation reads the rows of now, and so does a later one without
+        # a prefetch.
         prefetch()
         rows_of(trains, batch(name)).sum().backward()
         newer = client.pull(name, IDS)
@@ -129,9 +151,14 @@ def test_a_sharded_model(one_rank: None, server: RecStoreServer, name: str) -> N
 
 def test_an_eager_module(server: RecStoreServer, name: str) -> None:
     with RecStoreClient([server.address]) as client:
-        trains = RecStoreEmbeddingBagCollection([config(name)], optimizer=Adam(lr=0.1), client=client)
+        trains = RecStoreEmbeddingBagCollection(
+            [config(name)], optimizer=Adam(lr=0.1), client=client
+        )
         reads = RecStoreEmbeddingBagCollection(
-            [config(name)], optimizer=Adam(lr=0.1), options=TableOptions(frozen=True), client=client
+            [config(name)],
+            optimizer=Adam(lr=0.1),
+            options=TableOptions(frozen=True),
+            client=client,
         )
         trains(batch(name)).values().sum().backward()
         before = client.stats(name)
@@ -140,10 +167,18 @@ def test_an_eager_module(server: RecStoreServer, name: str) -> None:
         assert not out.requires_grad
         assert client.stats(name) == before
         reads.embedding_bags[name].weight.requires_grad_(True)
-        with pytest.raises(ValueError, match="is frozen by its options, and its weight requires a gradient"):
+        with pytest.raises(
+            ValueError,
+            match="is frozen by its options, and its weight requires a gradient",
+        ):
             reads(batch(name))
 
 
 def test_a_clients_table_is_not_frozen() -> None:
-    with RecStoreClient() as client, pytest.raises(ValueError, match=r"TableOptions\.frozen is an option of the model"):
+    with (
+        RecStoreClient() as client,
+        pytest.raises(
+            ValueError, match=r"TableOptions\.frozen is an option of the model"
+        ),
+    ):
         client.init_data("t", (10, 4), options=TableOptions(frozen=True))

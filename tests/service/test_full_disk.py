@@ -1,4 +1,6 @@
-"""A set of two servers, of which one has a full disk during saves: by schedule and by a client."""
+"""A set of two servers, of which one has a full disk during saves: by schedule and by a
+client.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,15 @@ def _saves(server: RecStoreServer) -> set[str]:
     return {entry.name for entry in server.data.iterdir() if entry.is_dir()}
 
 
-def test_saves_of_two_servers_while_the_disk_of_one_is_full(small_disk: Path, tmp_path: Path) -> None:
+def test_saves_of_two_servers_while_the_disk_of_one_is_full(
+    small_disk: Path, tmp_path: Path
+) -> None:
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     flags = ("--save-every", "0.3", "--keep", "1", "--servers", ",".join(addresses))
     folders = [tmp_path / "roomy", small_disk / "data"]
     servers = [
-        RecStoreServer(folder, *flags, listen=address) for folder, address in zip(folders, addresses, strict=True)
+        RecStoreServer(folder, *flags, listen=address)
+        for folder, address in zip(folders, addresses, strict=True)
     ]
     full = servers[1]
     try:
@@ -46,28 +51,41 @@ def test_saves_of_two_servers_while_the_disk_of_one_is_full(small_disk: Path, tm
             client.push("t", SMALL, torch.zeros(len(SMALL), DIM))
             client.save("first")
             client.push("t", LARGE, torch.zeros(len(LARGE), DIM))
-            # The server that began the save tells of its failure: the first one, unless a save of it was under way.
-            _wait_until(lambda: any("has failed" in server.stderr for server in servers), servers)
+            # The server that began the save tells of its failure: the first one, unless
+            # a save of it was under way.
+            _wait_until(
+                lambda: any("has failed" in server.stderr for server in servers),
+                servers,
+            )
             lines = [line for server in servers for line in server.stderr.splitlines()]
             failure = next(line for line in lines if "has failed" in line)
             assert "No space left on device" in failure
             assert str(full.data) in failure
-            before = [{name for name in _saves(server) if name.startswith("scheduled-")} for server in servers]
+            before = [
+                {name for name in _saves(server) if name.startswith("scheduled-")}
+                for server in servers
+            ]
             with pytest.raises(Exception, match=r"No space left on device.*data"):
                 client.save("second")
             for _ in range(3):
                 client.update("t", SMALL, torch.ones(len(SMALL), DIM))
-            # The other server keeps nothing of the saves that failed on this one, and the last good save counts.
+            # The other server keeps nothing of the saves that failed on this one, and
+            # the last good save counts.
             assert all("second" not in _saves(server) for server in servers)
             for server, names in zip(servers, before, strict=True):
-                assert {name for name in _saves(server) if name.startswith("scheduled-")} == names
+                assert {
+                    name for name in _saves(server) if name.startswith("scheduled-")
+                } == names
             client.delete("t", LARGE[100:])
             _wait_until(lambda: shutil.disk_usage(small_disk).free > 400_000, servers)
             client.save("third")
             client.update("t", SMALL, torch.ones(len(SMALL), DIM))
             _wait_until(
                 lambda: all(
-                    any(name.startswith("scheduled-") and name not in names for name in _saves(server))
+                    any(
+                        name.startswith("scheduled-") and name not in names
+                        for name in _saves(server)
+                    )
                     for server, names in zip(servers, before, strict=True)
                 ),
                 servers,
@@ -79,7 +97,11 @@ def test_saves_of_two_servers_while_the_disk_of_one_is_full(small_disk: Path, tm
             assert client.stats("t").rows == len(SMALL)
         for server in servers:
             server.kill()
-            hidden = [entry.name for entry in server.data.iterdir() if entry.name.startswith(".prepared-")]
+            hidden = [
+                entry.name
+                for entry in server.data.iterdir()
+                if entry.name.startswith(".prepared-")
+            ]
             assert len(hidden) <= 1  # a scheduled save may have been in progress
     finally:
         for server in servers:

@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrec_recstore.optim import SGD, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
+from torchrec_recstore.optim import (
+    SGD,
+    Adam,
+    Optimizer,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+)
 from torchrec_recstore.options import (
     LFU,
     LRU,
@@ -50,17 +56,24 @@ def ones(n: int) -> Tensor:
     return torch.ones(n, DIM)
 
 
-@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), RowWiseAdagrad(lr=0.1), Adam(lr=0.1), PartialRowWiseAdam(lr=0.1)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [SGD(lr=0.1), RowWiseAdagrad(lr=0.1), Adam(lr=0.1), PartialRowWiseAdam(lr=0.1)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_rows_are_a_tables_to_the_bit(optimizer: Optimizer, dtype: torch.dtype) -> None:
     options = TableOptions(seed=3)
     tables = HostedTables()
     tables.create("t", spec(options, optimizer, dtype))
-    oracle = Table(DIM, dtype, optimizer, TableOptions(seed=3, missing="init"), name="t")
+    oracle = Table(
+        DIM, dtype, optimizer, TableOptions(seed=3, missing="init"), name="t"
+    )
     every = torch.arange(-50, 150)
     for step in range(12):
         batch = torch.randint(-50, 150, (64,))
-        values = torch.randn(64, DIM).to(value_dtype(dtype) if step % 2 else torch.float32)
+        values = torch.randn(64, DIM).to(
+            value_dtype(dtype) if step % 2 else torch.float32
+        )
         tables.update("t", batch, values)
         oracle.lookup(batch, train=True)
         oracle.update(batch, values)
@@ -101,7 +114,9 @@ def test_create_again() -> None:
     tables.create("t", spec())
     assert tables.exists("t", ids(1)).all()
     other = TableSpec(DIM + 1, torch.float32, SGD(lr=2.0), ZERO)
-    with pytest.raises(ValueError, match=r"table 't'.* dim is 6, not 7, optimizer.lr is 1.0, not 2.0$"):
+    with pytest.raises(
+        ValueError, match=r"table 't'.* dim is 6, not 7, optimizer.lr is 1.0, not 2.0$"
+    ):
         tables.create("t", other)
     assert tables.spec("t") == spec()
     assert tables.specs() == {"t": spec()}
@@ -144,13 +159,24 @@ def test_unknown_and_dropped_tables() -> None:
 
 def test_updates_are_the_steps_of_lru_and_its_bound() -> None:
     tables = HostedTables()
-    tables.create("t", spec(TableOptions(initializer=ConstantInit(0.0), max_rows=4, eviction=LRU())))
+    tables.create(
+        "t",
+        spec(TableOptions(initializer=ConstantInit(0.0), max_rows=4, eviction=LRU())),
+    )
     for number in (1, 2, 3, 4, 1, 5):
         tables.update("t", ids(number), ones(1))
     assert tables.ids("t").tolist() == [1, 3, 4, 5]
     stats = tables.stats("t")
-    assert (stats.steps, stats.lookups, stats.misses, stats.evicted, stats.updates) == (6, 6, 5, 1, 6)
-    with pytest.raises(ValueError, match="table 't' needs 5 rows at once, max_rows is 4"):
+    assert (stats.steps, stats.lookups, stats.misses, stats.evicted, stats.updates) == (
+        6,
+        6,
+        5,
+        1,
+        6,
+    )
+    with pytest.raises(
+        ValueError, match="table 't' needs 5 rows at once, max_rows is 4"
+    ):
         tables.update("t", ids(6, 7, 8, 9, 10), ones(5))
     assert tables.stats("t") == stats
     assert tables.ids("t").tolist() == [1, 3, 4, 5]
@@ -170,23 +196,32 @@ def test_updates_are_the_steps_of_lfu_expiry_and_admission() -> None:
     assert tables.ids("expiry").tolist() == [2]
     assert tables.stats("expiry").expired == 1
 
-    tables.create("admission", spec(TableOptions(initializer=ConstantInit(0.0), admission=MinFrequency(3))))
+    tables.create(
+        "admission",
+        spec(TableOptions(initializer=ConstantInit(0.0), admission=MinFrequency(3))),
+    )
     for expected in (False, False, True, True):
         tables.update("admission", ids(1, 1), ones(2))
         assert tables.exists("admission", ids(1)).tolist() == [expected]
-    assert tables.pull("admission", ids(1)).tolist() == [[-4.0] * DIM]  # two updates of two gradients each
+    # two updates of two gradients each
+    assert tables.pull("admission", ids(1)).tolist() == [[-4.0] * DIM]
     assert tables.stats("admission").refused == 2
 
 
 def test_a_cold_store_keeps_what_leaves(tmp_path: Path) -> None:
-    tables = HostedTables(Limits(max_rows=8, cold_store=RocksDBStore(str(tmp_path / "cold"))))
+    tables = HostedTables(
+        Limits(max_rows=8, cold_store=RocksDBStore(str(tmp_path / "cold")))
+    )
     tables.create("t", spec())
     for first in range(0, 40, 4):
         tables.update("t", torch.arange(first, first + 4), ones(4))
     tables.update("t", torch.arange(4), ones(4))
     stats = tables.stats("t")
     assert (stats.rows, stats.rows + stats.cold_rows, stats.cold_hits) == (8, 40, 4)
-    assert tables.pull("t", torch.arange(40)).tolist() == [[-2.0] * DIM] * 4 + [[-1.0] * DIM] * 36
+    assert (
+        tables.pull("t", torch.arange(40)).tolist()
+        == [[-2.0] * DIM] * 4 + [[-1.0] * DIM] * 36
+    )
     tables.drop("t")
     tables.create("t", spec())
     assert len(tables.ids("t")) == 0
@@ -198,7 +233,12 @@ def test_a_cold_store_keeps_what_leaves(tmp_path: Path) -> None:
     [
         (TableOptions(), Limits(), (0, 1), TableOptions()),
         (TableOptions(max_rows=7), Limits(), (1, 2), TableOptions(max_rows=3)),
-        (TableOptions(max_rows=7), Limits(max_rows=2), (0, 2), TableOptions(max_rows=2)),
+        (
+            TableOptions(max_rows=7),
+            Limits(max_rows=2),
+            (0, 2),
+            TableOptions(max_rows=2),
+        ),
         (
             TableOptions(max_rows=7),
             Limits(max_rows=9, eviction=LFU(5)),
@@ -209,9 +249,16 @@ def test_a_cold_store_keeps_what_leaves(tmp_path: Path) -> None:
             TableOptions(max_rows=7, eviction=LRU(), expiry=Expiry(3)),
             Limits(eviction=LFU(), expiry=Expiry(9), admission=MinFrequency(2)),
             (0, 1),
-            TableOptions(max_rows=7, eviction=LRU(), expiry=Expiry(3), admission=MinFrequency(2)),
+            TableOptions(
+                max_rows=7, eviction=LRU(), expiry=Expiry(3), admission=MinFrequency(2)
+            ),
         ),
-        (TableOptions(), Limits(eviction=LRU(), cold_store=RocksDBStore("x")), (0, 1), TableOptions()),
+        (
+            TableOptions(),
+            Limits(eviction=LRU(), cold_store=RocksDBStore("x")),
+            (0, 1),
+            TableOptions(),
+        ),
         (
             TableOptions(max_rows=3),
             Limits(cold_store=RocksDBStore("x")),
@@ -226,7 +273,9 @@ def test_limits_fill_in_what_is_left_open(
     found = held_options("t", spec(options, shard=shard), limits)
     assert found.missing == "init"
     fields = ("max_rows", "eviction", "expiry", "admission", "cold_store")
-    assert [getattr(found, field) for field in fields] == [getattr(held, field) for field in fields]
+    assert [getattr(found, field) for field in fields] == [
+        getattr(held, field) for field in fields
+    ]
 
 
 def test_limits_that_make_no_sense() -> None:
@@ -244,14 +293,20 @@ def test_initial_rows_are_for_ids_without_a_row() -> None:
     tables.push("t", ids(1), 5 * ones(1))
     rows = torch.arange(3.0)[:, None].expand(3, DIM)
     tables.update("t", ids(3, 1, 2, 3), ones(4), (ids(1, 2, 3), rows))
-    assert tables.pull("t", ids(1, 2, 3)).tolist() == [[4.0] * DIM, [0.0] * DIM, [0.0] * DIM]
+    assert tables.pull("t", ids(1, 2, 3)).tolist() == [
+        [4.0] * DIM,
+        [0.0] * DIM,
+        [0.0] * DIM,
+    ]
     stats = tables.stats("t")
     for call in (
         lambda: tables.update("t", ids(1, 4), ones(2)),
         lambda: tables.update("t", ids(4, 5), ones(2), (ids(4, 6), rows[:2])),
         lambda: tables.pull("t", ids(1, 4)),
     ):
-        with pytest.raises(NoInitialRow, match="table 't' has rows that an init_func or row_func makes") as raised:
+        with pytest.raises(
+            NoInitialRow, match="table 't' has rows that an init_func or row_func makes"
+        ) as raised:
             call()
         assert raised.value.pending is not None
         assert raised.value.pending.tolist() == [0, 1]
@@ -261,23 +316,35 @@ def test_initial_rows_are_for_ids_without_a_row() -> None:
 
 
 def test_initial_rows_and_bounds(tmp_path: Path) -> None:
-    """A row that was not admitted, was evicted or has expired in a cold store begins again with its initial row."""
+    """A row that was not admitted, was evicted or has expired in a cold store begins
+    again with its initial row.
+    """
     tables = HostedTables(Limits(cold_store=RocksDBStore(str(tmp_path))))
     seven = (ids(1), 7 * ones(1))
-    tables.create("admission", spec(TableOptions(admission=MinFrequency(2)), initial_rows="some"))
+    tables.create(
+        "admission", spec(TableOptions(admission=MinFrequency(2)), initial_rows="some")
+    )
     tables.update("admission", ids(1), ones(1), seven)
     assert not tables.exists("admission", ids(1)).any()
     tables.update("admission", ids(1), ones(1), seven)
     assert tables.pull("admission", ids(1)).tolist() == [[6.0] * DIM]
 
     evicting = HostedTables()
-    evicting.create("t", spec(TableOptions(max_rows=1, eviction=LRU()), initial_rows="some"))
+    evicting.create(
+        "t", spec(TableOptions(max_rows=1, eviction=LRU()), initial_rows="some")
+    )
     for number in (1, 2, 1):
         evicting.update("t", ids(number), ones(1), (ids(number), 7 * ones(1)))
     assert evicting.ids("t").tolist() == [1]
     assert evicting.pull("t", ids(1)).tolist() == [[6.0] * DIM]
 
-    tables.create("t", spec(TableOptions(max_rows=2, eviction=LRU(), expiry=Expiry(4)), initial_rows="some"))
+    tables.create(
+        "t",
+        spec(
+            TableOptions(max_rows=2, eviction=LRU(), expiry=Expiry(4)),
+            initial_rows="some",
+        ),
+    )
     tables.update("t", ids(1), ones(1), seven)
     tables.update("t", ids(2, 3), ones(2), (ids(2, 3), ones(2)))
     tables.update("t", ids(1), ones(1), seven)  # returns unchanged from the cold store
@@ -310,7 +377,9 @@ def test_nobody_sees_initial_rows_without_their_update() -> None:
     assert {tuple(values) for values in seen} <= {(), (6.0,)}
 
 
-def test_reads_go_on_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_go_on_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While a pull waits for the cold store, the table answers other reads."""
     tables = HostedTables(Limits(max_rows=8, cold_store=RocksDBStore(str(tmp_path))))
     tables.create("t", spec())
@@ -336,7 +405,10 @@ def test_reads_go_on_beside_each_other(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_many_threads(tmp_path: Path) -> None:
-    """Updates, pulls, saves and creates run at the same time. No update is lost, and every save is of one moment."""
+    """Updates, pulls, saves and creates run at the same time.
+
+    No update is lost, and every save is of one moment.
+    """
     tables = HostedTables()
     for name in ("a", "b"):
         tables.create(name, spec())
@@ -368,7 +440,9 @@ def test_many_threads(tmp_path: Path) -> None:
         tables.save(tmp_path / f"{number % 8}", overwrite=True)
 
     with ThreadPoolExecutor(8) as threads:
-        others = [threads.submit(until_done, work) for work in (pulls, comes_and_goes, saves)]
+        others = [
+            threads.submit(until_done, work) for work in (pulls, comes_and_goes, saves)
+        ]
         for writer in [threads.submit(updates) for _ in range(2)]:
             writer.result()
         done.set()
@@ -385,7 +459,8 @@ def test_many_threads(tmp_path: Path) -> None:
             continue
         a, b = (loaded.pull(name, hot).unique().tolist() for name in ("a", "b"))
         assert len(a) == len(b) == 1
-        assert a[0] - b[0] in (0.0, 1.0, 2.0)  # at most one update of each of the two writers
+        # at most one update of each of the two writers
+        assert a[0] - b[0] in (0.0, 1.0, 2.0)
 
 
 def test_temporary_tables_that_nobody_uses_are_dropped() -> None:
@@ -405,12 +480,21 @@ def test_temporary_tables_that_nobody_uses_are_dropped() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (TableOptions(max_rows=9, eviction=Scored()), r"options\.eviction=Scored\(\) cannot be used on servers"),
+        (
+            TableOptions(max_rows=9, eviction=Scored()),
+            r"options\.eviction=Scored\(\) cannot be used on servers",
+        ),
         (
             TableOptions(max_rows=9, eviction=LFU(count="occurrences")),
-            r'options\.eviction=LFU\(count="occurrences"\) cannot be used on servers, because clients send each id',
+            (
+                r'options\.eviction=LFU\(count="occurrences"\) cannot be used on'
+                r" servers, because clients send each id"
+            ),
         ),
-        (TableOptions(left_ids=9), r"options\.left_ids cannot be used on servers, which keep no record"),
+        (
+            TableOptions(left_ids=9),
+            r"options\.left_ids cannot be used on servers, which keep no record",
+        ),
     ],
 )
 def test_options_that_servers_do_not_have(options: TableOptions, message: str) -> None:

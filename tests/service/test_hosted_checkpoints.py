@@ -21,7 +21,14 @@ from torchrec_recstore.checkpoint.info import read_info
 from torchrec_recstore.checkpoint.reader import load_rows
 from torchrec_recstore.cli import app
 from torchrec_recstore.optim import SGD, Adam, Optimizer, RowWiseAdagrad
-from torchrec_recstore.options import LFU, LRU, MinFrequency, RocksDBStore, Scored, TableOptions
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    MinFrequency,
+    RocksDBStore,
+    Scored,
+    TableOptions,
+)
 from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.wire.table_spec import TableSpec
@@ -31,19 +38,32 @@ from ..checkpoint import models
 DIM = models.DIM
 
 
-def spec(optimizer: Optimizer = SGD(lr=1.0), options: TableOptions = TableOptions(), **more: object) -> TableSpec:  # noqa: B008  (frozen)
+def spec(
+    optimizer: Optimizer = SGD(lr=1.0),  # noqa: B008  (frozen)
+    options: TableOptions = TableOptions(),  # noqa: B008  (frozen)
+    **more: object,
+) -> TableSpec:
     return TableSpec(DIM, torch.float32, optimizer, options, **more)  # type: ignore[arg-type]
 
 
 SPECS = {
     "adam": spec(Adam(lr=0.1)),
     "bounded": spec(RowWiseAdagrad(lr=0.1), TableOptions(max_rows=60, eviction=LFU(5))),
-    "held back": spec(options=TableOptions(admission=MinFrequency(3, counter_bytes=1024)), initial_rows="some"),
+    "held back": spec(
+        options=TableOptions(admission=MinFrequency(3, counter_bytes=1024)),
+        initial_rows="some",
+    ),
     "bf16": TableSpec(3, torch.bfloat16, SGD(lr=0.5), TableOptions(seed=-1)),
 }
 
 
-def made(limits: Limits = Limits(), specs: dict[str, TableSpec] = SPECS) -> HostedTables:  # noqa: B008  (frozen)
+UNLIMITED = Limits()
+
+
+def made(
+    limits: Limits = UNLIMITED,
+    specs: dict[str, TableSpec] = SPECS,
+) -> HostedTables:
     tables = HostedTables(limits)
     for name, one in specs.items():
         tables.create(name, one)
@@ -57,12 +77,22 @@ def train(tables: HostedTables, steps: range) -> None:
         for name, one in SPECS.items():
             grads = torch.randn(30, one.dim, generator=generator)
             distinct = ids.unique()
-            tables.update(name, ids, grads, (distinct, distinct[:, None].expand(-1, one.dim).float()))
+            tables.update(
+                name,
+                ids,
+                grads,
+                (distinct, distinct[:, None].expand(-1, one.dim).float()),
+            )
 
 
 def held(tables: HostedTables) -> dict[str, tuple[list[int], Tensor, int]]:
     return {
-        name: (tables.ids(name).tolist(), rows_of(tables, name), tables.stats(name).steps) for name in tables.specs()
+        name: (
+            tables.ids(name).tolist(),
+            rows_of(tables, name),
+            tables.stats(name).steps,
+        )
+        for name in tables.specs()
     }
 
 
@@ -86,7 +116,9 @@ def one_table(value: float = 1.0, **more: object) -> HostedTables:
 
 
 def recstore(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, [str(argument) for argument in arguments], catch_exceptions=False
+    )
     assert result.exit_code in (0, 1), result.output
     return result.stdout
 
@@ -111,7 +143,10 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, there: bool) 
 
 
 def test_cold_rows_and_other_limits(tmp_path: Path) -> None:
-    tables = made(Limits(max_rows=10, cold_store=RocksDBStore(str(tmp_path / "cold"))), {"t": spec()})
+    tables = made(
+        Limits(max_rows=10, cold_store=RocksDBStore(str(tmp_path / "cold"))),
+        {"t": spec()},
+    )
     for first in range(0, 90, 9):
         tables.update("t", torch.arange(first, first + 9), torch.ones(9, DIM))
     assert tables.stats("t").cold_rows == 80
@@ -176,7 +211,9 @@ def test_a_models_checkpoint_and_back(one_rank: None, tmp_path: Path) -> None:
     assert torch.equal(user[3]["weight"], rows_of(tables, "user"))
 
 
-def test_options_of_a_model_that_servers_do_not_have(one_rank: None, tmp_path: Path) -> None:
+def test_options_of_a_model_that_servers_do_not_have(
+    one_rank: None, tmp_path: Path
+) -> None:
     bound = 10_000
     refused = {
         "scored": TableOptions(max_rows=bound, eviction=Scored()),
@@ -186,7 +223,10 @@ def test_options_of_a_model_that_servers_do_not_have(one_rank: None, tmp_path: P
         model = models.recstore(options=options)
         models.train(model)
         save_checkpoint(model, tmp_path / name)
-        with pytest.raises(ValueError, match=r"table '(user|item)' of .*: eviction=.* cannot be used on servers"):
+        with pytest.raises(
+            ValueError,
+            match=r"table '(user|item)' of .*: eviction=.* cannot be used on servers",
+        ):
             HostedTables().load(tmp_path / name)
     recording = models.recstore(options=TableOptions(left_ids=5))
     load_checkpoint(recording, tmp_path / "scored")
@@ -217,13 +257,21 @@ def test_temporary_tables_are_left_out(tmp_path: Path) -> None:
     ("there", "error"),
     [
         ({"u": spec()}, "no table 'u', but this process has it"),
-        ({"t": TableSpec(DIM + 1, torch.float32, SGD(lr=1.0), TableOptions())}, "'t' has dim 8 .* 9 in this process"),
+        (
+            {"t": TableSpec(DIM + 1, torch.float32, SGD(lr=1.0), TableOptions())},
+            "'t' has dim 8 .* 9 in this process",
+        ),
         ({"t": spec(Adam(lr=1.0))}, "'t' was saved with the optimizer SGD"),
         ({"t": spec(initial_rows="others")}, "'t' was made with another init_func"),
-        ({"t": spec(shard=(1, 2))}, "part 1 of 1 of table 't', but this process has part 2 of 2"),
+        (
+            {"t": spec(shard=(1, 2))},
+            "part 1 of 1 of table 't', but this process has part 2 of 2",
+        ),
     ],
 )
-def test_a_checkpoint_that_does_not_fit(tmp_path: Path, there: dict[str, TableSpec], error: str) -> None:
+def test_a_checkpoint_that_does_not_fit(
+    tmp_path: Path, there: dict[str, TableSpec], error: str
+) -> None:
     one_table().save(tmp_path / "saved")
     tables = made(specs=there)
     (name,) = there
@@ -244,7 +292,11 @@ def test_a_damaged_checkpoint_changes_nothing(tmp_path: Path) -> None:
     assert now.keys() == before.keys()
     for file in sorted((tmp_path / "saved").iterdir()):
         whole = file.read_bytes()
-        for damaged in (whole[:-1], whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], None):
+        for damaged in (
+            whole[:-1],
+            whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:],
+            None,
+        ):
             if damaged is None:
                 file.unlink()
             else:
@@ -318,9 +370,14 @@ def changes(tables: HostedTables) -> None:
     tables.create("new", spec())
 
 
-@pytest.mark.parametrize("meanwhile", [changes, lambda tables: tables.drop("t"), lambda tables: tables.drop("u")])
+@pytest.mark.parametrize(
+    "meanwhile",
+    [changes, lambda tables: tables.drop("t"), lambda tables: tables.drop("u")],
+)
 def test_tables_go_on_while_they_are_saved(
-    tmp_path: Path, held_up: tuple[threading.Event, threading.Event], meanwhile: Callable[[HostedTables], None]
+    tmp_path: Path,
+    held_up: tuple[threading.Event, threading.Event],
+    meanwhile: Callable[[HostedTables], None],
 ) -> None:
     begun, go = held_up
     tables = one_table()
@@ -340,7 +397,9 @@ def test_tables_go_on_while_they_are_saved(
     assert set(read_info(tmp_path / "again").tables) == set(tables.specs())
 
 
-def test_closing_waits_for_a_save(tmp_path: Path, held_up: tuple[threading.Event, threading.Event]) -> None:
+def test_closing_waits_for_a_save(
+    tmp_path: Path, held_up: tuple[threading.Event, threading.Event]
+) -> None:
     begun, go = held_up
     tables = one_table()
     with ThreadPoolExecutor() as threads:
@@ -354,12 +413,17 @@ def test_closing_waits_for_a_save(tmp_path: Path, held_up: tuple[threading.Event
     loaded = HostedTables()
     loaded.load(tmp_path / "saved")
     assert len(loaded.ids("t")) == 5
-    for call in (lambda: tables.save(tmp_path / "other"), lambda: tables.load(tmp_path / "saved")):
+    for call in (
+        lambda: tables.save(tmp_path / "other"),
+        lambda: tables.load(tmp_path / "saved"),
+    ):
         with pytest.raises(ValueError, match="closed"):
             call()
 
 
-def test_updates_while_a_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_while_a_checkpoint_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rows are replaced at once: no call sees the table in between."""
     tables = one_table()
     tables.save(tmp_path / "saved")
@@ -368,11 +432,18 @@ def test_updates_while_a_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.
 
     def loads(*arguments: Any, **named: Any) -> None:
         load_rows(*arguments, **named)
-        with ThreadPoolExecutor() as threads:  # a call in another thread must not wait for the load
-            threads.submit(tables.update, "t", torch.arange(5), torch.ones(5, DIM)).result(60)
-            seen.append(threads.submit(rows_of, tables, "t").result(60).unique().tolist())
+        # a call in another thread must not wait for the load
+        with ThreadPoolExecutor() as threads:
+            threads.submit(
+                tables.update, "t", torch.arange(5), torch.ones(5, DIM)
+            ).result(60)
+            seen.append(
+                threads.submit(rows_of, tables, "t").result(60).unique().tolist()
+            )
 
-    monkeypatch.setattr("torchrec_recstore_service.client.hosted_checkpoints.load_rows", loads)
+    monkeypatch.setattr(
+        "torchrec_recstore_service.client.hosted_checkpoints.load_rows", loads
+    )
     tables.load(tmp_path / "saved")
     assert seen == [[5.0]]
     assert rows_of(tables, "t").unique().tolist() == [1.0]

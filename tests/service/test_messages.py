@@ -1,4 +1,6 @@
-"""Tests of messages whose arrays are written and read in place, and of steps without rows."""
+"""Tests of messages whose arrays are written and read in place, and of steps without
+rows.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,13 @@ SIZES = (1, 2, 3, 127, 128, 129, 16_383, 16_384, 100_001, 2**21 - 1, 2**21, 2**2
 @pytest.mark.parametrize("name", ["", "t", "table", "u" * 200])
 def test_protobuf_reads_the_messages(size: int, name: str) -> None:
     header = pb.WriteHeader(table=name, kind=pb.WriteHeader.PUSH, request=7)
-    arrays = {2: torch.randint(0, 256, (size,), dtype=torch.uint8), 3: torch.arange(11, dtype=torch.uint8)}
+    arrays = {
+        2: torch.randint(0, 256, (size,), dtype=torch.uint8),
+        3: torch.arange(11, dtype=torch.uint8),
+    }
     message, memory = new_message(
-        [(number, len(array)) for number, array in arrays.items()], header.SerializeToString()
+        [(number, len(array)) for number, array in arrays.items()],
+        header.SerializeToString(),
     )
     for place, array in zip(memory, arrays.values(), strict=True):
         assert place.data_ptr() % 4 == 0
@@ -38,20 +44,29 @@ def test_protobuf_reads_the_messages(size: int, name: str) -> None:
     for written in (message, read.SerializeToString()):
         found = fields(written)
         assert content(found[1]) == header.SerializeToString()
-        assert all(torch.equal(found[number], array) for number, array in arrays.items())
+        assert all(
+            torch.equal(found[number], array) for number, array in arrays.items()
+        )
 
 
 def test_messages_without_arrays() -> None:
     assert pb.WriteRequest.FromString(new_message([], b"")[0]) == pb.WriteRequest()
     header = pb.WriteHeader(table="t")
-    assert pb.WriteRequest.FromString(new_message([], header.SerializeToString())[0]).header == header
+    assert (
+        pb.WriteRequest.FromString(
+            new_message([], header.SerializeToString())[0]
+        ).header
+        == header
+    )
     assert fields(b"") == {}
     assert content(None) == b""
 
 
 def test_damaged_messages_are_errors() -> None:
     chosen = random.Random(0)
-    whole = pb.WriteRequest(header=pb.WriteHeader(table="t"), ids=bytes(8), rows=bytes(32)).SerializeToString()
+    whole = pb.WriteRequest(
+        header=pb.WriteHeader(table="t"), ids=bytes(8), rows=bytes(32)
+    ).SerializeToString()
     for message in (
         b"\x08\x01",
         b"\x12",
@@ -81,17 +96,33 @@ def test_damaged_messages_are_errors() -> None:
 
 def test_a_step_without_rows_is_a_step() -> None:
     ids, grads = torch.randint(-50, 50, (3000,)), torch.randn(3000, 12)
-    for options in (TableOptions(), TableOptions(admission=MinFrequency(3)), TableOptions(max_rows=70, eviction=LRU())):
+    for options in (
+        TableOptions(),
+        TableOptions(admission=MinFrequency(3)),
+        TableOptions(max_rows=70, eviction=LRU()),
+    ):
         exports = []
         for with_rows in (True, False):
             with Table(12, optimizer=RowWiseAdagrad(lr=0.1), options=options) as table:
                 kernel = PooledKernel([table], [0], "sum")
                 for some, gradient in zip(ids.split(50), grads.split(50), strict=True):
                     if with_rows:
-                        context = ops.rows_forward([kernel.group], some, [len(some)], True)[1]
+                        context = ops.rows_forward(
+                            [kernel.group], some, [len(some)], True
+                        )[1]
                     else:
                         context = row_ops.rows_begin(kernel.group, some)
                     kernel.update(context, gradient, False)
-                exports.append((*ops.table_export(table.handle, table.ids()), table.ids(), table.stats()))
+                exports.append(
+                    (
+                        *ops.table_export(table.handle, table.ids()),
+                        table.ids(),
+                        table.stats(),
+                    )
+                )
         for one, other in zip(*exports, strict=True):
-            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+            assert (
+                torch.equal(one, other)
+                if isinstance(one, torch.Tensor)
+                else one == other
+            )

@@ -1,4 +1,6 @@
-"""Names that clients and other servers send never lead a server out of its data directory."""
+"""Names that clients and other servers send never lead a server out of its data
+directory.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,19 @@ NO_IDS = [
     "a" * 65,
     "x" * 4096,
 ]
-NO_NAMES = ["", ".", "..", ".hidden", "x/../../victim", "a/b", "a\0b", "\udc80", "lock", "set.json", "x" * 201]
+NO_NAMES = [
+    "",
+    ".",
+    "..",
+    ".hidden",
+    "x/../../victim",
+    "a/b",
+    "a\0b",
+    "\udc80",
+    "lock",
+    "set.json",
+    "x" * 201,
+]
 NO_FILES = ["", ".", "..", "../../victim/file", "a/b", "a\0b", "\udc80", "x" * 256]
 
 
@@ -57,12 +71,16 @@ def victim(tmp_path: Path) -> Path:
 
 
 def _abort_save(server: Server, save_id: str) -> None:
-    request = pb.SaveRequest(phase=pb.SaveRequest.ABORT, epoch=EPOCH, save=pb.Saved(id=save_id))
+    request = pb.SaveRequest(
+        phase=pb.SaveRequest.ABORT, epoch=EPOCH, save=pb.Saved(id=save_id)
+    )
     server.calls.save(request, lambda: True)
 
 
 def _abort_load(server: Server, save_id: str) -> None:
-    server.calls.load(pb.LoadRequest(phase=pb.LoadRequest.ABORT, save=pb.Saved(id=save_id), parts=1))
+    server.calls.load(
+        pb.LoadRequest(phase=pb.LoadRequest.ABORT, save=pb.Saved(id=save_id), parts=1)
+    )
 
 
 def _commit_save(server: Server, save_id: str) -> None:
@@ -85,7 +103,9 @@ def _read_file(server: Server, save_id: str) -> None:
     server.calls.read_file(pb.ReadFileRequest(save=pb.Saved(name="monday", id=save_id)))
 
 
-def test_abort_deletes_nothing_outside_the_data_directory(server: Server, victim: Path) -> None:
+def test_abort_deletes_nothing_outside_the_data_directory(
+    server: Server, victim: Path
+) -> None:
     server.write("x")  # makes the directory from which the path of the abort goes up
     with pytest.raises(ValueError, match="a save needs an id"):
         _abort_save(server, "x/../../victim")
@@ -93,7 +113,16 @@ def test_abort_deletes_nothing_outside_the_data_directory(server: Server, victim
 
 
 @pytest.mark.parametrize(
-    "call", [_abort_save, _abort_load, _commit_save, _prepare_save, _reserve_save, _write_file, _read_file]
+    "call",
+    [
+        _abort_save,
+        _abort_load,
+        _commit_save,
+        _prepare_save,
+        _reserve_save,
+        _write_file,
+        _read_file,
+    ],
 )
 @pytest.mark.parametrize("save_id", [name for name in NO_IDS if name])
 def test_every_call_refuses_an_id_that_is_none(
@@ -106,8 +135,11 @@ def test_every_call_refuses_an_id_that_is_none(
     assert _files_below(victim.parent) == files
 
 
-@pytest.mark.parametrize("name", [name for name in NO_NAMES if "\udc80" not in name])  # protobuf refuses that one
-def test_every_call_refuses_a_name_that_is_none(server: Server, victim: Path, name: str) -> None:
+# protobuf refuses that one
+@pytest.mark.parametrize("name", [name for name in NO_NAMES if "\udc80" not in name])
+def test_every_call_refuses_a_name_that_is_none(
+    server: Server, victim: Path, name: str
+) -> None:
     number = server.save("reserve", "first")
     files = _files_below(victim.parent)
     with pytest.raises(ValueError, match="name"):
@@ -123,7 +155,9 @@ def test_every_call_refuses_a_name_that_is_none(server: Server, victim: Path, na
 
 
 @pytest.mark.parametrize("file", [name for name in NO_FILES if "\udc80" not in name])
-def test_a_file_of_a_save_has_a_plain_name(server: Server, victim: Path, file: str) -> None:
+def test_a_file_of_a_save_has_a_plain_name(
+    server: Server, victim: Path, file: str
+) -> None:
     files = _files_below(victim.parent)
     with pytest.raises(ValueError, match="the name of a file of a save"):
         server.write("x", file=file)
@@ -131,8 +165,12 @@ def test_a_file_of_a_save_has_a_plain_name(server: Server, victim: Path, file: s
 
 
 @pytest.mark.parametrize("table", [".t", "..", "../victim", "a/b", "\n", "t" * 1000])
-def test_the_rows_of_a_table_of_any_name_go_to_other_servers(server: Server, table: str) -> None:
-    server.tables.create(table, TableSpec(4, torch.float32, SGD(lr=1.0), TableOptions()))
+def test_the_rows_of_a_table_of_any_name_go_to_other_servers(
+    server: Server, table: str
+) -> None:
+    server.tables.create(
+        table, TableSpec(4, torch.float32, SGD(lr=1.0), TableOptions())
+    )
     server.tables.push(table, torch.arange(3), torch.ones(3, 4))
     number = server.save("reserve", "first")
     server.save("prepare", "first", number)
@@ -146,25 +184,33 @@ def test_the_rows_of_a_table_of_any_name_go_to_other_servers(server: Server, tab
 
 
 @pytest.mark.parametrize("base", ["../victim", "../../victim", "/victim", "monday"])
-def test_what_another_server_sends_is_no_delta_of_a_checkpoint_here(server: Server, tmp_path: Path, base: str) -> None:
+def test_what_another_server_sends_is_no_delta_of_a_checkpoint_here(
+    server: Server, tmp_path: Path, base: str
+) -> None:
     """The path of a base would lead to rows that the other server does not have."""
     other = Server(tmp_path / "other")
     copy = pb.Saved(name="copy", id="copy1")
     state = other.calls.copy(SaveId(copy.id), lambda: None)
 
     def read(file: str, offset: int) -> pb.ReadFileReply:
-        reply = other.calls.read_file(pb.ReadFileRequest(save=copy, file=file, offset=offset))
+        reply = other.calls.read_file(
+            pb.ReadFileRequest(save=copy, file=file, offset=offset)
+        )
         if file == "metadata.json":
             document = json.loads(reply.content)
             document["delta_of"] = {"path": base, "checksum": "0" * 32}
             return pb.ReadFileReply(content=with_checksum(document).encode(), last=True)
         return reply
 
-    with pytest.raises(CheckpointError, match=r"is a delta of .*, and servers send whole saves only"):
+    with pytest.raises(
+        CheckpointError, match=r"is a delta of .*, and servers send whole saves only"
+    ):
         server.calls.follow(copy, state, read)
     for file in read("", 0).files:
         server.write("x", file=file, content=read(file, 0).content)
-    with pytest.raises(CheckpointError, match=r"is a delta of .*, and servers send whole saves only"):
+    with pytest.raises(
+        CheckpointError, match=r"is a delta of .*, and servers send whole saves only"
+    ):
         server.calls.load(
             pb.LoadRequest(
                 phase=pb.LoadRequest.RESHARD,
@@ -181,8 +227,12 @@ def test_what_another_server_sends_is_no_delta_of_a_checkpoint_here(server: Serv
     other.directory.close()
 
 
-@pytest.mark.parametrize(("kind", "bad"), [(SaveId, NO_IDS), (SaveName, NO_NAMES), (SavedFileName, NO_FILES)])
-def test_the_types_refuse_bad_names_and_take_others(kind: Callable[[object], str], bad: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "bad"), [(SaveId, NO_IDS), (SaveName, NO_NAMES), (SavedFileName, NO_FILES)]
+)
+def test_the_types_refuse_bad_names_and_take_others(
+    kind: Callable[[object], str], bad: list[str]
+) -> None:
     for name in bad:
         with pytest.raises(ValueError, match=r"name|id"):
             kind(name)
@@ -196,10 +246,16 @@ def test_the_types_refuse_bad_names_and_take_others(kind: Callable[[object], str
 
 @pytest.mark.parametrize("name", ["../victim", "/", "a/b", "."])
 @pytest.mark.parametrize("field", ["last", "id"])
-def test_names_in_the_files_of_a_server_are_checked(tmp_path: Path, victim: Path, name: str, field: str) -> None:
+def test_names_in_the_files_of_a_server_are_checked(
+    tmp_path: Path, victim: Path, name: str, field: str
+) -> None:
     data = tmp_path / "data"
     DataDirectory(data).close()
-    document = {"last": None, "stopped": None, "unless_prepared": {"id": "x", "last": None}}
+    document = {
+        "last": None,
+        "stopped": None,
+        "unless_prepared": {"id": "x", "last": None},
+    }
     if field == "last":
         document["last"] = name
     else:
@@ -211,7 +267,9 @@ def test_names_in_the_files_of_a_server_are_checked(tmp_path: Path, victim: Path
 
 
 @pytest.mark.parametrize("name", ["x" * 201, "x" * 255, os.fsdecode(b"not-utf-8-\xff")])
-def test_a_directory_with_the_name_of_no_save_is_left_alone(server: Server, tmp_path: Path, name: str) -> None:
+def test_a_directory_with_the_name_of_no_save_is_left_alone(
+    server: Server, tmp_path: Path, name: str
+) -> None:
     """A user can copy or rename the directory of a save."""
     number = server.save("reserve", "first")
     server.save("prepare", "first", number)

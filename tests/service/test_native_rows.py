@@ -1,4 +1,6 @@
-"""Tests of rows by TCP: results, who may call, limits, clients that are cut or slow, and the stop of a server."""
+"""Tests of rows by TCP: results, who may call, limits, clients that are cut or slow,
+and the stop of a server.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,20 @@ IDS = torch.arange(-100, 100)
 class RawRows:
     """A connection that sends any bytes."""
 
-    def __init__(self, address: str, token: str = "", version: int = ROWS_VERSION, hello: bytes | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        token: str = "",
+        version: int = ROWS_VERSION,
+        hello: bytes | None = None,
+    ) -> None:
         metadata = [*METADATA, (TOKEN_KEY, token_value(token))]
         with grpc.insecure_channel(address) as channel:
 
             def ask(method: str, reply: Any) -> Any:
-                return channel.unary_unary(SERVICE + method, response_deserializer=reply.FromString)(
-                    b"", metadata=metadata
-                )
+                return channel.unary_unary(
+                    SERVICE + method, response_deserializer=reply.FromString
+                )(b"", metadata=metadata)
 
             offer = ask("Attach", pb.AttachReply)
             self.port = offer.rows_port
@@ -61,7 +69,11 @@ class RawRows:
         self.connect(token, version, hello)
 
     def connect(
-        self, token: str = "", version: int = ROWS_VERSION, hello: bytes | None = None, name: str | None = None
+        self,
+        token: str = "",
+        version: int = ROWS_VERSION,
+        hello: bytes | None = None,
+        name: str | None = None,
     ) -> None:
         self.socket = socket.socket()
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
@@ -73,45 +85,71 @@ class RawRows:
             if version == ROWS_VERSION:
                 numbers.append(len(name.encode()))
                 token += name
-            hello = b"RECSTORE" + b"".join(number.to_bytes(4, "little") for number in numbers) + token.encode()
+            hello = (
+                b"RECSTORE"
+                + b"".join(number.to_bytes(4, "little") for number in numbers)
+                + token.encode()
+            )
         self.socket.sendall(hello)
 
     def send(self, request: pb.SegmentRequest, *arrays: bytes) -> None:
         message = request.SerializeToString()
-        self.socket.sendall(b"".join((len(message).to_bytes(4, "little"), message, *arrays)))
+        self.socket.sendall(
+            b"".join((len(message).to_bytes(4, "little"), message, *arrays))
+        )
 
     def receive(self) -> pb.SegmentReply | None:
         size = self._read(4)
-        return pb.SegmentReply.FromString(self._read(int.from_bytes(size, "little"))) if size else None
+        return (
+            pb.SegmentReply.FromString(self._read(int.from_bytes(size, "little")))
+            if size
+            else None
+        )
 
     def is_closed(self) -> bool:
         with suppress(ConnectionResetError):
             return self.socket.recv(1) == b""
         return True
 
-    def write(self, number: int, ids: int, size: int | None = None) -> pb.SegmentRequest:
-        header = pb.WriteHeader(table="t", epoch=self.epoch, client="raw", request=number, kind=2, ids=ids)
-        return pb.SegmentRequest(write=header, ids=8 * ids, rows=32 * ids if size is None else size)
+    def write(
+        self, number: int, ids: int, size: int | None = None
+    ) -> pb.SegmentRequest:
+        header = pb.WriteHeader(
+            table="t", epoch=self.epoch, client="raw", request=number, kind=2, ids=ids
+        )
+        return pb.SegmentRequest(
+            write=header, ids=8 * ids, rows=32 * ids if size is None else size
+        )
 
     def pull(self, ids: int) -> pb.SegmentRequest:
-        return pb.SegmentRequest(pull=pb.PullHeader(table="t", epoch=self.epoch), ids=8 * ids)
+        return pb.SegmentRequest(
+            pull=pb.PullHeader(table="t", epoch=self.epoch), ids=8 * ids
+        )
 
     def _read(self, size: int) -> bytes:
         content = b""
         with suppress(ConnectionResetError):
-            while len(content) < size and (more := self.socket.recv(size - len(content))):
+            while len(content) < size and (
+                more := self.socket.recv(size - len(content))
+            ):
                 content += more
         return content if len(content) == size else b""
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., tuple[RecStoreServer, str]]]:
-    """Returns a function that starts a server with flags, and returns it and the address of its metrics."""
+    """Returns a function that starts a server with flags, and returns it and the
+    address of its metrics.
+    """
     servers: list[RecStoreServer] = []
 
     def make(*flags: str) -> tuple[RecStoreServer, str]:
         metrics = f"127.0.0.1:{free_port()}"
-        servers.append(RecStoreServer(tmp_path / f"data{len(servers)}", "--metrics", metrics, *flags))
+        servers.append(
+            RecStoreServer(
+                tmp_path / f"data{len(servers)}", "--metrics", metrics, *flags
+            )
+        )
         return servers[-1], metrics
 
     yield make
@@ -120,7 +158,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[RecStoreServer, str]]]
 
 
 def _client(address: str, **arguments: Any) -> RecStoreClient:
-    client = RecStoreClient([address], shared_memory=False, **{"timeout_s": 20.0, **arguments})
+    client = RecStoreClient(
+        [address], shared_memory=False, **{"timeout_s": 20.0, **arguments}
+    )
     client.init_data("t", (400, 8), torch.float32, optimizer=Adagrad(lr=0.1))
     return client
 
@@ -145,19 +185,37 @@ def _use(client: RecStoreClient, prefix: str, options: TableOptions) -> list[Ten
     results: list[Tensor] = []
     names = {name: prefix + name for name in TABLES}
     for name, (dim, dtype) in TABLES.items():
-        client.init_data(names[name], (400, dim), dtype, optimizer=Adagrad(lr=0.1), options=options)
+        client.init_data(
+            names[name], (400, dim), dtype, optimizer=Adagrad(lr=0.1), options=options
+        )
         client.update(names[name], IDS, _grads(0, dim=dim))
         client.update(names[name], IDS[:33], _grads(1, 33, dim))
-        pulled = client.pull(names[name], torch.cat([IDS, IDS[:5], torch.tensor([2**62])]))
+        pulled = client.pull(
+            names[name], torch.cat([IDS, IDS[:5], torch.tensor([2**62])])
+        )
         client.push(names[name], IDS[:3], _grads(2, 3, dim).to(pulled.dtype))
-        results += [pulled, client.pull(names[name], IDS), client.pull(names[name], IDS[:0])]
-        results += [client.exists(names[name], torch.tensor([1, 2**62, -1])), client.exists(names[name], IDS[:0])]
-        results += [torch.tensor(client.delete(names[name], torch.tensor([5, 2**62, 7])))]
+        results += [
+            pulled,
+            client.pull(names[name], IDS),
+            client.pull(names[name], IDS[:0]),
+        ]
+        results += [
+            client.exists(names[name], torch.tensor([1, 2**62, -1])),
+            client.exists(names[name], IDS[:0]),
+        ]
+        results += [
+            torch.tensor(client.delete(names[name], torch.tensor([5, 2**62, 7])))
+        ]
     for missing in ("init", "zeros"):
-        reads = [RowRead(names[name], torch.arange(n, 90 + 3 * n), missing) for n, name in enumerate(TABLES)]  # type: ignore[arg-type]
+        reads = [
+            RowRead(names[name], torch.arange(n, 90 + 3 * n), missing)
+            for n, name in enumerate(TABLES)
+        ]  # type: ignore[arg-type]
         results += client.pull_each(reads)
     updates = [
-        RowUpdate(names[name], IDS[: 7 * n], _grads(n, 7 * n, dim), [None, 0.5, 0.0][n % 3])
+        RowUpdate(
+            names[name], IDS[: 7 * n], _grads(n, 7 * n, dim), [None, 0.5, 0.0][n % 3]
+        )
         for n, (name, (dim, _)) in enumerate(TABLES.items())
     ]
     client.update_each(updates)
@@ -165,13 +223,18 @@ def _use(client: RecStoreClient, prefix: str, options: TableOptions) -> list[Ten
 
 
 def _same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return all(
+        a.dtype == b.dtype and torch.equal(a, b)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _counts(metrics: str, method: str) -> dict[str, int]:
     """Returns the number of calls of a method by outcome."""
     text = urllib.request.urlopen(f"http://{metrics}/metrics").read().decode()
-    found = re.findall(rf'recstore_calls_total\{{method="{method}",outcome="(\w+)"\}} ([\d.e+]+)', text)
+    found = re.findall(
+        rf'recstore_calls_total\{{method="{method}",outcome="(\w+)"\}} ([\d.e+]+)', text
+    )
     return {outcome: int(float(number)) for outcome, number in found}
 
 
@@ -180,7 +243,10 @@ def test_results_are_those_by_grpc_and_calls_are_counted(
 ) -> None:
     server, metrics = start()
     options = TableOptions(seed=1)
-    with monkeypatch.context() as patch, RecStoreClient([server.address], shared_memory=False) as client:
+    with (
+        monkeypatch.context() as patch,
+        RecStoreClient([server.address], shared_memory=False) as client,
+    ):
         for method in ("pull", "found", "write"):
             patch.setattr(Streams, method, None)
         results = _use(client, "", options)
@@ -205,16 +271,24 @@ def test_results_are_those_by_grpc_and_calls_are_counted(
 
 
 def test_tables_that_python_answers_give_the_same(
-    start: Callable[..., tuple[RecStoreServer, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., tuple[RecStoreServer, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def use(folder: str) -> list[Tensor]:
         server, _ = start("--cold-store", str(tmp_path / folder), "--max-rows", "205")
         with RecStoreClient([server.address], shared_memory=False) as client:
             found = _use(client, "", TableOptions(seed=1, max_rows=205, eviction=LRU()))
-            client.update("float", torch.arange(1000, 1060), _grads(4, 60))  # older rows go to the cold store
+            # older rows go to the cold store
+            client.update("float", torch.arange(1000, 1060), _grads(4, 60))
             assert client.stats("float").cold_rows > 0
             found.append(client.pull("float", IDS))
-            client.init_data("made", (9, 8), torch.float32, row_func=lambda shape, dtype: torch.full(shape, 0.5))
+            client.init_data(
+                "made",
+                (9, 8),
+                torch.float32,
+                row_func=lambda shape, dtype: torch.full(shape, 0.5),
+            )
             client.update("made", IDS[:9], _grads(3, 9))
             return [*found, client.pull("made", IDS[:20]), client.exists("made", IDS)]
 
@@ -230,7 +304,9 @@ def test_calls_go_by_grpc_if_the_port_cannot_be_reached(
     closed = free_port()
     for port in (0, closed):
 
-        def elsewhere(self: Side, offer: pb.AttachReply, port: int = port) -> TcpConnection | None:
+        def elsewhere(
+            self: Side, offer: pb.AttachReply, port: int = port
+        ) -> TcpConnection | None:
             offer.rows_port = port
             return made(self, offer)
 
@@ -241,7 +317,9 @@ def test_calls_go_by_grpc_if_the_port_cannot_be_reached(
             assert not torch.equal(client.pull("t", IDS), before)
 
 
-def test_what_is_no_call_is_refused(start: Callable[..., tuple[RecStoreServer, str]], tmp_path: Path) -> None:
+def test_what_is_no_call_is_refused(
+    start: Callable[..., tuple[RecStoreServer, str]], tmp_path: Path
+) -> None:
     write_secret(tmp_path / "token", TOKEN)
     server, metrics = start("--token-file", str(tmp_path / "token"), "--max-write", "1")
     with _client(server.address, token=TOKEN) as client:
@@ -260,7 +338,10 @@ def test_what_is_no_call_is_refused(start: Callable[..., tuple[RecStoreServer, s
             raw.connect(TOKEN, version)
             reply = raw.receive()
             assert reply is not None
-            assert f"version {version} of the protocol for rows, the server version 3" in reply.details
+            assert (
+                f"version {version} of the protocol for rows, the server version 3"
+                in reply.details
+            )
             assert raw.is_closed()
         # A wrong server may have another token. The name is compared first.
         for token in (TOKEN, "wrong"):
@@ -268,13 +349,21 @@ def test_what_is_no_call_is_refused(start: Callable[..., tuple[RecStoreServer, s
                 raw.connect(token, name=name)
                 reply = raw.receive()
                 assert reply is not None
-                assert f"for the server {name} and has reached another server" in reply.details
+                assert (
+                    f"for the server {name} and has reached another server"
+                    in reply.details
+                )
                 assert raw.is_closed()
         raw.connect(TOKEN, name="")
         assert raw.receive() == raw.welcome
         token_too_long = b"RECSTORE\3\0\0\0\xff\xff\xff\xff"
         name_too_long = b"RECSTORE\3\0\0\0\0\0\0\0\x41\0\0\0"
-        for hello in (b"GET / HTTP/1.1\r\nHost: a\r\n", token_too_long, name_too_long, bytes(100)):
+        for hello in (
+            b"GET / HTTP/1.1\r\nHost: a\r\n",
+            token_too_long,
+            name_too_long,
+            bytes(100),
+        ):
             raw.connect(hello=hello)
             assert raw.is_closed()
 
@@ -288,7 +377,9 @@ def test_what_is_no_call_is_refused(start: Callable[..., tuple[RecStoreServer, s
             return reply.details
 
         def framed(request: pb.SegmentRequest) -> bytes:
-            return request.ByteSize().to_bytes(4, "little") + request.SerializeToString()
+            return (
+                request.ByteSize().to_bytes(4, "little") + request.SerializeToString()
+            )
 
         assert "at most 1048576 bytes" in refused(b"\xff\xff\xff\xff")
         assert "cannot be read" in refused(b"\x02\0\0\0\xff\xff")
@@ -298,7 +389,10 @@ def test_what_is_no_call_is_refused(start: Callable[..., tuple[RecStoreServer, s
             pull = pb.SegmentRequest(pull=raw.pull(1).pull, ids=size, rows=2**64 - size)
             assert "at most 4194304 ids" in refused(framed(pull))
         assert "split it" in refused(framed(raw.write(0, 9000)) + bytes(9000 * 40))
-        with pytest.raises(ValueError, match=r"at most 8192 ids and 1048576 bytes \(--max-write\): split it"):
+        with pytest.raises(
+            ValueError,
+            match=r"at most 8192 ids and 1048576 bytes \(--max-write\): split it",
+        ):
             client.update("t", torch.arange(9000), torch.ones(9000, 8))
         # The connection goes on after an error in the request.
         raw.connect(TOKEN)
@@ -324,7 +418,9 @@ def test_a_hello_that_never_comes(own_server: RecStoreServer) -> None:
     assert 8 < time.monotonic() - begin < 20
 
 
-def test_a_replaced_token(start: Callable[..., tuple[RecStoreServer, str]], tmp_path: Path) -> None:
+def test_a_replaced_token(
+    start: Callable[..., tuple[RecStoreServer, str]], tmp_path: Path
+) -> None:
     write_secret(tmp_path / "token", TOKEN)
     server, _ = start("--token-file", str(tmp_path / "token"))
     with _client(server.address, token=TOKEN) as client:
@@ -347,13 +443,26 @@ def test_a_replaced_token(start: Callable[..., tuple[RecStoreServer, str]], tmp_
 @needs_openssl
 @pytest.mark.usefixtures("no_streams")
 def test_tls_and_replaced_certificates(
-    start: Callable[..., tuple[RecStoreServer, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., tuple[RecStoreServer, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("first", "second", "now"):
         (tmp_path / name).mkdir()
-    first, second, now = make_certificates(tmp_path / "first"), make_certificates(tmp_path / "second"), tmp_path / "now"
+    first, second, now = (
+        make_certificates(tmp_path / "first"),
+        make_certificates(tmp_path / "second"),
+        tmp_path / "now",
+    )
     shutil.copytree(first, now, dirs_exist_ok=True)
-    flags = ["--tls-cert", now / "server.pem", "--tls-key", now / "server.key", "--client-ca", now / "ca.pem"]
+    flags = [
+        "--tls-cert",
+        now / "server.pem",
+        "--tls-key",
+        now / "server.key",
+        "--client-ca",
+        now / "ca.pem",
+    ]
     server, metrics = start(*map(str, flags))
     offers: list[pb.AttachReply] = []
     by_tcp = Side._by_tcp
@@ -380,7 +489,11 @@ def test_tls_and_replaced_certificates(
         raw.port = port
         raw.connect(name="")  # without encryption
         assert raw.is_closed()
-        for files in ((), (first / "client.pem", first / "client.key"), (second / "client.pem", second / "client.key")):
+        for files in (
+            (),
+            (first / "client.pem", first / "client.key"),
+            (second / "client.pem", second / "client.key"),
+        ):
             context = ssl.create_default_context(cafile=first / "ca.pem")
             if files:
                 context.load_cert_chain(*files)
@@ -399,7 +512,8 @@ def test_tls_and_replaced_certificates(
                 break
             except (ServiceError, AssertionError):
                 assert time.monotonic() < end
-        assert torch.equal(one.pull("t", IDS), rows)  # a connection that is there goes on
+        # a connection that is there goes on
+        assert torch.equal(one.pull("t", IDS), rows)
 
 
 def test_memory_of_requests(start: Callable[..., tuple[RecStoreServer, str]]) -> None:
@@ -421,7 +535,9 @@ def test_memory_of_requests(start: Callable[..., tuple[RecStoreServer, str]]) ->
             pass
 
 
-def test_slow_readers_take_no_threads(start: Callable[..., tuple[RecStoreServer, str]]) -> None:
+def test_slow_readers_take_no_threads(
+    start: Callable[..., tuple[RecStoreServer, str]],
+) -> None:
     server, metrics = start("--max-calls", "2")
     with _client(server.address) as client, ExitStack() as stack:
         client.update("t", IDS, _grads(0))
@@ -443,7 +559,9 @@ def test_slow_readers_take_no_threads(start: Callable[..., tuple[RecStoreServer,
     assert _counts(metrics, "Pull")["cancelled"] == 8
 
 
-def test_connections_are_bounded(start: Callable[..., tuple[RecStoreServer, str]]) -> None:
+def test_connections_are_bounded(
+    start: Callable[..., tuple[RecStoreServer, str]],
+) -> None:
     server, metrics = start("--max-connections", "8")
     with _client(server.address) as client, ExitStack() as stack:
         rows = client.pull("t", IDS)
@@ -500,9 +618,13 @@ def test_a_write_is_carried_out_once_wherever_the_connection_is_cut(
     expected = RecStoreClient(private=True)
     expected.init_data("t", (400, 8), torch.float32, optimizer=Adagrad(lr=0.1))
     expected.push("t", IDS, torch.zeros(len(IDS), 8))
-    for step, cut in enumerate((0, 2, 30, 500, len(IDS) * 8 + 60, size, size + 40, None)):
+    for step, cut in enumerate(
+        (0, 2, 30, 500, len(IDS) * 8 + 60, size, size + 40, None)
+    ):
         monkeypatch.setattr(Side, "_by_tcp", through_proxy)
-        with RecStoreClient([own_server.address], shared_memory=False, timeout_s=20.0) as client:
+        with RecStoreClient(
+            [own_server.address], shared_memory=False, timeout_s=20.0
+        ) as client:
             client.init_data("t", (400, 8), torch.float32, optimizer=Adagrad(lr=0.1))
             client.pull("t", IDS)
             if cut is None:  # the write arrives, and its reply does not
@@ -520,16 +642,23 @@ def test_a_write_is_carried_out_once_wherever_the_connection_is_cut(
 
 @pytest.mark.usefixtures("no_streams")
 def test_a_read_that_does_not_fit_leaves_no_replies(own_server: RecStoreServer) -> None:
-    """A table is made anew with longer rows. The next call must not take the rest of a reply for its own."""
+    """A table is made anew with longer rows.
+
+    The next call must not take the rest of a reply for its own.
+    """
     with _client(own_server.address) as client:
         client.update("t", IDS, _grads(0))
         rows = client.pull("t", IDS)
         client.init_data("w", (9, 8))
         client.pull("w", IDS[:3])
         with grpc.insecure_channel(own_server.address) as channel:
-            drop = pb.DropRequest(table="w", epoch=RawRows(own_server.address).epoch).SerializeToString()
+            drop = pb.DropRequest(
+                table="w", epoch=RawRows(own_server.address).epoch
+            ).SerializeToString()
             channel.unary_unary(SERVICE + "Drop")(drop, metadata=METADATA)
-        with RecStoreClient([own_server.address], private=True, shared_memory=False) as other:
+        with RecStoreClient(
+            [own_server.address], private=True, shared_memory=False
+        ) as other:
             other.init_data("w", (9, 1000))
         with pytest.raises(ServiceError, match="wrong number of rows"):
             client.pull("w", IDS[:3])
@@ -537,14 +666,20 @@ def test_a_read_that_does_not_fit_leaves_no_replies(own_server: RecStoreServer) 
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_stop_loses_nothing_acknowledged(own_server: RecStoreServer, seed: int) -> None:
+def test_a_stop_loses_nothing_acknowledged(
+    own_server: RecStoreServer, seed: int
+) -> None:
     ids = torch.arange(5_000)
     done = [0] * 3
     stopped = threading.Event()
     with ExitStack() as stack:
         for n in range(3):
             name = f"t{n}"
-            setup = stack.enter_context(RecStoreClient([own_server.address], shared_memory=False, timeout_s=60.0))
+            setup = stack.enter_context(
+                RecStoreClient(
+                    [own_server.address], shared_memory=False, timeout_s=60.0
+                )
+            )
             setup.init_data(name, (400, 8), torch.float32, optimizer=Adagrad(lr=0.1))
 
         def write(n: int) -> None:
@@ -556,7 +691,9 @@ def test_a_stop_loses_nothing_acknowledged(own_server: RecStoreServer, seed: int
             while not stopped.is_set():
                 assert len(setup.pull("t0", torch.arange(100_000))) == 100_000
 
-        threads = [threading.Thread(target=write, args=(n,)) for n in range(3)] + [threading.Thread(target=read)]
+        threads = [threading.Thread(target=write, args=(n,)) for n in range(3)] + [
+            threading.Thread(target=read)
+        ]
         for thread in threads:
             thread.start()
         while min(done) < 3 + seed:

@@ -18,14 +18,25 @@ from tests.certificates import make_certificates, needs_openssl
 from tests.recstore_server import ServerPair
 from tests.redis_server import RedisServer, needs_redis
 from tests.secrets import write_secret
-from torchrec_recstore import LFU, SGD, Adagrad, Expiry, MinFrequency, RecStoreClient, TableOptions
+from torchrec_recstore import (
+    LFU,
+    SGD,
+    Adagrad,
+    Expiry,
+    MinFrequency,
+    RecStoreClient,
+    TableOptions,
+)
 from torchrec_recstore_service.server.lease import Lease, Record
 
 pytestmark = needs_redis
 
 IDS = torch.arange(40) * 7 - 3
 KILLS = int(os.environ.get("RECSTORE_TEST_KILLS", "15"))
-"""The number of servers that are killed. A change of pairs is tested with 50, for which CI has no time."""
+"""The number of servers that are killed.
+
+A change of pairs is tested with 50, for which CI has no time.
+"""
 
 
 @pytest.fixture
@@ -57,8 +68,12 @@ def _expected(steps: int) -> Tensor:
         return client.pull("t", IDS)
 
 
-@pytest.mark.parametrize("shared_memory", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_the_backup_goes_on_when_the_primary_is_killed(pair: ServerPair, shared_memory: bool) -> None:
+@pytest.mark.parametrize(
+    "shared_memory", [pytest.param(True, marks=pytest.mark.slow), False]
+)
+def test_the_backup_goes_on_when_the_primary_is_killed(
+    pair: ServerPair, shared_memory: bool
+) -> None:
     with pair.client(shared_memory=shared_memory) as client:
         _table(client)
         first = pair.primary()
@@ -70,7 +85,8 @@ def test_the_backup_goes_on_when_the_primary_is_killed(pair: ServerPair, shared_
         assert time.monotonic() - begin < 10
         assert torch.equal(client.pull("t", IDS), _expected(6))
         assert client.stats("t").steps == 6
-        # The one that was killed comes back as the backup, with what it has lost, and goes on in its turn.
+        # The one that was killed comes back as the backup, with what it has lost, and
+        # goes on in its turn.
         pair.servers[first].start()
         assert pair.primary() == 1 - first
         client.update("t", IDS, _grads(6))
@@ -81,20 +97,32 @@ def test_the_backup_goes_on_when_the_primary_is_killed(pair: ServerPair, shared_
 
 @pytest.mark.slow
 def test_the_state_of_rows_goes_with_them(pair: ServerPair) -> None:
-    """What a table counts and remembers is the same on the backup: steps, frequencies, and ids that wait for a row."""
+    """What a table counts and remembers is the same on the backup: steps, frequencies,
+    and ids that wait for a row.
+    """
 
     def run(client: RecStoreClient, kill: bool) -> tuple[Tensor, Tensor]:
-        client.init_data("s", (100, 4), torch.float32, optimizer=SGD(lr=1.0), options=options)
+        client.init_data(
+            "s", (100, 4), torch.float32, optimizer=SGD(lr=1.0), options=options
+        )
         if kill:
             first = pair.primary()
         for step in range(30):
-            some = torch.randint(60, (20,), generator=torch.Generator().manual_seed(step)).unique()
+            some = torch.randint(
+                60, (20,), generator=torch.Generator().manual_seed(step)
+            ).unique()
             client.update("s", some, torch.ones(len(some), 4))
             if kill and step == 15:
                 pair.servers[first].kill()
         return client.exists("s", torch.arange(60)), client.pull("s", torch.arange(60))
 
-    options = TableOptions(seed=1, max_rows=25, eviction=LFU(), admission=MinFrequency(3), expiry=Expiry(steps=12))
+    options = TableOptions(
+        seed=1,
+        max_rows=25,
+        eviction=LFU(),
+        admission=MinFrequency(3),
+        expiry=Expiry(steps=12),
+    )
     with pair.client() as client, RecStoreClient(private=True) as alone:
         for one, other in zip(run(client, True), run(alone, False), strict=True):
             assert torch.equal(one, other)
@@ -102,9 +130,16 @@ def test_the_state_of_rows_goes_with_them(pair: ServerPair) -> None:
 
 @pytest.mark.slow
 def test_a_seed_function_and_several_tables(pair: ServerPair) -> None:
-    """Updates that Python carries out, because they have initial rows, are replicated too."""
+    """Updates that Python carries out, because they have initial rows, are replicated
+    too.
+    """
     with pair.client() as client:
-        client.init_data("f", (40, 4), torch.float32, row_func=lambda shape, dtype: torch.full(shape, 2.0, dtype=dtype))
+        client.init_data(
+            "f",
+            (40, 4),
+            torch.float32,
+            row_func=lambda shape, dtype: torch.full(shape, 2.0, dtype=dtype),
+        )
         first = pair.primary()
         client.update("f", IDS, torch.ones(len(IDS), 4))
         client.push("f", IDS[:3], torch.zeros(3, 4))
@@ -124,7 +159,8 @@ def test_stops_hand_over_and_lose_nothing(pair: ServerPair) -> None:
         begin = time.monotonic()
         pair.servers[first].stop()
         client.update("t", IDS, _grads(1))
-        assert time.monotonic() - begin < 3  # the lease was handed over, and did not have to end
+        # the lease was handed over, and did not have to end
+        assert time.monotonic() - begin < 3
         pair.servers[1 - first].stop()  # the last one saves its rows
         pair.servers[first].start()  # this one has old rows
         pair.wait_for("waits for one", first)
@@ -191,19 +227,31 @@ def test_saves_and_loads_reach_the_backup(pair: ServerPair) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("with_clients", [False, True])
 def test_a_pair_with_tls_and_a_token(tmp_path: Path, with_clients: bool) -> None:
-    """The writes and the calls between the servers are encrypted, and have the token and the certificate of each."""
+    """The writes and the calls between the servers are encrypted, and have the token
+    and the certificate of each.
+    """
     folder = make_certificates(tmp_path)
     token = "0123456789abcdef"
     files = {"tls-cert": "server.pem", "tls-key": "server.key", "tls-ca": "ca.pem"}
     if with_clients:
         files["client-ca"] = "ca.pem"
     (folder / "server.key").chmod(0o600)
-    flags = [part for name, file in files.items() for part in (f"--{name}", str(folder / file))]
+    flags = [
+        part
+        for name, file in files.items()
+        for part in (f"--{name}", str(folder / file))
+    ]
     flags += ["--token-file", str(write_secret(folder / "token", token))]
     pair = ServerPair(tmp_path, flags=tuple(flags))
-    own = {"tls_cert": folder / "client.pem", "tls_key": folder / "client.key"} if with_clients else {}
+    own = (
+        {"tls_cert": folder / "client.pem", "tls_key": folder / "client.key"}
+        if with_clients
+        else {}
+    )
     try:
-        with pair.client(token=token, tls_ca=folder / "ca.pem", shared_memory=False, **own) as client:
+        with pair.client(
+            token=token, tls_ca=folder / "ca.pem", shared_memory=False, **own
+        ) as client:
             _table(client)
             first = pair.primary()
             client.update("t", IDS, _grads(0))
@@ -265,14 +313,17 @@ def test_a_primary_that_hangs_is_left(pair: ServerPair) -> None:
         client.update("t", IDS, _grads(1))
         assert time.monotonic() - begin < 12
         os.kill(pair.servers[first].pid, signal.SIGCONT)
-        pair.wait_for("this server is the primary", 1 - first)  # It answers a moment before it says so.
+        # It answers a moment before it says so.
+        pair.wait_for("this server is the primary", 1 - first)
         assert pair.primary() == 1 - first
         client.update("t", IDS, _grads(2))
         assert torch.equal(client.pull("t", IDS), _expected(3))
 
 
 def test_a_backup_without_a_decision_is_not_left_out_in_silence(tmp_path: Path) -> None:
-    """The record lists who has all rows, and one that is not in it never takes the lease."""
+    """The record lists who has all rows, and one that is not in it never takes the
+    lease.
+    """
     server = RedisServer(tmp_path / "redis")
     one, other = (Lease(server.url, "p", name) for name in ("one", "other"))
     alone, both = Record("a:1", ("one",)), Record("a:1", ("one", "other"))
@@ -298,7 +349,10 @@ def test_a_backup_without_a_decision_is_not_left_out_in_silence(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_kills_lose_nothing(pair: ServerPair) -> None:
-    """Three clients train while servers are killed at random moments. Each acknowledged update is there, once."""
+    """Three clients train while servers are killed at random moments.
+
+    Each acknowledged update is there, once.
+    """
     draw = random.Random(11)
     done = [0, 0, 0]
     failures: list[BaseException] = []
@@ -317,7 +371,11 @@ def test_many_kills_lose_nothing(pair: ServerPair) -> None:
 
     with pair.client(timeout_s=60.0) as client:
         client.init_data("k", (100, 4), torch.float32, optimizer=SGD(lr=1.0))
-        client.push("k", torch.cat([torch.arange(20) + 1000 * i for i in range(3)]), torch.zeros(60, 4))
+        client.push(
+            "k",
+            torch.cat([torch.arange(20) + 1000 * i for i in range(3)]),
+            torch.zeros(60, 4),
+        )
         threads = [threading.Thread(target=train, args=(which,)) for which in range(3)]
         for thread in threads:
             thread.start()
@@ -329,7 +387,11 @@ def test_many_kills_lose_nothing(pair: ServerPair) -> None:
             begin, before = time.monotonic(), list(done)
             again_s = 4 * draw.random()
             if again_s > 2:  # otherwise it comes back while the other one takes over
-                while not failures and min(now - then for now, then in zip(done, before, strict=True)) < 2:
+                while (
+                    not failures
+                    and min(now - then for now, then in zip(done, before, strict=True))
+                    < 2
+                ):
                     time.sleep(0.005)
                 took.append(time.monotonic() - begin)
             time.sleep(max(0, again_s - 1))
@@ -342,6 +404,10 @@ def test_many_kills_lose_nothing(pair: ServerPair) -> None:
         assert not failures, failures
         for which in range(3):
             rows = client.pull("k", torch.arange(20) + 1000 * which)
-            assert torch.equal(rows, torch.full((20, 4), -float(done[which]))), (which, done, rows[0])
+            assert torch.equal(rows, torch.full((20, 4), -float(done[which]))), (
+                which,
+                done,
+                rows[0],
+            )
         assert min(done) > KILLS
         assert max(took) < 10, sorted(took)

@@ -1,4 +1,6 @@
-"""Pairs of which both servers are lost: stale directories, --take-over in each state, and an oracle of updates."""
+"""Pairs of which both servers are lost: stale directories, --take-over in each state,
+and an oracle of updates.
+"""
 
 from __future__ import annotations
 
@@ -68,14 +70,21 @@ def _start(pair: ServerPair, server: int, *, take_over: bool = False) -> None:
 
 
 def _assert_refuse(pair: ServerPair, *servers: int) -> None:
-    """Checks that servers say why they do not begin, which directories they have, and what to do."""
+    """Checks that servers say why they do not begin, which directories they have, and
+    what to do.
+    """
     for server in servers:
         pair.wait_for("--take-over", server)
         reason = pair.servers[server].stderr.splitlines()[-1]
         assert str(pair.servers[server].data) in reason
-    with pair.client(timeout_s=1.0) as client, pytest.raises(Exception, match="not the primary") as refusal:
+    with (
+        pair.client(timeout_s=1.0) as client,
+        pytest.raises(Exception, match="not the primary") as refusal,
+    ):
         client.pull("t", IDS)
-    assert any(str(pair.servers[server].data) in str(refusal.value) for server in servers)
+    assert any(
+        str(pair.servers[server].data) in str(refusal.value) for server in servers
+    )
     assert "--take-over" in str(refusal.value)
 
 
@@ -104,14 +113,19 @@ def _update_until_it_fails(client: RecStoreClient, errors: list[Exception]) -> N
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("stale", [(), (0,), (1,), (0, 1)], ids=["none", "0", "1", "both"])
+@pytest.mark.parametrize(
+    "stale", [(), (0,), (1,), (0, 1)], ids=["none", "0", "1", "both"]
+)
 def test_both_are_killed_and_start_on_stale_directories(
     pair: ServerPair, tmp_path: Path, stale: tuple[int, ...]
 ) -> None:
-    """No server begins with old rows by itself. By hand it begins with the last save of its directory, and no other.
+    """No server begins with old rows by itself.
+
+    By hand it begins with the last save of its directory, and no other.
 
     Args:
-        stale: The servers whose directories are replaced by copies from before the last save.
+        stale: The servers whose directories are replaced by copies from before the last
+            save.
     """
     draw = random.Random(str(stale))
     orders = draw.sample([(0,), (1,), (0, 1), (1, 0)], 2)
@@ -133,7 +147,9 @@ def test_both_are_killed_and_start_on_stale_directories(
             client.save(f"new-{number}")
             # Both are killed in the middle of an update.
             errors: list[Exception] = []
-            updating = threading.Thread(target=_update_until_it_fails, args=(client, errors))
+            updating = threading.Thread(
+                target=_update_until_it_fails, args=(client, errors)
+            )
             updating.start()
             time.sleep(draw.random() * 0.2)
             _kill(pair)
@@ -161,15 +177,21 @@ def test_both_are_killed_and_start_on_stale_directories(
             assert _counted(client) == total
             _count(client, 1)
             total += 1
-            assert pair.primary() == chosen  # The client has begun an epoch, for which the backup has copied the rows.
+            # The client has begun an epoch, for which the backup has copied the rows.
+            assert pair.primary() == chosen
             pair.servers[chosen].kill()
-            assert _counted(client) == total  # The other one has the same rows, and not those of its directory.
+            # The other one has the same rows, and not those of its directory.
+            assert _counted(client) == total
             _start(pair, chosen)
             pair.primary()
 
 
-def test_the_older_directory_of_the_last_server_is_refused(pair: ServerPair, tmp_path: Path) -> None:
-    """A server that was stopped goes on with its newest rows only, in whatever order the servers start."""
+def test_the_older_directory_of_the_last_server_is_refused(
+    pair: ServerPair, tmp_path: Path
+) -> None:
+    """A server that was stopped goes on with its newest rows only, in whatever order
+    the servers start.
+    """
     with pair.client(timeout_s=30.0) as client:
         _make(client)
         last = pair.primary()
@@ -197,7 +219,9 @@ def test_the_older_directory_of_the_last_server_is_refused(pair: ServerPair, tmp
 
 @pytest.mark.timeout(120)
 def test_taking_over_while_a_server_with_all_rows_lives(pair: ServerPair) -> None:
-    """A service manager that gives --take-over at each start loses no update: a living backup comes first."""
+    """A service manager that gives --take-over at each start loses no update: a living
+    backup comes first.
+    """
     with pair.client(timeout_s=30.0) as client:
         _make(client)
         pair.primary()
@@ -218,7 +242,9 @@ def test_taking_over_while_a_server_with_all_rows_lives(pair: ServerPair) -> Non
 
 @pytest.mark.timeout(120)
 def test_taking_over_counts_once(pair: ServerPair) -> None:
-    """The flag does not let a server begin again with rows that another primary has changed since."""
+    """The flag does not let a server begin again with rows that another primary has
+    changed since.
+    """
     with pair.client(timeout_s=30.0) as client:
         _make(client)
         first = pair.primary()
@@ -254,13 +280,19 @@ def test_taking_over_does_not_count_with_rows_of_a_primary_that_was_joined(
     with pair.client(timeout_s=30.0) as client:
         _make(client)
         _count(client, 1)
-        pair.servers[second]._flags += ("--rows-port", rows_port, "--advertise-rows", outside)
+        pair.servers[second]._flags += (
+            "--rows-port",
+            rows_port,
+            "--advertise-rows",
+            outside,
+        )
         _start(pair, second, take_over=True)
         end = time.monotonic() + 30
         while not mapping._open:  # then the server has copied the rows
             assert time.monotonic() < end, pair.servers[second].stderr
             time.sleep(0.02)
-        _count(client, 2)  # on the primary only, which does not wait for a server that joins
+        # on the primary only, which does not wait for a server that joins
+        _count(client, 2)
         pair.servers[first].kill()
         time.sleep(3 * FREE_S)
         assert not _primaries(pair)
@@ -307,7 +339,10 @@ def test_taking_over_on_both_at_once(pair: ServerPair) -> None:
     for _ in range(2):
         _kill(pair)
         starts = [
-            threading.Thread(target=_start, args=(pair, server), kwargs={"take_over": True}) for server in range(2)
+            threading.Thread(
+                target=_start, args=(pair, server), kwargs={"take_over": True}
+            )
+            for server in range(2)
         ]
         for start in starts:
             start.start()
@@ -325,7 +360,9 @@ def test_taking_over_on_both_at_once(pair: ServerPair) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_server_that_comes_back_after_a_taking_over(pair: ServerPair) -> None:
-    """A server with newer rows, dead or only hung, follows the one that has taken over, and never answers clients."""
+    """A server with newer rows, dead or only hung, follows the one that has taken over,
+    and never answers clients.
+    """
     with pair.client(timeout_s=20.0) as client:
         _make(client)
         first = pair.primary()
@@ -346,7 +383,8 @@ def test_a_server_that_comes_back_after_a_taking_over(pair: ServerPair) -> None:
         assert pair.primary() == 1 - first
         assert _primaries(pair) == [1 - first]
         pair.servers[first].kill()
-        _start(pair, first, take_over=True)  # given on the server that lives as a backup from now on
+        # given on the server that lives as a backup from now on
+        _start(pair, first, take_over=True)
         assert pair.primary() == 1 - first
         pair.servers[1 - first].kill()
         assert _counted(client) == 2

@@ -1,4 +1,6 @@
-"""Tests of the port for rows: connections to a wrong server, mapped ports, and reports of clients."""
+"""Tests of the port for rows: connections to a wrong server, mapped ports, and reports
+of clients.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def _started(stack: ExitStack, folder: Path, *flags: str, on: str = "127.0.0.1") -> RecStoreServer:
+def _started(
+    stack: ExitStack, folder: Path, *flags: str, on: str = "127.0.0.1"
+) -> RecStoreServer:
     server = RecStoreServer(folder, *flags, listen=f"{on}:{free_port()}")
     stack.callback(server.kill)
     return server
@@ -67,7 +71,9 @@ def _offer(address: str, port_only: bool = False) -> pb.AttachReply:
 def _use(addresses: list[str], table: str = "t", **access: Any) -> RecStoreClient:
     """Updates and reads a table, and checks the rows. Returns the client."""
     expected = RecStoreClient(private=True)
-    client = RecStoreClient(addresses, **{"shared_memory": False, "timeout_s": 20.0, **access})
+    client = RecStoreClient(
+        addresses, **{"shared_memory": False, "timeout_s": 20.0, **access}
+    )
     for one in (expected, client):
         one.init_data(table, (400, 8), torch.float32, optimizer=Adagrad(lr=0.1))
     for step in range(3):
@@ -87,7 +93,9 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_port_of_another_server_of_the_set_gets_no_rows(
     stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On the host of the mapping, the port for rows of the first server is that of the second."""
+    """On the host of the mapping, the port for rows of the first server is that of the
+    second.
+    """
     rows_port = str(free_port())
     flags = ("--rows-port", rows_port)
     first = _started(stack, tmp_path / "first", *flags, on="127.0.0.2")
@@ -110,7 +118,10 @@ def test_a_port_of_another_server_of_the_set_gets_no_rows(
 def test_a_first_port_that_leads_to_another_server_gets_no_rows(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_grpc: bool
 ) -> None:
-    """A mapping is changed while a client uses it. The calls of both servers have the same epoch."""
+    """A mapping is changed while a client uses it.
+
+    The calls of both servers have the same epoch.
+    """
     if by_grpc:
         monkeypatch.setattr(Side, "_by_tcp", lambda self, offer: None)
     first = _started(stack, tmp_path / "first")
@@ -122,13 +133,18 @@ def test_a_first_port_that_leads_to_another_server_gets_no_rows(
         mapping.lead(int(_port(first.address)), second.address)
         mapping.cut()
         if by_grpc:
-            with pytest.raises(ServerSetError, match="two of the addresses are of the same server"):
+            with pytest.raises(
+                ServerSetError, match="two of the addresses are of the same server"
+            ):
                 client.pull("t", IDS)
-            with pytest.raises(ServerSetError, match="two of the addresses are of the same server"):
+            with pytest.raises(
+                ServerSetError, match="two of the addresses are of the same server"
+            ):
                 client.update("t", IDS, torch.ones(len(IDS), 8))
             mapping.lead(int(_port(first.address)), first.address)
             mapping.cut()
-            # The second server has carried out its own part of the update, and no other part.
+            # The second server has carried out its own part of the update, and no other
+            # part.
             is_unchanged = (client.pull("t", IDS) == rows).all(dim=1)
             assert 0 < is_unchanged.sum() < len(IDS)
             assert client.stats("t").rows == len(IDS)
@@ -141,20 +157,24 @@ def test_rows_go_through_a_mapping_that_changes_the_ports(
     stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows_port = str(free_port())
-    # The number outside has to be known when the server starts, so that the mapping is made before.
+    # The number outside has to be known when the server starts, so that the mapping is
+    # made before.
     rows_outside = _mapped(stack, f"127.0.0.2:{rows_port}")
     flags = ("--rows-port", rows_port, "--advertise-rows", _port(rows_outside))
     server = _started(stack, tmp_path / "data", *flags, on="127.0.0.2")
     with _use([_mapped(stack, server.address)]) as client:
         assert client.rows_addresses() == [rows_outside]
-    # A client on the network of the server reaches the port itself, and not the one outside.
+    # A client on the network of the server reaches the port itself, and not the one
+    # outside.
     with _use([server.address], "of the same network") as client:
         assert client.rows_addresses() == [f"127.0.0.2:{rows_port}"]
     assert _warnings(caplog) == []
 
 
 @pytest.mark.usefixtures("no_streams")
-def test_rows_go_to_a_host_that_the_server_advertises(stack: ExitStack, tmp_path: Path) -> None:
+def test_rows_go_to_a_host_that_the_server_advertises(
+    stack: ExitStack, tmp_path: Path
+) -> None:
     rows_port = str(free_port())
     rows_outside = _mapped(stack, f"127.0.0.2:{rows_port}")
     flags = ("--rows-port", rows_port, "--advertise-rows", rows_outside)
@@ -188,22 +208,29 @@ def test_a_server_that_is_started_again_on_its_port_has_another_name(
     with _use([server.address]) as client:
         road = client._tables._connections[0]._side.roads[0]  # type: ignore[union-attr]
         before = _offer(server.address)
-        busy = road.take(5.0)  # a second connection is then made by the offer of the first one
+        # a second connection is then made by the offer of the first one
+        busy = road.take(5.0)
         server.stop()
         server.start()
         after = _offer(server.address)
-        assert (before.rows_port, before.server != after.server) == (after.rows_port, True)
+        assert (before.rows_port, before.server != after.server) == (
+            after.rows_port,
+            True,
+        )
         rows = client.pull("t", IDS)
         client.push("t", IDS, rows + 1)
         assert torch.equal(client.pull("t", IDS), rows + 1)
         road.drop(busy)
         with pytest.raises(OSError, match="has reached another server"):
             RowPort(server.address, None, None, lambda _: before).connect(before)
-    assert len(_warnings(caplog)) == 1  # of the last line, whose attach function returns the same
+    # of the last line, whose attach function returns the same
+    assert len(_warnings(caplog)) == 1
 
 
 @needs_redis
-def test_the_other_server_of_a_pair_refuses_connections(stack: ExitStack, tmp_path: Path) -> None:
+def test_the_other_server_of_a_pair_refuses_connections(
+    stack: ExitStack, tmp_path: Path
+) -> None:
     pair = ServerPair(tmp_path)
     stack.callback(pair.close)
     with _use([pair.address]):
@@ -211,7 +238,9 @@ def test_the_other_server_of_a_pair_refuses_connections(stack: ExitStack, tmp_pa
         for server in (primary, 1 - primary):
             address = pair.servers[server].address
             offer = _offer(address, port_only=True)
-            offer.rows_port = _offer(pair.servers[1 - server].address, port_only=True).rows_port
+            offer.rows_port = _offer(
+                pair.servers[1 - server].address, port_only=True
+            ).rows_port
             with pytest.raises(OSError, match="has reached another server"):
                 RowPort(address, None, None, lambda _: pb.AttachReply()).connect(offer)
 
@@ -227,7 +256,12 @@ def test_servers_of_a_pair_reach_each_other_inside_a_mapping(
         rows_inside.append(f"{host}:{free_port()}")
         outside.append(_mapped(stack, inside))
         rows_outside.append(_mapped(stack, rows_inside[-1]))
-        ports = ("--rows-port", _port(rows_inside[-1]), "--advertise-rows", _port(rows_outside[-1]))
+        ports = (
+            "--rows-port",
+            _port(rows_inside[-1]),
+            "--advertise-rows",
+            _port(rows_outside[-1]),
+        )
         flags.append(("--listen", inside, *ports))
     pair = ServerPair(tmp_path, own=tuple(flags))
     stack.callback(pair.close)
@@ -245,7 +279,10 @@ def test_servers_of_a_pair_reach_each_other_inside_a_mapping(
 
 
 class Stranger:
-    """A program on the port for rows that is no server of RecStore. It answers always the same."""
+    """A program on the port for rows that is no server of RecStore.
+
+    It answers always the same.
+    """
 
     def __init__(self, answer: bytes) -> None:
         self._answer = answer
@@ -272,7 +309,8 @@ class Stranger:
     "answer",
     [
         EMPTY_REPLY,
-        b"\2\0\0\0\x38\1",  # the answer of an earlier release: the last reply, without an error
+        # the answer of an earlier release: the last reply, without an error
+        b"\2\0\0\0\x38\1",
         b"\1\0\0\0\xff",
         b"\3\0\0\0\x08\xff\x07",  # a status that gRPC does not have
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
@@ -281,7 +319,10 @@ class Stranger:
     ],
 )
 def test_another_program_on_the_port_gets_no_rows(
-    stack: ExitStack, own_server: RecStoreServer, caplog: pytest.LogCaptureFixture, answer: bytes
+    stack: ExitStack,
+    own_server: RecStoreServer,
+    caplog: pytest.LogCaptureFixture,
+    answer: bytes,
 ) -> None:
     stranger = Stranger(answer)
     stack.callback(stranger.close)
@@ -306,7 +347,9 @@ def test_a_server_of_an_earlier_release_gets_rows_by_grpc(
     assert "install the release of the client on the server" in warning
 
 
-def test_a_server_that_has_gone_has_no_closed_port(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_has_gone_has_no_closed_port(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     offer = pb.AttachReply(rows_port=free_port(), server="a")
 
     def gone(left_s: float) -> pb.AttachReply:
@@ -355,7 +398,9 @@ def _followed(stranger: Stranger, name: str) -> None:
     replica = Native("replica")
     replica.invoke("set_role", Role.JOINING.value)
     texts = ("127.0.0.1", stranger.port, "secret", name, "", "", "", "")
-    replica.checked("follow", *(text if isinstance(text, int) else text.encode() for text in texts))
+    replica.checked(
+        "follow", *(text if isinstance(text, int) else text.encode() for text in texts)
+    )
 
 
 def test_a_primary_sends_its_writes_to_its_backup_only(stack: ExitStack) -> None:
@@ -364,7 +409,9 @@ def test_a_primary_sends_its_writes_to_its_backup_only(stack: ExitStack) -> None
     for stranger in (earlier, named):
         stack.callback(stranger.close)
     for stranger, name in ((earlier, "b"), (named, "a"), (named, "")):
-        with pytest.raises(OSError, match="another server answers at the address for rows"):
+        with pytest.raises(
+            OSError, match="another server answers at the address for rows"
+        ):
             _followed(stranger, name)
     _followed(named, "b")
     assert named.received == b"RECSTORE\3\0\0\0\6\0\0\0\1\0\0\0secretb"
@@ -373,17 +420,26 @@ def test_a_primary_sends_its_writes_to_its_backup_only(stack: ExitStack) -> None
 
 
 _AGAINST = reason_against_namespaces()
-needs_namespaces = pytest.mark.skipif(bool(_AGAINST), reason=_AGAINST or "namespaces can be made")
+needs_namespaces = pytest.mark.skipif(
+    bool(_AGAINST), reason=_AGAINST or "namespaces can be made"
+)
 
 
 @pytest.mark.slow
 @needs_namespaces
 @pytest.mark.usefixtures("no_streams")
-@pytest.mark.parametrize("numbers_change", [False, True], ids=["same numbers", "other numbers"])
+@pytest.mark.parametrize(
+    "numbers_change", [False, True], ids=["same numbers", "other numbers"]
+)
 def test_rows_of_a_container_with_both_ports_mapped(
-    stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture, numbers_change: bool
+    stack: ExitStack,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    numbers_change: bool,
 ) -> None:
-    """A client outside cannot use shared memory, although it is the same user of the same host."""
+    """A client outside cannot use shared memory, although it is the same user of the
+    same host.
+    """
     inner = [free_port() for _ in range(3)]
     outer = [free_port() for _ in range(3)] if numbers_change else inner
     flags = ["--listen", f"127.0.0.1:{inner[0]}", "--rows-port", str(inner[1])]
@@ -430,8 +486,18 @@ def test_rows_of_a_container_with_tls_and_a_token(
     write_secret(secrets / "token", TOKEN)
     listen, rows_port, outer_listen, outer_rows = (free_port() for _ in range(4))
     flags = ["--listen", f"0.0.0.0:{listen}", "--rows-port", str(rows_port)]
-    flags += ["--advertise-rows", str(outer_rows), "--token-file", str(secrets / "token")]
-    flags += ["--tls-cert", str(secrets / "server.pem"), "--tls-key", str(secrets / "server.key")]
+    flags += [
+        "--advertise-rows",
+        str(outer_rows),
+        "--token-file",
+        str(secrets / "token"),
+    ]
+    flags += [
+        "--tls-cert",
+        str(secrets / "server.pem"),
+        "--tls-key",
+        str(secrets / "server.key"),
+    ]
     ports = {listen: outer_listen, rows_port: outer_rows}
     stack.callback(Container(tmp_path, ports, *flags).close)
     _use([f"127.0.0.1:{outer_listen}"], token=TOKEN, tls_ca=secrets / "ca.pem").close()

@@ -49,7 +49,9 @@ def test_neither_readers_nor_writers_starve() -> None:
     counting = threading.Lock()
 
     def reads() -> None:
-        """Keeps the lock until a later reader has it, so that it is never free unless a writer keeps readers out."""
+        """Keeps the lock until a later reader has it, so that it is never free unless a
+        writer keeps readers out.
+        """
         nonlocal inside, entries
         while not done.is_set():
             with lock.shared():
@@ -58,7 +60,9 @@ def test_neither_readers_nor_writers_starve() -> None:
                     entries += 1
                     entry = entries
                 until = time.monotonic() + 0.1
-                while entries == entry and not done.is_set() and time.monotonic() < until:
+                while (
+                    entries == entry and not done.is_set() and time.monotonic() < until
+                ):
                     time.sleep(0)
                 with counting:
                     inside -= 1

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from torchrec_recstore import RecStoreClient
 from torchrec_recstore.optim import SGD, RowWiseAdagrad
-from torchrec_recstore.options import LRU, ConstantInit, MinFrequency, RocksDBStore, TableOptions, UniformInit
+from torchrec_recstore.options import (
+    LRU,
+    ConstantInit,
+    MinFrequency,
+    RocksDBStore,
+    TableOptions,
+    UniformInit,
+)
 from torchrec_recstore.store import Table
 from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.recstore_client import _THREADS
@@ -48,7 +55,9 @@ def test_the_seven_calls() -> None:
         assert rows.shape == (3, DIM)
         assert not client.exists("user", ids).any()
         client.update("user", ids, torch.ones(3, DIM))
-        assert torch.equal(client.pull("user", ids[:2]), rows[:2] - torch.tensor([[1.0], [0.5]]))
+        assert torch.equal(
+            client.pull("user", ids[:2]), rows[:2] - torch.tensor([[1.0], [0.5]])
+        )
         client.push("user", ids, torch.arange(3.0)[:, None].expand(3, DIM))
         assert client.pull("user", ids)[:, 0].tolist() == [2.0, 1.0, 2.0]
         assert client.delete("user", ids) == 2
@@ -57,7 +66,10 @@ def test_the_seven_calls() -> None:
 
 
 def test_the_defaults_are_a_tables() -> None:
-    client, table = client_with(), Table(DIM, options=TableOptions(missing="init", expected_rows=100), name="t")
+    client, table = (
+        client_with(),
+        Table(DIM, options=TableOptions(missing="init", expected_rows=100), name="t"),
+    )
     assert client.spec("t").optimizer == table.optimizer == RowWiseAdagrad(lr=0.01)
     for _ in range(3):
         grads = torch.randn(len(IDS), DIM)
@@ -70,29 +82,52 @@ def test_the_defaults_are_a_tables() -> None:
 
 
 @pytest.mark.parametrize("row_func", [None, normal])
-def test_init_data_again(row_func: Callable[[tuple[int, int], torch.dtype], Tensor] | None) -> None:
+def test_init_data_again(
+    row_func: Callable[[tuple[int, int], torch.dtype], Tensor] | None,
+) -> None:
     def client_with_it() -> RecStoreClient:
         return client_with(row_func=row_func, optimizer=SGD(lr=1.0))
 
     client = client_with_it()
     client.push("t", IDS, torch.ones(5, DIM))
-    client.init_data("t", (100, DIM), torch.float32, row_func=row_func, optimizer=SGD(lr=1.0))
-    client.init_data("t", [100, DIM], row_func=row_func, optimizer=SGD(lr=1.0), options=TableOptions())
+    client.init_data(
+        "t", (100, DIM), torch.float32, row_func=row_func, optimizer=SGD(lr=1.0)
+    )
+    client.init_data(
+        "t",
+        [100, DIM],
+        row_func=row_func,
+        optimizer=SGD(lr=1.0),
+        options=TableOptions(),
+    )
     assert client.exists("t", IDS).all()
     for arguments, error in [
         ({"shape": (100, DIM + 1)}, "dim is 4, not 5"),
         ({"shape": (101, DIM)}, r"options.expected_rows is 100, not 101$"),
         ({"dtype": torch.bfloat16}, "dtype is torch.float32, not torch.bfloat16"),
         ({"optimizer": SGD(lr=2.0)}, r"optimizer.lr is 1.0, not 2.0$"),
-        ({"optimizer": RowWiseAdagrad(lr=1.0)}, r"optimizer is SGD\(.*, not RowWiseAdagrad\("),
+        (
+            {"optimizer": RowWiseAdagrad(lr=1.0)},
+            r"optimizer is SGD\(.*, not RowWiseAdagrad\(",
+        ),
         ({"options": TableOptions(seed=1)}, r"options.seed is 0, not 1"),
         ({"row_func": zeros}, "initial_rows is"),
     ]:
-        given = {"shape": (100, DIM), "row_func": row_func, "optimizer": SGD(lr=1.0), **arguments}
-        with pytest.raises(ValueError, match=rf"table 't' exists already with another specification: .*{error}"):
+        given = {
+            "shape": (100, DIM),
+            "row_func": row_func,
+            "optimizer": SGD(lr=1.0),
+            **arguments,
+        }
+        with pytest.raises(
+            ValueError,
+            match=rf"table 't' exists already with another specification: .*{error}",
+        ):
             client.init_data("t", **given)  # type: ignore[arg-type]
     assert client.pull("t", IDS).unique().tolist() == [1.0]
-    assert client.pull("t", torch.tensor([77])).equal(client_with_it().pull("t", torch.tensor([77])))
+    assert client.pull("t", torch.tensor([77])).equal(
+        client_with_it().pull("t", torch.tensor([77]))
+    )
 
 
 def test_rows_of_a_row_func_depend_on_the_id_alone() -> None:
@@ -128,7 +163,10 @@ def test_the_default_device_is_the_callers() -> None:
 
 
 def test_a_row_func_of_another_dtype_is_rounded_once() -> None:
-    client = client_with(dtype=torch.bfloat16, row_func=lambda shape, dtype: torch.rand(shape[1], dtype=torch.float64))
+    client = client_with(
+        dtype=torch.bfloat16,
+        row_func=lambda shape, dtype: torch.rand(shape[1], dtype=torch.float64),
+    )
     rows = client.pull("t", IDS)
     assert rows.dtype is torch.bfloat16
     client.update("t", IDS, torch.zeros(5, DIM))
@@ -150,13 +188,19 @@ def test_some_ids_have_a_row_and_others_an_initial_one() -> None:
 @pytest.mark.parametrize(
     ("row_func", "kind", "error"),
     [
-        (lambda shape, dtype: 1.0, TypeError, "floating-point tensor of shape .1, 4., got float"),
+        (
+            lambda shape, dtype: 1.0,
+            TypeError,
+            "floating-point tensor of shape .1, 4., got float",
+        ),
         (lambda shape, dtype: torch.ones(shape).long(), TypeError, "got torch.int64"),
         (lambda shape, dtype: torch.ones(2, 3), ValueError, r"got \(2, 3\)"),
         (3, TypeError, "row_func must be callable, got int"),
     ],
 )
-def test_a_row_func_that_makes_no_row(row_func: object, kind: type[Exception], error: str) -> None:
+def test_a_row_func_that_makes_no_row(
+    row_func: object, kind: type[Exception], error: str
+) -> None:
     client = RecStoreClient()
     with pytest.raises(kind, match=f"table 't': .*{error}"):
         client.init_data("t", (10, DIM), row_func=row_func)  # type: ignore[arg-type]
@@ -171,18 +215,28 @@ def test_a_row_func_with_a_memory() -> None:
         calls.append(shape)
         return torch.full(shape, float(len(calls)))
 
-    with pytest.raises(ValueError, match="table 't': row_func returns another row in each call"):
+    with pytest.raises(
+        ValueError, match="table 't': row_func returns another row in each call"
+    ):
         client_with(row_func=counting)
 
 
-def test_an_update_goes_on_where_rows_leave_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_goes_on_where_rows_leave_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Another client deletes rows between the client's calls of exists and update."""
     client = client_with(row_func=normal, optimizer=SGD(lr=1.0))
     rows = client.pull("t", IDS)
     client.push("t", IDS, torch.zeros(5, DIM))
     update, given = HostedTables.update, []
 
-    def meddled(self: HostedTables, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
+    def meddled(
+        self: HostedTables,
+        name: str,
+        ids: Tensor,
+        grads: Tensor,
+        initial: InitialRows | None = None,
+    ) -> None:
         if not given:
             self.delete(name, IDS[:2])
         given.append(initial)
@@ -191,17 +245,30 @@ def test_an_update_goes_on_where_rows_leave_in_between(monkeypatch: pytest.Monke
     monkeypatch.setattr(HostedTables, "update", meddled)
     client.update("t", IDS, torch.ones(5, DIM))
     assert len(given) == 2
-    assert torch.equal(client.pull("t", IDS), torch.cat([rows[:2], torch.zeros(3, DIM)]) - 1)
+    assert torch.equal(
+        client.pull("t", IDS), torch.cat([rows[:2], torch.zeros(3, DIM)]) - 1
+    )
 
 
-def test_an_update_that_was_refused_is_not_refused_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are deleted before every attempt, after exists has found them. The client sends initial rows of all ids."""
+def test_an_update_that_was_refused_is_not_refused_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows are deleted before every attempt, after exists has found them.
+
+    The client sends initial rows of all ids.
+    """
     client = client_with(row_func=normal, optimizer=SGD(lr=1.0))
     rows = client.pull("t", IDS)
     client.push("t", IDS, torch.zeros(5, DIM))
     update, given = HostedTables.update, []
 
-    def meddled(self: HostedTables, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
+    def meddled(
+        self: HostedTables,
+        name: str,
+        ids: Tensor,
+        grads: Tensor,
+        initial: InitialRows | None = None,
+    ) -> None:
         given.append(initial)
         self.delete(name, IDS)
         try:
@@ -229,7 +296,9 @@ def test_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(client.wait_for_prefetch(other), rows[[3] * 5])
     assert torch.equal(client.wait_for_prefetch(handle), rows)
     for used in (handle, other, 10**6, -1):
-        with pytest.raises(ValueError, match=f"no prefetch {used}, or it has been waited for"):
+        with pytest.raises(
+            ValueError, match=f"no prefetch {used}, or it has been waited for"
+        ):
             client.wait_for_prefetch(used)
     with pytest.raises(ValueError, match="no table 'u'"):
         client.prefetch("u", ids)
@@ -246,7 +315,9 @@ def test_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
         client.wait_for_prefetch(handle)
 
 
-def test_prefetches_run_beside_the_caller_in_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetches_run_beside_the_caller_in_few_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     client = client_with(options=TableOptions(initializer=ConstantInit(1.0)))
     go, running = threading.Event(), []
     pull = HostedTables.pull
@@ -267,7 +338,9 @@ def test_prefetches_run_beside_the_caller_in_few_threads(monkeypatch: pytest.Mon
 
 
 def test_torchs_generator_stays_the_callers() -> None:
-    """A prefetch makes no initial rows in its thread, because that would change the caller's random generator."""
+    """A prefetch makes no initial rows in its thread, because that would change the
+    caller's random generator.
+    """
     client = client_with(row_func=normal)
     rows = client.pull("t", torch.arange(400))
     torch.manual_seed(1)
@@ -302,7 +375,11 @@ def test_save_and_load(tmp_path: Path) -> None:
         lambda: fresh.wait_for_prefetch(fresh.prefetch("t", unknown)),
     ):
         with pytest.raises(
-            ValueError, match=r"table 't' has rows that an init_func or row_func makes.* call init_data with"
+            ValueError,
+            match=(
+                r"table 't' has rows that an init_func or row_func makes.* call"
+                r" init_data with"
+            ),
         ):
             call()
     assert fresh.stats("t").rows == 5
@@ -314,31 +391,73 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert torch.equal(client.pull("t", IDS), rows - 1)
 
 
-def bad_calls(client: RecStoreClient) -> list[tuple[Callable[[], object], type[Exception], str]]:
+def bad_calls(
+    client: RecStoreClient,
+) -> list[tuple[Callable[[], object], type[Exception], str]]:
     ids, rows = torch.tensor([1, 2]), torch.ones(2, DIM)
     calls: list[tuple[Callable[[], object], type[Exception], str]] = []
     for read in (client.pull, client.prefetch, client.delete, client.exists):
         calls += [
-            (lambda read=read: read("t", [1, 2]), TypeError, "'t': ids must be an int64 tensor, got list"),
+            (
+                lambda read=read: read("t", [1, 2]),
+                TypeError,
+                "'t': ids must be an int64 tensor, got list",
+            ),
             (
                 lambda read=read: read("t", ids.float()),
                 TypeError,
                 "'t': ids must be an int64 tensor, got torch.float32",
             ),
-            (lambda read=read: read("t", ids[None]), ValueError, r"'t': ids must have the shape \(N,\), got \(1, 2\)"),
-            (lambda read=read: read("t", ids.to("meta")), ValueError, "'t': ids must be on the CPU, got meta"),
+            (
+                lambda read=read: read("t", ids[None]),
+                ValueError,
+                r"'t': ids must have the shape \(N,\), got \(1, 2\)",
+            ),
+            (
+                lambda read=read: read("t", ids.to("meta")),
+                ValueError,
+                "'t': ids must be on the CPU, got meta",
+            ),
             (lambda read=read: read("u", ids), ValueError, "no table 'u'"),
             (lambda read=read: read(3, ids), TypeError, "name must be a str, got int"),
         ]
     for write, what in ((client.push, "values"), (client.update, "grads")):
         calls += [
-            (lambda write=write: write("t", ids.float(), rows), TypeError, "'t': ids must be"),
-            (lambda write=write: write("t", ids, 3), TypeError, f"'t': {what} must be a bfloat16 or float32 tensor"),
-            (lambda write=write: write("t", ids, rows.cfloat()), TypeError, f"'t': {what} .* got torch.complex64"),
-            (lambda write=write: write("t", ids, rows > 0), TypeError, f"'t': {what} .* got torch.bool"),
-            (lambda write=write: write("t", ids, rows[:1]), ValueError, rf"'t': {what} .* \(2, 4\), got \(1, 4\)"),
-            (lambda write=write: write("t", ids, rows[:, :3]), ValueError, rf"'t': {what} .* got \(2, 3\)"),
-            (lambda write=write: write("t", ids, rows.to("meta")), ValueError, f"'t': {what} must be on the CPU"),
+            (
+                lambda write=write: write("t", ids.float(), rows),
+                TypeError,
+                "'t': ids must be",
+            ),
+            (
+                lambda write=write: write("t", ids, 3),
+                TypeError,
+                f"'t': {what} must be a bfloat16 or float32 tensor",
+            ),
+            (
+                lambda write=write: write("t", ids, rows.cfloat()),
+                TypeError,
+                f"'t': {what} .* got torch.complex64",
+            ),
+            (
+                lambda write=write: write("t", ids, rows > 0),
+                TypeError,
+                f"'t': {what} .* got torch.bool",
+            ),
+            (
+                lambda write=write: write("t", ids, rows[:1]),
+                ValueError,
+                rf"'t': {what} .* \(2, 4\), got \(1, 4\)",
+            ),
+            (
+                lambda write=write: write("t", ids, rows[:, :3]),
+                ValueError,
+                rf"'t': {what} .* got \(2, 3\)",
+            ),
+            (
+                lambda write=write: write("t", ids, rows.to("meta")),
+                ValueError,
+                f"'t': {what} must be on the CPU",
+            ),
             (lambda write=write: write("u", ids, rows), ValueError, "no table 'u'"),
         ]
     init = client.init_data
@@ -352,14 +471,27 @@ def bad_calls(client: RecStoreClient) -> list[tuple[Callable[[], object], type[E
         (lambda: init("n", (10, 0)), ValueError, r"'n': shape .* got \(10, 0\)"),
         (lambda: init("n", (10, 4), torch.int64), ValueError, "dtype must be one of"),
         (lambda: init("n", (10, 4), optimizer="sgd"), TypeError, "optimizer must be"),  # type: ignore[arg-type]
-        (lambda: init("n", (10, 4), options=None), TypeError, "options must be TableOptions"),  # type: ignore[arg-type]
         (
-            lambda: init("n", (10, 4), options=TableOptions(max_rows=3, cold_store=RocksDBStore("x"))),
+            lambda: init("n", (10, 4), options=None),
+            TypeError,
+            "options must be TableOptions",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: init(
+                "n",
+                (10, 4),
+                options=TableOptions(max_rows=3, cold_store=RocksDBStore("x")),
+            ),
             ValueError,
             "cold_store",
         ),
         (
-            lambda: init("n", (10, 4), row_func=normal, options=TableOptions(initializer=UniformInit(0, 1))),
+            lambda: init(
+                "n",
+                (10, 4),
+                row_func=normal,
+                options=TableOptions(initializer=UniformInit(0, 1)),
+            ),
             ValueError,
             "'n': row_func and options.initializer",
         ),
@@ -381,7 +513,10 @@ def test_bad_arguments_change_nothing() -> None:
 
 
 def test_tensors_that_are_allowed() -> None:
-    client, plain = client_with(optimizer=SGD(lr=1.0)), client_with(optimizer=SGD(lr=1.0))
+    client, plain = (
+        client_with(optimizer=SGD(lr=1.0)),
+        client_with(optimizer=SGD(lr=1.0)),
+    )
     ids, grads = torch.randint(0, 50, (40,)), torch.randn(DIM, 20)
     client.update("t", ids[::2], grads.t().requires_grad_())
     plain.update("t", ids[::2].clone(), grads.t().contiguous())
@@ -421,8 +556,15 @@ def test_after_close(tmp_path: Path) -> None:
 
 
 def test_arguments_of_the_client() -> None:
-    for arguments in ({"token": "x"}, {"tls_ca": "x"}, {"tls_cert": "x"}, {"tls_key": "x"}):
-        with pytest.raises(ValueError, match="token, tls_ca, tls_cert and tls_key are for servers"):
+    for arguments in (
+        {"token": "x"},
+        {"tls_ca": "x"},
+        {"tls_cert": "x"},
+        {"tls_key": "x"},
+    ):
+        with pytest.raises(
+            ValueError, match="token, tls_ca, tls_cert and tls_key are for servers"
+        ):
             RecStoreClient(**arguments)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
         pickle.dumps(RecStoreClient())
@@ -436,7 +578,10 @@ def test_bounds_by_updates() -> None:
         for _ in range(2):
             client.update("t", torch.tensor([number]), torch.ones(1, DIM))
     assert client.exists("t", torch.arange(4)).tolist() == [False, True, True, True]
-    assert torch.equal(client.pull("t", torch.arange(5)), rows - torch.tensor([0.0, 1, 1, 1, 0])[:, None])
+    assert torch.equal(
+        client.pull("t", torch.arange(5)),
+        rows - torch.tensor([0.0, 1, 1, 1, 0])[:, None],
+    )
 
 
 def test_many_threads_of_one_client() -> None:
@@ -475,8 +620,11 @@ print([name for name in ("torchrec", "fbgemm_gpu", "grpc", "google.protobuf") if
     rows, modules = done.stdout.splitlines()
     assert modules == "[]"
 
-    # This process gets the same rows, because initial rows do not depend on the process.
+    # This process gets the same rows, because initial rows do not depend on the
+    # process.
     client = RecStoreClient()
-    client.init_data("t", (10, 4), row_func=lambda shape, dtype: torch.rand(shape, dtype=dtype))
+    client.init_data(
+        "t", (10, 4), row_func=lambda shape, dtype: torch.rand(shape, dtype=dtype)
+    )
     client.load(tmp_path / "saved")
     assert str(client.pull("t", torch.tensor([1, 2])).tolist()) == rows

@@ -1,4 +1,6 @@
-"""Tests that servers refuse what the page Service lists, and that the page lists what they refuse."""
+"""Tests that servers refuse what the page Service lists, and that the page lists what
+they refuse.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,19 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType
 
-from torchrec_recstore import RecStoreClient, RecStoreEmbeddingBagCollection, RecStoreSharder
+from torchrec_recstore import (
+    RecStoreClient,
+    RecStoreEmbeddingBagCollection,
+    RecStoreSharder,
+)
 from torchrec_recstore.optim import Adagrad, Optimizer, RowOptimizer
 from torchrec_recstore.options import RocksDBStore, Servers, TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders.plan_entries import check_plan
 
 PAGE = Path(__file__).parents[2] / "docs" / "service.md"
-NOWHERE = Servers(["127.0.0.1:1"], timeout_s=0.5)  # no server listens there: a refusal calls none
+# no server listens there: a refusal calls none
+NOWHERE = Servers(["127.0.0.1:1"], timeout_s=0.5)
 
 
 def shard(
@@ -36,15 +43,27 @@ def shard(
 ) -> None:
     config = bag(data_type)
     model = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
-    constraints = {config.name: RecStoreConstraints(sharding_types=[sharding], options=TableOptions(servers=NOWHERE))}
-    sharder = RecStoreSharder(optimizer=optimizer, fused_params=fused_params, accumulation_steps=steps)
-    planner = RecStorePlanner(topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints)
+    constraints = {
+        config.name: RecStoreConstraints(
+            sharding_types=[sharding], options=TableOptions(servers=NOWHERE)
+        )
+    }
+    sharder = RecStoreSharder(
+        optimizer=optimizer, fused_params=fused_params, accumulation_steps=steps
+    )
+    planner = RecStorePlanner(
+        topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints
+    )
     plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
-    DistributedModelParallel(model, plan=plan, sharders=[sharder], device=torch.device("cpu"))
+    DistributedModelParallel(
+        model, plan=plan, sharders=[sharder], device=torch.device("cpu")
+    )
 
 
 def bag(data_type: str = "FP32") -> EmbeddingBagConfig:
-    config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=100, feature_names=["f"])
+    config = EmbeddingBagConfig(
+        name="t", embedding_dim=8, num_embeddings=100, feature_names=["f"]
+    )
     config.data_type = DataType[data_type]
     return config
 
@@ -68,7 +87,11 @@ def plan_of_ones_own() -> None:
 
 def cold_store() -> None:
     with RecStoreClient() as client:
-        client.init_data("t", (10, 8), options=TableOptions(max_rows=5, cold_store=RocksDBStore("cold")))
+        client.init_data(
+            "t",
+            (10, 8),
+            options=TableOptions(max_rows=5, cold_store=RocksDBStore("cold")),
+        )
 
 
 CASES: dict[str, list[Callable[[], None]]] = {
@@ -78,15 +101,21 @@ CASES: dict[str, list[Callable[[], None]]] = {
         if sharding not in (ShardingType.TABLE_WISE, ShardingType.DATA_PARALLEL)
     ],
     "such a sharding type in a plan of one's own": [plan_of_ones_own],
-    '`fused_params={"state_dtype": torch.float16}`': [lambda: shard(state_dtype=torch.float16)],
+    '`fused_params={"state_dtype": torch.float16}`': [
+        lambda: shard(state_dtype=torch.float16)
+    ],
     '`fused_params={"stochastic_rounding": True}` with 16-bit rows': [
         lambda: shard(data_type="FP16", stochastic_rounding=True),
         lambda: shard(data_type="BF16", stochastic_rounding=True),
     ],
     "`accumulation_steps` above 1": [lambda: shard(steps=2)],
     "`TableOptions(cold_store=...)`": [cold_store],
-    "a user-defined optimizer (`RowOptimizer`)": [lambda: shard(RowOptimizer(name="own", step="w -= lr * g;"))],
-    "`state_dtype=torch.float16` of an eager collection": [lambda: eager(state_dtype=torch.float16)],
+    "a user-defined optimizer (`RowOptimizer`)": [
+        lambda: shard(RowOptimizer(name="own", step="w -= lr * g;"))
+    ],
+    "`state_dtype=torch.float16` of an eager collection": [
+        lambda: eager(state_dtype=torch.float16)
+    ],
     "`fused=False` of an eager collection": [lambda: eager(fused=False)],
     '`device="meta"` of an eager collection': [lambda: eager(device="meta")],
 }
@@ -95,8 +124,13 @@ CASES: dict[str, list[Callable[[], None]]] = {
 def listed() -> dict[str, str]:
     """Returns the error of each option in the page's table."""
     lines = PAGE.read_text().split("| option | error | reason |\n")[1].splitlines()[1:]
-    table = lines[: next(number for number, line in enumerate(lines) if not line.startswith("|"))]
-    return {option.strip(): error.strip(" `") for _, option, error, *_ in (line.split("|") for line in table)}
+    table = lines[
+        : next(number for number, line in enumerate(lines) if not line.startswith("|"))
+    ]
+    return {
+        option.strip(): error.strip(" `")
+        for _, option, error, *_ in (line.split("|") for line in table)
+    }
 
 
 def test_the_page_lists_every_case() -> None:

@@ -1,4 +1,6 @@
-"""Kernels whose rows a client reads and updates, compared with kernels of tables in the process, to the bit."""
+"""Kernels whose rows a client reads and updates, compared with kernels of tables in the
+process, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,19 @@ from tests.recstore_server import RecStoreServer
 from torchrec_recstore import NoInitialRow, RecStoreClient
 from torchrec_recstore.kernels import PooledKernel, SequenceKernel
 from torchrec_recstore.optim import SGD, Adagrad, Adam, Optimizer, RowOptimizer
-from torchrec_recstore.options import LRU, Expiry, MinFrequency, TableOptions, UniformInit
+from torchrec_recstore.options import (
+    LRU,
+    Expiry,
+    MinFrequency,
+    TableOptions,
+    UniformInit,
+)
 from torchrec_recstore.store import Table
-from torchrec_recstore_service.client.remote_kernels import ClientTable, RemotePooledKernel, RemoteSequenceKernel
+from torchrec_recstore_service.client.remote_kernels import (
+    ClientTable,
+    RemotePooledKernel,
+    RemoteSequenceKernel,
+)
 from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 
 DIMS = (8, 5, 16)
@@ -32,14 +44,19 @@ IDS = torch.arange(-10, 10)
 
 
 def batches(count: int, empty: Sequence[int] = ()) -> list[Batch]:
-    """Returns the ids, the offsets and the counts of each feature. Feature 3 has no ids in the batches ``empty``."""
+    """Returns the ids, the offsets and the counts of each feature.
+
+    Feature 3 has no ids in the batches ``empty``.
+    """
     generator = torch.Generator().manual_seed(count)
     found = []
     for step in range(count):
         lengths = torch.randint(0, 6, (len(FEATURE_TABLES), BAGS), generator=generator)
         if step in empty:
             lengths[3] = 0
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])
+        offsets = torch.cat(
+            [torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)]
+        )
         ids = torch.randint(-10, 10, (int(offsets[-1]),), generator=generator)
         found.append((ids, offsets, lengths.sum(1).tolist()))
     return found
@@ -59,13 +76,20 @@ class Both:
     ) -> None:
         self.client = RecStoreClient(servers, private=True)
         names = [f"{prefix}{dim}" for dim in DIMS]
-        self.here = [Table(dim, dtype, optimizer, options, name=name) for dim, name in zip(DIMS, names, strict=True)]
+        self.here = [
+            Table(dim, dtype, optimizer, options, name=name)
+            for dim, name in zip(DIMS, names, strict=True)
+        ]
         self.remote = [
-            ClientTable(self.client, name, (100, dim), dtype, optimizer, options, staleness)
+            ClientTable(
+                self.client, name, (100, dim), dtype, optimizer, options, staleness
+            )
             for dim, name in zip(DIMS, names, strict=True)
         ]
 
-    def pooled(self, pooling: Literal["sum", "mean"] = "sum") -> tuple[PooledKernel, RemotePooledKernel]:
+    def pooled(
+        self, pooling: Literal["sum", "mean"] = "sum"
+    ) -> tuple[PooledKernel, RemotePooledKernel]:
         return (
             PooledKernel(self.here, FEATURE_TABLES, pooling),
             RemotePooledKernel(self.remote, FEATURE_TABLES, pooling),
@@ -75,7 +99,9 @@ class Both:
         for here, remote in zip(self.here, self.remote, strict=True):
             there = here.contains(IDS)
             assert torch.equal(there, self.client.exists(remote.name, IDS))
-            assert torch.equal(here.lookup(IDS[there]), self.client.pull(remote.name, IDS[there]))
+            assert torch.equal(
+                here.lookup(IDS[there]), self.client.pull(remote.name, IDS[there])
+            )
             assert not steps or (here.stats().steps, here.stats().updates) == (
                 self.client.stats(remote.name).steps,
                 self.client.stats(remote.name).updates,
@@ -83,9 +109,13 @@ class Both:
 
 
 def step(
-    kernels: Sequence[PooledKernel | RemotePooledKernel], batch: Batch, weighted: bool = False
+    kernels: Sequence[PooledKernel | RemotePooledKernel],
+    batch: Batch,
+    weighted: bool = False,
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Runs a training step of each kernel and returns the outputs and the gradients of the weights."""
+    """Runs a training step of each kernel and returns the outputs and the gradients of
+    the weights.
+    """
     ids, offsets, _ = batch
     weights = torch.linspace(-1, 1, len(ids)) if weighted else None
     results, grad = [], None
@@ -105,7 +135,11 @@ def assert_equal(results: list[tuple[Tensor, Tensor | None]]) -> None:
     assert its_grad is None or other_grad is None or torch.equal(its_grad, other_grad)
 
 
-@pytest.mark.parametrize("optimizer", [each for each in OPTIMIZERS if not isinstance(each, RowOptimizer)], ids=repr)
+@pytest.mark.parametrize(
+    "optimizer",
+    [each for each in OPTIMIZERS if not isinstance(each, RowOptimizer)],
+    ids=repr,
+)
 def test_every_optimizer(optimizer: Optimizer) -> None:
     both = Both(optimizer)
     kernels = both.pooled()
@@ -114,11 +148,19 @@ def test_every_optimizer(optimizer: Optimizer) -> None:
     both.assert_equal_rows()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8]
+)
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
-def test_every_data_type_and_pooling(dtype: torch.dtype, pooling: Literal["sum", "mean"]) -> None:
+def test_every_data_type_and_pooling(
+    dtype: torch.dtype, pooling: Literal["sum", "mean"]
+) -> None:
     for missing in ("zeros", "init"):
-        both = Both(Adagrad(lr=0.1), dtype, TableOptions(seed=3, initializer=UniformInit(-1.0, 1.0), missing=missing))
+        both = Both(
+            Adagrad(lr=0.1),
+            dtype,
+            TableOptions(seed=3, initializer=UniformInit(-1.0, 1.0), missing=missing),
+        )
         kernels = both.pooled(pooling)
         for batch in batches(3):
             assert_equal(step(kernels, batch))
@@ -129,9 +171,16 @@ def test_every_data_type_and_pooling(dtype: torch.dtype, pooling: Literal["sum",
 
 
 @pytest.mark.parametrize("optimizer", [Adagrad(lr=0.1), Adam(lr=0.1)], ids=repr)
-def test_a_schedule_of_the_learning_rate(optimizer: Optimizer, two_servers: list[RecStoreServer]) -> None:
+def test_a_schedule_of_the_learning_rate(
+    optimizer: Optimizer, two_servers: list[RecStoreServer]
+) -> None:
     for servers in (None, [server.address for server in two_servers]):
-        both = Both(optimizer, staleness=1, servers=servers, prefix=f"scheduled_{type(optimizer).__name__}")
+        both = Both(
+            optimizer,
+            staleness=1,
+            servers=servers,
+            prefix=f"scheduled_{type(optimizer).__name__}",
+        )
         kernels = both.pooled()
         for number, batch in enumerate(batches(5)):
             for kernel in kernels:
@@ -170,7 +219,10 @@ def test_rows_without_pooling() -> None:
             out.backward(grad)
         assert torch.equal(*(kernel(ids, counts, train=False) for kernel in kernels))
     both.assert_equal_rows()
-    with pytest.raises(ValueError, match="counts must have a number for each of 3 tables, and the sum 2"):
+    with pytest.raises(
+        ValueError,
+        match="counts must have a number for each of 3 tables, and the sum 2",
+    ):
         kernels[1](IDS[:2], [1, 1], train=True)
 
 
@@ -189,17 +241,24 @@ class Counted:
 
 
 @pytest.mark.parametrize("ahead", [1, 3, 6])
-def test_prefetched_rows_include_later_updates(monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+def test_prefetched_rows_include_later_updates(
+    monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
     both = Both(Adagrad(lr=0.1))
     kernels = both.pooled()
     given = batches(8)
     reads = Counted(monkeypatch)
     for number, batch in enumerate(given):
-        for coming in given[number : number + ahead] if number == 0 else given[number + ahead - 1 : number + ahead]:
+        for coming in (
+            given[number : number + ahead]
+            if number == 0
+            else given[number + ahead - 1 : number + ahead]
+        ):
             kernels[1].prefetch(coming[0], coming[2])
         assert_equal(step(kernels, batch))
     both.assert_equal_rows()
-    # Rows are read again only where an update came in between; the four newest prefetches are kept.
+    # Rows are read again only where an update came in between; the four newest
+    # prefetches are kept.
     again = [sum(map(len, some)) for some in reads.reads]
     assert len(again) == {1: 0, 3: 7, 6: 8}[ahead]
     assert ahead > 4 or all(0 < count < 58 for count in again)
@@ -243,10 +302,14 @@ class Held:
 @pytest.mark.parametrize("staleness", [1, 2])
 @pytest.mark.parametrize("prefetching", [False, True])
 def test_rows_lack_the_last_updates_only(staleness: int, prefetching: bool) -> None:
-    """With SGD of rate 1 from rows of zeros, a row is minus the sum of the gradients that it includes."""
+    """With SGD of rate 1 from rows of zeros, a row is minus the sum of the gradients
+    that it includes.
+    """
     client = Held(RecStoreClient())
     options = TableOptions(initializer=UniformInit(0.0, 0.0))
-    table = ClientTable(client, "t", (100, 1), torch.float32, SGD(lr=1.0), options, staleness)  # type: ignore[arg-type]
+    table = ClientTable(
+        client, "t", (100, 1), torch.float32, SGD(lr=1.0), options, staleness
+    )  # type: ignore[arg-type]
     kernel = RemotePooledKernel([table], [0], "sum")
     ids, offsets = torch.tensor([7]), torch.tensor([0, 1])
     for number in range(6):
@@ -257,23 +320,29 @@ def test_rows_lack_the_last_updates_only(staleness: int, prefetching: bool) -> N
         out.backward(torch.ones(1, 1))
         assert len(client.held) <= staleness
     assert client.waited == list(range(1, 7 - staleness))
-    assert kernel(ids, offsets, train=False).item() == -6  # an evaluation waits for all updates
+    # an evaluation waits for all updates
+    assert kernel(ids, offsets, train=False).item() == -6
     assert not client.held
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_prefetch_beside_an_update(staleness: int) -> None:
-    """The rows of the next batch are read while the update of a batch is under way, as a pipeline's thread may do."""
+    """The rows of the next batch are read while the update of a batch is under way, as
+    a pipeline's thread may do.
+    """
     client = RecStoreClient()
     options = TableOptions(initializer=UniformInit(0.0, 0.0))
-    table = ClientTable(client, "t", (100, 1), torch.float32, SGD(lr=1.0), options, staleness)
+    table = ClientTable(
+        client, "t", (100, 1), torch.float32, SGD(lr=1.0), options, staleness
+    )
     kernel = RemotePooledKernel([table], [0], "sum")
     ids, offsets = torch.tensor([7]), torch.tensor([0, 1])
     apply = client.update_each if staleness == 0 else client.update_each_async
 
     def prefetch_first(updates: Sequence[RowUpdate]) -> object:
         kernel.prefetch(ids, [1])
-        client.wait_for_each(client.prefetch_each([RowRead("t", ids)]))  # by now the rows have been read
+        # by now the rows have been read
+        client.wait_for_each(client.prefetch_each([RowRead("t", ids)]))
         return apply(updates)
 
     setattr(client, apply.__name__, prefetch_first)
@@ -283,7 +352,9 @@ def test_a_prefetch_beside_an_update(staleness: int) -> None:
         out.backward(torch.ones(1, 1))
 
 
-def test_a_failed_update_is_raised_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_update_is_raised_by_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     both = Both(SGD(lr=1.0), staleness=1)
     kernel = both.pooled()[1]
     given = batches(2)
@@ -293,7 +364,9 @@ def test_a_failed_update_is_raised_by_the_next_step(monkeypatch: pytest.MonkeyPa
     def fail(*arguments: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("torchrec_recstore_service.client.hosted.HostedTables.update_each", fail)
+    monkeypatch.setattr(
+        "torchrec_recstore_service.client.hosted.HostedTables.update_each", fail
+    )
     step([kernel], given[0])
     with pytest.raises(MemoryError, match="no room"):
         step([kernel], given[1])
@@ -304,7 +377,10 @@ def test_several_lookups_may_be_pending() -> None:
     kernels = both.pooled()
     given = batches(3)
     for order in ((0, 1, 2), (2, 0, 1)):
-        outs = [[kernel(ids, offsets, train=True) for ids, offsets, _ in given] for kernel in kernels]
+        outs = [
+            [kernel(ids, offsets, train=True) for ids, offsets, _ in given]
+            for kernel in kernels
+        ]
         grads = [torch.randn(out.shape) for out in outs[0]]
         for number in order:
             assert torch.equal(outs[0][number], outs[1][number])
@@ -314,8 +390,10 @@ def test_several_lookups_may_be_pending() -> None:
             of_kernel[0].backward(grads[0])
         del outs
     gc.collect()
-    assert len(kernels[1]._free) == 3  # graphs that were freed have given their tables back
-    both.assert_equal_rows(steps=False)  # a client's step is an update, and not a lookup
+    # graphs that were freed have given their tables back
+    assert len(kernels[1]._free) == 3
+    # a client's step is an update, and not a lookup
+    both.assert_equal_rows(steps=False)
 
 
 def test_weights_of_a_graph_that_is_kept() -> None:
@@ -324,7 +402,9 @@ def test_weights_of_a_graph_that_is_kept() -> None:
     ids, offsets, _ = batches(1)[0]
     weights = torch.rand(len(ids), requires_grad=True)
     out = kernel(ids, offsets, weights, train=True)
-    found = [torch.autograd.grad(out.sum(), weights, retain_graph=True)[0] for _ in range(2)]
+    found = [
+        torch.autograd.grad(out.sum(), weights, retain_graph=True)[0] for _ in range(2)
+    ]
     assert torch.equal(*found)  # the gradient of the rows that the forward has read
 
 
@@ -352,8 +432,15 @@ def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match="ids must be int64"):
         kernel(IDS.int(), torch.tensor([0, 10, 20]), train=True)
     for offsets in ([0, 10, 19], [1, 10, 20], [0, 20, 10], [0, 20]):
-        with pytest.raises(ValueError, match="offsets must ascend from 0 to 20, with equal bags for 2 features"):
+        with pytest.raises(
+            ValueError,
+            match="offsets must ascend from 0 to 20, with equal bags for 2 features",
+        ):
             kernel(IDS, torch.tensor(offsets), train=True)
-    client.init_data("u", (10, 4), row_func=lambda shape, dtype: torch.ones(shape, dtype=dtype))
-    with pytest.raises(NoInitialRow, match="table 'u' has rows that an init_func or row_func makes"):
+    client.init_data(
+        "u", (10, 4), row_func=lambda shape, dtype: torch.ones(shape, dtype=dtype)
+    )
+    with pytest.raises(
+        NoInitialRow, match="table 'u' has rows that an init_func or row_func makes"
+    ):
         client.pull_each([RowRead("u", IDS)])

@@ -1,4 +1,6 @@
-"""Servers that start from an older state than their clients have seen: from copies of a save, or from a snapshot."""
+"""Servers that start from an older state than their clients have seen: from copies of a
+save, or from a snapshot.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from tests.recstore_server import RecStoreServer
 from torchrec_recstore.cli import app
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import ConstantInit, TableOptions
-from torchrec_recstore_service import RecStoreClient, ServerRestartedError, ServerSetError
+from torchrec_recstore_service import (
+    RecStoreClient,
+    ServerRestartedError,
+    ServerSetError,
+)
 from torchrec_recstore_service.client.connection import Connection
 from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.applied import AppliedRequests
@@ -34,8 +40,13 @@ ZERO = TableOptions(initializer=ConstantInit(0.0))
 
 
 @pytest.fixture
-def servers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[RecStoreServer]]:
-    servers = [RecStoreServer(tmp_path / name) for name in "abc"[: getattr(request, "param", 2)]]
+def servers(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[list[RecStoreServer]]:
+    servers = [
+        RecStoreServer(tmp_path / name)
+        for name in "abc"[: getattr(request, "param", 2)]
+    ]
     yield servers
     for server in servers:
         server.kill()
@@ -57,8 +68,13 @@ def _values(client: RecStoreClient) -> list[float]:
     return values
 
 
-def _command(command: str, servers: list[RecStoreServer], *flags: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["servers", command, *flags, ",".join(server.address for server in servers)])
+def _command(
+    command: str, servers: list[RecStoreServer], *flags: str
+) -> tuple[int, str]:
+    done = CliRunner().invoke(
+        app,
+        ["servers", command, *flags, ",".join(server.address for server in servers)],
+    )
     return done.exit_code, (done.stdout + done.stderr).strip()
 
 
@@ -73,8 +89,12 @@ def _roll_back(server: RecStoreServer, snapshot: Path) -> None:
     server.start()
 
 
-@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 2], indirect=True)
-def test_an_epoch_of_a_restored_copy_is_another_one(servers: list[RecStoreServer], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "servers", [pytest.param(1, marks=pytest.mark.slow), 2], indirect=True
+)
+def test_an_epoch_of_a_restored_copy_is_another_one(
+    servers: list[RecStoreServer], tmp_path: Path
+) -> None:
     with _client(servers) as client:
         client.save("monday")
         for server in servers:  # the backup of docs/service.md
@@ -89,17 +109,29 @@ def test_an_epoch_of_a_restored_copy_is_another_one(servers: list[RecStoreServer
         server.kill()
         _roll_back(server, tmp_path / f"copy-{server.data.name}")
     assert "epoch 2 with the save 'monday'" in _command("restore", servers, "monday")[1]
-    for call in (_values, lambda client: _train(client, 1), lambda client: client.save("tuesday")):
-        with pytest.raises(ServerRestartedError, match="this client's writes since its last save are lost"):
+    for call in (
+        _values,
+        lambda client: _train(client, 1),
+        lambda client: client.save("tuesday"),
+    ):
+        with pytest.raises(
+            ServerRestartedError,
+            match="this client's writes since its last save are lost",
+        ):
             call(client)
-    assert _values(reader) == [0.0]  # it has written nothing, and continues in the new epoch
+    # it has written nothing, and continues in the new epoch
+    assert _values(reader) == [0.0]
     client.load("monday")
     _train(client, 1)
     assert _values(client) == _values(reader) == [1.0]
 
 
-@pytest.mark.parametrize("servers", [2, pytest.param(3, marks=pytest.mark.slow)], indirect=True)
-def test_a_server_that_was_rolled_back_is_refused(servers: list[RecStoreServer], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "servers", [2, pytest.param(3, marks=pytest.mark.slow)], indirect=True
+)
+def test_a_server_that_was_rolled_back_is_refused(
+    servers: list[RecStoreServer], tmp_path: Path
+) -> None:
     client = _client(servers)
     client.save("monday")
     _train(client, 3)
@@ -122,12 +154,20 @@ def test_a_server_that_was_rolled_back_is_refused(servers: list[RecStoreServer],
     for _ in range(2):
         for each in (client, reader, new):
             for call in calls:
-                with pytest.raises(ServerSetError, match=rf"{rolled_back.address} .*rolled back.* restore monday"):
+                with pytest.raises(
+                    ServerSetError,
+                    match=rf"{rolled_back.address} .*rolled back.* restore monday",
+                ):
                     call(each)
     status, told = _command("status", servers, "--json")
     told = json.loads(told)
-    assert (status, [saved["name"] for saved in told["complete_saves"]]) == (1, ["monday"])
-    assert [state["in_epoch"] for state in told["servers"]] == [state != rolled_back for state in servers]
+    assert (status, [saved["name"] for saved in told["complete_saves"]]) == (
+        1,
+        ["monday"],
+    )
+    assert [state["in_epoch"] for state in told["servers"]] == [
+        state != rolled_back for state in servers
+    ]
     assert "rolled back" in told["summary"]
     rolled_back.stop()  # a further start proves nothing
     rolled_back.start()
@@ -142,7 +182,9 @@ def test_a_server_that_was_rolled_back_is_refused(servers: list[RecStoreServer],
     assert _values(new) == [1.0]
 
 
-@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "servers", [1, pytest.param(2, marks=pytest.mark.slow)], indirect=True
+)
 @pytest.mark.parametrize("first", ["old", "new"])
 def test_a_client_notices_that_all_servers_were_rolled_back(
     servers: list[RecStoreServer], first: str, tmp_path: Path
@@ -164,7 +206,11 @@ def test_a_client_notices_that_all_servers_were_rolled_back(
     if first == "new":
         assert _values(_client(servers)) == [3.0]
     for each in (client, reader):
-        for call in (_values, lambda each: _train(each, 1), lambda each: each.save("tuesday")):
+        for call in (
+            _values,
+            lambda each: _train(each, 1),
+            lambda each: each.save("tuesday"),
+        ):
             with pytest.raises(ServerRestartedError, match=r"rolled back.* new client"):
                 call(each)
     client.load("monday")
@@ -174,8 +220,12 @@ def test_a_client_notices_that_all_servers_were_rolled_back(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("servers", [3], indirect=True)
-def test_clients_go_on_while_servers_are_stopped_and_started(servers: list[RecStoreServer]) -> None:
-    """One server, several at once, and all of them, while several clients meet them at the same time."""
+def test_clients_go_on_while_servers_are_stopped_and_started(
+    servers: list[RecStoreServer],
+) -> None:
+    """One server, several at once, and all of them, while several clients meet them at
+    the same time.
+    """
     clients = [_client(servers) for _ in range(3)]
     end, steps, errors = threading.Event(), [0, 0, 0], []
 
@@ -213,7 +263,9 @@ def test_clients_go_on_while_servers_are_stopped_and_started(servers: list[RecSt
     assert len({state["token"] for state in states["servers"]}) == 1
 
 
-@pytest.mark.parametrize("phase", ["PREPARE", pytest.param("NOTE", marks=pytest.mark.slow), "COMMIT"])
+@pytest.mark.parametrize(
+    "phase", ["PREPARE", pytest.param("NOTE", marks=pytest.mark.slow), "COMMIT"]
+)
 def test_a_server_is_killed_between_the_phases_of_its_resuming(
     servers: list[RecStoreServer], phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +276,10 @@ def test_a_server_is_killed_between_the_phases_of_its_resuming(
     waits.stop()
     waits.start()
     status, told = _command("status", servers)
-    assert (status, "and the next client lets those go on that were stopped" in told) == (0, True)
+    assert (
+        status,
+        "and the next client lets those go on that were stopped" in told,
+    ) == (0, True)
     assert "was stopped in epoch 1 and started again" in told
     resume, killed = Connection.resume, []
 
@@ -238,9 +293,14 @@ def test_a_server_is_killed_between_the_phases_of_its_resuming(
 
     monkeypatch.setattr(Connection, "resume", killing)
     if phase == "COMMIT":  # it was killed in its next run
-        with pytest.raises(ServerRestartedError, match="this client's writes since its last save are lost"):
+        with pytest.raises(
+            ServerRestartedError,
+            match="this client's writes since its last save are lost",
+        ):
             _train(client, 1)
-        with pytest.raises(ServerSetError, match=f"{waits.address} was killed in epoch 1"):
+        with pytest.raises(
+            ServerSetError, match=f"{waits.address} was killed in epoch 1"
+        ):
             _client(servers)
     else:
         _train(client, 1)
@@ -256,7 +316,10 @@ def test_a_server_that_is_killed_while_its_run_begins_waits_again(
     runs = ("first", "second")
     directory.set_membership(Membership("set", 1, 2, (0, 1), 3, "token", None, runs))
     tables.save(directory.checkpoint(SaveName("stopped-0")))
-    directory.set_last(SaveName("stopped-0"), {"checkpoint": "stopped-0", "epoch": "set/3/token", "applied": {}})
+    directory.set_last(
+        SaveName("stopped-0"),
+        {"checkpoint": "stopped-0", "epoch": "set/3/token", "applied": {}},
+    )
 
     def started() -> SetCalls:
         calls = SetCalls(tables, directory, AppliedRequests(), Pair())
@@ -265,7 +328,9 @@ def test_a_server_that_is_killed_while_its_run_begins_waits_again(
 
     def resume(calls: SetCalls, phase: str, before: str, run: str = "") -> str:
         number = pb.ResumeRequest.Phase.Value(phase)
-        request = pb.ResumeRequest(phase=number, epoch="set/3/token", member=1, before=before, run=run)
+        request = pb.ResumeRequest(
+            phase=number, epoch="set/3/token", member=1, before=before, run=run
+        )
         return calls.resume(request).run
 
     calls = started()
@@ -294,18 +359,31 @@ def test_a_server_that_is_killed_while_its_run_begins_waits_again(
     tables.close()
 
 
-def test_servers_of_different_releases_have_two_names_of_a_first_run(tmp_path: Path) -> None:
-    """Those of earlier releases name it by the token, and those of this one by the server, too."""
+def test_servers_of_different_releases_have_two_names_of_a_first_run(
+    tmp_path: Path,
+) -> None:
+    """Those of earlier releases name it by the token, and those of this one by the
+    server, too.
+    """
     tables, directory = HostedTables(), DataDirectory(tmp_path / "data")
 
     def noted(known: str, before: str) -> str:
-        """Lets a server note the next run of the other one. Returns the run that it knows then."""
+        """Lets a server note the next run of the other one.
+
+        Returns the run that it knows then.
+        """
         runs = ("own", known)
-        directory.set_membership(Membership("set", 0, 2, (0, 1), 3, "token", None, runs))
+        directory.set_membership(
+            Membership("set", 0, 2, (0, 1), 3, "token", None, runs)
+        )
         calls = SetCalls(tables, directory, AppliedRequests(), Pair())
         calls.gate.run = "set/3/token/own"
         phase = pb.ResumeRequest.NOTE
-        calls.resume(pb.ResumeRequest(phase=phase, epoch="set/3/token", member=1, before=before, run="next"))
+        calls.resume(
+            pb.ResumeRequest(
+                phase=phase, epoch="set/3/token", member=1, before=before, run="next"
+            )
+        )
         assert directory.membership is not None
         return directory.membership.runs[1]
 
@@ -319,7 +397,13 @@ def test_servers_of_different_releases_have_two_names_of_a_first_run(tmp_path: P
     tables.close()
 
     def agree(known: str, own: str) -> None:
-        about = {"set": "set", "members": 2, "epoch": 3, "token": "token", "slots": [0, 1]}
+        about = {
+            "set": "set",
+            "members": 2,
+            "epoch": 3,
+            "token": "token",
+            "slots": [0, 1],
+        }
         live = pb.DescribeReply(member=0, live=True, runs=["token-0", known], **about)
         waits = pb.DescribeReply(member=1, waits=True, runs=["token-0", own], **about)
         assert to_resume(["a:1", "b:1"], [live, waits]).waiting == (1,)
@@ -328,7 +412,9 @@ def test_servers_of_different_releases_have_two_names_of_a_first_run(tmp_path: P
         for own in ("token", "token-1"):
             agree(known, own)
     for own in ("token-0", "other", ""):
-        with pytest.raises(ServerSetError, match="has older rows of epoch 3 than before"):
+        with pytest.raises(
+            ServerSetError, match="has older rows of epoch 3 than before"
+        ):
             agree("token-1", own)
 
 
@@ -339,7 +425,10 @@ def _raise(*_: object) -> None:
 def test_clients_that_begin_at_the_same_time_begin_one_epoch(
     servers: list[RecStoreServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client begins an epoch on the first server, and dies. Two others follow, and a fourth one meets their epoch."""
+    """A client begins an epoch on the first server, and dies.
+
+    Two others follow, and a fourth one meets their epoch.
+    """
     load, dies = Connection.load, threading.Event()
     dies.set()
 
@@ -356,7 +445,10 @@ def test_clients_that_begin_at_the_same_time_begin_one_epoch(
     begun = [state["token"] for state in status["servers"] if state["in_epoch"]]
     assert len(begun) == 1
     clients: list[RecStoreClient] = []
-    threads = [threading.Thread(target=lambda: clients.append(_client(servers))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: clients.append(_client(servers)))
+        for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -371,22 +463,36 @@ def test_clients_that_begin_at_the_same_time_begin_one_epoch(
 def test_servers_of_two_epochs_of_one_number_do_not_agree() -> None:
     states = [
         pb.DescribeReply(
-            set="set", member=member, members=2, epoch=2, live=True, slots=[0, 1], token=token, runs=[token] * 2
+            set="set",
+            member=member,
+            members=2,
+            epoch=2,
+            live=True,
+            slots=[0, 1],
+            token=token,
+            runs=[token] * 2,
         )
         for member, token in enumerate(("one", "two"))
     ]
-    with pytest.raises(ServerSetError, match=r"a:1 is in epoch 2 \(one\); b:1 is in epoch 2 \(two\)"):
+    with pytest.raises(
+        ServerSetError, match=r"a:1 is in epoch 2 \(one\); b:1 is in epoch 2 \(two\)"
+    ):
         to_resume(["a:1", "b:1"], states)
     states[1].token = "one"
     assert to_resume(["a:1", "b:1"], states).label == "set/2/one"
 
 
-def test_servers_of_version_1_of_the_protocol_go_on(servers: list[RecStoreServer]) -> None:
+def test_servers_of_version_1_of_the_protocol_go_on(
+    servers: list[RecStoreServer],
+) -> None:
     with _client(servers) as client:
         _train(client, 3)
     for number, server in enumerate(servers):
         server.stop()
-        for name, change in (("set.json", _member_of_version_1), ("server.json", _state_of_version_1)):
+        for name, change in (
+            ("set.json", _member_of_version_1),
+            ("server.json", _state_of_version_1),
+        ):
             file = server.data / name
             file.write_text(json.dumps(change(json.loads(file.read_text()), number)))
         server.start()
@@ -400,13 +506,20 @@ def test_servers_of_version_1_of_the_protocol_go_on(servers: list[RecStoreServer
     document = json.loads((servers[0].data / "set.json").read_text())
     servers[0].stop()
     (servers[0].data / "set.json").write_text(json.dumps({**document, "later": 1}))
-    with pytest.raises(ValueError, match=r"set\.json cannot be used: it has the field 'later'"):
+    with pytest.raises(
+        ValueError, match=r"set\.json cannot be used: it has the field 'later'"
+    ):
         DataDirectory(servers[0].data)
 
 
 def _member_of_version_1(document: dict[str, Any], number: int) -> dict[str, Any]:
-    """Each load had a token, so that a server that had followed others had another one than they."""
-    known = {field: document[field] for field in ("set", "member", "members", "slots", "epoch", "save")}
+    """Each load had a token, so that a server that had followed others had another one
+    than they.
+    """
+    known = {
+        field: document[field]
+        for field in ("set", "member", "members", "slots", "epoch", "save")
+    }
     return {**known, "token": f"load{number}"}
 
 

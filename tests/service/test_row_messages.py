@@ -1,4 +1,6 @@
-"""Tests of csrc/row_messages.cpp: a SegmentRequest, also a damaged one, says there what protobuf's own parser reads."""
+"""Tests of csrc/row_messages.cpp: a SegmentRequest, also a damaged one, says there what
+protobuf's own parser reads.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,36 @@ def read_by_protobuf(message: bytes) -> str | None:
     numbers = (
         [header.want % 2**32, 0, 0, 0, 0]
         if is_pull
-        else [*(header.kind % 2**32, header.request, header.done_before, header.ids, int(header.float32))]
+        else [
+            *(
+                header.kind % 2**32,
+                header.request,
+                header.done_before,
+                header.ids,
+                int(header.float32),
+            )
+        ]
     )
-    said = [("write", "pull", "describe", "attach").index(call), *(text.encode().hex() for text in texts), *numbers]
+    said = [
+        ("write", "pull", "describe", "attach").index(call),
+        *(text.encode().hex() for text in texts),
+        *numbers,
+    ]
     said += [request.ids, request.rows, request.initial_ids, request.initial_rows]
     for table in header.tables:
         has_rate = table.HasField("learning_rate")
-        rate = struct.unpack("<Q", struct.pack("<d", table.learning_rate))[0] if has_rate else 0
-        said += [table.table.encode().hex(), table.ids, int(table.zeros), int(has_rate), rate]
+        rate = (
+            struct.unpack("<Q", struct.pack("<d", table.learning_rate))[0]
+            if has_rate
+            else 0
+        )
+        said += [
+            table.table.encode().hex(),
+            table.ids,
+            int(table.zeros),
+            int(has_rate),
+            rate,
+        ]
     return "".join(f"{each} " for each in said)
 
 
@@ -63,19 +87,34 @@ class Messages:
             )
             for _ in range(chosen.choice((0, 0, 1, 3)))
         ]
-        named = {"table": chosen.choice(_TEXTS), "epoch": chosen.choice(_TEXTS), "tables": tables}
-        sizes = {name: chosen.choice(_NUMBERS) for name in ("ids", "rows", "initial_ids", "initial_rows")}
+        named = {
+            "table": chosen.choice(_TEXTS),
+            "epoch": chosen.choice(_TEXTS),
+            "tables": tables,
+        }
+        sizes = {
+            name: chosen.choice(_NUMBERS)
+            for name in ("ids", "rows", "initial_ids", "initial_rows")
+        }
         if chosen.random() < 0.1:
             about = (
-                {"describe": pb.DescribeRequest()} if chosen.random() < 0.5 else {"attach": pb.AttachRequest(port=True)}
+                {"describe": pb.DescribeRequest()}
+                if chosen.random() < 0.5
+                else {"attach": pb.AttachRequest(port=True)}
             )
             return pb.SegmentRequest(**about, **sizes).SerializeToString()  # type: ignore[arg-type]
         if chosen.random() < 0.5:
             pull = pb.PullHeader(want=chosen.randrange(4), **named)  # type: ignore[arg-type]
             return pb.SegmentRequest(pull=pull, **sizes).SerializeToString()
-        fields = {name: chosen.choice(_NUMBERS) for name in ("request", "done_before", "ids")}
+        fields = {
+            name: chosen.choice(_NUMBERS) for name in ("request", "done_before", "ids")
+        }
         write = pb.WriteHeader(
-            client=chosen.choice(_TEXTS), kind=chosen.randrange(5), float32=chosen.random() < 0.5, **fields, **named
+            client=chosen.choice(_TEXTS),
+            kind=chosen.randrange(5),
+            float32=chosen.random() < 0.5,
+            **fields,
+            **named,
         )  # type: ignore[arg-type]
         return pb.SegmentRequest(write=write, **sizes).SerializeToString()
 
@@ -100,7 +139,8 @@ class Messages:
 
 def compare(message: bytes) -> None:
     here, expected = read_here(message), read_by_protobuf(message)
-    if here is None and expected is not None:  # groups are no part of proto3, and the library knows none
+    # groups are no part of proto3, and the library knows none
+    if here is None and expected is not None:
         assert any(byte & 7 in (3, 4) for byte in message), message.hex()
     else:
         assert here == expected, message.hex()
@@ -110,7 +150,9 @@ def test_random_and_damaged_messages() -> None:
     messages = Messages(0)
     for _ in range(20_000):
         message = messages.request()
-        assert read_here(message) == read_by_protobuf(message) is not None, message.hex()
+        assert read_here(message) == read_by_protobuf(message) is not None, (
+            message.hex()
+        )
         compare(messages.damaged(message))
         compare(messages.random.randbytes(messages.random.randrange(30)))
 

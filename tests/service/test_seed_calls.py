@@ -1,4 +1,6 @@
-"""Tests of the calls that programs written for RecStore make: casts, offsets, asynchronous updates, no-op arguments."""
+"""Tests of the calls that programs written for RecStore make: casts, offsets,
+asynchronous updates, no-op arguments.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def client(request: pytest.FixtureRequest) -> Iterator[RecStoreClient]:
 
 def new_table(client: RecStoreClient, **arguments: object) -> str:
     name = f"seed{next(_names)}"
-    client.init_data(name, (100, DIM), optimizer=SGD(lr=1.0), options=ZEROS, **arguments)  # type: ignore[arg-type]
+    client.init_data(
+        name, (100, DIM), optimizer=SGD(lr=1.0), options=ZEROS, **arguments
+    )  # type: ignore[arg-type]
     return name
 
 
@@ -65,11 +69,17 @@ def test_what_means_nothing_says_so_once() -> None:
             client.set_ps_backend("brpc")
         client.set_ps_backend("local_shm")
     assert said(record) == [
-        "RecStoreClient(library_path='/opt/lib_recstore_ops.so') has no effect: there is no library to load",
+        (
+            "RecStoreClient(library_path='/opt/lib_recstore_ops.so') has no effect:"
+            " there is no library to load"
+        ),
         "part_policy of init_data has no effect: a hash of the id selects its server",
         "is_gdata of init_data has no effect: there is no graph",
         "set_ps_backend('brpc') has no effect: the client selects the transport itself",
-        "set_ps_backend('local_shm') has no effect: the client selects the transport itself",
+        (
+            "set_ps_backend('local_shm') has no effect: the client selects the"
+            " transport itself"
+        ),
     ]
     with pytest.raises(TypeError, match="backend must be a str, got int"):
         client.set_ps_backend(3)  # type: ignore[arg-type]
@@ -77,12 +87,22 @@ def test_what_means_nothing_says_so_once() -> None:
 
 def test_ids_and_gradients_are_cast(client: RecStoreClient) -> None:
     name = new_table(client)
-    for ids in (torch.tensor([1, 2], dtype=dtype) for dtype in (torch.int32, torch.int16, torch.uint8, torch.uint64)):
-        for grads in (torch.full((2, DIM), -1.0, dtype=dtype) for dtype in (torch.float64, torch.float16, torch.int32)):
+    for ids in (
+        torch.tensor([1, 2], dtype=dtype)
+        for dtype in (torch.int32, torch.int16, torch.uint8, torch.uint64)
+    ):
+        for grads in (
+            torch.full((2, DIM), -1.0, dtype=dtype)
+            for dtype in (torch.float64, torch.float16, torch.int32)
+        ):
             client.push(name, ids, torch.zeros(2, DIM, dtype=grads.dtype))
             client.update(name, ids, grads.T.contiguous().T)
             assert client.pull(name, ids).tolist() == [[1.0] * DIM] * 2
-    assert client.exists(name, torch.tensor([1, 2, 3], dtype=torch.int16)).tolist() == [True, True, False]
+    assert client.exists(name, torch.tensor([1, 2, 3], dtype=torch.int16)).tolist() == [
+        True,
+        True,
+        False,
+    ]
     assert client.delete(name, torch.tensor([1, 2], dtype=torch.int32)) == 2
 
 
@@ -127,7 +147,9 @@ WHOLE = torch.arange(24.0).view(SHAPE)
 
 
 class WholeTable:
-    """An ``init_func`` of RecStore: it is called with the whole shape, once, and row 1 is not row 0."""
+    """An ``init_func`` of RecStore: it is called with the whole shape, once, and row 1
+    is not row 0.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, object]] = []
@@ -137,9 +159,15 @@ class WholeTable:
         return WHOLE
 
 
-def seed_order(client: RecStoreClient, name: str, *arguments: object, **named: object) -> Tensor:
-    """Calls ``init_data`` by RecStore's order of arguments, and returns the rows of all ids of the shape."""
-    client.init_data(name, SHAPE, torch.float32, *arguments, optimizer=SGD(lr=1.0), **named)  # type: ignore[arg-type]
+def seed_order(
+    client: RecStoreClient, name: str, *arguments: object, **named: object
+) -> Tensor:
+    """Calls ``init_data`` by RecStore's order of arguments, and returns the rows of all
+    ids of the shape.
+    """
+    client.init_data(
+        name, SHAPE, torch.float32, *arguments, optimizer=SGD(lr=1.0), **named
+    )  # type: ignore[arg-type]
     start = named.get("base_offset", 0)
     assert isinstance(start, int)
     return client.pull(name, torch.arange(start, start + SHAPE[0]))
@@ -158,7 +186,9 @@ def seed_order(client: RecStoreClient, name: str, *arguments: object, **named: o
         (lambda func: (None, func), {"base_offset": 1 << 40}),
     ],
 )
-def test_init_func_gets_the_whole_shape_once(client: RecStoreClient, arguments, named) -> None:  # type: ignore[no-untyped-def]
+def test_init_func_gets_the_whole_shape_once(
+    client: RecStoreClient, arguments, named
+) -> None:  # type: ignore[no-untyped-def]
     func, name = WholeTable(), f"seed{next(_names)}"
     named = {**named, "init_func": func} if "init_func" in named else named
     rows = seed_order(client, name, *arguments(func), **named)
@@ -167,7 +197,9 @@ def test_init_func_gets_the_whole_shape_once(client: RecStoreClient, arguments, 
     start = named.get("base_offset", 0)
     ids, grads = start + torch.tensor([1, 5, 1]), torch.ones(3, DIM)
     client.update(name, ids, grads)
-    assert torch.equal(client.pull(name, ids), WHOLE[[1, 5, 1]] - torch.tensor([[2.0], [1.0], [2.0]]))
+    assert torch.equal(
+        client.pull(name, ids), WHOLE[[1, 5, 1]] - torch.tensor([[2.0], [1.0], [2.0]])
+    )
     assert torch.equal(client.pull(name, start + torch.tensor([0])), WHOLE[:1])
     assert func.calls == [(SHAPE, torch.float32)]
     client.push(name, torch.tensor([-7]), WHOLE[:1])  # any id has a row that is written
@@ -181,13 +213,19 @@ def test_init_func_gets_the_whole_shape_once(client: RecStoreClient, arguments, 
     ):
         with pytest.raises(
             ValueError,
-            match=rf"table '{name}': id {last} has no row, and init_func has made rows of the ids {start} to "
-            rf"{last - 1} only: push the row of the id, or pass row_func, which makes the row of any id",
+            match=(
+                rf"table '{name}': id {last} has no row, and init_func has made rows of"
+                rf" the ids {start} to "
+                rf"{last - 1} only: push the row of the id, or pass row_func, which"
+                r" makes the row of any id"
+            ),
         ):
             call()
 
 
-def test_the_rows_of_init_func_are_the_same_for_every_client(client: RecStoreClient) -> None:
+def test_the_rows_of_init_func_are_the_same_for_every_client(
+    client: RecStoreClient,
+) -> None:
     """Also rows of torch's generator, and a client of another function is refused."""
 
     def random(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -201,17 +239,27 @@ def test_the_rows_of_init_func_are_the_same_for_every_client(client: RecStoreCli
     torch.manual_seed(99)
     assert torch.equal(seed_order(client, name, None, random), rows)
     kept = WHOLE.clone()
-    with pytest.raises(ValueError, match=f"table '{name}' exists already with another specification: initial_rows is"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            f"table '{name}' exists already with another specification: initial_rows is"
+        ),
+    ):
         seed_order(client, name, None, lambda shape, dtype: kept)
     with pytest.raises(ValueError, match="initial_rows is"):
         seed_order(client, name, None, random, base_offset=1)
     other = f"seed{next(_names)}"
-    assert torch.equal(seed_order(client, other, None, lambda shape, dtype: kept), WHOLE)
+    assert torch.equal(
+        seed_order(client, other, None, lambda shape, dtype: kept), WHOLE
+    )
     kept.zero_()
-    assert torch.equal(client.pull(other, torch.arange(6)), WHOLE)  # the client has copied the rows
+    # the client has copied the rows
+    assert torch.equal(client.pull(other, torch.arange(6)), WHOLE)
 
 
-def test_an_update_goes_on_where_rows_of_init_func_leave_in_between(client: RecStoreClient) -> None:
+def test_an_update_goes_on_where_rows_of_init_func_leave_in_between(
+    client: RecStoreClient,
+) -> None:
     name = f"seed{next(_names)}"
     seed_order(client, name, None, WholeTable())
     outside, ids = torch.tensor([-7]), torch.tensor([-7, 1])
@@ -235,10 +283,23 @@ def test_an_update_goes_on_where_rows_of_init_func_leave_in_between(client: RecS
 def test_what_init_data_cannot_take(client: RecStoreClient) -> None:
     func, name = WholeTable(), f"seed{next(_names)}"
     for kind, error, arguments, named in (
-        (TypeError, "part_policy and init_func are both functions: pass init_func by its name only", (func, func), {}),
+        (
+            TypeError,
+            (
+                "part_policy and init_func are both functions: pass init_func by its"
+                " name only"
+            ),
+            (func, func),
+            {},
+        ),
         (TypeError, "init_func must be callable, got str", (None, "range"), {}),
         (TypeError, "init_func must be callable, got str", ("range", "range"), {}),
-        (TypeError, "is_gdata must be a bool, got int: pass base_offset by its name", (None, None, 5), {}),
+        (
+            TypeError,
+            "is_gdata must be a bool, got int: pass base_offset by its name",
+            (None, None, 5),
+            {},
+        ),
         (TypeError, "row_func must be callable, got int", (), {"row_func": 3}),
         (
             ValueError,
@@ -260,7 +321,10 @@ def test_what_init_data_cannot_take(client: RecStoreClient) -> None:
         ),
         (
             ValueError,
-            r"init_func must return a floating-point tensor of shape \(6, 4\), got \(1, 4\)",
+            (
+                r"init_func must return a floating-point tensor of shape \(6, 4\), got"
+                r" \(1, 4\)"
+            ),
             (None, lambda *_: WHOLE[:1]),
             {},
         ),
@@ -269,8 +333,12 @@ def test_what_init_data_cannot_take(client: RecStoreClient) -> None:
             seed_order(client, name, *arguments, **named)
     with pytest.raises(
         ValueError,
-        match=rf"table '{name}': init_func is called with the whole shape \({2**40}, 4\), whose rows take 16384.0 GiB, "
-        r"and at most 4 GiB are made: pass row_func, which makes the row of an id, or options.initializer",
+        match=(
+            rf"table '{name}': init_func is called with the whole shape \({2**40}, 4\),"
+            r" whose rows take 16384.0 GiB, "
+            r"and at most 4 GiB are made: pass row_func, which makes the row of an id,"
+            r" or options.initializer"
+        ),
     ):
         client.init_data(name, (2**40, DIM), torch.float32, None, func)
     assert not func.calls
@@ -281,7 +349,10 @@ def test_what_init_data_cannot_take(client: RecStoreClient) -> None:
 
 def test_values_that_are_not_initialized(client: RecStoreClient) -> None:
     func, name = WholeTable(), f"seed{next(_names)}"
-    with pytest.warns(RecStoreWarning, match="init_func of init_data has no effect with initialize_values=False"):
+    with pytest.warns(
+        RecStoreWarning,
+        match="init_func of init_data has no effect with initialize_values=False",
+    ):
         seed_order(client, name, None, func, True, 0, False)
     assert not func.calls
     with warnings.catch_warnings():
@@ -298,19 +369,34 @@ def test_names_and_shapes(client: RecStoreClient) -> None:
 
 
 def test_one_client_of_a_process() -> None:
-    """RecStore's client is a singleton: every part of a program makes it anew, and sees the tables of the others."""
+    """RecStore's client is a singleton: every part of a program makes it anew, and sees
+    the tables of the others.
+    """
     client = RecStoreClient()
     name = new_table(client)
     client.push(name, torch.tensor([1]), torch.ones(1, DIM))
     with pytest.warns(RecStoreWarning, match="library_path"):
         assert RecStoreClient(library_path="/opt/lib_recstore_ops.so") is client
-    assert RecStoreClient() is RecStoreClient(None, timeout_s=30) is get_kv_client() is client
+    assert (
+        RecStoreClient()
+        is RecStoreClient(None, timeout_s=30)
+        is get_kv_client()
+        is client
+    )
     assert RecStoreClient().pull(name, torch.tensor([1])).sum() == DIM
     for arguments, error in (
         ({"timeout_s": 5.0}, "timeout_s=30.0, and timeout_s=5.0 is given"),
-        ({"shared_memory": False}, "shared_memory=True, and shared_memory=False is given"),
+        (
+            {"shared_memory": False},
+            "shared_memory=True, and shared_memory=False is given",
+        ),
     ):
-        with pytest.raises(ValueError, match=f"the client of this process was made with {error}: pass private=True"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                f"the client of this process was made with {error}: pass private=True"
+            ),
+        ):
             RecStoreClient(**arguments)  # type: ignore[arg-type]
     private = RecStoreClient(private=True)
     with pytest.raises(ValueError, match=f"there is no table '{name}'"):
@@ -346,16 +432,25 @@ def test_threads_make_one_client() -> None:
 
 
 def test_the_client_of_a_process_on_a_server(server: RecStoreServer) -> None:
-    """``set_ps_config`` is how a program of RecStore names its server. Other parts of it see the server's tables."""
+    """``set_ps_config`` is how a program of RecStore names its server.
+
+    Other parts of it see the server's tables.
+    """
     host, port = server.address.split(":")
     RecStoreClient().set_ps_config(host, int(port))
     name = f"seed{next(_names)}"
-    get_kv_client().init_data(name, SHAPE, torch.float32, None, WholeTable(), optimizer=SGD(lr=1.0))
+    get_kv_client().init_data(
+        name, SHAPE, torch.float32, None, WholeTable(), optimizer=SGD(lr=1.0)
+    )
     get_kv_client().update(name, torch.tensor([1]), torch.ones(1, DIM))
-    with RecStoreClient([server.address]) as other:  # a client of its own, of the same tables
+    # a client of its own, of the same tables
+    with RecStoreClient([server.address]) as other:
         assert other is not RecStoreClient()
         assert torch.equal(other.pull(name, torch.tensor([1])), WHOLE[1:2] - 1)
-    assert torch.equal(get_kv_client().pull(name, torch.arange(2)), WHOLE[:2] - torch.tensor([[0.0], [1.0]]))
+    assert torch.equal(
+        get_kv_client().pull(name, torch.arange(2)),
+        WHOLE[:2] - torch.tensor([[0.0], [1.0]]),
+    )
 
 
 def test_a_forked_process_has_a_client_of_its_own() -> None:
@@ -373,13 +468,21 @@ def test_a_forked_process_has_a_client_of_its_own() -> None:
 
 
 def failing_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: HostedTables, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
+    def fail(
+        self: HostedTables,
+        name: str,
+        ids: Tensor,
+        grads: Tensor,
+        initial: InitialRows | None = None,
+    ) -> None:
         raise MemoryError("no room")
 
     monkeypatch.setattr(HostedTables, "update", fail)
 
 
-def test_an_update_that_fails_is_not_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_an_update_that_fails_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
     client = RecStoreClient()
     name, ids, grads = new_table(client), torch.tensor([1]), torch.ones(1, DIM)
     failing_update(monkeypatch)
@@ -390,7 +493,9 @@ def test_an_update_that_fails_is_not_lost(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.raises(MemoryError, match="no room"):
         client.save(f"{tmp_path}/saved")
     client.update_async(name, ids, grads)
-    with pytest.warns(RecStoreWarning, match="an update that was not waited for has failed: no room"):
+    with pytest.warns(
+        RecStoreWarning, match="an update that was not waited for has failed: no room"
+    ):
         client.close()
 
 
@@ -399,24 +504,38 @@ def test_a_prefetch_without_a_name(client: RecStoreClient) -> None:
         client.prefetch(torch.tensor([1]))
     first = new_table(client)
     client.push(first, torch.tensor([5, 10**6]), torch.ones(2, DIM))
-    rows = client.wait_and_get(client.prefetch(torch.tensor([10**6, 5, 6], dtype=torch.int32)), DIM)
+    rows = client.wait_and_get(
+        client.prefetch(torch.tensor([10**6, 5, 6], dtype=torch.int32)), DIM
+    )
     assert rows[:, 0].tolist() == [1.0, 1.0, 0.0]  # the only table takes every id
     second = new_table(client, base_offset=1 << 40)
     fused = torch.tensor([(1 << 40) + 3, 5, (1 << 40) + 99, 5])
     client.push(second, fused[[0]], torch.full((1, DIM), 2.0))
-    assert client.wait_and_get(client.prefetch(fused), DIM, torch.device("cpu"))[:, 0].tolist() == [2.0, 1.0, 0.0, 1.0]
+    assert client.wait_and_get(client.prefetch(fused), DIM, torch.device("cpu"))[
+        :, 0
+    ].tolist() == [2.0, 1.0, 0.0, 1.0]
     assert client.wait_and_get(client.prefetch(fused[:0]), DIM).shape == (0, DIM)
     handle = client.prefetch(second, fused[:1])
-    with pytest.raises(ValueError, match="embedding_dim is 8, but the rows of the prefetch have 4 columns"):
+    with pytest.raises(
+        ValueError,
+        match="embedding_dim is 8, but the rows of the prefetch have 4 columns",
+    ):
         client.wait_and_get(handle, 8)
-    with pytest.raises(ValueError, match=f"id {(1 << 40) + 100} is in the ids of no table: name the table"):
+    with pytest.raises(
+        ValueError,
+        match=f"id {(1 << 40) + 100} is in the ids of no table: name the table",
+    ):
         client.prefetch(torch.tensor([(1 << 40) + 100]))
     third = new_table(client, base_offset=50)
-    with pytest.raises(ValueError, match=f"id 60 is in the ids of table '{third}' and of another one"):
+    with pytest.raises(
+        ValueError, match=f"id 60 is in the ids of table '{third}' and of another one"
+    ):
         client.prefetch(torch.tensor([1, 60]))
     wide = f"seed{next(_names)}"
     client.init_data(wide, (10, 2 * DIM), base_offset=2**62)
-    with pytest.raises(ValueError, match=f"tables '{first}', '{wide}' have rows of different dims"):
+    with pytest.raises(
+        ValueError, match=f"tables '{first}', '{wide}' have rows of different dims"
+    ):
         client.prefetch(torch.tensor([1, 2**62]))
     by_name = client.wait_for_prefetch(client.prefetch(first, torch.tensor([5])))
     for handle in (
@@ -425,10 +544,14 @@ def test_a_prefetch_without_a_name(client: RecStoreClient) -> None:
         client.prefetch(ids=torch.tensor([5]), name=first),
     ):
         assert torch.equal(client.wait_for_prefetch(handle), by_name)
-    with pytest.raises(TypeError, match="prefetch takes ids, or ids and the name of a table"):
+    with pytest.raises(
+        TypeError, match="prefetch takes ids, or ids and the name of a table"
+    ):
         client.prefetch(torch.tensor([1]), torch.tensor([1]))
     for arguments in ((first, first), (first,)):
-        with pytest.raises(TypeError, match=f"table '{first}': ids must be an int64 tensor"):
+        with pytest.raises(
+            TypeError, match=f"table '{first}': ids must be an int64 tensor"
+        ):
             client.prefetch(*arguments)
     for offset, kind in ((2**63, ValueError), (1.0, TypeError)):
         with pytest.raises(kind, match="base_offset must"):
@@ -444,7 +567,10 @@ def test_set_ps_config_connects_to_a_server(server: RecStoreServer) -> None:
     client.set_ps_config(host, int(port))
     with RecStoreClient([server.address]) as other:
         assert other.pull(name, torch.tensor([1])).sum() == DIM
-    with pytest.raises(ValueError, match=rf"has tables already \('{name}'\): call set_ps_config before init_data"):
+    with pytest.raises(
+        ValueError,
+        match=rf"has tables already \('{name}'\): call set_ps_config before init_data",
+    ):
         client.set_ps_config(host, int(port) + 1)
     assert client.pull(name, torch.tensor([1])).sum() == DIM
     client.close()
@@ -471,13 +597,26 @@ for _ in range(2):
 
 @pytest.mark.slow
 def test_a_process_that_ends_reports_an_update_that_fails() -> None:
-    run = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", _ENDS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert run.returncode == 0
-    assert "RecStoreWarning: an update that was not waited for has failed: no room" in run.stderr
+    assert (
+        "RecStoreWarning: an update that was not waited for has failed: no room"
+        in run.stderr
+    )
 
 
-def test_functions_of_initial_rows_are_called_in_the_thread_of_the_caller(client: RecStoreClient) -> None:
-    """They seed torch's default generator, from which training draws in the thread of the caller."""
+def test_functions_of_initial_rows_are_called_in_the_thread_of_the_caller(
+    client: RecStoreClient,
+) -> None:
+    """They seed torch's default generator, from which training draws in the thread of
+    the caller.
+    """
     callers: list[str] = []
 
     def row_func(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -499,13 +638,22 @@ def test_functions_of_initial_rows_are_called_in_the_thread_of_the_caller(client
     assert client.pull(plain, ids).tolist() == [[-9.0] * DIM] * 2
 
 
-def test_an_update_with_a_function_leaves_the_errors_of_earlier_ones(client: RecStoreClient) -> None:
-    """It waits for the updates before it, and their errors are raised by their own ``wait``."""
-    missing, random = new_table(client), new_random_table(client, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+def test_an_update_with_a_function_leaves_the_errors_of_earlier_ones(
+    client: RecStoreClient,
+) -> None:
+    """It waits for the updates before it, and their errors are raised by their own
+    ``wait``.
+    """
+    missing, random = (
+        new_table(client),
+        new_random_table(client, lambda shape, dtype: torch.zeros(shape, dtype=dtype)),
+    )
     ids, grads = torch.tensor([1, 2]), torch.ones(2, DIM)
     release = threading.Event()
     client._updates.start(lambda: release.wait(60) and None)
-    handle = client._updates.start(lambda: client._open().update(f"no {missing}", ids, grads))
+    handle = client._updates.start(
+        lambda: client._open().update(f"no {missing}", ids, grads)
+    )
     threading.Timer(0.05, release.set).start()
     client.update(random, ids, grads)
     assert client.pull(random, ids).tolist() == [[-1.0] * DIM] * 2

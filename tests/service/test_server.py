@@ -1,4 +1,6 @@
-"""Tests of tables on real servers, which give the same numbers as tables in the process."""
+"""Tests of tables on real servers, which give the same numbers as tables in the
+process.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 from torch import Tensor
 
 from tests.recstore_server import RecStoreServer
@@ -28,7 +32,8 @@ def _name() -> str:
 def _batch(step: int, n: int = 3000, dim: int = 16) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(step)
     ids = torch.randint(-(2**63), 2**63 - 1, (n,), generator=random)
-    ids[: n // 2] = torch.randint(0, 500, (n // 2,), generator=random)  # many ids occur more than once
+    # many ids occur more than once
+    ids[: n // 2] = torch.randint(0, 500, (n // 2,), generator=random)
     return ids, torch.randn(n, dim, generator=random)
 
 
@@ -42,7 +47,9 @@ def _ones(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 
 @pytest.fixture(params=["one", "two"])
 def servers(request: pytest.FixtureRequest, server: RecStoreServer) -> list[str]:
-    servers = [server] if request.param == "one" else request.getfixturevalue("two_servers")
+    servers = (
+        [server] if request.param == "one" else request.getfixturevalue("two_servers")
+    )
     return [server.address for server in servers]
 
 
@@ -52,9 +59,13 @@ def client(servers: list[str]):
         yield client
 
 
-@pytest.mark.parametrize("optimizer", [RowWiseAdagrad(lr=0.1), Adam(lr=0.01), SGD(lr=0.1)], ids=str)
+@pytest.mark.parametrize(
+    "optimizer", [RowWiseAdagrad(lr=0.1), Adam(lr=0.01), SGD(lr=0.1)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_rows_are_those_of_a_table_in_the_process(client: RecStoreClient, optimizer, dtype) -> None:
+def test_rows_are_those_of_a_table_in_the_process(
+    client: RecStoreClient, optimizer, dtype
+) -> None:
     name = _name()
     local = RecStoreClient()
     for each in (client, local):
@@ -72,7 +83,11 @@ def test_rows_are_those_of_a_table_in_the_process(client: RecStoreClient, optimi
         assert client.delete(name, ids[20:60]) == local.delete(name, ids[20:60])
         assert torch.equal(client.pull(name, asked), local.pull(name, asked))
     here, there = local.stats(name), client.stats(name)
-    assert (there.rows, there.inserts, there.updates) == (here.rows, here.inserts, here.updates)
+    assert (there.rows, there.inserts, there.updates) == (
+        here.rows,
+        here.inserts,
+        here.updates,
+    )
     local.close()
 
 
@@ -106,11 +121,15 @@ def test_no_ids(client: RecStoreClient) -> None:
     assert client.delete(name, none) == 0
 
 
-def test_a_row_func_makes_the_same_rows_for_every_client(client: RecStoreClient, servers: list[str]) -> None:
+def test_a_row_func_makes_the_same_rows_for_every_client(
+    client: RecStoreClient, servers: list[str]
+) -> None:
     name = _name()
     local = RecStoreClient()
     for each in (client, local):
-        each.init_data(name, (10, 16), torch.float32, row_func=_normal, optimizer=Adagrad(lr=0.1))
+        each.init_data(
+            name, (10, 16), torch.float32, row_func=_normal, optimizer=Adagrad(lr=0.1)
+        )
     ids, grads = _batch(7, 300)
     assert torch.equal(client.pull(name, ids), local.pull(name, ids))
     assert not client.exists(name, ids).any()
@@ -119,14 +138,20 @@ def test_a_row_func_makes_the_same_rows_for_every_client(client: RecStoreClient,
     assert torch.equal(client.pull(name, ids), local.pull(name, ids))
     with pytest.raises(ValueError, match="row_func"):
         RecStoreClient(servers).pull(name, ids)
-    assert torch.equal(RecStoreClient(servers).pull(name, ids[:200]), local.pull(name, ids[:200]))
+    assert torch.equal(
+        RecStoreClient(servers).pull(name, ids[:200]), local.pull(name, ids[:200])
+    )
 
 
-def test_rows_of_a_row_func_that_another_client_deletes(client: RecStoreClient, servers: list[str]) -> None:
+def test_rows_of_a_row_func_that_another_client_deletes(
+    client: RecStoreClient, servers: list[str]
+) -> None:
     name, ids = _name(), torch.arange(-100, 100)
     other = RecStoreClient(servers)
     for each in (client, other):
-        each.init_data(name, (10, 8), torch.float32, row_func=_normal, optimizer=SGD(lr=1.0))
+        each.init_data(
+            name, (10, 8), torch.float32, row_func=_normal, optimizer=SGD(lr=1.0)
+        )
     errors: list[BaseException] = []
     done = threading.Event()
 
@@ -148,14 +173,20 @@ def test_rows_of_a_row_func_that_another_client_deletes(client: RecStoreClient, 
     kept[::7] = False
     after = client.pull(name, ids)
     client.delete(name, ids)
-    torch.testing.assert_close(after[kept], client.pull(name, ids)[kept] - 30, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        after[kept], client.pull(name, ids)[kept] - 30, atol=1e-4, rtol=0
+    )
 
 
 def test_many_clients_at_once(client: RecStoreClient, servers: list[str]) -> None:
-    """The sums of gradients of one are exact in any order, because SGD computes with integers here."""
+    """The sums of gradients of one are exact in any order, because SGD computes with
+    integers here.
+    """
     name = _name()
     options = TableOptions(initializer=ConstantInit(0.0))
-    client.init_data(name, (10, 8), torch.float32, optimizer=SGD(lr=1.0), options=options)
+    client.init_data(
+        name, (10, 8), torch.float32, optimizer=SGD(lr=1.0), options=options
+    )
     ids = torch.arange(1000)
     errors: list[BaseException] = []
 
@@ -183,7 +214,9 @@ def test_prefetch(client: RecStoreClient) -> None:
     ids, rows = torch.arange(100), torch.randn(100, 8)
     client.push(name, ids, rows)
     handles = [client.prefetch(name, part) for part in ids.split(10)]
-    assert torch.equal(torch.cat([client.wait_for_prefetch(handle) for handle in handles]), rows)
+    assert torch.equal(
+        torch.cat([client.wait_for_prefetch(handle) for handle in handles]), rows
+    )
 
 
 def test_init_data_again(client: RecStoreClient, servers: list[str]) -> None:
@@ -193,13 +226,22 @@ def test_init_data_again(client: RecStoreClient, servers: list[str]) -> None:
     client.init_data(name, (10, 8), torch.float32)
     RecStoreClient(servers).init_data(name, (10, 8), torch.float32)
     assert torch.equal(client.pull(name, torch.arange(3)), torch.ones(3, 8))
-    for change in ({"shape": (10, 9)}, {"dtype": torch.float16}, {"optimizer": SGD(lr=1.0)}, {"row_func": _ones}):
+    for change in (
+        {"shape": (10, 9)},
+        {"dtype": torch.float16},
+        {"optimizer": SGD(lr=1.0)},
+        {"row_func": _ones},
+    ):
         arguments = {"shape": (10, 8), "dtype": torch.float32, **change}
-        with pytest.raises(ValueError, match="exists already with another specification"):
+        with pytest.raises(
+            ValueError, match="exists already with another specification"
+        ):
             client.init_data(name, **arguments)
 
 
-def test_tables_and_servers_are_named(client: RecStoreClient, server: RecStoreServer) -> None:
+def test_tables_and_servers_are_named(
+    client: RecStoreClient, server: RecStoreServer
+) -> None:
     with pytest.raises(ValueError, match="no table 'missing'"):
         client.pull("missing", torch.arange(3))
     with pytest.raises(ValueError, match="plain name"):
@@ -208,7 +250,9 @@ def test_tables_and_servers_are_named(client: RecStoreClient, server: RecStoreSe
         client.load("nowhere")
 
 
-def test_other_servers_or_another_order(two_servers: list[RecStoreServer], server: RecStoreServer) -> None:
+def test_other_servers_or_another_order(
+    two_servers: list[RecStoreServer], server: RecStoreServer
+) -> None:
     name, ids = _name(), torch.arange(100)
     addresses = [each.address for each in two_servers]
     with RecStoreClient(addresses) as client:
@@ -220,17 +264,31 @@ def test_other_servers_or_another_order(two_servers: list[RecStoreServer], serve
     with RecStoreClient([server.address]) as client:
         client.init_data(name, (10, 8), torch.float32)
     for servers, error in (
-        (addresses[:1], f"the set of the server {addresses[0]} has 2 servers, and 1 are named: {addresses[0]}"),
+        (
+            addresses[:1],
+            (
+                f"the set of the server {addresses[0]} has 2 servers, and 1 are named:"
+                f" {addresses[0]}"
+            ),
+        ),
         ([*addresses, server.address], "the servers belong to different sets"),
-        ([addresses[0], addresses[0].replace("127.0.0.1", "localhost")], "two of the addresses are of the same server"),
+        (
+            [addresses[0], addresses[0].replace("127.0.0.1", "localhost")],
+            "two of the addresses are of the same server",
+        ),
     ):
-        with RecStoreClient(servers) as client, pytest.raises(ServerSetError, match=error):
+        with (
+            RecStoreClient(servers) as client,
+            pytest.raises(ServerSetError, match=error),
+        ):
             client.pull(name, ids)
 
 
 def test_bounds_are_over_all_servers(client: RecStoreClient) -> None:
     name = _name()
-    client.init_data(name, (10, 8), torch.float32, options=TableOptions(max_rows=100, eviction=LRU()))
+    client.init_data(
+        name, (10, 8), torch.float32, options=TableOptions(max_rows=100, eviction=LRU())
+    )
     for step in range(10):
         client.update(name, torch.arange(40 * step, 40 * step + 40), torch.ones(40, 8))
     stats = client.stats(name)
@@ -252,7 +310,8 @@ def test_saved_tables_load(client: RecStoreClient) -> None:
     client.load(save)
     assert torch.equal(client.pull(name, _batch(1)[0]), saved)
     client.update(name, *_batch(2))
-    assert torch.equal(client.pull(name, _batch(1)[0]), after)  # also equal if optimizer state and steps are equal
+    # also equal if optimizer state and steps are equal
+    assert torch.equal(client.pull(name, _batch(1)[0]), after)
     client.init_data(other, (10, 16), torch.float32)
     with pytest.raises(ValueError, match=f"{other}"):
         client.load(save)
@@ -263,7 +322,9 @@ def test_saved_tables_load(client: RecStoreClient) -> None:
 def test_health_and_reflection(server: RecStoreServer) -> None:
     with grpc.insecure_channel(server.address) as channel:
         for name in ("", "torchrec_recstore.ParameterServer"):
-            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))
+            reply = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=name)
+            )
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
         services = set(ProtoReflectionDescriptorDatabase(channel).get_services())
     assert {"torchrec_recstore.ParameterServer", "grpc.health.v1.Health"} <= services
@@ -271,9 +332,14 @@ def test_health_and_reflection(server: RecStoreServer) -> None:
 
 @pytest.mark.parametrize(
     ("folder", "protocol"),
-    [("service", "torchrec_recstore_service/wire/recstore"), ("serving", "torchrec_recstore_serving/predictor")],
+    [
+        ("service", "torchrec_recstore_service/wire/recstore"),
+        ("serving", "torchrec_recstore_serving/predictor"),
+    ],
 )
-def test_generated_code_is_that_of_the_protocol(tmp_path: Path, folder: str, protocol: str) -> None:
+def test_generated_code_is_that_of_the_protocol(
+    tmp_path: Path, folder: str, protocol: str
+) -> None:
     from grpc_tools import protoc
 
     root = Path(__file__).parents[2] / folder
@@ -282,4 +348,6 @@ def test_generated_code_is_that_of_the_protocol(tmp_path: Path, folder: str, pro
     made = sorted((tmp_path / protocol).parent.iterdir())
     assert len(made) == 3
     for file in made:
-        assert file.read_text() == (root / protocol).with_name(file.name).read_text(), f"{file.name}: run make proto"
+        assert file.read_text() == (root / protocol).with_name(file.name).read_text(), (
+            f"{file.name}: run make proto"
+        )

@@ -1,4 +1,6 @@
-"""Tests of cold rows on parameter servers: conformance, training, sharing between processes, and failures."""
+"""Tests of cold rows on parameter servers: conformance, training, sharing between
+processes, and failures.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def tables_of(servers: str) -> list[set[str]]:
 
 
 @pytest.mark.slow
-def test_it_keeps_the_promises_of_a_cold_store(server: RecStoreServer, both: str) -> None:
+def test_it_keeps_the_promises_of_a_cold_store(
+    server: RecStoreServer, both: str
+) -> None:
     before = tables_of(both)
     check_cold_store(ServerStore(server.address))
     check_cold_store(ServerStore(both))
@@ -82,13 +86,19 @@ assert table.stats().cold_rows == 45
 @pytest.mark.slow
 def test_a_process_that_ends_leaves_nothing(both: str) -> None:
     before = tables_of(both)
-    run = subprocess.run([sys.executable, "-c", _FORGETFUL, both], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", _FORGETFUL, both],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (run.returncode, run.stderr) == (0, "")
     assert tables_of(both) == before
 
 
 def test_every_pattern_of_bits_comes_back(both: str) -> None:
-    # Infinities, quiet and signalling NaNs, denormal numbers and -0.0, also in rows whose size is not a multiple of 4.
+    # Infinities, quiet and signalling NaNs, denormal numbers and -0.0, also in rows
+    # whose size is not a multiple of 4.
     words = [0x7F800000, 0x7F800001, -1, -(2**31), 1, 0x7FC00000, -0x7FFFFF, 0x3F800000]
     rows = torch.tensor(words, dtype=torch.int32).repeat(50, 1).view(torch.uint8)
     for row_bytes in (32, 31, 29):
@@ -100,8 +110,12 @@ def test_every_pattern_of_bits_comes_back(both: str) -> None:
         store.close()
 
 
-def test_more_rows_than_one_call_takes(both: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrec_recstore_service.client.server_cold_store._CALL_BYTES", 1000)
+def test_more_rows_than_one_call_takes(
+    both: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "torchrec_recstore_service.client.server_cold_store._CALL_BYTES", 1000
+    )
     store = open_cold_store(ServerStore(both), name="calls", row_bytes=100)
     ids, rows = torch.randperm(95), torch.randint(0, 256, (95, 100), dtype=torch.uint8)
     store.put(ids, rows)
@@ -114,13 +128,22 @@ def test_more_rows_than_one_call_takes(both: str, monkeypatch: pytest.MonkeyPatc
     store.close()
 
 
-def test_a_server_with_a_bound_gives_no_row_up(monkeypatch: pytest.MonkeyPatch, server: RecStoreServer) -> None:
+def test_a_server_with_a_bound_gives_no_row_up(
+    monkeypatch: pytest.MonkeyPatch, server: RecStoreServer
+) -> None:
     made: list[TableSpec] = []
-    monkeypatch.setattr(ServerSet, "create", lambda self, table, spec: made.append(spec))
+    monkeypatch.setattr(
+        ServerSet, "create", lambda self, table, spec: made.append(spec)
+    )
     monkeypatch.setattr(ServerSet, "delete", lambda self, table, ids: 0)
-    open_cold_store(ServerStore(server.address, shared="made"), name="t", row_bytes=8).close()
-    # The limits of recstore serve --max-rows 1000 --eviction lru --expire-steps 1 --min-frequency 2.
-    limits = Limits(max_rows=1000, eviction=LRU(), expiry=Expiry(1), admission=MinFrequency(2))
+    open_cold_store(
+        ServerStore(server.address, shared="made"), name="t", row_bytes=8
+    ).close()
+    # The limits of recstore serve --max-rows 1000 --eviction lru --expire-steps 1
+    # --min-frequency 2.
+    limits = Limits(
+        max_rows=1000, eviction=LRU(), expiry=Expiry(1), admission=MinFrequency(2)
+    )
     tables = HostedTables(limits)
     tables.create("t", made[0])
     ids, rows = torch.arange(1000), torch.rand(1000, 2)
@@ -135,16 +158,29 @@ def test_a_server_with_a_bound_gives_no_row_up(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.slow
 def test_a_cut_and_a_slow_connection(server: RecStoreServer, proxy: Proxy) -> None:
-    store = open_cold_store(ServerStore(proxy.address, timeout_s=1.5), name="far", row_bytes=100)
-    ids, rows = torch.arange(5000), torch.randint(0, 256, (5000, 100), dtype=torch.uint8)
+    store = open_cold_store(
+        ServerStore(proxy.address, timeout_s=1.5), name="far", row_bytes=100
+    )
+    ids, rows = (
+        torch.arange(5000),
+        torch.randint(0, 256, (5000, 100), dtype=torch.uint8),
+    )
     store.put(ids, rows)
     proxy.cut_after = 200_000
     assert torch.equal(store.get(ids)[1], rows)
     assert proxy.cut_after is None
     proxy.held.set()
-    for call in (lambda: store.get(ids), lambda: store.put(ids, rows.flip(0)), lambda: store.delete(ids), store.scan):
+    for call in (
+        lambda: store.get(ids),
+        lambda: store.put(ids, rows.flip(0)),
+        lambda: store.delete(ids),
+        store.scan,
+    ):
         begin = time.monotonic()
-        with pytest.raises(ColdStoreError, match=rf"'cold/.*far' on server {proxy.address} (has not|cannot)"):
+        with pytest.raises(
+            ColdStoreError,
+            match=rf"'cold/.*far' on server {proxy.address} (has not|cannot)",
+        ):
             call()
         assert 0.3 < time.monotonic() - begin < 10
     proxy.held.clear()
@@ -165,22 +201,39 @@ def train(model: DistributedModelParallel, steps: int) -> None:
 @pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])
 def test_a_model_trains_as_without_a_bound(both: str, sharding_type: str) -> None:
     bounded = TableOptions(max_rows=MAX_ROWS, cold_store=ServerStore(both))
-    model, unbounded = (models.recstore(sharding_type, ADAM, options=each) for each in (bounded, TableOptions()))
+    model, unbounded = (
+        models.recstore(sharding_type, ADAM, options=each)
+        for each in (bounded, TableOptions())
+    )
     for each in (model, unbounded):
         train(each, 20)
-    tables = [shard.table for shards in model.module.sparse.recstore_state.shards.values() for shard in shards]
+    tables = [
+        shard.table
+        for shards in model.module.sparse.recstore_state.shards.values()
+        for shard in shards
+    ]
     cold = [table.stats() for table in tables]
-    assert all(stats.cold_rows > MAX_ROWS // 2 and stats.cold_hits > MAX_ROWS // 2 for stats in cold), cold
+    assert all(
+        stats.cold_rows > MAX_ROWS // 2 and stats.cold_hits > MAX_ROWS // 2
+        for stats in cold
+    ), cold
     models.assert_holds(model, models.shards(unbounded))
     assert torch.equal(model.module.over.weight, unbounded.module.over.weight)
     for table in tables:
         table.close()
 
 
-def trained_on_a_rank(rank: int, world_size: int, servers: str, directory: Path) -> None:
-    shared = TableOptions(max_rows=2 * MAX_ROWS, cold_store=ServerStore(servers, shared="ranks"))
+def trained_on_a_rank(
+    rank: int, world_size: int, servers: str, directory: Path
+) -> None:
+    shared = TableOptions(
+        max_rows=2 * MAX_ROWS, cold_store=ServerStore(servers, shared="ranks")
+    )
     # Rows and columns are split: each rank has two shards of a table.
-    model, unbounded = (models.recstore("grid_shard", ADAM, options=options) for options in (shared, TableOptions()))
+    model, unbounded = (
+        models.recstore("grid_shard", ADAM, options=options)
+        for options in (shared, TableOptions())
+    )
     for each in (model, unbounded):
         models.train(each, steps=12, distinct=120)
     flush_tables(model)
@@ -195,13 +248,21 @@ def trained_on_a_rank(rank: int, world_size: int, servers: str, directory: Path)
 
 
 @pytest.mark.slow
-def test_ranks_write_what_processes_of_another_job_read(both: str, tmp_path: Path) -> None:
+def test_ranks_write_what_processes_of_another_job_read(
+    both: str, tmp_path: Path
+) -> None:
     run_on_ranks(2, partial(trained_on_a_rank, servers=both, directory=tmp_path))
     bounded = TableOptions(max_rows=10, cold_store=ServerStore(both, shared="ranks"))
     for name in models.TABLES:
         for columns in (range(4), range(4, 8)):
             whole, saved, reader = (
-                Table(8, optimizer=Adam(lr=0.1), options=options, name=name, columns=columns)
+                Table(
+                    8,
+                    optimizer=Adam(lr=0.1),
+                    options=options,
+                    name=name,
+                    columns=columns,
+                )
                 for options in (TableOptions(), TableOptions(), bounded)
             )
             load_rows(whole, name, read_chain(tmp_path / "unbounded"))
@@ -213,18 +274,34 @@ def test_ranks_write_what_processes_of_another_job_read(both: str, tmp_path: Pat
                 assert torch.equal(table.ids(), torch.cat([ids, loaded]).unique())
                 rows = table.read_rows(ids)
                 assert all(torch.equal(rows[key], expected[key]) for key in expected)
-    assert len(Table(8, optimizer=Adam(lr=0.1), options=bounded, name="user")) == 0  # another split of columns
-    assert len(Table(8, torch.float16, Adam(lr=0.1), bounded, name="user", columns=range(4))) == 0
+    # another split of columns
+    assert len(Table(8, optimizer=Adam(lr=0.1), options=bounded, name="user")) == 0
+    assert (
+        len(
+            Table(
+                8, torch.float16, Adam(lr=0.1), bounded, name="user", columns=range(4)
+            )
+        )
+        == 0
+    )
     Table(8, optimizer=Adagrad(lr=0.1), options=bounded, name="sums")
     with pytest.raises(
-        ColdStoreError, match=r"table 'cold/ranks/sums.*' exists already with another specification: dim"
+        ColdStoreError,
+        match=(
+            r"table 'cold/ranks/sums.*' exists already with another specification: dim"
+        ),
     ):
         Table(8, optimizer=RowWiseAdagrad(lr=0.1), options=bounded, name="sums")
 
 
 @pytest.mark.slow
-def test_a_server_stopped_and_one_killed(own_server: RecStoreServer, tmp_path: Path) -> None:
-    other, alone = RecStoreServer(tmp_path / "other"), RecStoreServer(tmp_path / "alone")
+def test_a_server_stopped_and_one_killed(
+    own_server: RecStoreServer, tmp_path: Path
+) -> None:
+    other, alone = (
+        RecStoreServer(tmp_path / "other"),
+        RecStoreServer(tmp_path / "alone"),
+    )
     shared = ServerStore(alone.address, shared="kept", timeout_s=10.0)
     store = open_cold_store(shared, name="t", row_bytes=8)
     ids, rows = torch.arange(100), torch.randint(0, 256, (100, 8), dtype=torch.uint8)
@@ -240,7 +317,10 @@ def test_a_server_stopped_and_one_killed(own_server: RecStoreServer, tmp_path: P
         pair.train()
     own_server.kill()
     begin = time.monotonic()
-    gone = rf"cold store ServerStore\(.*server {re.escape(own_server.address)} (cannot be reached|has not answered)"
+    gone = (
+        rf"cold store ServerStore\(.*server {re.escape(own_server.address)} (cannot be"
+        r" reached|has not answered)"
+    )
     train_until_it_fails(pair, gone)
     assert 0.5 <= time.monotonic() - begin < 20  # the client has retried
     alone.kill()
@@ -253,7 +333,8 @@ def test_a_server_stopped_and_one_killed(own_server: RecStoreServer, tmp_path: P
     assert all(torch.equal(rows_now[key], expected[key]) for key in expected)
     with pytest.raises(ColdStoreError, match="restarted"):
         store.get(ids)
-    again = open_cold_store(shared, name="t", row_bytes=8)  # a new store continues from the last save
+    # a new store continues from the last save
+    again = open_cold_store(shared, name="t", row_bytes=8)
     assert again.get(torch.arange(200))[0].tolist() == [True] * 100 + [False] * 100
     pair.tiered.close()
     other.kill()

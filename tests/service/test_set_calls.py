@@ -1,4 +1,6 @@
-"""Tests of saves and loads in phases whose clients stop, die or are too many, in the process."""
+"""Tests of saves and loads in phases whose clients stop, die or are too many, in the
+process.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,21 @@ class Server:
         self.directory = DataDirectory(path)
         self.calls = SetCalls(self.tables, self.directory, AppliedRequests(), Pair())
         self.load("commit", "first", "")
-        self.tables.create("t", TableSpec(4, torch.float32, SGD(lr=1.0), TableOptions()))
+        self.tables.create(
+            "t", TableSpec(4, torch.float32, SGD(lr=1.0), TableOptions())
+        )
         self.tables.push("t", IDS, torch.ones(100, 4))
 
-    def load(self, phase: str, token: str, name: str = "monday", epoch: int = 1) -> None:
+    def load(
+        self, phase: str, token: str, name: str = "monday", epoch: int = 1
+    ) -> None:
         request = pb.LoadRequest(
             phase=pb.LoadRequest.Phase.Value(phase.upper()),
             token=token,
-            save=next((saved for saved in self.directory.saves if saved.name == name), pb.Saved(name=name)),
+            save=next(
+                (saved for saved in self.directory.saves if saved.name == name),
+                pb.Saved(name=name),
+            ),
             exact=True,
             set="set",
             members=1,
@@ -55,15 +64,29 @@ class Server:
         )
         self.calls.load(request)
 
-    def save(self, phase: str, save_id: str, number: int = 0, active: bool = True, name: str = "monday") -> int:
+    def save(
+        self,
+        phase: str,
+        save_id: str,
+        number: int = 0,
+        active: bool = True,
+        name: str = "monday",
+    ) -> int:
         saved = pb.Saved(name=name, id=save_id, number=number)
         request = pb.SaveRequest(
-            phase=pb.SaveRequest.Phase.Value(phase.upper()), epoch=EPOCH, save=saved, overwrite=True
+            phase=pb.SaveRequest.Phase.Value(phase.upper()),
+            epoch=EPOCH,
+            save=saved,
+            overwrite=True,
         )
         return self.calls.save(request, lambda: active).number
 
-    def write(self, save_id: str, file: str = "file", offset: int = 0, content: bytes = b"abc") -> None:
-        self.calls.write_file(pb.WriteFileRequest(id=save_id, file=file, offset=offset, content=content))
+    def write(
+        self, save_id: str, file: str = "file", offset: int = 0, content: bytes = b"abc"
+    ) -> None:
+        self.calls.write_file(
+            pb.WriteFileRequest(id=save_id, file=file, offset=offset, content=content)
+        )
 
 
 @pytest.fixture
@@ -85,7 +108,11 @@ def test_a_server_that_is_killed_starts_from_the_save_that_counts(
             for step in (lambda: None, lambda: change(*args)):
                 step()
                 disks.append(tmp_path / f"disk-{len(disks)}")
-                shutil.copytree(server.directory.path, disks[-1], ignore=shutil.ignore_patterns("lock"))
+                shutil.copytree(
+                    server.directory.path,
+                    disks[-1],
+                    ignore=shutil.ignore_patterns("lock"),
+                )
 
         return changed
 
@@ -94,7 +121,9 @@ def test_a_server_that_is_killed_starts_from_the_save_that_counts(
         server.save("prepare", save_id, number, name=of_save)
         if save_id == "second":
             monkeypatch.setattr(DataDirectory, "_write", around(DataDirectory._write))
-            monkeypatch.setattr(Destination, "publish_prepared", around(Destination.publish_prepared))
+            monkeypatch.setattr(
+                Destination, "publish_prepared", around(Destination.publish_prepared)
+            )
         server.save("commit", save_id, number, name=of_save)
     monkeypatch.undo()
     newest = []
@@ -122,7 +151,9 @@ def test_tables_of_another_server_are_known_as_such_when_the_disk_is_full(
     state = primary.calls.copy(SaveId(copy.id), lambda: None)
 
     def read(file: str, offset: int) -> pb.ReadFileReply:
-        return primary.calls.read_file(pb.ReadFileRequest(save=copy, file=file, offset=offset))
+        return primary.calls.read_file(
+            pb.ReadFileRequest(save=copy, file=file, offset=offset)
+        )
 
     def full(*args: object) -> None:
         raise OSError("No space left on device")
@@ -145,7 +176,8 @@ def test_a_save_whose_client_has_stopped_gives_way(server: Server) -> None:
     with pytest.raises(CallRefusedError, match="another save was begun meanwhile"):
         server.save("prepare", "stopped", *stopped)
     with pytest.raises(CallRefusedError, match="another save was begun meanwhile"):
-        server.save("prepare", "next", 2**62)  # not the number that the server has given
+        # not the number that the server has given
+        server.save("prepare", "next", 2**62)
     server.save("prepare", "next", stopped[0] + 1)
     server.save("commit", "next", stopped[0] + 1)
     assert [saved.id for saved in server.directory.saves] == ["next"]
@@ -154,7 +186,9 @@ def test_a_save_whose_client_has_stopped_gives_way(server: Server) -> None:
     # A save that has waited for another one gets the next number.
     server.save("reserve", "slow")
     waits: list[int] = []
-    thread = threading.Thread(target=lambda: waits.append(server.save("reserve", "waits")))
+    thread = threading.Thread(
+        target=lambda: waits.append(server.save("reserve", "waits"))
+    )
     thread.start()
     time.sleep(0.1)
     server.save("prepare", "slow", 3)
@@ -163,7 +197,9 @@ def test_a_save_whose_client_has_stopped_gives_way(server: Server) -> None:
     assert waits == [4]
 
 
-def test_few_saves_wait_for_their_turn(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_saves_wait_for_their_turn(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reservations, "UNPREPARED_S", 60.0)
     server.save("reserve", "first")
     refused, end = [], threading.Event()
@@ -176,7 +212,10 @@ def test_few_saves_wait_for_their_turn(server: Server, monkeypatch: pytest.Monke
         except CallRefusedError as error:
             refused.append((error.code.name, str(error)))
 
-    waiting = [threading.Thread(target=reserve, args=(number,)) for number in range(reservations.WAITING + 3)]
+    waiting = [
+        threading.Thread(target=reserve, args=(number,))
+        for number in range(reservations.WAITING + 3)
+    ]
     for thread in waiting:
         thread.start()
     while len(refused) < 3:
@@ -191,7 +230,9 @@ def test_few_saves_wait_for_their_turn(server: Server, monkeypatch: pytest.Monke
     server.save("reserve", "another")
 
 
-def test_rows_of_a_load_whose_client_has_died_are_freed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_load_whose_client_has_died_are_freed(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.save("reserve", "id")
     server.save("prepare", "id", 1)
     server.save("commit", "id", 1)
@@ -200,7 +241,8 @@ def test_rows_of_a_load_whose_client_has_died_are_freed(server: Server, monkeypa
     server.load("prepare", "dies", epoch=2)
     while server.calls.loading:
         time.sleep(0.01)
-    server.load("commit", "dies", epoch=2)  # a client that is only slow loads them again
+    # a client that is only slow loads them again
+    server.load("commit", "dies", epoch=2)
     assert server.tables.pull("t", IDS).unique().tolist() == [1.0]
     assert not server.calls.loading
 
@@ -217,12 +259,16 @@ def test_the_rows_of_a_load_are_those_of_its_save(server: Server) -> None:
     assert server.directory.last is None
 
 
-def test_what_a_server_receives_is_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_server_receives_is_bounded(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.write("one")
     server.write("one", offset=0)  # a piece that is sent again
     server.write("one", offset=3)
     assert server.calls.received_bytes == 6
-    assert (server.directory.received(SaveId("one")) / "0" / "file").read_bytes() == b"abcabc"
+    assert (
+        server.directory.received(SaveId("one")) / "0" / "file"
+    ).read_bytes() == b"abcabc"
     with pytest.raises(ValueError, match="has 6 bytes, got the offset 1000"):
         server.write("one", offset=1000)
     with pytest.raises(CallRefusedError, match="receives the files of another save"):
@@ -239,7 +285,9 @@ def test_what_a_server_receives_is_bounded(server: Server, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(received, "GIVES_WAY_S", 0.0)
         for free, fits in ((used + 2, False), (used + 3, True)):
-            patch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+            patch.setattr(
+                shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free)
+            )
             if fits:
                 server.write("four")
             else:

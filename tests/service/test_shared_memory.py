@@ -1,4 +1,6 @@
-"""Tests of calls by shared memory: results, processes that die, and clients that send invalid requests."""
+"""Tests of calls by shared memory: results, processes that die, and clients that send
+invalid requests.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def _grads(step: int, n: int = 400) -> Tensor:
     return torch.randn(n, 8, generator=torch.Generator().manual_seed(step))
 
 
-def _client(*addresses: str, timeout_s: float = 20.0, shared_memory: bool = True) -> RecStoreClient:
+def _client(
+    *addresses: str, timeout_s: float = 20.0, shared_memory: bool = True
+) -> RecStoreClient:
     client = RecStoreClient(addresses, timeout_s=timeout_s, shared_memory=shared_memory)
     client.init_data("t", (400, 8), torch.float32, optimizer=Adagrad(lr=0.1))
     return client
@@ -46,21 +50,45 @@ def _use(client: RecStoreClient) -> list[Tensor]:
     """Makes every kind of call on rows, and returns all results."""
     results = []
     for name, dtype in DTYPES.items():
-        client.init_data(name, (400, 8), dtype, optimizer=Adagrad(lr=0.1), options=TableOptions(seed=1))
+        client.init_data(
+            name,
+            (400, 8),
+            dtype,
+            optimizer=Adagrad(lr=0.1),
+            options=TableOptions(seed=1),
+        )
         client.update(name, IDS, _grads(0))
         client.update(name, IDS.flip(0)[::2], _grads(1, 200))
         client.push(name, IDS[:3], _grads(2, 3).to(client.pull(name, IDS[:1]).dtype))
-        results += [client.pull(name, torch.cat([IDS, IDS[:5], torch.tensor([2**62])])), client.pull(name, IDS[:0])]
-        results += [client.exists(name, torch.tensor([1, 2**62, -1])), client.exists(name, IDS[:0])]
-        results += [torch.tensor(client.delete(name, torch.tensor([5, 2**62, 7]))), client.exists(name, IDS)]
-    client.init_data("made", (9, 8), torch.float32, row_func=lambda shape, dtype: torch.rand(shape, dtype=dtype))
+        results += [
+            client.pull(name, torch.cat([IDS, IDS[:5], torch.tensor([2**62])])),
+            client.pull(name, IDS[:0]),
+        ]
+        results += [
+            client.exists(name, torch.tensor([1, 2**62, -1])),
+            client.exists(name, IDS[:0]),
+        ]
+        results += [
+            torch.tensor(client.delete(name, torch.tensor([5, 2**62, 7]))),
+            client.exists(name, IDS),
+        ]
+    client.init_data(
+        "made",
+        (9, 8),
+        torch.float32,
+        row_func=lambda shape, dtype: torch.rand(shape, dtype=dtype),
+    )
     client.update("made", IDS[:9], _grads(3, 9))
     return [*results, client.pull("made", IDS[:20])]
 
 
-@pytest.mark.parametrize("name", ["victim", "", "recstore-" + "0" * 31 + "g", "recstore-" + "0" * 33])
+@pytest.mark.parametrize(
+    "name", ["victim", "", "recstore-" + "0" * 31 + "g", "recstore-" + "0" * 33]
+)
 def test_a_client_connects_to_the_sockets_of_servers_only(name: str) -> None:
-    """Otherwise a server could send a message of its choice to any program of the client's user."""
+    """Otherwise a server could send a message of its choice to any program of the
+    client's user.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as victim:
         if name:
             victim.bind(f"\0{name}")
@@ -73,7 +101,9 @@ def test_a_client_connects_to_the_sockets_of_servers_only(name: str) -> None:
 
 
 @pytest.mark.usefixtures("no_streams")
-def test_results_are_those_of_tables_in_the_process(own_server: RecStoreServer, tmp_path: Path) -> None:
+def test_results_are_those_of_tables_in_the_process(
+    own_server: RecStoreServer, tmp_path: Path
+) -> None:
     here = RecStoreClient()
     expected = _use(here)
     other = RecStoreServer(tmp_path / "other")
@@ -82,7 +112,8 @@ def test_results_are_those_of_tables_in_the_process(own_server: RecStoreServer, 
             assert torch.equal(result, wanted)
         with pytest.raises(ValueError, match="no table"):
             one.pull("unknown", IDS)
-        assert torch.equal(one.pull("float", IDS), here.pull("float", IDS))  # the connection is still in order
+        # the connection is still in order
+        assert torch.equal(one.pull("float", IDS), here.pull("float", IDS))
     with pytest.raises(ValueError, match="closed"):
         one.pull("float", IDS)
     own_server.kill()
@@ -94,13 +125,21 @@ def test_results_are_those_of_tables_in_the_process(own_server: RecStoreServer, 
     other.kill()
 
 
-def test_large_calls(own_server: RecStoreServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_large_calls(
+    own_server: RecStoreServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     ids, rows = torch.arange(3000), torch.randn(3000, 8)
-    with _in_process(tmp_path, monkeypatch, 1 << 14) as address, _client(address) as client:
+    with (
+        _in_process(tmp_path, monkeypatch, 1 << 14) as address,
+        _client(address) as client,
+    ):
         client.push("t", ids, rows)  # does not fit, and goes by gRPC
         client.push("t", ids[:9], rows[:9])
         assert torch.equal(client.pull("t", ids), rows)  # several exchanges
-        assert client.exists("t", torch.arange(4000)).tolist() == [True] * 3000 + [False] * 1000
+        assert (
+            client.exists("t", torch.arange(4000)).tolist()
+            == [True] * 3000 + [False] * 1000
+        )
         found = client._tables.found_rows("t", torch.arange(2000, 4000))  # type: ignore[attr-defined]
         assert torch.equal(found[1], rows[2000:])
 
@@ -126,7 +165,9 @@ while True:
 """
     commands = [ForkedCommand(["-c", code], daemon=False) for _ in range(2)]
     while not all("ready" in command.stdout for command in commands):
-        assert all(command.process.is_alive() for command in commands), commands[0].stderr
+        assert all(command.process.is_alive() for command in commands), commands[
+            0
+        ].stderr
         time.sleep(0.01)
     assert held() > before
     for command in commands:
@@ -171,8 +212,13 @@ def test_a_stopped_server_is_an_error_in_time(own_server: RecStoreServer) -> Non
     client = _client(own_server.address, timeout_s=0.5)
     client.pull("t", IDS)
     own_server.pause()
-    for call in (lambda: client.pull("t", IDS), lambda: client.update("t", IDS, _grads(0))):
-        with pytest.raises(ServiceError, match=r"table 't' on server .* has not answered within 0.5 s"):
+    for call in (
+        lambda: client.pull("t", IDS),
+        lambda: client.update("t", IDS, _grads(0)),
+    ):
+        with pytest.raises(
+            ServiceError, match=r"table 't' on server .* has not answered within 0.5 s"
+        ):
             call()
     os.kill(own_server.pid, signal.SIGCONT)
     again = _client(own_server.address)
@@ -217,7 +263,9 @@ def test_a_write_whose_reply_is_lost_is_applied_once(server: RecStoreServer) -> 
         raw = RawConnection(server.address)
         raw.memory[:8].view(torch.int64)[:] = IDS[:1]
         raw.memory[64:96].view(torch.float32)[:] = 1.0
-        raw.socket.send(pb.SegmentRequest(write=raw.header(7), ids=8, rows=32).SerializeToString())
+        raw.socket.send(
+            pb.SegmentRequest(write=raw.header(7), ids=8, rows=32).SerializeToString()
+        )
         if attempt % 2:
             raw.receive()
         raw.socket.close()  # without the reply
@@ -242,8 +290,12 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
         pb.SegmentRequest(pull=read, ids=7),
         pb.SegmentRequest(pull=read, ids=huge),
         pb.SegmentRequest(pull=read, ids=segment.SEGMENT_BYTES),  # the rows do not fit
-        pb.SegmentRequest(pull=pb.PullHeader(table="t", epoch=raw.epoch, want=9), ids=8),
-        pb.SegmentRequest(pull=pb.PullHeader(table="u" * 50_000, epoch=raw.epoch), ids=8),
+        pb.SegmentRequest(
+            pull=pb.PullHeader(table="t", epoch=raw.epoch, want=9), ids=8
+        ),
+        pb.SegmentRequest(
+            pull=pb.PullHeader(table="u" * 50_000, epoch=raw.epoch), ids=8
+        ),
         pb.SegmentRequest(pull=pb.PullHeader(table="t", epoch="x"), ids=8),
         pb.SegmentRequest(write=raw.header(1), ids=8),
         pb.SegmentRequest(write=raw.header(2), ids=8, rows=31),
@@ -253,8 +305,12 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
         pb.SegmentRequest(write=raw.header(6, kind=77), ids=8, rows=32),
         pb.SegmentRequest(write=raw.header(7, kind=0), ids=8, rows=32),
         pb.SegmentRequest(write=raw.header(8, epoch=""), ids=8, rows=32),
-        pb.SegmentRequest(write=raw.header(9), ids=8, rows=32, initial_ids=8, initial_rows=4),
-        pb.SegmentRequest(write=raw.header(10), ids=8, rows=32, initial_ids=segment.SEGMENT_BYTES),
+        pb.SegmentRequest(
+            write=raw.header(9), ids=8, rows=32, initial_ids=8, initial_rows=4
+        ),
+        pb.SegmentRequest(
+            write=raw.header(10), ids=8, rows=32, initial_ids=segment.SEGMENT_BYTES
+        ),
     ]
     for request in requests:
         reply = raw.send(request.SerializeToString())
@@ -264,7 +320,9 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
     for _ in range(2000):
         message = chosen.randbytes(chosen.randrange(1, 200))
         if chosen.randrange(2):  # a valid request, damaged in one byte
-            damaged = bytearray(chosen.choice(requests[2:4] + requests[7:9]).SerializeToString())
+            damaged = bytearray(
+                chosen.choice(requests[2:4] + requests[7:9]).SerializeToString()
+            )
             damaged[chosen.randrange(len(damaged))] = chosen.randrange(256)
             message = bytes(damaged)
         reply = raw.send(message)
@@ -298,7 +356,9 @@ def test_ids_that_change_during_a_call(server: RecStoreServer) -> None:
     changing = threading.Thread(target=change)
     changing.start()
     for number in range(1, 30):
-        request = pb.SegmentRequest(write=raw.header(number, ids=n, client="changing"), ids=8 * n, rows=32 * n)
+        request = pb.SegmentRequest(
+            write=raw.header(number, ids=n, client="changing"), ids=8 * n, rows=32 * n
+        )
         reply = raw.send(request.SerializeToString())
         assert reply is not None
         assert reply.code == 0, reply.details
@@ -334,20 +394,32 @@ def _until(condition: object, seconds: float = 120) -> None:
 
 
 @contextmanager
-def _in_process(data: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int) -> Iterator[str]:
-    """Runs a server in this process, with segments of another size, and yields its address."""
+def _in_process(
+    data: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int
+) -> Iterator[str]:
+    """Runs a server in this process, with segments of another size, and yields its
+    address.
+    """
     from torchrec_recstore_service.client.hosted import HostedTables
     from torchrec_recstore_service.server.data_directory import DataDirectory
     from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions
     from torchrec_recstore_service.server.native import CallCounts
     from torchrec_recstore_service.server.server import ParameterServer
-    from torchrec_recstore_service.wire.recstore_pb2_grpc import add_ParameterServerServicer_to_server
+    from torchrec_recstore_service.wire.recstore_pb2_grpc import (
+        add_ParameterServerServicer_to_server,
+    )
 
     monkeypatch.setattr(served, "SEGMENT_BYTES", segment_bytes)
-    service = ParameterServer(HostedTables(), DataDirectory(data / "served"), CallCounts())
+    service = ParameterServer(
+        HostedTables(), DataDirectory(data / "served"), CallCounts()
+    )
     name = pb.DESCRIPTOR.services_by_name["ParameterServer"].full_name
     options = ListenOptions("127.0.0.1:0")
-    server = GrpcServer(options, name, lambda server: add_ParameterServerServicer_to_server(service, server))
+    server = GrpcServer(
+        options,
+        name,
+        lambda server: add_ParameterServerServicer_to_server(service, server),
+    )
     service.begin(options, server)
     server.start()
     yield server.address

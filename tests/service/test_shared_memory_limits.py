@@ -1,4 +1,6 @@
-"""Tests of what clients by shared memory can take from a server: access, memory, and requests of attackers."""
+"""Tests of what clients by shared memory can take from a server: access, memory, and
+requests of attackers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ OLD, NEW = "correct-horse-battery", "another-staple-of-16"
 
 def _numbers(metrics: str) -> dict[str, float]:
     text = urllib.request.urlopen(f"http://{metrics}/metrics").read().decode()
-    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
+    return {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line[0] != "#"
+    }
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -47,9 +53,16 @@ def _client(address: str, **options: object) -> RecStoreClient:
 
 def test_a_connection_ends_with_its_token(tmp_path: Path) -> None:
     file, metrics = write_secret(tmp_path / "token", OLD), f"127.0.0.1:{free_port()}"
-    server = RecStoreServer(tmp_path / "data", "--token-file", str(file), "--metrics", metrics)
-    old, other = _client(server.address, token=OLD), RawConnection(server.address, token=OLD)
-    ask = pb.SegmentRequest(pull=pb.PullHeader(table=KEPT, epoch=other.epoch)).SerializeToString()
+    server = RecStoreServer(
+        tmp_path / "data", "--token-file", str(file), "--metrics", metrics
+    )
+    old, other = (
+        _client(server.address, token=OLD),
+        RawConnection(server.address, token=OLD),
+    )
+    ask = pb.SegmentRequest(
+        pull=pb.PullHeader(table=KEPT, epoch=other.epoch)
+    ).SerializeToString()
     old.push(KEPT, IDS, torch.ones(400, 8))
     reply = other.send(ask)
     assert reply is not None
@@ -58,10 +71,17 @@ def test_a_connection_ends_with_its_token(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="token is missing or wrong"):
         _client(server.address, token=NEW)
     write_secret(file, NEW)
-    _until(lambda: (reply := other.send(ask)) is None or reply.code == 16)  # unauthenticated
+    # unauthenticated
+    _until(lambda: (reply := other.send(ask)) is None or reply.code == 16)
     assert other.receive() is None  # the server has closed the connection
-    for call in (lambda: old.update(KEPT, IDS, torch.ones(400, 8)), lambda: old.pull(KEPT, IDS)):
-        with pytest.raises(ServiceError, match=r"table 'kept' on server .* the token is missing or wrong"):
+    for call in (
+        lambda: old.update(KEPT, IDS, torch.ones(400, 8)),
+        lambda: old.pull(KEPT, IDS),
+    ):
+        with pytest.raises(
+            ServiceError,
+            match=r"table 'kept' on server .* the token is missing or wrong",
+        ):
             call()
     new = _client(server.address, token=NEW)
     assert torch.equal(new.pull(KEPT, IDS), torch.ones(400, 8))
@@ -73,7 +93,9 @@ def test_a_connection_ends_with_its_token(tmp_path: Path) -> None:
 
 def test_memory_is_bounded_and_counted(tmp_path: Path) -> None:
     metrics = f"127.0.0.1:{free_port()}"
-    server = RecStoreServer(tmp_path / "data", "--metrics", metrics, "--max-request-memory", "0.5")
+    server = RecStoreServer(
+        tmp_path / "data", "--metrics", metrics, "--max-request-memory", "0.5"
+    )
     client = _client(server.address)
     client.update(OWN, IDS, torch.ones(400, 8))
     client.update(OWN, IDS, torch.ones(400, 8))
@@ -86,7 +108,8 @@ def test_memory_is_bounded_and_counted(tmp_path: Path) -> None:
         'recstore_ids_total{operation="update",table="own"}': 800,
         "recstore_shared_memory_connections": 1,
     }
-    _until(lambda: counts.items() <= _numbers(metrics).items())  # a call is counted after its reply was sent
+    # a call is counted after its reply was sent
+    _until(lambda: counts.items() <= _numbers(metrics).items())
     assert 0 < _numbers(metrics)["recstore_shared_memory_bytes"] < 1 << 20
     raws = []
     for _ in range(6):  # 0.5 GiB are four segments, and the client has one
@@ -95,12 +118,18 @@ def test_memory_is_bounded_and_counted(tmp_path: Path) -> None:
     raws = [raw for raw in raws if raw.files]
     assert len(raws) == 3
     raws[0].memory.fill_(1)
-    assert SEGMENT_BYTES <= _numbers(metrics)["recstore_shared_memory_bytes"] < 2 * SEGMENT_BYTES
+    assert (
+        SEGMENT_BYTES
+        <= _numbers(metrics)["recstore_shared_memory_bytes"]
+        < 2 * SEGMENT_BYTES
+    )
     # Rows that would not fit into the segment are not read.
     n = SEGMENT_BYTES // 8
     for want in (pb.PullHeader.ROWS, pb.PullHeader.FOUND_ROWS):
         header = pb.PullHeader(table=OWN, epoch=raws[0].epoch, want=want)
-        reply = raws[0].send(pb.SegmentRequest(pull=header, ids=8 * n).SerializeToString())
+        reply = raws[0].send(
+            pb.SegmentRequest(pull=header, ids=8 * n).SerializeToString()
+        )
         assert reply is not None
         assert "do not fit" in reply.details
     nothing = {"recstore_request_bytes": 0, "recstore_shared_memory_calls_running": 0}
@@ -118,16 +147,29 @@ def _held(server: RecStoreServer) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("requests", [1500, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "requests", [1500, pytest.param(20_000, marks=pytest.mark.slow)]
+)
 def test_attackers_change_no_row(own_server: RecStoreServer, requests: int) -> None:
-    """Two processes send random requests. They change the arrays of each request while the server reads them."""
+    """Two processes send random requests.
+
+    They change the arrays of each request while the server reads them.
+    """
     client = _client(own_server.address)
     client.push(KEPT, IDS, torch.randn(400, 8))
     client.update(KEPT, IDS, torch.randn(400, 8))
     rows, steps = client.pull(KEPT, IDS), client.stats(KEPT).steps
     before = _held(own_server)
     commands = [
-        ForkedCommand(["-m", "tests.service.raw_connection", own_server.address, str(seed), str(requests)])
+        ForkedCommand(
+            [
+                "-m",
+                "tests.service.raw_connection",
+                own_server.address,
+                str(seed),
+                str(requests),
+            ]
+        )
         for seed in range(2)
     ]
     answered = 0
@@ -135,7 +177,9 @@ def test_attackers_change_no_row(own_server: RecStoreServer, requests: int) -> N
         assert torch.equal(client.pull(KEPT, IDS), rows)
         answered += 1
         time.sleep(0.01)
-    assert [command.wait(timeout_s=10) for command in commands] == [0, 0], [command.stderr for command in commands]
+    assert [command.wait(timeout_s=10) for command in commands] == [0, 0], [
+        command.stderr for command in commands
+    ]
     assert answered
     _until(lambda: _held(own_server) <= before)
     assert client.stats(KEPT).steps == steps

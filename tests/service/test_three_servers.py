@@ -1,4 +1,8 @@
-"""Servers of a set of three are killed at any moment, and come back, some of them empty. Clients use shared memory."""
+"""Servers of a set of three are killed at any moment, and come back, some of them
+empty.
+
+Clients use shared memory.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,12 @@ from typer.testing import CliRunner
 from tests.recstore_server import RecStoreServer
 from torchrec_recstore.cli import app
 from torchrec_recstore.optim import SGD
-from torchrec_recstore_service import RecStoreClient, ServerRestartedError, ServerSetError, ServiceError
+from torchrec_recstore_service import (
+    RecStoreClient,
+    ServerRestartedError,
+    ServerSetError,
+    ServiceError,
+)
 
 IDS = torch.arange(3000)
 
@@ -46,14 +55,18 @@ def test_no_client_reads_rows_of_two_states(tmp_path: Path) -> None:
             assert idle.pull("t", IDS).unique().tolist() == [saved]
             value = saved
             victims = chosen.sample(servers, chosen.choice((1, 2)))
-            killer = threading.Timer(chosen.uniform(0.0, 0.5), lambda each=victims: [server.kill() for server in each])
+            killer = threading.Timer(
+                chosen.uniform(0.0, 0.5),
+                lambda each=victims: [server.kill() for server in each],
+            )
             killer.start()
             with pytest.raises(ServiceError):  # noqa: PT012
                 while True:
                     value += 1
                     client.push("t", IDS, torch.full((3000, 4), float(value)))
                     if chosen.random() < 0.3:
-                        client.save(f"save-{value}", overwrite=True)  # one that was not committed has this name, too
+                        # one that was not committed has this name, too
+                        client.save(f"save-{value}", overwrite=True)
                         saved = value
             killer.join()
             lost = victims[0].data if chosen.random() < 0.4 else None
@@ -69,7 +82,10 @@ def test_no_client_reads_rows_of_two_states(tmp_path: Path) -> None:
                     each.update("t", IDS, torch.ones(3000, 4))
             if lost is not None:
                 status, told = _run("restore", f"save-{saved}", named)
-                assert (status, "the complete saves are: none" in told) == (2, True), told
+                assert (status, "the complete saves are: none" in told) == (
+                    2,
+                    True,
+                ), told
                 victims[0].kill()
                 shutil.rmtree(lost)
                 (tmp_path / "copy").rename(lost)

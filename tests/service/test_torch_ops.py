@@ -29,7 +29,10 @@ def client() -> RecStoreClient:
 
 
 def step(client: int, ids: Tensor, grads: Tensor) -> tuple[Tensor, ...]:
-    """Reads before and after writes. The first result is not used. Arithmetic would need a compiler."""
+    """Reads before and after writes.
+
+    The first result is not used. Arithmetic would need a compiler.
+    """
     ops.emb_read(client, "t", ids)
     before = ops.emb_read(client, "t", ids)
     ops.emb_update(client, "t", ids, grads)
@@ -50,7 +53,9 @@ def expected(client: RecStoreClient, ids: Tensor, grads: Tensor) -> tuple[Tensor
     return before, updated, written
 
 
-def assert_steps(run: Callable[[Tensor, Tensor], tuple[Tensor, ...]], client: RecStoreClient) -> None:
+def assert_steps(
+    run: Callable[[Tensor, Tensor], tuple[Tensor, ...]], client: RecStoreClient
+) -> None:
     """Checks that two calls of ``run`` have the effects of the client's methods."""
     other = RecStoreClient(private=True)
     other.init_data("t", (10, DIM), optimizer=SGD(lr=0.5))
@@ -68,14 +73,18 @@ def test_eager(client: RecStoreClient) -> None:
     assert_steps(lambda ids, grads: step(client.handle, ids, grads), client)
     handle = ops.emb_prefetch(client.handle, "t", IDS)
     assert type(handle) is int
-    assert torch.equal(ops.emb_prefetch_result(client.handle, handle), client.pull("t", IDS))
+    assert torch.equal(
+        ops.emb_prefetch_result(client.handle, handle), client.pull("t", IDS)
+    )
     with pytest.raises(ValueError, match="no prefetch"):
         ops.emb_prefetch_result(client.handle, handle)
 
 
 @pytest.fixture
 def anew() -> Iterator[None]:
-    """Disables the caches of compiled graphs, because torch's caches do not know the effects of ops."""
+    """Disables the caches of compiled graphs, because torch's caches do not know the
+    effects of ops.
+    """
     torch._dynamo.reset()
     with torch.compiler.config.patch(force_disable_caches=True):
         yield
@@ -120,9 +129,23 @@ def test_compile_a_prefetch(client: RecStoreClient) -> None:
 def test_make_fx(client: RecStoreClient, mode: str) -> None:
     traced_with = RecStoreClient(private=True)
     traced_with.init_data("t", (10, DIM), optimizer=SGD(lr=0.5))
-    graph = make_fx(lambda ids, grads: step(traced_with.handle, ids, grads), tracing_mode=mode)(IDS, GRADS)
-    called = [node.target.name().split("::")[1] for node in graph.graph.nodes if "recstore" in str(node.target)]
-    assert called == ["emb_read", "emb_read", "emb_update", "emb_read", "emb_write", "emb_read", "emb_update"]
+    graph = make_fx(
+        lambda ids, grads: step(traced_with.handle, ids, grads), tracing_mode=mode
+    )(IDS, GRADS)
+    called = [
+        node.target.name().split("::")[1]
+        for node in graph.graph.nodes
+        if "recstore" in str(node.target)
+    ]
+    assert called == [
+        "emb_read",
+        "emb_read",
+        "emb_update",
+        "emb_read",
+        "emb_write",
+        "emb_read",
+        "emb_update",
+    ]
     if mode != "real":
         assert len(traced_with.pull("t", IDS)) == 3
         assert traced_with.stats("t").rows == 0  # tracing writes nothing
@@ -141,10 +164,14 @@ def test_fakes_know_dim_and_dtype(client: RecStoreClient) -> None:
     make_fx(read, tracing_mode="fake")(IDS)
     assert shapes == [((3, 3), torch.bfloat16)]
     with pytest.raises(ValueError, match="no table 'u'"):
-        make_fx(lambda ids: ops.emb_read(client.handle, "u", ids), tracing_mode="fake")(IDS)
+        make_fx(lambda ids: ops.emb_read(client.handle, "u", ids), tracing_mode="fake")(
+            IDS
+        )
 
     def ahead(ids: Tensor) -> Any:
-        return ops.emb_prefetch_result(client.handle, ops.emb_prefetch(client.handle, "half", ids))
+        return ops.emb_prefetch_result(
+            client.handle, ops.emb_prefetch(client.handle, "half", ids)
+        )
 
     with pytest.raises(ValueError, match="tables of several dtypes"):
         make_fx(ahead, tracing_mode="fake")(IDS)
@@ -166,13 +193,22 @@ CASES: dict[str, Callable[[RecStoreClient], tuple[Any, ...]]] = {
 
 
 def test_every_op_has_a_case() -> None:
-    names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if "recstore_ops::emb_" in name}
+    names = {
+        name.split("::")[1]
+        for name in torch._C._dispatch_get_all_op_names()
+        if "recstore_ops::emb_" in name
+    }
     assert names == set(CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(client: RecStoreClient, name: str) -> None:
-    checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    checks = [
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_dynamic",
+    ]
     if name == "emb_prefetch":
         checks.remove("test_aot_dispatch_dynamic")  # it compares handles, which differ
     if name == "emb_prefetch_result":
@@ -188,7 +224,9 @@ def test_a_client_that_is_gone(name: str) -> None:
     arguments = CASES[name](client)
     op = getattr(ops, name)
     for bad in (10**9, -1):
-        with pytest.raises(ValueError, match=f"no RecStoreClient with the handle {bad}"):
+        with pytest.raises(
+            ValueError, match=f"no RecStoreClient with the handle {bad}"
+        ):
             op(bad, *arguments[1:])
     client.close()
     with pytest.raises(ValueError, match="is closed"):
@@ -201,9 +239,21 @@ def test_a_client_that_is_gone(name: str) -> None:
 
 def test_errors_are_the_clients(client: RecStoreClient) -> None:
     for call, kind, error in (
-        (lambda: ops.emb_read(client.handle, "t", IDS.float()), TypeError, "'t': ids must be an int64 tensor"),
-        (lambda: ops.emb_update(client.handle, "t", IDS, GRADS[:2]), ValueError, "'t': grads must have the shape"),
-        (lambda: ops.emb_write(client.handle, "t", IDS, GRADS[:2]), ValueError, "'t': values must have the shape"),
+        (
+            lambda: ops.emb_read(client.handle, "t", IDS.float()),
+            TypeError,
+            "'t': ids must be an int64 tensor",
+        ),
+        (
+            lambda: ops.emb_update(client.handle, "t", IDS, GRADS[:2]),
+            ValueError,
+            "'t': grads must have the shape",
+        ),
+        (
+            lambda: ops.emb_write(client.handle, "t", IDS, GRADS[:2]),
+            ValueError,
+            "'t': values must have the shape",
+        ),
         (lambda: ops.emb_read(client.handle, "u", IDS), ValueError, "no table 'u'"),
     ):
         with pytest.raises(kind, match=error):

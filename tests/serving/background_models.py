@@ -1,9 +1,12 @@
-"""Models for trainings beside threads: ten that TorchScript compiles, and ten that only TorchRec's tracer can compile.
+"""Models for trainings beside threads: ten that TorchScript compiles, and ten that only
+TorchRec's tracer can compile.
 
-All of them are called with dense features and bags of ids, and have dropout, so that they use torch's generator.
+All of them are called with dense features and bags of ids, and have dropout, so that
+they use torch's generator.
 """
 
-# Not with annotations from __future__: fx, and with it TorchRec's tracer, copies them into code as they are.
+# Not with annotations from __future__: fx, and with it TorchRec's tracer, copies them
+# into code as they are.
 
 import functools
 import threading
@@ -41,7 +44,12 @@ BATCH = 16
 def bags() -> RecStoreEmbeddingBagCollection:
     """A collection of a table for each feature."""
     configs = [
-        EmbeddingBagConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=100, feature_names=[name])
+        EmbeddingBagConfig(
+            name=f"t_{name}",
+            embedding_dim=DIM,
+            num_embeddings=100,
+            feature_names=[name],
+        )
         for name in FEATURES
     ]
     return RecStoreEmbeddingBagCollection(configs, lr=0.1)
@@ -50,7 +58,12 @@ def bags() -> RecStoreEmbeddingBagCollection:
 def sequences() -> RecStoreEmbeddingCollection:
     """A collection of a table for each feature, whose rows are not pooled."""
     configs = [
-        EmbeddingConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=100, feature_names=[name])
+        EmbeddingConfig(
+            name=f"t_{name}",
+            embedding_dim=DIM,
+            num_embeddings=100,
+            feature_names=[name],
+        )
         for name in FEATURES
     ]
     return RecStoreEmbeddingCollection(configs, lr=0.1)
@@ -103,7 +116,9 @@ class ByMethods(Pooled):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4 * DIM - DENSE, 4 * DIM - DENSE) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Linear(4 * DIM - DENSE, 4 * DIM - DENSE) for _ in range(2)
+        )
         self.register_buffer("scale", torch.full((1,), 0.5))
 
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
@@ -178,8 +193,12 @@ class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bags = bags()
-        self.user = nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Dropout(0.2), nn.Linear(DIM, DIM))
-        self.item = nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Dropout(0.2), nn.Linear(DIM, DIM))
+        self.user = nn.Sequential(
+            nn.Linear(DIM, DIM), nn.ReLU(), nn.Dropout(0.2), nn.Linear(DIM, DIM)
+        )
+        self.item = nn.Sequential(
+            nn.Linear(DIM, DIM), nn.ReLU(), nn.Dropout(0.2), nn.Linear(DIM, DIM)
+        )
 
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
         """(B, DENSE) and the bags -> (B, 1)."""
@@ -199,14 +218,20 @@ class DeepFM(nn.Module):
 
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
         """(B, DENSE) and the bags -> (B, 1)."""
-        out: Tensor = self.model(dense_features=self.dropout(dense), sparse_features=features)
+        out: Tensor = self.model(
+            dense_features=self.dropout(dense), sparse_features=features
+        )
         return out
 
 
 class KeywordOnly(Pooled):
-    """A model with an argument that is passed by name only and has a default, which TorchScript refuses."""
+    """A model with an argument that is passed by name only and has a default, which
+    TorchScript refuses.
+    """
 
-    def forward(self, dense: Tensor, features: KeyedJaggedTensor, *, scale: float = 0.5) -> Tensor:
+    def forward(
+        self, dense: Tensor, features: KeyedJaggedTensor, *, scale: float = 0.5
+    ) -> Tensor:
         """(B, DENSE) and the bags -> (B, 1)."""
         out: Tensor = self.over(self.joined(dense, features)) * scale
         return out
@@ -230,7 +255,9 @@ class WithPartial(Pooled):
 
     def __init__(self) -> None:
         super().__init__()
-        self.activation = functools.partial(nn.functional.leaky_relu, negative_slope=0.3)
+        self.activation = functools.partial(
+            nn.functional.leaky_relu, negative_slope=0.3
+        )
 
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
         """(B, DENSE) and the bags -> (B, 1)."""
@@ -347,7 +374,9 @@ class WithConstant(Pooled):
 
 
 class Refused(Pooled):
-    """A model that neither TorchScript nor the tracer can compile while ``refused`` is set."""
+    """A model that neither TorchScript nor the tracer can compile while ``refused`` is
+    set.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,16 +412,25 @@ class OnServers(nn.Module):
     def __init__(self, client: RecStoreClient) -> None:
         super().__init__()
         configs = [
-            EmbeddingBagConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=100, feature_names=[name])
+            EmbeddingBagConfig(
+                name=f"t_{name}",
+                embedding_dim=DIM,
+                num_embeddings=100,
+                feature_names=[name],
+            )
             for name in FEATURES
         ]
-        self.bags = RecStoreEmbeddingBagCollection(configs, lr=0.1, options=TableOptions(seed=7), client=client)
+        self.bags = RecStoreEmbeddingBagCollection(
+            configs, lr=0.1, options=TableOptions(seed=7), client=client
+        )
         self.dropout = nn.Dropout(0.2)
         self.over = nn.Linear(len(FEATURES) * DIM + DENSE, 1)
 
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
         """(B, DENSE) and the bags -> (B, 1)."""
-        out: Tensor = self.over(torch.cat([self.dropout(self.bags(features).values()), dense], dim=1))
+        out: Tensor = self.over(
+            torch.cat([self.dropout(self.bags(features).values()), dense], dim=1)
+        )
         return out
 
 
@@ -402,7 +440,12 @@ class Sharded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         configs = [
-            EmbeddingBagConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=100, feature_names=[name])
+            EmbeddingBagConfig(
+                name=f"t_{name}",
+                embedding_dim=DIM,
+                num_embeddings=100,
+                feature_names=[name],
+            )
             for name in FEATURES
         ]
         tables = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
@@ -411,7 +454,13 @@ class Sharded(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
         """The bags -> the loss, and (B, 1)."""
-        dense = features.lengths().view(len(FEATURES), -1).sum(0).float()[:, None].expand(-1, DENSE)
+        dense = (
+            features.lengths()
+            .view(len(FEATURES), -1)
+            .sum(0)
+            .float()[:, None]
+            .expand(-1, DENSE)
+        )
         out: Tensor = self.model(self.dropout(dense), features)
         return ((out - 1) ** 2).mean(), out.detach()
 

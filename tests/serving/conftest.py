@@ -12,7 +12,9 @@ from ..redis_server import RedisServer, needs_redis, redis_server
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis"), password="correct-horse") as started:
+    with redis_server(
+        tmp_path_factory.mktemp("redis"), password="correct-horse"
+    ) as started:
         yield started
 
 

@@ -1,8 +1,11 @@
-"""Publishers that are killed at chosen points. It runs in a separate process, which forks a process for each of them.
+"""Publishers that are killed at chosen points.
+
+It runs in a separate process, which forks a process for each of them.
 
 python -m tests.serving.dying_publisher PLACE FOLDER KILLS
 
-The last publisher is not killed. It writes the full export ``final.pt`` of its model into FOLDER.
+The last publisher is not killed. It writes the full export ``final.pt`` of its model
+into FOLDER.
 """
 
 from __future__ import annotations
@@ -25,10 +28,14 @@ PUBLICATIONS = 3
 
 
 def published(place: str, seed: int) -> torch.nn.Module:
-    """Publishes a model that is trained meanwhile; half of the runs publish full exports only at their beginning."""
+    """Publishes a model that is trained meanwhile; half of the runs publish full
+    exports only at their beginning.
+    """
     torch.manual_seed(seed)
     model = trained()
-    with DeltaPublisher(model, place, every_s=0, full_every_s=0 if seed % 2 else 1e6) as publisher:
+    with DeltaPublisher(
+        model, place, every_s=0, full_every_s=0 if seed % 2 else 1e6
+    ) as publisher:
         for step in range(PUBLICATIONS):
             publish(publisher)
             change(model, step + seed)
@@ -36,7 +43,9 @@ def published(place: str, seed: int) -> torch.nn.Module:
 
 
 def whole(place: str) -> int:
-    """What is there can be followed without a warning, whatever the killed publisher has left."""
+    """What is there can be followed without a warning, whatever the killed publisher
+    has left.
+    """
     warnings.simplefilter("error", RecStoreWarning)
     with Follower(place) as follower:
         follower.poll()
@@ -55,7 +64,9 @@ def main(place: str, folder: Path, kills: int) -> None:
 
     assert in_a_fork(count) == 0
     names = json.loads((folder / "names").read_text())
-    points = [at for at, name in enumerate(names) if name in (*FILE_CALLS, *NETWORK_CALLS)]
+    points = [
+        at for at, name in enumerate(names) if name in (*FILE_CALLS, *NETWORK_CALLS)
+    ]
     for kill in range(kills):
         die_at = points[len(points) * (kill + 1) // (kills + 1)]
 
@@ -64,12 +75,15 @@ def main(place: str, folder: Path, kills: int) -> None:
                 published(place, seed + 2)
             return 0
 
-        # The calls of two runs differ a little, so that a late point may not be reached.
+        # The calls of two runs differ a little, so that a late point may not be
+        # reached.
         assert in_a_fork(dying) in (KILLED, 0)
         assert in_a_fork(lambda: whole(place)) == 0
 
     def last() -> int:
-        export_for_inference(published(place, kills + 2), folder / "final.pt", index="hash")
+        export_for_inference(
+            published(place, kills + 2), folder / "final.pt", index="hash"
+        )
         return 0
 
     assert in_a_fork(last) == 0

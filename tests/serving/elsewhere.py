@@ -1,4 +1,5 @@
-"""Run alone, in a process that cannot import this project: loads and runs what a test has exported.
+"""Run alone, in a process that cannot import this project: loads and runs what a test
+has exported.
 
     python elsewhere.py FOLDER
 
@@ -27,7 +28,9 @@ def main(folder: Path) -> None:
     def check(name: str) -> None:
         path = folder / f"{name}.pt"
         served = torch.jit.load(path)
-        served.verify(torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8))
+        served.verify(
+            torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+        )
         for delta in sorted(folder.glob(f"{name}.*.safetensors")):
             assert served.apply_delta(safetensors.torch.load_file(delta))
         served.verify()
@@ -42,7 +45,9 @@ def main(folder: Path) -> None:
             message = "nothing"
         except RuntimeError as error:
             message = str(error)
-        assert "Unknown builtin op: fbgemm::" in message, f"{name} without fbgemm_gpu: {message}"
+        assert "Unknown builtin op: fbgemm::" in message, (
+            f"{name} without fbgemm_gpu: {message}"
+        )
     BLOCKED.remove("fbgemm_gpu")
     import fbgemm_gpu  # noqa: F401
 
@@ -52,7 +57,9 @@ def main(folder: Path) -> None:
     from torchrec import KeyedJaggedTensor
 
     keys, values, lengths = torch.load(folder / "keyed.inputs.pt")
-    output = torch.jit.load(folder / "keyed.pt")(KeyedJaggedTensor(keys, values, lengths=lengths))
+    output = torch.jit.load(folder / "keyed.pt")(
+        KeyedJaggedTensor(keys, values, lengths=lengths)
+    )
     assert torch.equal(output, torch.load(folder / "keyed.output.pt"))
     print("keyed is right")
     assert not [name for name in sys.modules if name.startswith("torchrec_recstore")]

@@ -16,9 +16,11 @@ from torch.fx import _symbolic_trace
 
 
 def process_state() -> dict[str, object]:
-    """Returns what all threads of the process share, and the modes of the calling thread, by name.
+    """Returns what all threads of the process share, and the modes of the calling
+    thread, by name.
 
-    The state of torch's default generator is not in it, because training changes it: see ``Outcome.generator``.
+    The state of torch's default generator is not in it, because training changes it:
+    see ``Outcome.generator``.
     """
     return {
         "Module.__call__": nn.Module.__call__,
@@ -34,7 +36,10 @@ def process_state() -> dict[str, object]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "profiling executor": torch._C._get_graph_executor_optimize(),
         "warnings": (list(warnings.filters), warnings.showwarning),
-        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        "signals": [
+            signal.getsignal(number)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        ],
         "environment": dict(os.environ),
         "directory": os.getcwd(),
         "locale": locale.setlocale(locale.LC_ALL),

@@ -1,4 +1,6 @@
-"""Training beside each thread of the package is equal to training alone, to the bit, and so is the process's state."""
+"""Training beside each thread of the package is equal to training alone, to the bit,
+and so is the process's state.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 
-from torchrec_recstore import RecStoreClient, RecStorePrefetchPipeline, RecStoreSharder, async_save
+from torchrec_recstore import (
+    RecStoreClient,
+    RecStorePrefetchPipeline,
+    RecStoreSharder,
+    async_save,
+)
 from torchrec_recstore.checkpoint.save import is_saving
 from torchrec_recstore.inference import DeltaPublisher, Follower
 from torchrec_recstore_service.server.data_directory import DataDirectory
@@ -42,7 +49,8 @@ MOST_S = 600
 def _frequent_switches() -> Iterator[None]:
     """Lets threads take turns a hundred times as often, so that a mistake shows.
 
-    Training gets one thread of torch, so that the threads of low priority have a core for themselves.
+    Training gets one thread of torch, so that the threads of low priority have a core
+    for themselves.
     """
     interval = sys.getswitchinterval()
     threads = torch.get_num_threads()
@@ -55,7 +63,9 @@ def _frequent_switches() -> Iterator[None]:
 
 @dataclass
 class Outcome:
-    """What a training leaves behind: its losses, dense parameters and rows, and torch's generator."""
+    """What a training leaves behind: its losses, dense parameters and rows, and torch's
+    generator.
+    """
 
     losses: list[Tensor] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -67,7 +77,9 @@ class Outcome:
         assert self.tensors.keys() == other.tensors.keys()
         for name, tensor in self.tensors.items():
             assert torch.equal(tensor, other.tensors[name]), name
-        assert torch.equal(self.generator, other.generator), "something has drawn from torch's default generator"
+        assert torch.equal(self.generator, other.generator), (
+            "something has drawn from torch's default generator"
+        )
 
 
 class Beside:
@@ -97,7 +109,9 @@ def trained(
     beside: Callable[[nn.Module], AbstractContextManager[Beside]] | None = None,
     steps: int | None = None,
 ) -> Outcome:
-    """Trains a model for a number of steps, or until what runs beside the training has done enough."""
+    """Trains a model for a number of steps, or until what runs beside the training has
+    done enough.
+    """
     torch.manual_seed(0)
     model = make().train()
     outcome = Outcome()
@@ -121,7 +135,12 @@ def trained(
             assert process_state() == before
             if len(outcome.losses) == steps:
                 break
-            if steps is None and len(outcome.losses) >= LEAST_STEPS and threads is not None and threads.done():
+            if (
+                steps is None
+                and len(outcome.losses) >= LEAST_STEPS
+                and threads is not None
+                and threads.done()
+            ):
                 break
             assert time.monotonic() < end, "the threads beside the training do nothing"
         outcome.tensors = state_of(model)
@@ -131,9 +150,13 @@ def trained(
 
 
 @contextmanager
-def publishing(model: nn.Module, place: Path, full_every_s: float = 0) -> Iterator[Beside]:
+def publishing(
+    model: nn.Module, place: Path, full_every_s: float = 0
+) -> Iterator[Beside]:
     """Publishes after each step, if the publication before is complete."""
-    with DeltaPublisher(model, place, every_s=0, full_every_s=full_every_s) as publisher:
+    with DeltaPublisher(
+        model, place, every_s=0, full_every_s=full_every_s
+    ) as publisher:
         writer = publisher._writer
         assert writer is not None
         yield Beside(publisher.step, lambda: writer._number >= 2)
@@ -142,7 +165,10 @@ def publishing(model: nn.Module, place: Path, full_every_s: float = 0) -> Iterat
 @contextmanager
 def two_publishers(model: nn.Module, place: Path) -> Iterator[Beside]:
     """Publishes to two places, with full exports at one of them."""
-    with publishing(model, place / "one") as one, publishing(model, place / "two", 1e6) as two:
+    with (
+        publishing(model, place / "one") as one,
+        publishing(model, place / "two", 1e6) as two,
+    ):
 
         def step() -> None:
             one.step()
@@ -158,7 +184,11 @@ def following(model: nn.Module, place: Path) -> Iterator[Beside]:
         follower.start(0.005)
 
         def done() -> bool:
-            return publisher.done() and follower.state.fulls_loaded >= 1 and follower.state.deltas_applied >= 1
+            return (
+                publisher.done()
+                and follower.state.fulls_loaded >= 1
+                and follower.state.deltas_applied >= 1
+            )
 
         yield Beside(publisher.step, done)
 
@@ -171,12 +201,18 @@ def predicting(model: nn.Module, place: Path) -> Iterator[Beside]:
         batcher = Batcher(follower, {}, max_examples=64, threads=2)
         answers: list[Future[Any]] = []
         dense, features = batch(torch.Generator().manual_seed(5))
-        bags = JaggedArgument(tuple(FEATURES), features.values(), features.lengths().view(len(FEATURES), -1))
+        bags = JaggedArgument(
+            tuple(FEATURES),
+            features.values(),
+            features.lengths().view(len(FEATURES), -1),
+        )
 
         def step() -> None:
             followed.step()
             if follower.version is not None:
-                answers.append(batcher.submit(request_of({"dense": dense, "features": bags}, {})))
+                answers.append(
+                    batcher.submit(request_of({"dense": dense, "features": bags}, {}))
+                )
 
         def done() -> bool:
             return followed.done() and sum(answer.done() for answer in answers) >= 5
@@ -195,7 +231,12 @@ THREADS: dict[str, Callable[[nn.Module, Path], AbstractContextManager[Beside]]] 
     "follower": following,
     "predictor": predicting,
 }
-FAST = (("single", "two_publishers"), ("dlrm_dcn", "two_publishers"), ("lambda", "predictor"), ("deepfm", "predictor"))
+FAST = (
+    ("single", "two_publishers"),
+    ("dlrm_dcn", "two_publishers"),
+    ("lambda", "predictor"),
+    ("deepfm", "predictor"),
+)
 
 
 def cases() -> Iterator[Any]:
@@ -208,7 +249,10 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "threads"), cases())
 def test_training_beside_threads(name: str, threads: str, tmp_path: Path) -> None:
     if threads == "predictor" and name == "single":
-        pytest.skip("the requests of a predictor are merged, and this model has a fixed number of ids in each bag")
+        pytest.skip(
+            "the requests of a predictor are merged, and this model has a fixed number"
+            " of ids in each bag"
+        )
     make = {**SCRIPTED, **TRACED}[name]
     beside = trained(make, partial(THREADS[threads], place=tmp_path))
     trained(make, steps=len(beside.losses)).assert_equals(beside)
@@ -219,7 +263,10 @@ def test_training_beside_threads(name: str, threads: str, tmp_path: Path) -> Non
 
 @contextmanager
 def server_in_this_process(data: Path, every_s: float) -> Iterator[str]:
-    """Runs a parameter server in a thread, which saves its tables on a schedule. Yields the address."""
+    """Runs a parameter server in a thread, which saves its tables on a schedule.
+
+    Yields the address.
+    """
     addresses: list[str] = []
     listens = threading.Event()
     stop = threading.Event()
@@ -229,8 +276,12 @@ def server_in_this_process(data: Path, every_s: float) -> Iterator[str]:
         listens.set()
 
     directory = DataDirectory(data)
-    options = ServerOptions(ListenOptions("127.0.0.1:0"), data, schedule=Schedule(every_s))
-    thread = threading.Thread(target=_serve, args=(options, directory, ready, stop), name="server")
+    options = ServerOptions(
+        ListenOptions("127.0.0.1:0"), data, schedule=Schedule(every_s)
+    )
+    thread = threading.Thread(
+        target=_serve, args=(options, directory, ready, stop), name="server"
+    )
     thread.start()
     try:
         assert listens.wait(60)
@@ -249,13 +300,22 @@ def test_training_beside_scheduled_saves(tmp_path: Path) -> None:
     def saving(model: nn.Module) -> Iterator[Beside]:
         yield Beside(lambda: None, lambda: len([*saved.glob("scheduled-*")]) >= 1)
 
-    with server_in_this_process(saved, 0.02) as address, RecStoreClient([address]) as client:
+    with (
+        server_in_this_process(saved, 0.02) as address,
+        RecStoreClient([address]) as client,
+    ):
         beside = trained(partial(OnServers, client), saving)
-    with server_in_this_process(tmp_path / "alone", 1e6) as address, RecStoreClient([address]) as client:
-        trained(partial(OnServers, client), steps=len(beside.losses)).assert_equals(beside)
+    with (
+        server_in_this_process(tmp_path / "alone", 1e6) as address,
+        RecStoreClient([address]) as client,
+    ):
+        trained(partial(OnServers, client), steps=len(beside.losses)).assert_equals(
+            beside
+        )
 
 
-# Sharded models: the thread of the pipeline that prefetches, async_save, and a publisher.
+# Sharded models: the thread of the pipeline that prefetches, async_save, and a
+# publisher.
 
 
 def sharded_batches(rank: int) -> Iterator[KeyedJaggedTensor]:
@@ -265,12 +325,18 @@ def sharded_batches(rank: int) -> Iterator[KeyedJaggedTensor]:
 
 
 def trained_sharded(rank: int, folder: Path | None, steps: int | None) -> Outcome:
-    """Trains with a pipeline that prefetches; beside a publisher and async_save if there is a folder."""
+    """Trains with a pipeline that prefetches; beside a publisher and async_save if
+    there is a folder.
+    """
     torch.manual_seed(0)
     sharders: Any = [RecStoreSharder(fused_params={"learning_rate": 0.1})]
     model = DistributedModelParallel(Sharded(), sharders=sharders)
     torch.manual_seed(rank)
-    dense = {name: value for name, value in model.named_parameters() if "embedding" not in name}
+    dense = {
+        name: value
+        for name, value in model.named_parameters()
+        if "embedding" not in name
+    }
     optimizer = torch.optim.SGD(dense.values(), lr=0.01)
     pipeline = RecStorePrefetchPipeline(model, optimizer, torch.device("cpu"))
     outcome = Outcome()
@@ -280,7 +346,9 @@ def trained_sharded(rank: int, folder: Path | None, steps: int | None) -> Outcom
     with ExitStack() as stack:
         publisher = None
         if folder is not None:
-            publisher = stack.enter_context(DeltaPublisher(model, folder / "published", every_s=0, full_every_s=0))
+            publisher = stack.enter_context(
+                DeltaPublisher(model, folder / "published", every_s=0, full_every_s=0)
+            )
         while len(outcome.losses) != steps:
             outcome.losses.append(pipeline.progress(batches))
             if folder is not None and publisher is not None:
@@ -289,18 +357,24 @@ def trained_sharded(rank: int, folder: Path | None, steps: int | None) -> Outcom
                     async_save(model, folder / f"checkpoint-{saves}")
                     saves += 1
                 number = 0 if publisher._writer is None else publisher._writer._number
-                if len(outcome.losses) >= LEAST_STEPS and all_agree(saves >= 2 and (rank > 0 or number >= 2)):
+                if len(outcome.losses) >= LEAST_STEPS and all_agree(
+                    saves >= 2 and (rank > 0 or number >= 2)
+                ):
                     break
             assert process_state() == before
         outcome.generator = torch.get_rng_state()
-        outcome.tensors = {name: value.detach().clone() for name, value in dense.items()}
+        outcome.tensors = {
+            name: value.detach().clone() for name, value in dense.items()
+        }
         for module in model.modules():
             if hasattr(module, "recstore_state"):
                 for name, table in module.recstore_state.tables.items():
                     for number, shard in enumerate(table.shards):
                         ids = shard.table.ids()
                         outcome.tensors[f"{name}-{number}-ids"] = ids
-                        outcome.tensors[f"{name}-{number}-rows"] = shard.table.lookup(ids, train=False)
+                        outcome.tensors[f"{name}-{number}-rows"] = shard.table.lookup(
+                            ids, train=False
+                        )
     assert process_state() == before
     return outcome
 
@@ -319,5 +393,7 @@ def sharded_beside_threads(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sharded_training_beside_threads(ranks: int, tmp_path: Path) -> None:
-    """With the thread of the pipeline that prefetches, async_save and a publisher of a model that is traced."""
+    """With the thread of the pipeline that prefetches, async_save and a publisher of a
+    model that is traced.
+    """
     run_on_ranks(ranks, partial(sharded_beside_threads, folder=tmp_path))

@@ -1,6 +1,9 @@
-"""Exported models and batches that carry more or less than a model needs: the same result as the model, or an error."""
+"""Exported models and batches that carry more or less than a model needs: the same
+result as the model, or an error.
+"""
 
-# Not with annotations from __future__: TorchRec's tracer copies them into code as they are.
+# Not with annotations from __future__: TorchRec's tracer copies them into code as they
+# are.
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,17 +19,30 @@ from torchrec import (
     PoolingType,
 )
 
-from torchrec_recstore import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
+from torchrec_recstore import (
+    RecStoreEmbeddingBagCollection,
+    RecStoreEmbeddingCollection,
+)
 from torchrec_recstore.inference import export_for_inference
 
 FEATURES = ["f", "g"]
 BAGS = [
-    EmbeddingBagConfig(name="sums", embedding_dim=8, num_embeddings=100, feature_names=["f", "g"]),
     EmbeddingBagConfig(
-        name="means", embedding_dim=4, num_embeddings=100, feature_names=["g"], pooling=PoolingType.MEAN
+        name="sums", embedding_dim=8, num_embeddings=100, feature_names=["f", "g"]
+    ),
+    EmbeddingBagConfig(
+        name="means",
+        embedding_dim=4,
+        num_embeddings=100,
+        feature_names=["g"],
+        pooling=PoolingType.MEAN,
     ),
 ]
-ROWS = [EmbeddingConfig(name="rows", embedding_dim=8, num_embeddings=100, feature_names=["f", "g"])]
+ROWS = [
+    EmbeddingConfig(
+        name="rows", embedding_dim=8, num_embeddings=100, feature_names=["f", "g"]
+    )
+]
 IDS = torch.tensor([1, 2, 3, 4, 5, 6])
 LENGTHS = torch.tensor([2, 1, 1, 2])
 
@@ -98,7 +114,11 @@ def refuses(model: Any, batch: KeyedJaggedTensor, message: str, form: str) -> No
     error = ""
     try:
         model(batch)
-    except (ValueError, RuntimeError, torch.jit.Error) as raised:  # the last two: of TorchScript
+    except (
+        ValueError,
+        RuntimeError,
+        torch.jit.Error,
+    ) as raised:  # the last two: of TorchScript
         error = str(raised)
     assert message in error, f"{form}: {error or 'no error'}"
 
@@ -120,17 +140,25 @@ def test_what_a_batch_may_carry(make: Callable[[], nn.Module], tmp_path: Path) -
     accepted = {
         "weights": plain(weights),
         "further features in another order": further,
-        "int32": KeyedJaggedTensor(FEATURES, IDS.int(), weights=weights, lengths=LENGTHS.int()),
-        "only offsets": KeyedJaggedTensor(FEATURES, IDS, weights=weights, offsets=torch.tensor([0, 2, 3, 4, 6])),
+        "int32": KeyedJaggedTensor(
+            FEATURES, IDS.int(), weights=weights, lengths=LENGTHS.int()
+        ),
+        "only offsets": KeyedJaggedTensor(
+            FEATURES, IDS, weights=weights, offsets=torch.tensor([0, 2, 3, 4, 6])
+        ),
     }
     for form, export in served(model, tmp_path):
         for name, batch in accepted.items():
             tolerance = 1e-6 if "float32" in form else 0.05
-            assert torch.allclose(export(batch), wanted, atol=tolerance, rtol=0), f"{form}, {name}"
+            assert torch.allclose(export(batch), wanted, atol=tolerance, rtol=0), (
+                f"{form}, {name}"
+            )
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_what_a_batch_must_not_carry(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_what_a_batch_must_not_carry(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
     model = trained(make)
     weights = torch.rand(len(IDS))
     inverse = (FEATURES, torch.tensor([[1, 0], [0, 0]]))
@@ -144,8 +172,12 @@ def test_what_a_batch_must_not_carry(make: Callable[[], nn.Module], tmp_path: Pa
     )
     refused = {
         "stride_per_key_per_rank": varying,
-        "no feature f": KeyedJaggedTensor(["g"], IDS[3:], weights=weights[3:], lengths=LENGTHS[2:]),
-        "lengths": KeyedJaggedTensor(FEATURES, IDS, weights=weights, lengths=torch.tensor([3, -1, 2, 2])),
+        "no feature f": KeyedJaggedTensor(
+            ["g"], IDS[3:], weights=weights[3:], lengths=LENGTHS[2:]
+        ),
+        "lengths": KeyedJaggedTensor(
+            FEATURES, IDS, weights=weights, lengths=torch.tensor([3, -1, 2, 2])
+        ),
     }
     if make is not Rows:
         refused["inverse indices"] = KeyedJaggedTensor(

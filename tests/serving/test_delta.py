@@ -24,7 +24,11 @@ from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBagCol
 from torchrec_recstore.options import LRU, MinFrequency, TableOptions
 from torchrec_recstore_serving.delta import DeltaTable
 from torchrec_recstore_serving.from_checkpoint import ExportInfo
-from torchrec_recstore_serving.verification import checksum_of, scripted_function, sign_zip
+from torchrec_recstore_serving.verification import (
+    checksum_of,
+    scripted_function,
+    sign_zip,
+)
 
 from ..checkpoint.models import DIM, recstore
 from .models import BAGS, Model, batch, train
@@ -33,12 +37,16 @@ DTYPES = [torch.float32, torch.float16, torch.int8, torch.quint4x2]
 
 
 def signed(delta: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Makes a delta with a correct checksum, so that other errors in the delta are found."""
+    """Makes a delta with a correct checksum, so that other errors in the delta are
+    found.
+    """
     tensors = {key: value for key, value in delta.items() if value is not None}
     return tensors | {"checksum": scripted_function(checksum_of)(tensors)}
 
 
-def assert_same_model(one: torch.jit.ScriptModule, other: torch.jit.ScriptModule) -> None:
+def assert_same_model(
+    one: torch.jit.ScriptModule, other: torch.jit.ScriptModule
+) -> None:
     assert one.recstore_version() == other.recstore_version()
     for name in other.recstore_tables():
         assert torch.equal(one.recstore_ids(name), other.recstore_ids(name))
@@ -56,12 +64,21 @@ def test_of_a_live_model(dtype: torch.dtype, tmp_path: Path) -> None:
     for step in range(2):
         before = served.recstore_version()
         train(model, 1)
-        ids = torch.arange(100, 130) + 50 * step  # New ids, for which other ids are evicted.
+        # New ids, for which other ids are evicted.
+        ids = torch.arange(100, 130) + 50 * step
         model.train()
-        model(KeyedJaggedTensor(["g", "h", "f"], ids.repeat(3), lengths=torch.full((9,), 10))).sum().backward()
+        model(
+            KeyedJaggedTensor(
+                ["g", "h", "f"], ids.repeat(3), lengths=torch.full((9,), 10)
+            )
+        ).sum().backward()
         with torch.no_grad():
             model.eval().over[0].weight += 1
-        info = export_delta(model, tmp_path / "delta.safetensors", base=served if step else tmp_path / "base.pt")
+        info = export_delta(
+            model,
+            tmp_path / "delta.safetensors",
+            base=served if step else tmp_path / "base.pt",
+        )
         export_for_inference(model, tmp_path / "full.pt", dtype=dtype)
         full = torch.jit.load(tmp_path / "full.pt")
         assert (info.base, info.version) == (before, full.recstore_version())
@@ -82,12 +99,24 @@ def test_rows_that_have_not_changed_are_not_in_it(tmp_path: Path) -> None:
     assert info.base == info.version
     assert {(table.rows, table.removed) for table in info.tables.values()} == {(0, 0)}
     model.train()
-    model(KeyedJaggedTensor(["g", "h", "f"], torch.tensor([7]), lengths=torch.tensor([0, 0, 1]))).sum().backward()
+    model(
+        KeyedJaggedTensor(
+            ["g", "h", "f"], torch.tensor([7]), lengths=torch.tensor([0, 0, 1])
+        )
+    ).sum().backward()
     info = export_delta(model.eval(), tmp_path / "delta", base=tmp_path / "base.pt")
-    assert {name: table.rows for name, table in info.tables.items()} == {"t": 1, "m": 0, "u": 1, "s": 0}
+    assert {name: table.rows for name, table in info.tables.items()} == {
+        "t": 1,
+        "m": 0,
+        "u": 1,
+        "s": 0,
+    }
     known = ["base", "checksum", "format", "version"]
     assert sorted(read_delta(tmp_path / "delta")) == sorted(
-        [*known, *(f"{name}/{kind}" for name in "tu" for kind in ("ids", "rows", "removed"))]
+        [
+            *known,
+            *(f"{name}/{kind}" for name in "tu" for kind in ("ids", "rows", "removed")),
+        ]
     )
 
 
@@ -114,18 +143,25 @@ def test_rows_of_torchrecs_tables(tmp_path: Path) -> None:
     assert info.tables["m"] == DeltaTable(2, 0)
     (tmp_path / "plain").touch()
     assert {path.name for path in tmp_path.iterdir()} == {"base.pt", "delta", "plain"}
-    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "readable as any other file"
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, (
+        "readable as any other file"
+    )
     export_for_inference(model, tmp_path / "full.pt", dtype=torch.float16)
     served = torch.jit.load(tmp_path / "base.pt")
     delta = read_delta(tmp_path / "delta")
-    with pytest.raises(torch.jit.Error, match="table m is TorchRec's own, and the delta has rows beyond it"):
+    with pytest.raises(
+        torch.jit.Error,
+        match="table m is TorchRec's own, and the delta has rows beyond it",
+    ):
         served.apply_delta(signed(delta | {"m/ids": torch.tensor([3, 100])}))
     assert served.apply_delta(delta)
     assert_same_model(served, torch.jit.load(tmp_path / "full.pt"))
 
 
 def test_with_rows_that_are_left_out(tmp_path: Path) -> None:
-    """Rows that have not changed can enter or leave the export because other rows changed."""
+    """Rows that have not changed can enter or leave the export because other rows
+    changed.
+    """
     model = train(Model(), 2)
     export_for_inference(model, tmp_path / "base.pt", top_rows=10)
     served = torch.jit.load(tmp_path / "base.pt")
@@ -134,17 +170,25 @@ def test_with_rows_that_are_left_out(tmp_path: Path) -> None:
     export_for_inference(model, tmp_path / "full.pt", top_rows=10)
     served.apply_delta(read_delta(tmp_path / "delta"))
     assert_same_model(served, torch.jit.load(tmp_path / "full.pt"))
-    assert all(len(served.recstore_ids(name)) == 10 for name in served.recstore_tables())
+    assert all(
+        len(served.recstore_ids(name)) == 10 for name in served.recstore_tables()
+    )
 
 
-def assert_refused(served: torch.jit.ScriptModule, delta: dict[str, Tensor], message: str) -> None:
+def assert_refused(
+    served: torch.jit.ScriptModule, delta: dict[str, Tensor], message: str
+) -> None:
     """A refused delta changes nothing."""
     version = served.recstore_version()
-    rows = {name: served.recstore_rows(name).clone() for name in served.recstore_tables()}
+    rows = {
+        name: served.recstore_rows(name).clone() for name in served.recstore_tables()
+    }
     with pytest.raises(torch.jit.Error, match=message):
         served.apply_delta(delta)
     assert served.recstore_version() == version
-    assert all(torch.equal(served.recstore_rows(name), some) for name, some in rows.items())
+    assert all(
+        torch.equal(served.recstore_rows(name), some) for name, some in rows.items()
+    )
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -158,7 +202,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ahead = copy.deepcopy(served)
     ahead.apply_delta(read_delta(tmp_path / "first"))
     export_delta(train(model), tmp_path / "second", base=ahead)
-    with pytest.raises(torch.jit.Error, match=f"the delta is one of version {first.version}.*of version {version}"):
+    with pytest.raises(
+        torch.jit.Error,
+        match=f"the delta is one of version {first.version}.*of version {version}",
+    ):
         served.apply_delta(read_delta(tmp_path / "second"))
     good = read_delta(tmp_path / "first")
     weight = good["dense/over.0.weight"]
@@ -166,17 +213,41 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for message, changed in (
         ("this is no delta: it has no base", {"base": None}),
         ("one of another model: it has nobody/ids", {"nobody/ids": ids}),
-        ("table t: the delta's rows are of another dim", {"t/rows": good["t/rows"][:, :4]}),
-        ("table t: the delta has not an int64 id for each row", {"t/ids": good["t/ids"][1:]}),
+        (
+            "table t: the delta's rows are of another dim",
+            {"t/rows": good["t/rows"][:, :4]},
+        ),
+        (
+            "table t: the delta has not an int64 id for each row",
+            {"t/ids": good["t/ids"][1:]},
+        ),
         # A later table is invalid. The tables before it do not change.
-        ("table s: the delta's rows are of another dim", {"s/rows": good["s/rows"].float()}),
-        ("table s: the delta has not an int64 id for each row", {"s/ids": ids[:, None]}),
-        ("table s: the delta's removed ids are no vector of int64", {"s/removed": ids[:0, None]}),
-        ("table s: the delta has an id more than once", {"s/ids": torch.zeros_like(ids)}),
+        (
+            "table s: the delta's rows are of another dim",
+            {"s/rows": good["s/rows"].float()},
+        ),
+        (
+            "table s: the delta has not an int64 id for each row",
+            {"s/ids": ids[:, None]},
+        ),
+        (
+            "table s: the delta's removed ids are no vector of int64",
+            {"s/removed": ids[:0, None]},
+        ),
+        (
+            "table s: the delta has an id more than once",
+            {"s/ids": torch.zeros_like(ids)},
+        ),
         ("table s: the delta has an id more than once", {"s/removed": ids[:1]}),
         ("the delta has no s/rows", {"s/rows": None}),
-        ("over.0.weight is of another shape or data type", {"dense/over.0.weight": weight.double()}),
-        ("over.0.weight is of another shape or data type", {"dense/over.0.weight": weight[:1]}),
+        (
+            "over.0.weight is of another shape or data type",
+            {"dense/over.0.weight": weight.double()},
+        ),
+        (
+            "over.0.weight is of another shape or data type",
+            {"dense/over.0.weight": weight[:1]},
+        ),
     ):
         assert_refused(served, signed({**good, **changed}), message)
     for name in ("t/rows", "u/ids", "dense/over.0.weight", "version", "checksum"):
@@ -189,30 +260,46 @@ def test_what_is_refused(tmp_path: Path) -> None:
         export_delta(model, tmp_path / "x", base=torch.jit.script(nn.Linear(1, 1)))
     newer = torch.jit.script(nn.Linear(1, 1))
     newer.define("def recstore_format(self) -> int:\n    return 2\n")
-    with pytest.raises(ValueError, match=r"base has the format 2, which torchrec_recstore .* does not know"):
+    with pytest.raises(
+        ValueError,
+        match=r"base has the format 2, which torchrec_recstore .* does not know",
+    ):
         export_delta(model, tmp_path / "x", base=newer)
     other = torch.jit.load(tmp_path / "base.pt")
     with pytest.raises(ValueError, match=r"the model has the tables .*, base has"):
         export_delta(train(Model()).bags, tmp_path / "x", base=other)
     assert not (tmp_path / "x").exists()
     torch.save({}, tmp_path / "first")
-    for use in (read_delta, lambda path: export_delta(model, tmp_path / "x", base=path)):
-        with pytest.raises(ValueError, match="first is neither an exported model nor a delta, or it is damaged"):
+    for use in (
+        read_delta,
+        lambda path: export_delta(model, tmp_path / "x", base=path),
+    ):
+        with pytest.raises(
+            ValueError,
+            match="first is neither an exported model nor a delta, or it is damaged",
+        ):
             use(tmp_path / "first")
     sign_zip(tmp_path / "first")
-    with pytest.raises(ValueError, match=r"first cannot be loaded as an exported model: ."):
+    with pytest.raises(
+        ValueError, match=r"first cannot be loaded as an exported model: ."
+    ):
         export_delta(model, tmp_path / "x", base=tmp_path / "first")
-    with pytest.raises(OSError, match="/proc/x cannot be written: "):  # No file can be created there.
+    # No file can be created there.
+    with pytest.raises(OSError, match="/proc/x cannot be written: "):
         export_delta(model, "/proc/x", base=served)
 
 
 def test_a_number_that_has_changed(tmp_path: Path) -> None:
-    """A changed attribute is refused: the outputs would differ from those of a full export of the same version."""
+    """A changed attribute is refused: the outputs would differ from those of a full
+    export of the same version.
+    """
     model = train(Model())
     export_for_inference(model, tmp_path / "base.pt")
     export_delta(model, tmp_path / "delta", base=tmp_path / "base.pt")
     model.bags.embedding_bag_configs()[0].pooling = PoolingType.MEAN
-    with pytest.raises(ValueError, match=r"bags\._means is \[True.*, and \[False.* in base: export"):
+    with pytest.raises(
+        ValueError, match=r"bags\._means is \[True.*, and \[False.* in base: export"
+    ):
         export_delta(model, tmp_path / "delta", base=tmp_path / "base.pt")
 
 
@@ -228,7 +315,9 @@ class SharedParts(nn.Module):
         self.scale = torch.tensor(1.0)  # It is neither a parameter nor a buffer.
 
     def _tower(self, name: str) -> nn.Module:
-        return nn.Sequential(RecStoreEmbedding(50, 4, name=name, lr=0.3), nn.Linear(4, 2))
+        return nn.Sequential(
+            RecStoreEmbedding(50, 4, name=name, lr=0.3), nn.Linear(4, 2)
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         out = [tower(ids) for tower in self.towers]
@@ -236,7 +325,9 @@ class SharedParts(nn.Module):
 
 
 def test_what_a_model_has_at_several_paths_and_plain_tensors(tmp_path: Path) -> None:
-    """Models of one TorchScript class share their methods, also if only one of them shares modules between paths."""
+    """Models of one TorchScript class share their methods, also if only one of them
+    shares modules between paths.
+    """
     ids = torch.arange(5)
     for shared in (True, False, True):
         model = SharedParts(shared)
@@ -250,15 +341,23 @@ def test_what_a_model_has_at_several_paths_and_plain_tensors(tmp_path: Path) -> 
         weight = f"towers.{0 if shared else 1}.1.weight"
         assert sorted(info.dense) == ["scale", "shift", weight]
         full = export_for_inference(model, tmp_path / "full.pt")
-        for served in (torch.jit.load(tmp_path / "base.pt"), copy.deepcopy(torch.jit.load(tmp_path / "base.pt"))):
+        for served in (
+            torch.jit.load(tmp_path / "base.pt"),
+            copy.deepcopy(torch.jit.load(tmp_path / "base.pt")),
+        ):
             assert served.recstore_tables() == (["a"] if shared else ["a", "b"])
             served.apply_delta(read_delta(tmp_path / "delta"))
             assert torch.equal(served(ids), full(ids))
-            assert served.recstore_version() == torch.jit.load(tmp_path / "full.pt").recstore_version()
+            assert (
+                served.recstore_version()
+                == torch.jit.load(tmp_path / "full.pt").recstore_version()
+            )
 
 
 class Traced(nn.Module):
-    """A model that only TorchRec's tracer can compile, with a collection that its forward does not use."""
+    """A model that only TorchRec's tracer can compile, with a collection that its
+    forward does not use.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +373,12 @@ def test_a_collection_that_is_not_used(tmp_path: Path) -> None:
     export_for_inference(model.eval(), tmp_path / "base.pt")
     model.train()(ids).sum().backward()
     info = export_delta(model.eval(), tmp_path / "delta", base=tmp_path / "base.pt")
-    assert {name: table.rows for name, table in info.tables.items()} == {"a": 5, "t": 0, "m": 0, "u": 0}
+    assert {name: table.rows for name, table in info.tables.items()} == {
+        "a": 5,
+        "t": 0,
+        "m": 0,
+        "u": 0,
+    }
     served = torch.jit.load(tmp_path / "base.pt")
     served.apply_delta(read_delta(tmp_path / "delta"))
     assert torch.equal(served(ids), export_for_inference(model)(ids))
@@ -282,13 +386,18 @@ def test_a_collection_that_is_not_used(tmp_path: Path) -> None:
 
 def test_a_name_that_torchscript_reserves(tmp_path: Path) -> None:
     model = nn.ModuleDict({"in": RecStoreEmbedding(50, 4, name="a")})
-    with pytest.raises(ValueError, match=r"the model has 'in', a name that TorchScript's files cannot have"):
+    with pytest.raises(
+        ValueError,
+        match=r"the model has 'in', a name that TorchScript's files cannot have",
+    ):
         export_for_inference(model, tmp_path / "model.pt")
 
 
 @pytest.mark.slow
 def test_requests_in_flight(tmp_path: Path) -> None:
-    """A new model replaces the served model while it is used: each output is that of one of the two models."""
+    """A new model replaces the served model while it is used: each output is that of
+    one of the two models.
+    """
     model = train(Model())
     export_for_inference(model, tmp_path / "base.pt")
     current = [torch.jit.load(tmp_path / "base.pt")]
@@ -323,17 +432,24 @@ def test_requests_in_flight(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     assert not failures
-    kinds = [[torch.equal(answer, each) for each in allowed].index(True) for answer in answers]
+    kinds = [
+        [torch.equal(answer, each) for each in allowed].index(True)
+        for answer in answers
+    ]
     assert set(kinds) == set(range(6)), "each version was served, and nothing else"
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_of_a_delta_checkpoint(tmp_path: Path) -> None:
-    model = recstore(options=TableOptions(max_rows=10, eviction=LRU(), admission=MinFrequency(2)))
+    model = recstore(
+        options=TableOptions(max_rows=10, eviction=LRU(), admission=MinFrequency(2))
+    )
 
     def step(first: int) -> None:
         ids = torch.arange(first, first + 12).repeat_interleave(3) - 5
-        model(KeyedJaggedTensor(["u", "i", "j"], ids, lengths=torch.full((6,), 6))).sum().backward()
+        model(
+            KeyedJaggedTensor(["u", "i", "j"], ids, lengths=torch.full((6,), 6))
+        ).sum().backward()
 
     for first in (0, 0, 5, 5):
         step(first)
@@ -348,17 +464,27 @@ def test_of_a_delta_checkpoint(tmp_path: Path) -> None:
     for dtype in DTYPES:
         served = torch.jit.load(tmp_path / f"base-{dtype}.pt")
         done: list[int] = []
-        found = export_checkpoint_delta(tmp_path / "delta", tmp_path / "d", base=served, advance=done.append)
+        found = export_checkpoint_delta(
+            tmp_path / "delta", tmp_path / "d", base=served, advance=done.append
+        )
         info = export_checkpoint(tmp_path / "delta", tmp_path / "now.pt", dtype=dtype)
-        assert sum(done) == sum(len(table) for table in model.module.sparse.recstore_tables())
+        assert sum(done) == sum(
+            len(table) for table in model.module.sparse.recstore_tables()
+        )
         assert found.version == info.version
         assert sum(table.removed for table in found.tables.values()) > 0
         assert served.apply_delta(read_delta(tmp_path / "d"))
         assert_tables_of(model, info, served)
-        assert served.recstore_version() == torch.jit.load(tmp_path / "now.pt").recstore_version() == info.version
+        assert (
+            served.recstore_version()
+            == torch.jit.load(tmp_path / "now.pt").recstore_version()
+            == info.version
+        )
 
 
-def assert_tables_of(model: nn.Module, info: ExportInfo, served: torch.jit.ScriptModule) -> None:
+def assert_tables_of(
+    model: nn.Module, info: ExportInfo, served: torch.jit.ScriptModule
+) -> None:
     tables = {table.name: table for table in model.module.sparse.recstore_tables()}
     assert list(info.tables) == served.recstore_tables() == sorted(tables)
     for name, table in tables.items():
@@ -368,4 +494,6 @@ def assert_tables_of(model: nn.Module, info: ExportInfo, served: torch.jit.Scrip
         rows = served.lookup(name, ids)
         assert rows.shape == (len(ids), DIM)
         exact = info.tables[name].dtype == torch.float32
-        torch.testing.assert_close(rows, table.lookup(ids), atol=0 if exact else 0.05, rtol=0)
+        torch.testing.assert_close(
+            rows, table.lookup(ids), atol=0 if exact else 0.05, rtol=0
+        )

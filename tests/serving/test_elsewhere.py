@@ -46,19 +46,26 @@ try:
 except ImportError as error:
     NO_LIBRARY = error
 DTYPES = {"float32": torch.float32, "int8": torch.int8}
-FBGEMM = [Path(fbgemm_gpu.__file__).with_name(f"fbgemm_gpu_{name}.so") for name in ("tbe_inference", "py")]
+FBGEMM = [
+    Path(fbgemm_gpu.__file__).with_name(f"fbgemm_gpu_{name}.so")
+    for name in ("tbe_inference", "py")
+]
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes exported files and deltas, with inputs and the outputs that are expected after each delta."""
+    """Writes exported files and deltas, with inputs and the outputs that are expected
+    after each delta.
+    """
     folder = tmp_path_factory.mktemp("exported")
     torch.manual_seed(0)
     _export_models(folder)
     import torch.distributed as dist
     from torchrec.distributed import comm
 
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
+    )
     try:
         _export_tables(folder)
     finally:
@@ -103,7 +110,9 @@ def _export_tables(folder: Path) -> None:
 
     def step() -> None:
         ids = torch.randint(-20, 20, (36,))
-        model(KeyedJaggedTensor(["u", "i", "j"], ids, lengths=torch.full((6,), 6))).sum().backward()
+        model(
+            KeyedJaggedTensor(["u", "i", "j"], ids, lengths=torch.full((6,), 6))
+        ).sum().backward()
 
     step()
     save_checkpoint(model, folder / "full")
@@ -114,21 +123,31 @@ def _export_tables(folder: Path) -> None:
     for name, dtype in DTYPES.items():
         path = folder / f"tables-{name}.pt"
         export_checkpoint(folder / "full", path, dtype=dtype)
-        export_checkpoint_delta(folder / "delta", folder / f"tables-{name}.0.safetensors", base=path)
+        export_checkpoint_delta(
+            folder / "delta", folder / f"tables-{name}.0.safetensors", base=path
+        )
         export_checkpoint(folder / "delta", folder / "now.pt", dtype=dtype)
         output = torch.jit.load(folder / "now.pt")(*inputs)
         torch.save(inputs, folder / f"tables-{name}.inputs.pt")
         torch.save(output, folder / f"tables-{name}.output.pt")
-        if dtype == torch.float32:  # The outputs are equal to those of the model's own tables.
-            tables = {table.name: table for table in model.module.sparse.recstore_tables()}
+        # The outputs are equal to those of the model's own tables.
+        if dtype == torch.float32:
+            tables = {
+                table.name: table for table in model.module.sparse.recstore_tables()
+            }
             bags = iter(inputs[0].split(lengths.flatten().tolist()))
-            wanted = [torch.stack([tables[t].lookup(next(bags)).sum(0) for _ in range(3)]) for t in ("item", "user")]
+            wanted = [
+                torch.stack([tables[t].lookup(next(bags)).sum(0) for _ in range(3)])
+                for t in ("item", "user")
+            ]
             assert torch.allclose(output, torch.cat(wanted, dim=1))
 
 
 @pytest.mark.slow
 def test_in_another_python(exported: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment = {
+        key: value for key, value in os.environ.items() if key != "PYTHONPATH"
+    }
     script = Path(__file__).with_name("elsewhere.py")
     done = subprocess.run(
         [sys.executable, "-I", str(script), str(exported)],
@@ -144,9 +163,20 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     path = tmp_path_factory.mktemp("program") / "main"
-    command = [str(ROOT / "examples" / "serving" / "build.sh"), str(path), "-O0", "-Wall", "-Werror"]
+    command = [
+        str(ROOT / "examples" / "serving" / "build.sh"),
+        str(path),
+        "-O0",
+        "-Wall",
+        "-Werror",
+    ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env=os.environ | {"PYTHON": sys.executable}, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"PYTHON": sys.executable},
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return path
@@ -154,7 +184,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [program, *map(str, arguments)], capture_output=True, text=True, timeout=120, env={}, check=False
+        [program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={},
+        check=False,
     )
 
 
@@ -162,16 +197,30 @@ def run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 def test_in_cpp(exported: Path, program: Path, tmp_path: Path) -> None:
     libraries = [argument for path in FBGEMM for argument in ("--library", path)]
     for name in ("tables-float32", "tables-int8", "model-float32", "model-int8"):
-        files = (exported / f"{name}.pt", exported / f"{name}.inputs.pt", tmp_path / "output.pt")
+        files = (
+            exported / f"{name}.pt",
+            exported / f"{name}.inputs.pt",
+            tmp_path / "output.pt",
+        )
         deltas = sorted(exported.glob(f"{name}.*.safetensors"))
         wanted = torch.load(exported / f"{name}.output.pt")
         more = [] if name == "tables-float32" else libraries
-        done = run(program, *files, *more, *(argument for delta in deltas for argument in ("--delta", delta)))
+        done = run(
+            program,
+            *files,
+            *more,
+            *(argument for delta in deltas for argument in ("--delta", delta)),
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("applied") == len(deltas)
         assert torch.equal(torch.load(tmp_path / "output.pt"), wanted)
     # The last delta is applied again.
-    done = run(program, *files, *libraries, *(a for d in (*deltas, deltas[-1]) for a in ("--delta", d)))
+    done = run(
+        program,
+        *files,
+        *libraries,
+        *(a for d in (*deltas, deltas[-1]) for a in ("--delta", d)),
+    )
     assert "already has" in done.stdout
     assert torch.equal(torch.load(tmp_path / "output.pt"), wanted)
     # The second delta is applied without the first delta.
@@ -190,7 +239,10 @@ def test_in_cpp(exported: Path, program: Path, tmp_path: Path) -> None:
     assert "the file is damaged: its checksum does not fit" in done.stderr
     torn = tmp_path / "torn"
     torn.write_bytes(deltas[0].read_bytes()[:-8])
-    assert f"{torn} is no safetensors file or damaged" in run(program, *files, *libraries, "--delta", torn).stderr
+    assert (
+        f"{torn} is no safetensors file or damaged"
+        in run(program, *files, *libraries, "--delta", torn).stderr
+    )
 
 
 @pytest.mark.slow
@@ -198,22 +250,37 @@ def test_in_cpp(exported: Path, program: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(NO_LIBRARY is not None, reason=str(NO_LIBRARY))
 @pytest.mark.parametrize(("index", "dtype"), [("hash", "float32"), ("sorted", "int8")])
 def test_package_in_cpp(program: Path, tmp_path: Path, index: str, dtype: str) -> None:
-    """The package of AOTInductor reads the rows of the scripted model, to the bit, and is a program for C++ alone."""
+    """The package of AOTInductor reads the rows of the scripted model, to the bit, and
+    is a program for C++ alone.
+    """
     model = OfPlainTensors()
     for _ in range(3):
         model(*plain_batch()).sum().backward()
     model.over = nn.Identity()  # The output is the pooled rows.
     path = tmp_path / "model.pt"
-    exported = export_for_inference(model.eval(), path, dtype=DTYPES[dtype], index=index)
+    exported = export_for_inference(
+        model.eval(), path, dtype=DTYPES[dtype], index=index
+    )
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):
         traced = torch.export.export(
-            scriptable(exported, index=index), plain_batch(), dynamic_shapes=({0: Dim.AUTO},) * 3, strict=False
+            scriptable(exported, index=index),
+            plain_batch(),
+            dynamic_shapes=({0: Dim.AUTO},) * 3,
+            strict=False,
         )
-        package = torch._inductor.aoti_compile_and_package(traced, package_path=str(tmp_path / "model.pt2"))
+        package = torch._inductor.aoti_compile_and_package(
+            traced, package_path=str(tmp_path / "model.pt2")
+        )
     loaded, scripted = torch._inductor.aoti_load_package(package), torch.jit.load(path)
-    libraries = [a for library in (*FBGEMM, load_library()) for a in ("--library", library)]
+    libraries = [
+        a for library in (*FBGEMM, load_library()) for a in ("--library", library)
+    ]
     files = [package, tmp_path / "inputs.pt", tmp_path / "output.pt"]
-    nothing = torch.randn(1, 3), torch.empty(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    nothing = (
+        torch.randn(1, 3),
+        torch.empty(0, dtype=torch.int64),
+        torch.zeros(4, dtype=torch.int64),
+    )
     for inputs in (nothing, plain_batch(1), plain_batch(7)):
         torch.save(list(inputs), files[1])
         done = run(program, *files, *libraries)
@@ -226,25 +293,50 @@ def test_package_in_cpp(program: Path, tmp_path: Path, index: str, dtype: str) -
     done = run(program, *files, *libraries, "--key", key)
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(files[2]), scripted(*inputs))
-    for number, wrong in ((1, inputs[1].float()), (1, inputs[1].int()), (2, inputs[2].int())):
+    for number, wrong in (
+        (1, inputs[1].float()),
+        (1, inputs[1].int()),
+        (2, inputs[2].int()),
+    ):
         torch.save([*inputs[:number], wrong, *inputs[number + 1 :]], files[1])
         done = run(program, *files, *libraries)
-        assert (done.returncode, "unmatched dtype, expected: 4(at::kLong)" in done.stderr) == (1, True)
+        assert (
+            done.returncode,
+            "unmatched dtype, expected: 4(at::kLong)" in done.stderr,
+        ) == (1, True)
     assert "takes no deltas" in run(program, *files, "--delta", path).stderr
     if index == "hash":
-        assert "torch.classes.recstore.ServedTable" in run(program, *files, *libraries[:4]).stderr
+        assert (
+            "torch.classes.recstore.ServedTable"
+            in run(program, *files, *libraries[:4]).stderr
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(NO_LIBRARY is not None, reason=str(NO_LIBRARY))
 def test_following_in_cpp(program: Path, tmp_path: Path) -> None:
-    """The program follows a publisher with a key, whose signatures it checks, and names the version."""
+    """The program follows a publisher with a key, whose signatures it checks, and names
+    the version.
+    """
     model, ids = RecStoreEmbedding(50, 4, name="t", lr=0.3), torch.arange(6)
     torch.save([ids], tmp_path / "inputs.pt")
     key = write_secret(tmp_path / "key", "0123456789abcdef" * 2 + "\n")
-    arguments = ("--follow", tmp_path / "published", "--library", load_library(), "--key", key)
+    arguments = (
+        "--follow",
+        tmp_path / "published",
+        "--library",
+        load_library(),
+        "--key",
+        key,
+    )
     publisher = DeltaPublisher(
-        model, tmp_path / "published", every_s=0.01, full_every_s=3600, dtype=torch.float32, index="hash", key=key
+        model,
+        tmp_path / "published",
+        every_s=0.01,
+        full_every_s=3600,
+        dtype=torch.float32,
+        index="hash",
+        key=key,
     )
     follower = subprocess.Popen(
         [program, *map(str, arguments)], text=True, env={},
@@ -261,7 +353,9 @@ def test_following_in_cpp(program: Path, tmp_path: Path) -> None:
             while not torch.equal(output, model(ids)):
                 assert time.monotonic() < deadline
                 publisher.step()
-                follower.stdin.write(f"{tmp_path / 'inputs.pt'} {tmp_path / 'output.pt'}\n")
+                follower.stdin.write(
+                    f"{tmp_path / 'inputs.pt'} {tmp_path / 'output.pt'}\n"
+                )
                 follower.stdin.flush()
                 for line in follower.stdout:
                     if line.startswith("answered "):
@@ -276,10 +370,13 @@ def test_following_in_cpp(program: Path, tmp_path: Path) -> None:
             at = int(len(whole) * place)
             latest.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
             assert follower.stderr is not None
-            while f"{latest} is not signed with the key" not in (said := follower.stderr.readline()):
+            while f"{latest} is not signed with the key" not in (
+                said := follower.stderr.readline()
+            ):
                 assert said
             latest.write_bytes(whole)
-            time.sleep(0.5)  # It says the same again once it has read the file in between.
+            # It says the same again once it has read the file in between.
+            time.sleep(0.5)
         follower.stdin.close()
         assert follower.wait(60) == 0
     assert len(versions) == 4
@@ -287,7 +384,10 @@ def test_following_in_cpp(program: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_signatures_in_cpp(program: Path, tmp_path: Path) -> None:
-    key, other = (write_secret(tmp_path / name, f"{name}0123456789abcdef" * 2) for name in ("key", "other"))
+    key, other = (
+        write_secret(tmp_path / name, f"{name}0123456789abcdef" * 2)
+        for name in ("key", "other")
+    )
     model, ids = RecStoreEmbedding(50, 4, name="t", lr=0.3), torch.arange(6)
     torch.save([ids], tmp_path / "inputs.pt")
     files = [tmp_path / name for name in ("model.pt", "inputs.pt", "output.pt")]
@@ -301,16 +401,30 @@ def test_signatures_in_cpp(program: Path, tmp_path: Path) -> None:
     assert torch.equal(torch.load(files[2]), model(ids))
     for path in (files[0], delta):
         content = path.read_bytes()
-        assert f"{files[0]} is not signed with the key" in run(program, *files, "--key", other).stderr
+        assert (
+            f"{files[0]} is not signed with the key"
+            in run(program, *files, "--key", other).stderr
+        )
         for place in (len(content) // 2, len(content) - 130):
-            path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            path.write_bytes(
+                content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+            )
             done = run(program, *files, "--delta", delta, "--key", key)
-            assert (done.returncode, f"{path} is not signed with the key" in done.stderr) == (1, True)
+            assert (
+                done.returncode,
+                f"{path} is not signed with the key" in done.stderr,
+            ) == (1, True)
         path.write_bytes(content)
     export_for_inference(model, files[0], dtype=torch.float32)
-    assert f"{files[0]} has no signature, and the key" in run(program, *files, "--key", key).stderr
+    assert (
+        f"{files[0]} has no signature, and the key"
+        in run(program, *files, "--key", key).stderr
+    )
     short = write_secret(tmp_path / "short", "0123456789abcdef")
-    assert "must have at least 32 characters" in run(program, *files, "--key", short).stderr
+    assert (
+        "must have at least 32 characters"
+        in run(program, *files, "--key", short).stderr
+    )
 
 
 class Odd(nn.Module):
@@ -352,16 +466,35 @@ def test_deltas_of_any_tensors_in_cpp(program: Path, tmp_path: Path) -> None:
     done = run(program, *files[:2], "/proc/x")
     assert (done.returncode, done.stderr) == (1, "error: cannot write /proc/x\n")
     for message, header in (
-        ("its header is not one of safetensors", '{"a":{"dtype":"U8","shape":[x],"data_offsets":[0,4]}}'),
-        ("its header is not one of safetensors", '{"a":{"dtype":"U8","shape":[-4],"data_offsets":[0,4]}}'),
-        ("tensor a is too large", '{"a":{"dtype":"U8","shape":[9223372036854775807,4],"data_offsets":[0,4]}}'),
-        ("the bytes of tensor a are not where", '{"a":{"dtype":"U8","shape":[4],"data_offsets":[1,5]}}'),
-        ("the unknown type U7", '{"a":{"dtype":"U7","shape":[4],"data_offsets":[0,4]}}'),
+        (
+            "its header is not one of safetensors",
+            '{"a":{"dtype":"U8","shape":[x],"data_offsets":[0,4]}}',
+        ),
+        (
+            "its header is not one of safetensors",
+            '{"a":{"dtype":"U8","shape":[-4],"data_offsets":[0,4]}}',
+        ),
+        (
+            "tensor a is too large",
+            '{"a":{"dtype":"U8","shape":[9223372036854775807,4],"data_offsets":[0,4]}}',
+        ),
+        (
+            "the bytes of tensor a are not where",
+            '{"a":{"dtype":"U8","shape":[4],"data_offsets":[1,5]}}',
+        ),
+        (
+            "the unknown type U7",
+            '{"a":{"dtype":"U7","shape":[4],"data_offsets":[0,4]}}',
+        ),
     ):
-        delta.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+        delta.write_bytes(
+            len(header).to_bytes(8, "little") + header.encode() + bytes(4)
+        )
         done = run(program, *files, "--delta", delta)
         assert done.returncode == 1
-        assert done.stderr.startswith(f"error: {delta} is no safetensors file or damaged: ")
+        assert done.stderr.startswith(
+            f"error: {delta} is no safetensors file or damaged: "
+        )
         assert message in done.stderr
 
 
@@ -374,7 +507,9 @@ def test_rows_on_servers_in_cpp(program: Path, tmp_path: Path) -> None:
         client.init_data("b", (100, 6))
         client.push("b", torch.arange(100), torch.arange(600.0).view(-1, 6))
         address = ",".join(client.rows_addresses())
-        table = ServerTable("b", "float32", TableOnServers("b", 6, torch.float32, address, False, True))
+        table = ServerTable(
+            "b", "float32", TableOnServers("b", 6, torch.float32, address, False, True)
+        )
         model = ServedTables([table])
         save_script(scripted(model), tmp_path / "model.pt")
         inputs = [torch.randint(-20, 120, (10,)), torch.tensor([[3, 0, 2, 1, 4]])]

@@ -1,4 +1,6 @@
-"""Exported models have the outputs of the model in evaluation mode, for every kind of collection."""
+"""Exported models have the outputs of the model in evaluation mode, for every kind of
+collection.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,32 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, KeyedJaggedTensor, PoolingType
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    KeyedJaggedTensor,
+    PoolingType,
+)
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
+from torchrec.modules.feature_processor_ import (
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from torchrec_recstore.inference import export_delta, export_for_inference, read_delta, scriptable
-from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag, RecStoreEmbeddingBagCollection
+from torchrec_recstore.inference import (
+    export_delta,
+    export_for_inference,
+    read_delta,
+    scriptable,
+)
+from torchrec_recstore.modules import (
+    RecStoreEmbedding,
+    RecStoreEmbeddingBag,
+    RecStoreEmbeddingBagCollection,
+)
 from torchrec_recstore.options import (
     LFU,
     LRU,
@@ -66,7 +86,10 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 class TestSharded:
     @pytest.mark.parametrize("weighted", [False, True])
     def test_bags(self, weighted: bool) -> None:
-        model = sharded(collection(*copy.deepcopy(BAGS), is_weighted=weighted), {"learning_rate": 0.3})
+        model = sharded(
+            collection(*copy.deepcopy(BAGS), is_weighted=weighted),
+            {"learning_rate": 0.3},
+        )
         for _ in range(4):
             model(batch(weighted=weighted)).values().sum().backward()
         model.eval()
@@ -75,9 +98,18 @@ class TestSharded:
         wanted = {key: value.detach() for key, value in model(some).to_dict().items()}
         exported = export_for_inference(model, dtype=torch.float32)
         assert_same(exported(some).to_dict(), wanted)
-        assert [type(module).__name__ for module in exported.modules() if "RecStore" in type(module).__name__] == []
+        assert [
+            type(module).__name__
+            for module in exported.modules()
+            if "RecStore" in type(module).__name__
+        ] == []
         assert not exported.training
-        assert exported(some).keys() == ["f@t", "g", "h", "f@u"], "the order of the unsharded module"
+        assert exported(some).keys() == [
+            "f@t",
+            "g",
+            "h",
+            "f@u",
+        ], "the order of the unsharded module"
         # The given model has not changed, and can be trained further.
         assert table_stats(model) == before
         for table in model.module.recstore_tables():
@@ -86,26 +118,39 @@ class TestSharded:
         model(batch(weighted=weighted)).values().sum().backward()
 
     def test_rows_split_over_ranks_and_sequences(self) -> None:
-        ec = EmbeddingCollection(tables=SEQUENCES, device=torch.device("meta"), need_indices=True)
+        ec = EmbeddingCollection(
+            tables=SEQUENCES, device=torch.device("meta"), need_indices=True
+        )
         model = sharded(ec, {"learning_rate": 0.3}, sharding_type="row_wise")
         for _ in range(3):
             model(batch())["h"].values().sum().backward()
         model.eval()
         some = batch()
-        wanted, exported = model(some)["h"], export_for_inference(model, dtype=torch.float32)(some)["h"]
+        wanted, exported = (
+            model(some)["h"],
+            export_for_inference(model, dtype=torch.float32)(some)["h"],
+        )
         assert torch.equal(exported.values(), wanted.values())
         assert torch.equal(exported.lengths(), wanted.lengths())
         assert torch.equal(exported.weights(), some["h"].values()), "raw ids, not rows"
 
     @pytest.mark.parametrize("as_dict", [False, True])
     def test_feature_processors(self, as_dict: bool, tmp_path: Path) -> None:
-        tables = [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["f", "g"])]
+        tables = [
+            EmbeddingBagConfig(
+                name="t", embedding_dim=4, num_embeddings=9, feature_names=["f", "g"]
+            )
+        ]
         processors = (
             {name: PositionWeightedModule(max_feature_length=3) for name in ("f", "g")}
             if as_dict
-            else PositionWeightedModuleCollection({"f": 3, "g": 3}, device=torch.device("cpu"))
+            else PositionWeightedModuleCollection(
+                {"f": 3, "g": 3}, device=torch.device("cpu")
+            )
         )
-        unsharded = FeatureProcessedEmbeddingBagCollection(collection(*tables, is_weighted=True), processors)
+        unsharded = FeatureProcessedEmbeddingBagCollection(
+            collection(*tables, is_weighted=True), processors
+        )
         model = DistributedModelParallel(
             Pooled(unsharded),
             sharders=[RecStoreFeatureProcessedEmbeddingBagCollectionSharder()],
@@ -123,7 +168,8 @@ class TestSharded:
         script = torch.jit.load(tmp_path / "m.pt")
         assert_same(exported(some), wanted)
         assert_same(script(some), wanted)
-        # The processors return a batch without strides, so that the collection cannot see them.
+        # The processors return a batch without strides, so that the collection cannot
+        # see them.
         varying = KeyedJaggedTensor(
             ["f", "g"],
             torch.tensor([1, 2, 3, 4]),
@@ -135,34 +181,66 @@ class TestSharded:
                 served(varying)
 
     def test_tables_of_torchrec_come_along(self, tmp_path: Path) -> None:
-        ebc = EmbeddingBagCollection(tables=copy.deepcopy(BAGS), device=torch.device("cpu"))
+        ebc = EmbeddingBagCollection(
+            tables=copy.deepcopy(BAGS), device=torch.device("cpu")
+        )
         plans: dict[str, ParameterConstraints] = {
             "t": RecStoreConstraints(sharding_types=["table_wise"]),
-            "m": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"]),
-            "u": ParameterConstraints(sharding_types=["data_parallel"], compute_kernels=["dense"]),
+            "m": ParameterConstraints(
+                sharding_types=["table_wise"], compute_kernels=["fused"]
+            ),
+            "u": ParameterConstraints(
+                sharding_types=["data_parallel"], compute_kernels=["dense"]
+            ),
         }
         model = sharded(ebc, {"learning_rate": 0.3}, constraints=plans)
         some = batch()
-        some = KeyedJaggedTensor(some.keys(), some.values() % 100, lengths=some.lengths())  # The table has 100 rows.
+        # The table has 100 rows.
+        some = KeyedJaggedTensor(
+            some.keys(), some.values() % 100, lengths=some.lengths()
+        )
         model(some).values().sum().backward()
         model.eval()
         wanted = {key: value.detach() for key, value in model(some).to_dict().items()}
-        exported = export_for_inference(model, tmp_path / "m.pt", dtype=torch.float32)(some).to_dict()
+        exported = export_for_inference(model, tmp_path / "m.pt", dtype=torch.float32)(
+            some
+        ).to_dict()
         for key, value in wanted.items():
-            torch.testing.assert_close(exported[key], value)  # FBGEMM sums in another order.
+            # FBGEMM sums in another order.
+            torch.testing.assert_close(exported[key], value)
         assert_same(torch.jit.load(tmp_path / "m.pt")(some).to_dict(), exported)
 
     def test_what_cannot_be_exported(self, tmp_path: Path) -> None:
         model = sharded(
-            collection(EmbeddingBagConfig(name="odd", embedding_dim=5, num_embeddings=9, feature_names=["f"]))
+            collection(
+                EmbeddingBagConfig(
+                    name="odd", embedding_dim=5, num_embeddings=9, feature_names=["f"]
+                )
+            )
         )
         for error, message, arguments in (
-            (ValueError, "'odd' has dim 5: int4 .* multiple of 4", {"dtype": torch.quint4x2}),
+            (
+                ValueError,
+                "'odd' has dim 5: int4 .* multiple of 4",
+                {"dtype": torch.quint4x2},
+            ),
             (ValueError, "'odd' has dim 5: int8 .* multiple of 2", {}),
-            (ValueError, "dtype must be one of .*got torch.float64", {"dtype": torch.float64}),
-            (ValueError, "min_frequency must be at least 0, got -1", {"min_frequency": -1}),
+            (
+                ValueError,
+                "dtype must be one of .*got torch.float64",
+                {"dtype": torch.float64},
+            ),
+            (
+                ValueError,
+                "min_frequency must be at least 0, got -1",
+                {"min_frequency": -1},
+            ),
             (TypeError, "top_rows must be an int, got float", {"top_rows": 1.0}),
-            (FileNotFoundError, "is no directory", {"path": tmp_path / "none" / "m.pt"}),
+            (
+                FileNotFoundError,
+                "is no directory",
+                {"path": tmp_path / "none" / "m.pt"},
+            ),
         ):
             with pytest.raises(error, match=message):
                 export_for_inference(model, **arguments)
@@ -188,7 +266,10 @@ def test_eager_model_and_its_file(weighted: bool, tmp_path: Path) -> None:
         assert torch.equal(exported(some), wanted)
         assert torch.equal(loaded(some), wanted)
         assert torch.equal(exported.bags(some).values(), model.bags(some).values())
-    for table in (model.bags.embedding_bags["t"].table, model.rows.embeddings["s"].table):
+    for table in (
+        model.bags.embedding_bags["t"].table,
+        model.rows.embeddings["s"].table,
+    ):
         assert torch.equal(loaded.recstore_ids(table.name), table.ids())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.pt"]
 
@@ -199,7 +280,9 @@ def test_quantised_within_a_step(dtype: torch.dtype, tmp_path: Path) -> None:
     exported = export_for_inference(model, tmp_path / "m.pt", dtype=dtype)
     loaded = torch.jit.load(tmp_path / "m.pt")
     some = batch()
-    assert torch.equal(loaded(some), exported(some)), "TorchRec's module and the file read the same"
+    assert torch.equal(loaded(some), exported(some)), (
+        "TorchRec's module and the file read the same"
+    )
     pooled, wanted = exported.bags(some), model.bags(some)
     off = 0.0
     for config, keys in zip(BAGS, (["f@t", "g"], ["h"], ["f@u"]), strict=True):
@@ -210,7 +293,9 @@ def test_quantised_within_a_step(dtype: torch.dtype, tmp_path: Path) -> None:
             feature = some[name]
             known = table.contains(feature.values())
             of_ids = torch.zeros(len(known))
-            of_ids[known] = bounds[torch.searchsorted(table.ids(), feature.values()[known])]
+            of_ids[known] = bounds[
+                torch.searchsorted(table.ids(), feature.values()[known])
+            ]
             lengths = feature.lengths()
             allowed = torch.zeros(len(lengths)).index_add_(
                 0, torch.repeat_interleave(torch.arange(len(lengths)), lengths), of_ids
@@ -225,7 +310,11 @@ def test_quantised_within_a_step(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_rows_that_are_left_out() -> None:
     bags = RecStoreEmbeddingBagCollection(
-        [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"])]
+        [
+            EmbeddingBagConfig(
+                name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"]
+            )
+        ]
     )
     for ids in ([5, 7, -3], [5, 7, 9], [5, 9]):
         bags(batch_of(f=[ids])).values().sum().backward()
@@ -235,13 +324,16 @@ def test_rows_that_are_left_out() -> None:
     for arguments, stay in (
         ({"min_frequency": 2}, [True, True, True, False]),
         ({"min_frequency": 3}, [True, False, False, False]),
-        ({"top_rows": 2}, [True, True, False, False]),  # Ids 7 and 9 have equal frequencies: the smallest id stays.
+        # Ids 7 and 9 have equal frequencies: the smallest id stays.
+        ({"top_rows": 2}, [True, True, False, False]),
         ({"top_rows": 9}, [True] * 4),
         ({"min_frequency": 4}, [False] * 4),
         ({"top_rows": 1, "min_frequency": 2}, [True, False, False, False]),
     ):
         exported = export_for_inference(bags, dtype=torch.float32, **arguments)
-        assert torch.equal(exported(every).values(), rows * torch.tensor(stay)[:, None]), arguments
+        assert torch.equal(
+            exported(every).values(), rows * torch.tensor(stay)[:, None]
+        ), arguments
         empty = export_for_inference(bags, **arguments)  # No row is exported.
         assert empty(every).values().shape == (4, 4)
 
@@ -253,14 +345,24 @@ def test_frequencies_are_halved_as_eviction_has_it() -> None:
         table(torch.tensor(ids)).sum().backward()
     table.eval()
     ids = torch.tensor([1, 2, 3])
-    kept = export_for_inference(table, dtype=torch.float32, min_frequency=1)(ids).abs().sum(1) > 0
+    kept = (
+        export_for_inference(table, dtype=torch.float32, min_frequency=1)(ids)
+        .abs()
+        .sum(1)
+        > 0
+    )
     seen = table.table.read_rows(ids)
     assert seen["frequency"].tolist() == [2, 2, 2], "as of their last steps"
     assert kept.tolist() == [True, True, True]
     for _ in range(4):
         table.train()
         table(torch.tensor([9])).sum().backward()
-    kept = export_for_inference(table.eval(), dtype=torch.float32, min_frequency=1)(ids).abs().sum(1) > 0
+    kept = (
+        export_for_inference(table.eval(), dtype=torch.float32, min_frequency=1)(ids)
+        .abs()
+        .sum(1)
+        > 0
+    )
     assert kept.tolist() == [False, False, False], "by now"
 
 
@@ -271,10 +373,15 @@ def test_occurrences_select_rows_and_scores_do_not(tmp_path: Path) -> None:
     table(ids).sum().backward()
     exported = export_for_inference(table.eval(), dtype=torch.float32, min_frequency=2)
     assert (exported(torch.tensor([1, 2])).abs().sum(1) > 0).tolist() == [True, False]
-    scored = RecStoreEmbedding(50, 4, options=TableOptions(max_rows=50, eviction=Scored()), name="scored")
+    scored = RecStoreEmbedding(
+        50, 4, options=TableOptions(max_rows=50, eviction=Scored()), name="scored"
+    )
     scored(ids).sum().backward()
     for selection in ({"min_frequency": 1}, {"top_rows": 1}):
-        with pytest.raises(ValueError, match=r"table 'scored' evicts by scores \(eviction=Scored\(\)\), so that"):
+        with pytest.raises(
+            ValueError,
+            match=r"table 'scored' evicts by scores \(eviction=Scored\(\)\), so that",
+        ):
             export_for_inference(scored.eval(), **selection)
     assert export_for_inference(scored.eval())(ids).shape == (4, 4)
 
@@ -287,40 +394,67 @@ def test_frequencies_begin_with_the_row() -> None:
         for id in [2] * others + [1] * steps:
             table.train()(torch.tensor([id])).sum().backward()
         for least in (counted, counted + 1):
-            exported = export_for_inference(table.eval(), dtype=torch.float32, min_frequency=least)
-            assert bool(exported(torch.tensor([1])).any()) == (least == counted), (steps, least)
+            exported = export_for_inference(
+                table.eval(), dtype=torch.float32, min_frequency=least
+            )
+            assert bool(exported(torch.tensor([1])).any()) == (least == counted), (
+                steps,
+                least,
+            )
 
 
 def test_frequencies_that_are_not_known() -> None:
     table = RecStoreEmbedding(3, 2, _weight=torch.ones(3, 2), name="t").eval()
     for arguments in ({"min_frequency": 1}, {"top_rows": 2}):
-        with pytest.raises(ValueError, match="'t' has rows that no training step has looked up"):
+        with pytest.raises(
+            ValueError, match="'t' has rows that no training step has looked up"
+        ):
             export_for_inference(table, **arguments)
     assert bool((export_for_inference(table)(torch.arange(3)) == 1).all())
 
 
 def test_rows_in_a_cold_store(tmp_path: Path) -> None:
-    options = TableOptions(max_rows=60, eviction=LRU(), cold_store=RocksDBStore(str(tmp_path / "cold")))
+    options = TableOptions(
+        max_rows=60, eviction=LRU(), cold_store=RocksDBStore(str(tmp_path / "cold"))
+    )
     model = Model(options)
     for first in range(0, 160, 40):
         ids = torch.arange(first, first + 40).repeat(3)
-        model(KeyedJaggedTensor(["g", "h", "f"], ids, lengths=torch.full((6,), 20))).sum().backward()
+        model(
+            KeyedJaggedTensor(["g", "h", "f"], ids, lengths=torch.full((6,), 20))
+        ).sum().backward()
     model.eval()
     assert model.bags.embedding_bags["m"].table.stats().cold_rows > 0
     ids = torch.arange(200).repeat(3)
     every = KeyedJaggedTensor(["g", "h", "f"], ids, lengths=torch.full((600,), 1))
-    assert torch.equal(export_for_inference(model, dtype=torch.float32)(every), model(every).detach())
+    assert torch.equal(
+        export_for_inference(model, dtype=torch.float32)(every), model(every).detach()
+    )
 
 
 def test_initial_rows_of_unseen_ids() -> None:
-    configs = [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"])]
+    configs = [
+        EmbeddingBagConfig(
+            name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"]
+        )
+    ]
     some = batch_of(f=[[1, 8], [9]])
-    for initializer in (ConstantInit(0.3), UniformInit(0.3, 0.3), NormalInit(0.3, 0.0), NormalInit(-0.3, 0.0, 2.0)):
+    for initializer in (
+        ConstantInit(0.3),
+        UniformInit(0.3, 0.3),
+        NormalInit(0.3, 0.0),
+        NormalInit(-0.3, 0.0, 2.0),
+    ):
         alike = TableOptions(initializer=initializer, missing="init")
         bags = RecStoreEmbeddingBagCollection(configs, options=alike).eval()
         assert bags(some).values().all()
-        assert torch.equal(export_for_inference(bags, dtype=torch.float32)(some).values(), bags(some).values())
-    bags = RecStoreEmbeddingBagCollection(configs, options=TableOptions(missing="init")).eval()
+        assert torch.equal(
+            export_for_inference(bags, dtype=torch.float32)(some).values(),
+            bags(some).values(),
+        )
+    bags = RecStoreEmbeddingBagCollection(
+        configs, options=TableOptions(missing="init")
+    ).eval()
     with pytest.warns(UserWarning, match="'t' have missing='init'") as caught:
         exported = export_for_inference(bags, dtype=torch.float32)
     assert len(caught) == 1
@@ -342,13 +476,25 @@ def test_embedding_and_bag(padding: int | None, tmp_path: Path) -> None:
     for mode in ("sum", "mean", "max"):
         for include in (False, True):
             bags = RecStoreEmbeddingBag(
-                50, 4, mode=mode, padding_idx=padding, include_last_offset=include, lr=0.3, name="bags"
+                50,
+                4,
+                mode=mode,
+                padding_idx=padding,
+                include_last_offset=include,
+                lr=0.3,
+                name="bags",
             )
             bags(some).sum().backward()
             bags.eval()
-            exported = export_for_inference(bags, tmp_path / "bags.pt", dtype=torch.float32)
+            exported = export_for_inference(
+                bags, tmp_path / "bags.pt", dtype=torch.float32
+            )
             loaded = torch.jit.load(tmp_path / "bags.pt")
-            arguments: list[tuple[Tensor, ...]] = [(some,), (some.view(-1), offsets), (some[:0],)]
+            arguments: list[tuple[Tensor, ...]] = [
+                (some,),
+                (some.view(-1), offsets),
+                (some[:0],),
+            ]
             if mode == "sum":
                 arguments += [(some.view(-1), offsets, weights)]
             for each in arguments:
@@ -358,25 +504,38 @@ def test_embedding_and_bag(padding: int | None, tmp_path: Path) -> None:
 
 
 def test_names_in_a_file_are_distinct(tmp_path: Path) -> None:
-    model = nn.Sequential(*(RecStoreEmbedding(9, 2, name=name) for name in ("t", "t", "0.t")))
+    model = nn.Sequential(
+        *(RecStoreEmbedding(9, 2, name=name) for name in ("t", "t", "0.t"))
+    )
     with pytest.raises(ValueError, match=r"more than one table '0\.t'"):
         export_for_inference(model, tmp_path / "m.pt")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
-def test_takes_little_more_memory_than_it_writes(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_takes_little_more_memory_than_it_writes(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     table = RecStoreEmbedding(9, 16, name="t").eval()
     table.table.insert(torch.arange(600_000), torch.randn(600_000, 16))
-    export_for_inference(RecStoreEmbedding(9, 16, name="t"), tmp_path / "m.pt", dtype=dtype)  # Imports all modules.
+    # Imports all modules.
+    export_for_inference(
+        RecStoreEmbedding(9, 16, name="t"), tmp_path / "m.pt", dtype=dtype
+    )
     Path("/proc/self/clear_refs").write_text("5")  # This resets VmHWM.
     before = _memory("VmRSS")
     export_for_inference(table, tmp_path / "m.pt", dtype=dtype)
-    assert _memory("VmHWM") - before < 3 * (tmp_path / "m.pt").stat().st_size, "and of pieces that are read"
+    assert _memory("VmHWM") - before < 3 * (tmp_path / "m.pt").stat().st_size, (
+        "and of pieces that are read"
+    )
 
 
 def _memory(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -402,7 +561,11 @@ class Unscriptable(nn.Module):
         self.rows = RecStoreEmbedding(9, 2, name="t")
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.rows(ids) if float(ids.sum()) > id(self) else torch.from_numpy(ids.numpy())
+        return (
+            self.rows(ids)
+            if float(ids.sum()) > id(self)
+            else torch.from_numpy(ids.numpy())
+        )
 
 
 def test_a_model_that_torchscript_cannot_take(tmp_path: Path) -> None:
@@ -414,7 +577,11 @@ def test_a_model_that_torchscript_cannot_take(tmp_path: Path) -> None:
 class Unannotated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        tables = [EmbeddingBagConfig(name="t", embedding_dim=2, num_embeddings=9, feature_names=["f"])]
+        tables = [
+            EmbeddingBagConfig(
+                name="t", embedding_dim=2, num_embeddings=9, feature_names=["f"]
+            )
+        ]
         self.bags = RecStoreEmbeddingBagCollection(tables)
 
     def forward(self, features):  # type: ignore[no-untyped-def]
@@ -422,7 +589,10 @@ class Unannotated(nn.Module):
 
 
 def test_a_forward_without_types_is_named(tmp_path: Path) -> None:
-    says = r"^Unannotated.forward \(.*test_export.py:\d+\) has no type for features, .* features: KeyedJaggedTensor\n"
+    says = (
+        r"^Unannotated.forward \(.*test_export.py:\d+\) has no type for features, .*"
+        r" features: KeyedJaggedTensor\n"
+    )
     with pytest.raises(ValueError, match=says):
         export_for_inference(Unannotated(), tmp_path / "m.pt")
 
@@ -440,7 +610,11 @@ class Traceable(nn.Module):
 
 
 # The tracer needs these names: with annotations from __future__, annotations are text.
-Traceable.forward.__annotations__ = {"features": KeyedJaggedTensor, "ids": Tensor, "return": Tensor}
+Traceable.forward.__annotations__ = {
+    "features": KeyedJaggedTensor,
+    "ids": Tensor,
+    "return": Tensor,
+}
 
 
 def test_a_model_that_torchscript_takes_from_a_trace(tmp_path: Path) -> None:
@@ -471,32 +645,54 @@ def two_ranks(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     ebc = collection(
         *(
-            EmbeddingBagConfig(name=name, embedding_dim=dim, num_embeddings=64, feature_names=[f])
+            EmbeddingBagConfig(
+                name=name, embedding_dim=dim, num_embeddings=64, feature_names=[f]
+            )
             for name, f, dim in TABLES
         )
     )
     kinds = {"rows": "row_wise", "columns": "column_wise", "whole": "table_wise"}
     constraints: dict[str, ParameterConstraints] = {
-        name: RecStoreConstraints(sharding_types=[kind], min_partition=4 if kind == "column_wise" else None)
+        name: RecStoreConstraints(
+            sharding_types=[kind], min_partition=4 if kind == "column_wise" else None
+        )
         for name, kind in kinds.items()
     }
-    # Of TorchRec's own tables, a rank has two parts of one table and no part of the other table.
+    # Of TorchRec's own tables, a rank has two parts of one table and no part of the
+    # other table.
     for name, kind in (("stock_columns", "column_wise"), ("stock_whole", "table_wise")):
-        constraints[name] = ParameterConstraints(sharding_types=[kind], compute_kernels=["fused"], min_partition=4)
-    sharders = [RecStoreSharder({"learning_rate": 0.3}), RecStoreEmbeddingCollectionSharder()]
-    plan = RecStorePlanner(constraints=constraints).collective_plan(nn.Sequential(ebc), sharders)
-    model = DistributedModelParallel(nn.Sequential(ebc), plan=plan, sharders=sharders, device=torch.device("cpu"))
+        constraints[name] = ParameterConstraints(
+            sharding_types=[kind], compute_kernels=["fused"], min_partition=4
+        )
+    sharders = [
+        RecStoreSharder({"learning_rate": 0.3}),
+        RecStoreEmbeddingCollectionSharder(),
+    ]
+    plan = RecStorePlanner(constraints=constraints).collective_plan(
+        nn.Sequential(ebc), sharders
+    )
+    model = DistributedModelParallel(
+        nn.Sequential(ebc), plan=plan, sharders=sharders, device=torch.device("cpu")
+    )
     torch.manual_seed(rank)
     for _ in range(3):
         model(for_all(batch())).values().sum().backward()
     model.eval()
     some = batch()
     # Each bag has one id, so that no rank computes a sum.
-    some = for_all(KeyedJaggedTensor(some.keys(), some.values()[:12], lengths=torch.tensor([1] * 12)))
+    some = for_all(
+        KeyedJaggedTensor(
+            some.keys(), some.values()[:12], lengths=torch.tensor([1] * 12)
+        )
+    )
     wanted = model(some).to_dict()
     exported = export_for_inference(model, dtype=torch.float32)
-    assert_same({key: value.detach() for key, value in wanted.items()}, exported(some).to_dict())
-    checksum = torch.stack([tensor.double().sum() for tensor in exported.state_dict().values()])
+    assert_same(
+        {key: value.detach() for key, value in wanted.items()}, exported(some).to_dict()
+    )
+    checksum = torch.stack(
+        [tensor.double().sum() for tensor in exported.state_dict().values()]
+    )
     other = checksum.clone()
     torch.distributed.broadcast(other, 0)
     assert torch.equal(checksum, other), "the same on every rank"
@@ -507,11 +703,18 @@ def two_ranks(rank: int, world_size: int) -> None:
 
 def for_all(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     ids = features.values().clone()
-    ids[features.offset_per_key()[-2] :] %= 64  # The ids of feature x, which TorchRec's own tables look up.
+    # The ids of feature x, which TorchRec's own tables look up.
+    ids[features.offset_per_key()[-2] :] %= 64
     return KeyedJaggedTensor(features.keys(), ids, lengths=features.lengths())
 
 
-TABLES = [("rows", "f", 8), ("columns", "g", 8), ("whole", "h", 8), ("stock_columns", "x", 16), ("stock_whole", "x", 8)]
+TABLES = [
+    ("rows", "f", 8),
+    ("columns", "g", 8),
+    ("whole", "h", 8),
+    ("stock_columns", "x", 16),
+    ("stock_whole", "x", 8),
+]
 
 
 def test_two_ranks() -> None:

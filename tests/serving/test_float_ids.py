@@ -1,4 +1,6 @@
-"""A float id is refused, because float32 does not hold every integer and another id's row would be the answer."""
+"""A float id is refused, because float32 does not hold every integer and another id's
+row would be the answer.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,25 @@ import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
-from torchrec_recstore import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
+from torchrec_recstore import (
+    RecStoreEmbeddingBagCollection,
+    RecStoreEmbeddingCollection,
+)
 from torchrec_recstore.inference import export_for_inference
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
 from torchrec_recstore_serving.hashed_tables import HashedTable
 from torchrec_recstore_serving.row_formats import packed
-from torchrec_recstore_serving.served_tables import ServedTable, ServedTables, served_table
+from torchrec_recstore_serving.served_tables import (
+    ServedTable,
+    ServedTables,
+    served_table,
+)
 
 IDS = torch.tensor([20_000_000, 20_000_001])  # the same float32
 NO_INTEGERS = [torch.float32, torch.float64, torch.float16, torch.bool, torch.complex64]
 MESSAGE = "must be integers"
-OF_TORCHREC = "must be of integer type|must match for tolist"  # of the lengths of a KeyedJaggedTensor
+# of the lengths of a KeyedJaggedTensor
+OF_TORCHREC = "must be of integer type|must match for tolist"
 
 
 class Single(nn.Module):
@@ -43,8 +53,12 @@ class Collections(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        bag = EmbeddingBagConfig(name="bags", embedding_dim=4, num_embeddings=10, feature_names=["f"])
-        row = EmbeddingConfig(name="rows", embedding_dim=4, num_embeddings=10, feature_names=["f"])
+        bag = EmbeddingBagConfig(
+            name="bags", embedding_dim=4, num_embeddings=10, feature_names=["f"]
+        )
+        row = EmbeddingConfig(
+            name="rows", embedding_dim=4, num_embeddings=10, feature_names=["f"]
+        )
         self.bags = RecStoreEmbeddingBagCollection([bag])
         self.rows = RecStoreEmbeddingCollection([row])
 
@@ -55,16 +69,22 @@ class Collections(nn.Module):
 
 
 def exports(model: nn.Module, folder: Path) -> list[Any]:
-    """A model in eager Python, scripted with sorted ids, and scripted with the native op."""
+    """A model in eager Python, scripted with sorted ids, and scripted with the native
+    op.
+    """
     made: list[Any] = []
     for index in ("sorted", "hash"):
-        eager = export_for_inference(model, folder / f"{index}.pt", dtype=torch.float32, index=index)
+        eager = export_for_inference(
+            model, folder / f"{index}.pt", dtype=torch.float32, index=index
+        )
         made.append(torch.jit.load(folder / f"{index}.pt"))
     return [eager, *made]
 
 
 @pytest.mark.parametrize("kind", [Single, Collections])
-def test_served_models_refuse_what_is_no_integer(kind: type[nn.Module], tmp_path: Path) -> None:
+def test_served_models_refuse_what_is_no_integer(
+    kind: type[nn.Module], tmp_path: Path
+) -> None:
     model = kind()
     second = torch.tensor([0, 1]) if kind is Single else torch.tensor([1, 1])
     model(IDS, second).sum().backward()

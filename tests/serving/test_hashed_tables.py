@@ -1,4 +1,6 @@
-"""Models with a hash index: equal outputs, deltas of what has changed, and copies that change while others answer."""
+"""Models with a hash index: equal outputs, deltas of what has changed, and copies that
+change while others answer.
+"""
 
 from __future__ import annotations
 
@@ -31,41 +33,63 @@ from torchrec_recstore_serving.delta import described
 
 from ..checkpoint.models import recstore
 from .models import Model, batch, train
-from .test_delta import DTYPES, SharedParts, WithTorchRecsTable, assert_refused, assert_same_model, signed
+from .test_delta import (
+    DTYPES,
+    SharedParts,
+    WithTorchRecsTable,
+    assert_refused,
+    assert_same_model,
+    signed,
+)
 
 try:
     load_library()
 except ImportError as error:
-    pytest.skip(f"this torch has no library of served models: {error}", allow_module_level=True)
+    pytest.skip(
+        f"this torch has no library of served models: {error}", allow_module_level=True
+    )
 
 SMALL = TableOptions(max_rows=60, eviction=LRU())
 
 
 def step(model: nn.Module, number: int) -> None:
-    """One step of training, with new ids for which other ids are evicted, and a change of the dense layer."""
+    """One step of training, with new ids for which other ids are evicted, and a change
+    of the dense layer.
+    """
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(number * 3 - 40, number * 3 + 40, (90,), generator=generator)
     model.train()
-    model(KeyedJaggedTensor(["g", "h", "f"], ids, lengths=torch.full((9,), 10))).sum().backward()
+    model(
+        KeyedJaggedTensor(["g", "h", "f"], ids, lengths=torch.full((9,), 10))
+    ).sum().backward()
     with torch.no_grad():
         model.eval().over[0].weight.add_(torch.randn(3, 40, generator=generator))
 
 
 def assert_equal(one: torch.jit.ScriptModule, other: torch.jit.ScriptModule) -> None:
-    """All rows, weights and outputs are equal to the bit; and so is what each model computes from its memory."""
+    """All rows, weights and outputs are equal to the bit; and so is what each model
+    computes from its memory.
+    """
     assert_same_model(one, other)
     one.verify()
     state = other.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in one.state_dict().items())
+    assert all(
+        torch.equal(tensor, state[name]) for name, tensor in one.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_outputs_are_those_of_the_sorted_index(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_outputs_are_those_of_the_sorted_index(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     model = train(Model(), weighted=False)
     export_for_inference(model, tmp_path / "sorted.pt", dtype=dtype)
     export_for_inference(model, tmp_path / "hash.pt", dtype=dtype, index="hash")
     verify(tmp_path / "hash.pt")
-    one, other = torch.jit.load(tmp_path / "hash.pt"), torch.jit.load(tmp_path / "sorted.pt")
+    one, other = (
+        torch.jit.load(tmp_path / "hash.pt"),
+        torch.jit.load(tmp_path / "sorted.pt"),
+    )
     one.verify()
     for name in other.recstore_tables():
         assert torch.equal(one.recstore_ids(name), other.recstore_ids(name))
@@ -87,34 +111,50 @@ def test_weights_means_and_ids_without_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.int8], ids=str)
-def test_a_replica_follows_a_model(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.int8], ids=str
+)
+def test_a_replica_follows_a_model(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After 30 deltas, with restarts of the replica, it is equal to a full export."""
     follow(tmp_path, 30, dtype, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_replica_follows_a_model_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After 300 deltas, with restarts of both sides, the replica is equal to a full export."""
+def test_a_replica_follows_a_model_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 300 deltas, with restarts of both sides, the replica is equal to a full
+    export.
+    """
     follow(tmp_path, 300, torch.int8, monkeypatch)
 
 
-def follow(folder: Path, deltas: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def follow(
+    folder: Path, deltas: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole: list[bool] = []
     exported = export_module.read_model
     monkeypatch.setattr(
-        export_module, "read_model", lambda *args, **more: whole.append(True) or exported(*args, **more)
+        export_module,
+        "read_model",
+        lambda *args, **more: whole.append(True) or exported(*args, **more),
     )
     model = Model(SMALL)
     for number in range(3):
         step(model, number)
     export_for_inference(model, folder / "base.pt", dtype=dtype, index="hash")
-    base, replica = torch.jit.load(folder / "base.pt"), torch.jit.load(folder / "base.pt")
+    base, replica = (
+        torch.jit.load(folder / "base.pt"),
+        torch.jit.load(folder / "base.pt"),
+    )
     rows = removed = restarts = 0
     for number in range(deltas):
         step(model, number + 3)
-        if number % 20 == 9:  # The trainer restarts: its tables have forgotten which rows the base has.
+        # The trainer restarts: its tables have forgotten which rows the base has.
+        if number % 20 == 9:
             changes._MARKS.clear()
             restarts += 1
         path = folder / f"{number}.safetensors"
@@ -139,11 +179,15 @@ def follow(folder: Path, deltas: int, dtype: torch.dtype, monkeypatch: pytest.Mo
     export_for_inference(model, folder / "full.pt", dtype=dtype, index="hash")
     assert_equal(replica, torch.jit.load(folder / "full.pt"))
     assert min(rows, removed) > 10 * deltas
-    assert len(whole) == 2 + deltas // 10 + restarts, "the other deltas read only the rows that have changed"
+    assert len(whole) == 2 + deltas // 10 + restarts, (
+        "the other deltas read only the rows that have changed"
+    )
 
 
 def test_a_delta_reads_only_what_has_changed_since_its_base(tmp_path: Path) -> None:
-    """A base that is not the last version has a delta, too; one of other rows is compared as a whole."""
+    """A base that is not the last version has a delta, too; one of other rows is
+    compared as a whole.
+    """
     model = Model(SMALL)
     step(model, 0)
     export_for_inference(model, tmp_path / "base.pt", dtype=torch.float32, index="hash")
@@ -171,7 +215,8 @@ def test_a_copy_changes_and_the_original_does_not(tmp_path: Path) -> None:
         step(model, number)
         export_delta(model, tmp_path / "delta", base=versions[-1])
         first, second = copy.deepcopy(versions[-1]), copy.deepcopy(versions[-1])
-        for each in (first, second):  # The second one cannot extend the line of versions, and copies the rows.
+        # The second one cannot extend the line of versions, and copies the rows.
+        for each in (first, second):
             each.apply_delta(read_delta(tmp_path / "delta"))
         export_for_inference(model, tmp_path / "full.pt", index="hash")
         assert_equal(first, torch.jit.load(tmp_path / "full.pt"))
@@ -195,12 +240,27 @@ def test_what_is_refused(tmp_path: Path) -> None:
     rows[0, -1] ^= 1
     for message, changed in (
         ("takes deltas of format 1", {"format": torch.tensor([2])}),
-        ("table t: the delta's rows are of another dim", {"t/rows": good["t/rows"][:, :4]}),
-        ("table s: the delta has not an int64 id for each row", {"s/ids": good["s/ids"][1:]}),
-        ("table s: the delta has an id more than once", {"s/ids": torch.zeros_like(good["s/ids"])}),
+        (
+            "table t: the delta's rows are of another dim",
+            {"t/rows": good["t/rows"][:, :4]},
+        ),
+        (
+            "table s: the delta has not an int64 id for each row",
+            {"s/ids": good["s/ids"][1:]},
+        ),
+        (
+            "table s: the delta has an id more than once",
+            {"s/ids": torch.zeros_like(good["s/ids"])},
+        ),
         ("the delta does not lead from this model to version", {"t/rows": rows}),
-        ("the delta does not lead from this model to version", {"t/removed": good["t/removed"][1:]}),
-        ("the delta does not lead from this model to version", {"dense/over.0.weight": torch.zeros(3, 40)}),
+        (
+            "the delta does not lead from this model to version",
+            {"t/removed": good["t/removed"][1:]},
+        ),
+        (
+            "the delta does not lead from this model to version",
+            {"dense/over.0.weight": torch.zeros(3, 40)},
+        ),
     ):
         assert_refused(served, signed({**good, **changed}), message)
     assert served.apply_delta(good)
@@ -209,9 +269,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
     content = (tmp_path / "delta").read_bytes()
     for damaged in (content[:-1], content[: len(content) // 2], content[:20], b""):
         (tmp_path / "damaged").write_bytes(damaged)
-        with pytest.raises(Exception, match=r"[Dd]eserializ|neither an exported model nor a delta"):
+        with pytest.raises(
+            Exception, match=r"[Dd]eserializ|neither an exported model nor a delta"
+        ):
             read_delta(tmp_path / "damaged")
-    with pytest.raises(ValueError, match='index must be "sorted" or "hash", got \'btree\''):
+    with pytest.raises(
+        ValueError, match='index must be "sorted" or "hash", got \'btree\''
+    ):
         export_for_inference(model, tmp_path / "x.pt", index="btree")
     arguments: dict[str, Any] = {"index": 1}
     with pytest.raises(TypeError, match='index must be "sorted" or "hash", got int'):
@@ -229,10 +293,16 @@ def test_what_a_model_has_at_several_paths(tmp_path: Path) -> None:
             model.towers[1][1].weight += 1
         export_delta(model.eval(), tmp_path / "delta", base=tmp_path / "base.pt")
         export_for_inference(model, tmp_path / "full.pt", index="hash")
-        for served in (torch.jit.load(tmp_path / "base.pt"), copy.deepcopy(torch.jit.load(tmp_path / "base.pt"))):
+        for served in (
+            torch.jit.load(tmp_path / "base.pt"),
+            copy.deepcopy(torch.jit.load(tmp_path / "base.pt")),
+        ):
             served.apply_delta(read_delta(tmp_path / "delta"))
             assert torch.equal(served(ids), torch.jit.load(tmp_path / "full.pt")(ids))
-            assert served.recstore_version() == torch.jit.load(tmp_path / "full.pt").recstore_version()
+            assert (
+                served.recstore_version()
+                == torch.jit.load(tmp_path / "full.pt").recstore_version()
+            )
 
 
 def test_torchrecs_tables_and_padding(tmp_path: Path) -> None:
@@ -247,7 +317,9 @@ def test_torchrecs_tables_and_padding(tmp_path: Path) -> None:
     assert_equal(served, torch.jit.load(tmp_path / "full.pt"))
     padded = RecStoreEmbedding(50, 4, name="p", padding_idx=2)
     padded.train()(torch.tensor([1, 3]))
-    export_for_inference(padded.eval(), tmp_path / "p.pt", dtype=torch.float32, index="hash")
+    export_for_inference(
+        padded.eval(), tmp_path / "p.pt", dtype=torch.float32, index="hash"
+    )
     ids = torch.tensor([[1, 2], [3, 4]])
     assert torch.equal(torch.jit.load(tmp_path / "p.pt")(ids), padded(ids))
 
@@ -258,7 +330,9 @@ def test_of_a_sharded_model_and_of_checkpoints(tmp_path: Path) -> None:
 
     def train_on(first: int) -> None:
         ids = torch.arange(first, first + 12).repeat_interleave(3) - 5
-        model(KeyedJaggedTensor(["u", "i", "j"], ids, lengths=torch.full((6,), 6))).sum().backward()
+        model(
+            KeyedJaggedTensor(["u", "i", "j"], ids, lengths=torch.full((6,), 6))
+        ).sum().backward()
 
     train_on(0)
     save_checkpoint(model, tmp_path / "one")
@@ -268,7 +342,12 @@ def test_of_a_sharded_model_and_of_checkpoints(tmp_path: Path) -> None:
     save_checkpoint(model, tmp_path / "two")
     for path, make in (
         ("base.pt", lambda base: export_delta(model, tmp_path / "delta", base=base)),
-        ("tables.pt", lambda base: export_checkpoint_delta(tmp_path / "two", tmp_path / "delta", base=base)),
+        (
+            "tables.pt",
+            lambda base: export_checkpoint_delta(
+                tmp_path / "two", tmp_path / "delta", base=base
+            ),
+        ),
     ):
         served = torch.jit.load(tmp_path / path)
         info = make(served)
@@ -279,16 +358,26 @@ def test_of_a_sharded_model_and_of_checkpoints(tmp_path: Path) -> None:
             export_for_inference(model, tmp_path / "full.pt", index="hash")
         else:
             export_checkpoint(tmp_path / "two", tmp_path / "full.pt", index="hash")
-        assert served.recstore_version() == info.version == torch.jit.load(tmp_path / "full.pt").recstore_version()
-        load_checkpoint(model, tmp_path / "one")  # The tables have other rows now, and have forgotten their marks.
+        assert (
+            served.recstore_version()
+            == info.version
+            == torch.jit.load(tmp_path / "full.pt").recstore_version()
+        )
+        # The tables have other rows now, and have forgotten their marks.
+        load_checkpoint(model, tmp_path / "one")
         if path == "base.pt":
             export_delta(model, tmp_path / "delta", base=served)
             served.apply_delta(read_delta(tmp_path / "delta"))
-            assert served.recstore_version() == torch.jit.load(tmp_path / path).recstore_version()
+            assert (
+                served.recstore_version()
+                == torch.jit.load(tmp_path / path).recstore_version()
+            )
 
 
 def test_requests_while_a_table_changes(tmp_path: Path) -> None:
-    """A lookup is of one version, also on a module that is changed in place: all of its columns and rows are equal."""
+    """A lookup is of one version, also on a module that is changed in place: all of its
+    columns and rows are equal.
+    """
     load_library()
     ids = torch.arange(3000) * 7
     native = torch.classes.recstore.ServedTable(0, 16, ids, torch.zeros(3001, 16))
@@ -308,7 +397,9 @@ def test_requests_while_a_table_changes(tmp_path: Path) -> None:
         for number in range(200):
             more = torch.arange(5) * 7 + 1 + 7 * 5 * number
             rows = torch.full((3005, 16), float(number + 1))
-            native.prepare(torch.cat([ids, more]), rows, more - 35 if number else more[:0])
+            native.prepare(
+                torch.cat([ids, more]), rows, more - 35 if number else more[:0]
+            )
             native.commit()
     finally:
         done.set()
@@ -320,7 +411,9 @@ def test_requests_while_a_table_changes(tmp_path: Path) -> None:
 
 
 class TwoTables(nn.Module):
-    """Its output has the same number everywhere if all tables and parameters are of one version."""
+    """Its output has the same number everywhere if all tables and parameters are of one
+    version.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +431,14 @@ class TwoTables(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         count = ids.shape[0]
-        return torch.cat([self.first.expand(count, 4), self.a(ids), self.b(ids), self.last.expand(count, 4)])
+        return torch.cat(
+            [
+                self.first.expand(count, 4),
+                self.a(ids),
+                self.b(ids),
+                self.last.expand(count, 4),
+            ]
+        )
 
 
 def test_a_call_is_of_one_version(tmp_path: Path) -> None:
@@ -347,7 +447,10 @@ def test_a_call_is_of_one_version(tmp_path: Path) -> None:
     model = TwoTables().eval()
     model.set(ids, 0)
     export_for_inference(model, tmp_path / "base.pt", dtype=torch.float32, index="hash")
-    base, served = torch.jit.load(tmp_path / "base.pt"), torch.jit.load(tmp_path / "base.pt")
+    base, served = (
+        torch.jit.load(tmp_path / "base.pt"),
+        torch.jit.load(tmp_path / "base.pt"),
+    )
     versions, changes_of = {base.recstore_version(): 0}, []
     for number in range(1, 40):
         model.set(ids, number)
@@ -364,7 +467,9 @@ def test_a_call_is_of_one_version(tmp_path: Path) -> None:
             held = served.recstore_hold()
             held_output, version = served(ids), served.recstore_version()
             held.release()
-            if not bool((output == output[0, 0]).all()) or not bool((held_output == versions[version]).all()):
+            if not bool((output == output[0, 0]).all()) or not bool(
+                (held_output == versions[version]).all()
+            ):
                 failures.append((output, held_output, version))
 
     threads = [threading.Thread(target=read) for _ in range(3)]
@@ -383,7 +488,10 @@ def test_a_call_is_of_one_version(tmp_path: Path) -> None:
     model.set(ids, 50)
     export_delta(model, tmp_path / "delta", base=served)
     held = served.recstore_hold()
-    with pytest.raises(RuntimeError, match="this thread holds the model: release it before a delta is applied"):
+    with pytest.raises(
+        RuntimeError,
+        match="this thread holds the model: release it before a delta is applied",
+    ):
         served.apply_delta(read_delta(tmp_path / "delta"))
     assert torch.equal(served(ids), base(ids))
     held.release()
@@ -391,26 +499,36 @@ def test_a_call_is_of_one_version(tmp_path: Path) -> None:
     assert bool((served(ids) == 50).all())
 
 
-def test_a_large_table_answers_while_the_system_moves_it_to_huge_pages(tmp_path: Path) -> None:
+def test_a_large_table_answers_while_the_system_moves_it_to_huge_pages(
+    tmp_path: Path,
+) -> None:
     model, ids = RecStoreEmbedding(100_000, 16, name="t"), torch.arange(100_000) * 7
     model.table.insert(ids, torch.rand(100_000, 16))
-    export_for_inference(model.eval(), tmp_path / "m.pt", dtype=torch.float32, index="hash")
+    export_for_inference(
+        model.eval(), tmp_path / "m.pt", dtype=torch.float32, index="hash"
+    )
     wanted = model(ids)
     for _ in range(5):
         served = torch.jit.load(tmp_path / "m.pt")
         for _ in range(3):
             assert torch.equal(served(ids), wanted)
         model.train()(ids[:100]).sum().backward()
-        export_delta(model.eval(), tmp_path / "delta", base=torch.jit.load(tmp_path / "m.pt"))
+        export_delta(
+            model.eval(), tmp_path / "delta", base=torch.jit.load(tmp_path / "m.pt")
+        )
         torch.jit.load(tmp_path / "m.pt").apply_delta(read_delta(tmp_path / "delta"))
         served.apply_delta(read_delta(tmp_path / "delta"))
         assert torch.equal(served(ids), model(ids))
 
 
 def test_many_changes_beside_a_dict() -> None:
-    """Inserts, updates and removals, prepared and abandoned ones too, beside a dict; the table grows and is copied."""
+    """Inserts, updates and removals, prepared and abandoned ones too, beside a dict;
+    the table grows and is copied.
+    """
     generator = torch.Generator().manual_seed(0)
-    native = torch.classes.recstore.ServedTable(0, 3, torch.empty(0, dtype=torch.int64), torch.full((1, 3), 7.0))
+    native = torch.classes.recstore.ServedTable(
+        0, 3, torch.empty(0, dtype=torch.int64), torch.full((1, 3), 7.0)
+    )
     known: dict[int, float] = {}
     for number in range(120):
         some = torch.randint(-2000, 2000, (200,), generator=generator).unique()

@@ -1,4 +1,6 @@
-"""Models whose rows are mapped from their file: the same answers and deltas, rows that processes share, bad files."""
+"""Models whose rows are mapped from their file: the same answers and deltas, rows that
+processes share, bad files.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from .test_hashed_tables import SMALL, assert_equal, step
 try:
     load_library()
 except ImportError as error:
-    pytest.skip(f"this torch has no library of served models: {error}", allow_module_level=True)
+    pytest.skip(
+        f"this torch has no library of served models: {error}", allow_module_level=True
+    )
 
 
 def exported(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Model, Path]:
@@ -40,13 +44,19 @@ def exported(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Model, P
     model = Model(SMALL)
     for number in range(3):
         step(model, number)
-    export_for_inference(model, folder / "mapped.pt", dtype=dtype, index="hash", rows="mapped")
+    export_for_inference(
+        model, folder / "mapped.pt", dtype=dtype, index="hash", rows="mapped"
+    )
     return model, folder / "mapped.pt"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_mapped_model_is_the_one_in_memory(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Rows, outputs and versions are equal to the bit, before and after deltas; and so is a copy that is written."""
+def test_a_mapped_model_is_the_one_in_memory(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Rows, outputs and versions are equal to the bit, before and after deltas; and so
+    is a copy that is written.
+    """
     model, path = exported(tmp_path, dtype)
     export_for_inference(model, tmp_path / "memory.pt", dtype=dtype, index="hash")
     verify(path)
@@ -104,7 +114,9 @@ def test_processes_share_the_rows(tmp_path: Path) -> None:
     model.train()
     model(ids).sum().backward()
     path = tmp_path / "mapped.pt"
-    export_for_inference(model.eval(), path, dtype=torch.float32, index="hash", rows="mapped")
+    export_for_inference(
+        model.eval(), path, dtype=torch.float32, index="hash", rows="mapped"
+    )
     command = [sys.executable, "-c", READER, str(load_library()), str(path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     readers = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
@@ -120,11 +132,15 @@ def test_processes_share_the_rows(tmp_path: Path) -> None:
     for rss, pss, own in sizes:
         assert rss > 0.95 * size, "the process has read all rows"
         assert own == 0
-        assert pss == pytest.approx(rss / 2, rel=0.05), "the other process has the other half"
+        assert pss == pytest.approx(rss / 2, rel=0.05), (
+            "the other process has the other half"
+        )
 
 
 def of_mapping(process: int, path: Path) -> tuple[int, int, int]:
-    """Returns the resident bytes of a file in a process, its share of them, and those that only the process has."""
+    """Returns the resident bytes of a file in a process, its share of them, and those
+    that only the process has.
+    """
     text = Path(f"/proc/{process}/smaps").read_text()
     (part,) = re.findall(rf"{re.escape(str(path))}\n(.*?)VmFlags", text, re.DOTALL)
     found = dict(re.findall(r"^(\w+): +(\d+) kB$", part, re.MULTILINE))
@@ -133,14 +149,18 @@ def of_mapping(process: int, path: Path) -> tuple[int, int, int]:
 
 
 def test_a_file_that_is_written_after_it_was_loaded(tmp_path: Path) -> None:
-    """A file that is cut or written in place raises an error, and does not end the process; a renamed one goes on."""
+    """A file that is cut or written in place raises an error, and does not end the
+    process; a renamed one goes on.
+    """
     _, path = exported(tmp_path)
     content, some = path.read_bytes(), batch(20)
     served = torch.jit.load(path)
     wanted = served(some)
     os.truncate(path, len(content) // 2)
     for call in (lambda: served(some), lambda: served.recstore_ids("t"), served.verify):
-        with pytest.raises(RuntimeError, match="has been written since it was loaded: load it again"):
+        with pytest.raises(
+            RuntimeError, match="has been written since it was loaded: load it again"
+        ):
             call()
     path.write_bytes(content)
     with pytest.raises(RuntimeError, match="has been written since it was loaded"):
@@ -158,11 +178,13 @@ def test_bad_files(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=re.escape(str(path))):
             verify(path)
-        if damaged != content[:-1]:  # The last byte is one of the checksum, which loading does not compare.
+        # The last byte is one of the checksum, which loading does not compare.
+        if damaged != content[:-1]:
             with pytest.raises(ValueError, match=re.escape(str(path))):
                 load_export(path)
     changed = bytearray(content)
-    changed[changed.rindex(b"rows/", 0, changed.index(b"PK\1\2")) + 5000] ^= 1  # in the record of a table
+    # in the record of a table
+    changed[changed.rindex(b"rows/", 0, changed.index(b"PK\1\2")) + 5000] ^= 1
     path.write_bytes(changed)
     with pytest.raises(ValueError, match=re.escape(f"{path} is damaged")):
         verify(path)
@@ -173,24 +195,43 @@ def test_bad_files(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     model = RecStoreEmbedding(10, 4, name="t").eval()
     for message, arguments in (
-        ('rows="mapped" needs index="hash"', {"path": tmp_path / "x.pt", "rows": "mapped"}),
-        ('rows="mapped" is about the file: pass path, too', {"index": "hash", "rows": "mapped"}),
-        ('rows must be "memory", "mapped" or "servers", got \'disk\'', {"path": tmp_path / "x.pt", "rows": "disk"}),
+        (
+            'rows="mapped" needs index="hash"',
+            {"path": tmp_path / "x.pt", "rows": "mapped"},
+        ),
+        (
+            'rows="mapped" is about the file: pass path, too',
+            {"index": "hash", "rows": "mapped"},
+        ),
+        (
+            'rows must be "memory", "mapped" or "servers", got \'disk\'',
+            {"path": tmp_path / "x.pt", "rows": "disk"},
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             export_for_inference(model, **arguments)
-    with pytest.raises(TypeError, match='rows must be "memory", "mapped" or "servers", got int'):
+    with pytest.raises(
+        TypeError, match='rows must be "memory", "mapped" or "servers", got int'
+    ):
         export_for_inference(model, tmp_path / "x.pt", rows=1)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("signs", [False, True])
 def test_following(signs: bool, place: str, tmp_path: Path) -> None:
-    """Followers map what is published once, also from Redis and with a key, whose files lie in folders of their own."""
+    """Followers map what is published once, also from Redis and with a key, whose files
+    lie in folders of their own.
+    """
     key = write_secret(tmp_path / "key", "0123456789abcdef" * 2) if signs else None
-    model, ids, before = RecStoreEmbedding(50, 4, name="t", lr=0.3), torch.arange(6), mappings()
+    model, ids, before = (
+        RecStoreEmbedding(50, 4, name="t", lr=0.3),
+        torch.arange(6),
+        mappings(),
+    )
     with (
-        DeltaPublisher(model, place, every_s=0, dtype=torch.float32, rows="mapped", key=key) as publisher,
+        DeltaPublisher(
+            model, place, every_s=0, dtype=torch.float32, rows="mapped", key=key
+        ) as publisher,
         Follower(place, key=key) as follower,
         Follower(place, key=key, pinned=2) as pinned,
     ):
@@ -211,4 +252,9 @@ def test_following(signs: bool, place: str, tmp_path: Path) -> None:
 
 def mappings() -> set[str]:
     """The mappings of models' files in this process."""
-    return set(re.findall(r".* r--s .*(?:\.pt|recstore-follow-).*", Path("/proc/self/maps").read_text()))
+    return set(
+        re.findall(
+            r".* r--s .*(?:\.pt|recstore-follow-).*",
+            Path("/proc/self/maps").read_text(),
+        )
+    )

@@ -1,4 +1,6 @@
-"""Packages of AOTInductor are signed, and code of a package that is not signed with the key does not run."""
+"""Packages of AOTInductor are signed, and code of a package that is not signed with the
+key does not run.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.secrets import write_secret
-from torchrec_recstore.inference import export_for_inference, load_package, sign_package, verify
+from torchrec_recstore.inference import (
+    export_for_inference,
+    load_package,
+    sign_package,
+    verify,
+)
 
 from ..processes import run_forked_command
 from .models import OfPlainTensors, plain_batch
@@ -50,14 +57,18 @@ def _runs(path: Path) -> bool:
     return bool(torch.equal(loaded(torch.ones(3)), torch.full((3,), 2.0)))
 
 
-def test_a_signed_file_loads_as_before_and_is_verified(program: Path, key: Path, other_key: Path) -> None:
+def test_a_signed_file_loads_as_before_and_is_verified(
+    program: Path, key: Path, other_key: Path
+) -> None:
     mode = program.stat().st_mode
     size = program.stat().st_size
     with pytest.raises(ValueError, match="has no checksum"):
         verify(program)
     sign_package(program)
     verify(program)
-    with pytest.raises(ValueError, match=r"model\.pt2 has no signature, and the key .* is required"):
+    with pytest.raises(
+        ValueError, match=r"model\.pt2 has no signature, and the key .* is required"
+    ):
         verify(program, key=key)
     assert _runs(program)
     sign_package(program, key=key)
@@ -66,7 +77,9 @@ def test_a_signed_file_loads_as_before_and_is_verified(program: Path, key: Path,
     assert _runs(program)
     with zipfile.ZipFile(program) as archive:
         assert archive.testzip() is None
-    with pytest.raises(ValueError, match=r"model\.pt2 is not signed with the key .*other-key"):
+    with pytest.raises(
+        ValueError, match=r"model\.pt2 is not signed with the key .*other-key"
+    ):
         verify(program, key=other_key)
     sign_package(program, key=other_key)  # the key is replaced
     verify(program, key=other_key)
@@ -92,7 +105,9 @@ def test_each_changed_byte_is_found(program: Path, key: Path) -> None:
             verify(program, key=key)
 
 
-def test_a_signature_is_for_one_kind_of_file(tmp_path: Path, program: Path, key: Path) -> None:
+def test_a_signature_is_for_one_kind_of_file(
+    tmp_path: Path, program: Path, key: Path
+) -> None:
     """A signature of an exported model is none of a package, and the other way round."""
     exported = tmp_path / "model.pt"
     model = OfPlainTensors()
@@ -100,14 +115,21 @@ def test_a_signature_is_for_one_kind_of_file(tmp_path: Path, program: Path, key:
     export_for_inference(model.eval(), exported, dtype=torch.float32, key=key)
     with pytest.raises(ValueError, match="is an exported model or a delta"):
         sign_package(exported, key=key)
-    with pytest.raises(ValueError, match="is an exported model or a delta, and no package"):
+    with pytest.raises(
+        ValueError, match="is an exported model or a delta, and no package"
+    ):
         load_package(exported, key=key)
     verify(exported, key=key)
     sign_package(program, key=key)
-    for path, word, other in ((exported, b"export", b"package"), (program, b"package", b"export")):
+    for path, word, other in (
+        (exported, b"export", b"package"),
+        (program, b"package", b"export"),
+    ):
         content = path.read_bytes()
         begin = content.rindex(b"recstore " + word)
-        changed = bytearray(content[:begin] + b"recstore " + other + content[begin + 9 + len(word) :])
+        changed = bytearray(
+            content[:begin] + b"recstore " + other + content[begin + 9 + len(word) :]
+        )
         at = content.rindex(b"PK\x05\x06") + 20
         changed[at : at + 2] = (len(changed) - at - 2).to_bytes(2, "little")
         path.write_bytes(changed)
@@ -119,7 +141,9 @@ def test_what_cannot_be_signed(tmp_path: Path, key: Path) -> None:
     text = tmp_path / "text.pt2"
     for content in (b"", b"no zip file, and longer than the end of one"):
         text.write_bytes(content)
-        with pytest.raises(ValueError, match=r"/text\.pt2 is no zip file as torch writes it"):
+        with pytest.raises(
+            ValueError, match=r"/text\.pt2 is no zip file as torch writes it"
+        ):
             sign_package(text, key=key)
         assert text.read_bytes() == content
     with pytest.raises(FileNotFoundError, match="missing"):
@@ -133,7 +157,10 @@ def test_the_commands(program: Path, key: Path, other_key: Path) -> None:
         done = run_forked_command(["-m", "torchrec_recstore.cli", *arguments])
         return done.returncode, done.stdout + done.stderr
 
-    assert recstore("sign", str(program), "--key", str(key)) == (0, f"signed {program} with the key {key}\n")
+    assert recstore("sign", str(program), "--key", str(key)) == (
+        0,
+        f"signed {program} with the key {key}\n",
+    )
     status, shown = recstore("inspect", str(program), "--key", str(key))
     assert status == 0
     assert "kind            package" in shown
@@ -169,24 +196,45 @@ def test_code_of_a_package_that_is_not_signed_does_not_run(
     tmp_path: Path, program: Path, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "compiled.pt2"
-    subprocess.run([sys.executable, "-c", _COMPILE, str(program), str(package)], check=True)
+    subprocess.run(
+        [sys.executable, "-c", _COMPILE, str(program), str(package)], check=True
+    )
     sign_package(package, key=key)
     assert load_package(package, key=key)(torch.ones(3)).tolist() == [2.0] * 3
-    plain = subprocess.run([sys.executable, "-c", _LOAD, str(package)], capture_output=True, text=True, check=True)
+    plain = subprocess.run(
+        [sys.executable, "-c", _LOAD, str(package)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert plain.stdout == "[2.0, 2.0, 2.0]\n"
 
-    # Somebody who can write the file puts a library into it. Loading it runs its code, before any call.
+    # Somebody who can write the file puts a library into it. Loading it runs its code,
+    # before any call.
     target = tmp_path / "written-by-the-package"
     source = tmp_path / "evil.c"
     source.write_text(_EVIL)
     library = tmp_path / "evil.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True
+    )
     evil = tmp_path / "evil.pt2"
-    with zipfile.ZipFile(package) as archive, zipfile.ZipFile(evil, "w", zipfile.ZIP_STORED) as changed:
+    with (
+        zipfile.ZipFile(package) as archive,
+        zipfile.ZipFile(evil, "w", zipfile.ZIP_STORED) as changed,
+    ):
         for name in archive.namelist():
-            changed.writestr(name, library.read_bytes() if name.endswith(".so") else archive.read(name))
+            changed.writestr(
+                name,
+                library.read_bytes() if name.endswith(".so") else archive.read(name),
+            )
     monkeypatch.setenv("EVIL_TARGET", str(target))
-    subprocess.run([sys.executable, "-c", _LOAD, str(evil)], env=dict(os.environ), capture_output=True, check=False)
+    subprocess.run(
+        [sys.executable, "-c", _LOAD, str(evil)],
+        env=dict(os.environ),
+        capture_output=True,
+        check=False,
+    )
     assert target.exists()
     target.unlink()
     shutil.copy(evil, tmp_path / "checksum.pt2")

@@ -1,4 +1,6 @@
-"""The access to ``recstore follow``: tokens and TLS over gRPC and HTTP, and the metrics."""
+"""The access to ``recstore follow``: tokens and TLS over gRPC and HTTP, and the
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(folder: Path) -> nn.Module:
     made = trained()
-    with DeltaPublisher(made, folder / "published", every_s=0, dtype=torch.float32) as publisher:
+    with DeltaPublisher(
+        made, folder / "published", every_s=0, dtype=torch.float32
+    ) as publisher:
         publisher.step()
     return made
 
@@ -57,11 +61,20 @@ def metrics_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, model: nn.Module, metrics_port: int) -> Iterator[FollowCommand]:
-    """``recstore follow``, which requires TLS, the certificate of a client, and the token."""
+def server(
+    folder: Path, model: nn.Module, metrics_port: int
+) -> Iterator[FollowCommand]:
+    """``recstore follow``, which requires TLS, the certificate of a client, and the
+    token.
+    """
     started = FollowCommand(
         folder / "published",
-        *("--tls-cert", str(folder / "server.pem"), "--tls-key", str(folder / "server.key")),
+        *(
+            "--tls-cert",
+            str(folder / "server.pem"),
+            "--tls-key",
+            str(folder / "server.key"),
+        ),
         *("--client-ca", str(folder / "ca.pem"), "--token-file", str(folder / "token")),
         *("--http", "127.0.0.1:0", "--metrics", f"127.0.0.1:{metrics_port}"),
         *("--poll-every", "0.05", "--report-every", "0.1"),
@@ -73,19 +86,37 @@ def server(folder: Path, model: nn.Module, metrics_port: int) -> Iterator[Follow
     assert started.lines()[-1]["event"] == "stopped"
 
 
-def channel(server: FollowCommand, folder: Path, *, own: bool = True, ca: str = "ca.pem") -> grpc.Channel:
-    files = [(folder / name).read_bytes() if own else None for name in ("client.key", "client.pem")]
+def channel(
+    server: FollowCommand, folder: Path, *, own: bool = True, ca: str = "ca.pem"
+) -> grpc.Channel:
+    files = [
+        (folder / name).read_bytes() if own else None
+        for name in ("client.key", "client.pem")
+    ]
     credentials = grpc.ssl_channel_credentials((folder / ca).read_bytes(), *files)
     return grpc.secure_channel(server.serving["address"], credentials)
 
 
-def https(server: FollowCommand, folder: Path, path: str, token: str | None, *, own: bool = True) -> tuple[int, Any]:
+def https(
+    server: FollowCommand,
+    folder: Path,
+    path: str,
+    token: str | None,
+    *,
+    own: bool = True,
+) -> tuple[int, Any]:
     context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
     if own:
         context.load_cert_chain(folder / "client.pem", folder / "client.key")
-    document = json.dumps({"arguments": {"ids": IDS.tolist()}}).encode() if path == "/predict" else None
+    document = (
+        json.dumps({"arguments": {"ids": IDS.tolist()}}).encode()
+        if path == "/predict"
+        else None
+    )
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    request = urllib.request.Request(f"https://{server.serving['http']}{path}", document, headers)
+    request = urllib.request.Request(
+        f"https://{server.serving['http']}{path}", document, headers
+    )
     try:
         with urllib.request.urlopen(request, timeout=60, context=context) as reply:
             return reply.status, json.loads(reply.read())
@@ -99,18 +130,32 @@ def test_grpc(server: FollowCommand, folder: Path, model: nn.Module) -> None:
         stub = PredictorStub(opened)
         reply = stub.Predict(REQUEST, metadata=GOOD)
         with torch.no_grad():
-            torch.testing.assert_close(tensor_of(reply.outputs["output"], "output"), model(IDS))
-        wrong = ([], [("authorization", "Bearer wrong")], [("authorization", f"Bearer {TOKEN}x")], [("token", TOKEN)])
+            torch.testing.assert_close(
+                tensor_of(reply.outputs["output"], "output"), model(IDS)
+            )
+        wrong = (
+            [],
+            [("authorization", "Bearer wrong")],
+            [("authorization", f"Bearer {TOKEN}x")],
+            [("token", TOKEN)],
+        )
         calls: list[Callable[[Any], object]] = [
             lambda metadata: stub.Predict(REQUEST, metadata=metadata),
             lambda metadata: stub.State(pb.StateRequest(), metadata=metadata),
         ]
         for metadata in wrong:
             for call in calls:
-                code, message = refusal(lambda call=call, metadata=metadata: call(metadata))  # type: ignore[misc]
-                assert (code, message) == (grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
+                code, message = refusal(
+                    lambda call=call, metadata=metadata: call(metadata)
+                )  # type: ignore[misc]
+                assert (code, message) == (
+                    grpc.StatusCode.UNAUTHENTICATED,
+                    "the token is missing or wrong",
+                )
         # A supervisor that restarts servers does not need the token.
-        health = health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest())
+        health = health_pb2_grpc.HealthStub(opened).Check(
+            health_pb2.HealthCheckRequest()
+        )
         assert health.status == health_pb2.HealthCheckResponse.SERVING
     unsafe = (
         grpc.insecure_channel(server.serving["address"]),
@@ -119,7 +164,11 @@ def test_grpc(server: FollowCommand, folder: Path, model: nn.Module) -> None:
     )
     for opened in unsafe:
         with opened:
-            assert refusal(lambda opened=opened: PredictorStub(opened).Predict(REQUEST, metadata=GOOD))[0] == (  # type: ignore[misc]
+            assert refusal(
+                lambda opened=opened: PredictorStub(opened).Predict(
+                    REQUEST, metadata=GOOD
+                )
+            )[0] == (  # type: ignore[misc]
                 grpc.StatusCode.UNAVAILABLE
             )
 
@@ -129,28 +178,48 @@ def test_http(server: FollowCommand, folder: Path, model: nn.Module) -> None:
     status, document = https(server, folder, "/predict", TOKEN)
     assert status == 200
     with torch.no_grad():
-        torch.testing.assert_close(torch.tensor(document["outputs"]["output"]), model(IDS))
+        torch.testing.assert_close(
+            torch.tensor(document["outputs"]["output"]), model(IDS)
+        )
     for token in (None, "wrong", TOKEN + "x", ""):
         for path in ("/predict", "/state"):
-            assert https(server, folder, path, token) == (401, {"error": "the token is missing or wrong"})
+            assert https(server, folder, path, token) == (
+                401,
+                {"error": "the token is missing or wrong"},
+            )
     assert https(server, folder, "/health", None)[0] == 200
-    # A port with TLS does not answer plain text, nor clients without a certificate of the authority.
+    # A port with TLS does not answer plain text, nor clients without a certificate of
+    # the authority.
     with pytest.raises((urllib.error.URLError, http.client.HTTPException, OSError)):
-        urllib.request.urlopen(f"http://{server.serving['http']}/health", timeout=60).read()
-    with pytest.raises((urllib.error.URLError, ssl.SSLError, http.client.HTTPException, OSError)):
+        urllib.request.urlopen(
+            f"http://{server.serving['http']}/health", timeout=60
+        ).read()
+    with pytest.raises(
+        (urllib.error.URLError, ssl.SSLError, http.client.HTTPException, OSError)
+    ):
         https(server, folder, "/state", TOKEN, own=False)
-    assert https(server, folder, "/state", TOKEN)[1]["number"] >= 1, "it serves on after calls that were refused"
+    assert https(server, folder, "/state", TOKEN)[1]["number"] >= 1, (
+        "it serves on after calls that were refused"
+    )
     assert TOKEN not in server.command.stdout + server.command.stderr
 
 
 def scraped(port: int) -> dict[str, float]:
-    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode()
-    lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    text = (
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60)
+        .read()
+        .decode()
+    )
+    lines = (
+        line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")
+    )
     return {name: float(value) for name, value in lines}
 
 
 @needs_openssl
-def test_metrics_and_json(server: FollowCommand, folder: Path, model: nn.Module, metrics_port: int) -> None:
+def test_metrics_and_json(
+    server: FollowCommand, folder: Path, model: nn.Module, metrics_port: int
+) -> None:
     before = scraped(metrics_port)
     with channel(server, folder) as opened:
         stub = PredictorStub(opened)
@@ -159,7 +228,9 @@ def test_metrics_and_json(server: FollowCommand, folder: Path, model: nn.Module,
         refusal(lambda: stub.Predict(REQUEST))
     after = scraped(metrics_port)
     ok = 'recstore_predictions_total{outcome="ok"}'
-    assert after[ok] - before.get(ok, 0) == 3, "a call without the token is no prediction"
+    assert after[ok] - before.get(ok, 0) == 3, (
+        "a call without the token is no prediction"
+    )
     documented = (ROOT / "docs" / "publishing.md").read_text()
     documented = documented[documented.index("`--metrics` is an address") :]
     names = re.findall(r"`(recstore_\w+)`", documented.partition("\n\n")[0])
@@ -169,16 +240,32 @@ def test_metrics_and_json(server: FollowCommand, folder: Path, model: nn.Module,
     assert after["recstore_connections"] >= 0
     assert after["recstore_calls_refused"] == after["recstore_http_connections"] == 0
     assert after["recstore_follow_number"] == 1
-    assert after["recstore_follow_versions_behind"] == after["recstore_follow_problem"] == 0
+    assert (
+        after["recstore_follow_versions_behind"]
+        == after["recstore_follow_problem"]
+        == 0
+    )
     assert after["recstore_follow_fulls_loaded_total"] == 1
     assert after["recstore_follow_deltas_applied_total"] == 0
     assert after["recstore_predict_seconds_count"] == after[ok]
     first, *states = server.lines()
     assert set(first) == {"event", "address", "http", "pid", "trusts"}
-    assert first["trusts"].startswith(f"everyone who may write the directory {folder / 'published'}, which belongs to ")
-    # A follower that reads the state over HTTP, in a line of --json and as metrics finds the same names.
+    assert first["trusts"].startswith(
+        f"everyone who may write the directory {folder / 'published'}, which"
+        " belongs to "
+    )
+    # A follower that reads the state over HTTP, in a line of --json and as metrics
+    # finds the same names.
     state = https(server, folder, "/state", TOKEN)[1]
-    for name in ("seconds_behind", "versions_behind", "number", "fulls_loaded", "deltas_applied", "batches", "problem"):
+    for name in (
+        "seconds_behind",
+        "versions_behind",
+        "number",
+        "fulls_loaded",
+        "deltas_applied",
+        "batches",
+        "problem",
+    ):
         assert name in state
         assert name in states[-1]
     assert states[-1]["event"] == "state"
@@ -187,9 +274,13 @@ def test_metrics_and_json(server: FollowCommand, folder: Path, model: nn.Module,
     aged = scraped(metrics_port)["recstore_follow_seconds_behind"]
     assert aged >= after["recstore_follow_seconds_behind"] > 0
     change(model, 0)
-    with DeltaPublisher(model, folder / "published", every_s=0, dtype=torch.float32) as publisher:
+    with DeltaPublisher(
+        model, folder / "published", every_s=0, dtype=torch.float32
+    ) as publisher:
         publisher.step()
         wait_for(lambda: scraped(metrics_port)["recstore_follow_number"] >= 2)
     newest = publisher._writer._number  # type: ignore[union-attr]
     wait_for(lambda: server.lines()[-1].get("number") == newest)
-    assert scraped(metrics_port)["recstore_follow_fulls_loaded_total"] == 2, "a new publisher begins with one"
+    assert scraped(metrics_port)["recstore_follow_fulls_loaded_total"] == 2, (
+        "a new publisher begins with one"
+    )

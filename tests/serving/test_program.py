@@ -1,4 +1,6 @@
-"""A publisher compiles a model in the thread that calls it, once for each structure; no thread of ours compiles."""
+"""A publisher compiles a model in the thread that calls it, once for each structure; no
+thread of ours compiles.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,33 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchrec_recstore.inference import DeltaPublisher, Follower, export_for_inference, follow
+from torchrec_recstore.inference import (
+    DeltaPublisher,
+    Follower,
+    export_for_inference,
+    follow,
+)
 from torchrec_recstore.utils import RecStoreWarning
 from torchrec_recstore_serving import verification
 from torchrec_recstore_serving.delta import is_hashed
 from torchrec_recstore_serving.served_model import scriptable
 from torchrec_recstore_serving.structure import structure_of
 
-from .background_models import SCRIPTED, TRACED, Gated, Pooled, Refused, WithConstant, WithSettings, batch
+from .background_models import (
+    SCRIPTED,
+    TRACED,
+    Gated,
+    Pooled,
+    Refused,
+    WithConstant,
+    WithSettings,
+    batch,
+)
 
 SLOW = pytest.mark.slow
 
-# What changes the state of the whole process. A thread of ours calls none of these functions.
+# What changes the state of the whole process. A thread of ours calls none of these
+# functions.
 OF_THE_PROCESS: list[tuple[Any, str]] = [
     (torch.jit, "script"),
     (torch.jit, "trace"),
@@ -73,7 +90,11 @@ def publish(publisher: DeltaPublisher) -> None:
 
 def assert_follows(follower: Follower, model: nn.Module, folder: Path) -> None:
     """The follower's model is equal to a full export of the model."""
-    export_for_inference(model, folder / "export.pt", index="hash" if is_hashed(follower.model) else "sorted")
+    export_for_inference(
+        model,
+        folder / "export.pt",
+        index="hash" if is_hashed(follower.model) else "sorted",
+    )
     exported = torch.jit.load(folder / "export.pt")
     assert follower.version == exported.recstore_version()
     dense, features = batch(torch.Generator().manual_seed(9))
@@ -81,8 +102,12 @@ def assert_follows(follower: Follower, model: nn.Module, folder: Path) -> None:
 
 
 @contextmanager
-def calls(monkeypatch: pytest.MonkeyPatch, functions: list[tuple[Any, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Yields the names of the functions that are called, and of the threads that call them."""
+def calls(
+    monkeypatch: pytest.MonkeyPatch, functions: list[tuple[Any, str]]
+) -> Iterator[list[tuple[str, str]]]:
+    """Yields the names of the functions that are called, and of the threads that call
+    them.
+    """
     called: list[tuple[str, str]] = []
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,8 +131,12 @@ def calls(monkeypatch: pytest.MonkeyPatch, functions: list[tuple[Any, str]]) -> 
         pytest.param("single", "mapped", marks=SLOW),
     ],
 )
-def test_no_thread_changes_the_process(name: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Publisher and follower, with a change of the structure and a publication that fails."""
+def test_no_thread_changes_the_process(
+    name: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Publisher and follower, with a change of the structure and a publication that
+    fails.
+    """
     model = {**SCRIPTED, **TRACED}[name]()
     place = tmp_path / "published"
     verification._scripted_function.cache_clear()
@@ -128,7 +157,9 @@ def test_no_thread_changes_the_process(name: str, rows: str, tmp_path: Path, mon
             model.structure = 1  # type: ignore[assignment]
             publish(publisher)
             publisher.close()
-        of_threads = {call for call in called if call[1] != threading.main_thread().name}
+        of_threads = {
+            call for call in called if call[1] != threading.main_thread().name
+        }
     assert of_threads == set()
     assert ("script", threading.main_thread().name) in called
     with Follower(place) as late:
@@ -148,12 +179,17 @@ def test_no_thread_changes_the_process(name: str, rows: str, tmp_path: Path, mon
 def test_a_structure_is_compiled_once(
     kind: type[nn.Module], index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a full export that is due nor one after an error compiles again. Another structure does."""
+    """Neither a full export that is due nor one after an error compiles again.
+
+    Another structure does.
+    """
     model = kind()
     place = tmp_path / "published"
     train(model)
     with (
-        DeltaPublisher(model, place, every_s=0, full_every_s=0, index=index) as publisher,
+        DeltaPublisher(
+            model, place, every_s=0, full_every_s=0, index=index
+        ) as publisher,
         Follower(place) as follower,
     ):
         publish(publisher)
@@ -183,7 +219,10 @@ def test_a_structure_is_compiled_once(
         assert_follows(follower, model, tmp_path)
         compiled.clear()
         model.dropout.p = 0.5
-        with pytest.warns(RecStoreWarning, match=r"a full export is published without a delta: dropout\.p is 0\.5"):
+        with pytest.warns(
+            RecStoreWarning,
+            match=r"a full export is published without a delta: dropout\.p is 0\.5",
+        ):
             publish(publisher)
         publish(publisher)
         assert compiled != []
@@ -193,15 +232,25 @@ def test_a_structure_is_compiled_once(
 
 
 @pytest.mark.parametrize("index", ["hash", pytest.param("sorted", marks=SLOW)])
-def test_an_object_that_the_model_reads_is_part_of_its_structure(index: str, tmp_path: Path) -> None:
-    """The tracer has written its value into the program. The next publication is compiled again."""
+def test_an_object_that_the_model_reads_is_part_of_its_structure(
+    index: str, tmp_path: Path
+) -> None:
+    """The tracer has written its value into the program.
+
+    The next publication is compiled again.
+    """
     model = WithSettings()
     train(model)
     place = tmp_path / "published"
-    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6, index=index) as publisher:
+    with DeltaPublisher(
+        model, place, every_s=0, full_every_s=1e6, index=index
+    ) as publisher:
         publish(publisher)
         model.settings.scale = 4.0
-        with pytest.warns(RecStoreWarning, match="without a delta: the modules of the model have changed"):
+        with pytest.warns(
+            RecStoreWarning,
+            match="without a delta: the modules of the model have changed",
+        ):
             publish(publisher)
         with Follower(place) as follower:
             assert follower.poll()
@@ -210,11 +259,15 @@ def test_an_object_that_the_model_reads_is_part_of_its_structure(index: str, tmp
 
 @pytest.mark.parametrize("index", ["hash", pytest.param("sorted", marks=SLOW)])
 def test_attributes_that_the_program_does_not_have(index: str, tmp_path: Path) -> None:
-    """A model that counts its steps is compiled again, to the same program: deltas go on."""
+    """A model that counts its steps is compiled again, to the same program: deltas go
+    on.
+    """
     model = WithSettings()
     place = tmp_path / "published"
     with (
-        DeltaPublisher(model, place, every_s=0, full_every_s=1e6, index=index) as publisher,
+        DeltaPublisher(
+            model, place, every_s=0, full_every_s=1e6, index=index
+        ) as publisher,
         Follower(place) as follower,
     ):
         for step in range(3):
@@ -226,16 +279,24 @@ def test_attributes_that_the_program_does_not_have(index: str, tmp_path: Path) -
         assert (follower.state.fulls_loaded, follower.state.deltas_applied) == (1, 2)
         with torch.no_grad():
             model.over = nn.Linear(model.over.in_features, 1, bias=False)
-        with pytest.warns(RecStoreWarning, match="without a delta: the modules of the model have changed"):
+        with pytest.warns(
+            RecStoreWarning,
+            match="without a delta: the modules of the model have changed",
+        ):
             publish(publisher)
 
 
 def test_a_delta_of_a_recurrent_layer(tmp_path: Path) -> None:
-    """Its list of weights is no attribute that a delta cannot change: the weights are dense tensors."""
+    """Its list of weights is no attribute that a delta cannot change: the weights are
+    dense tensors.
+    """
     model = SCRIPTED["single"]()
     train(model)
     place = tmp_path / "published"
-    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher, Follower(place) as follower:
+    with (
+        DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher,
+        Follower(place) as follower,
+    ):
         for step in range(3):
             publish(publisher)
             assert follower.poll()
@@ -248,14 +309,18 @@ def test_a_delta_of_a_recurrent_layer(tmp_path: Path) -> None:
 
 
 def test_a_constant_that_a_helper_has_is_part_of_the_program(tmp_path: Path) -> None:
-    """TorchScript writes a constant into the method that reads it, which is not ``forward``."""
+    """TorchScript writes a constant into the method that reads it, which is not
+    ``forward``.
+    """
     model = WithConstant()
     train(model)
     place = tmp_path / "published"
     with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher:
         publish(publisher)
         model.scale = 4.0  # type: ignore[misc]
-        with pytest.warns(RecStoreWarning, match="a full export is published without a delta"):
+        with pytest.warns(
+            RecStoreWarning, match="a full export is published without a delta"
+        ):
             publish(publisher)
         with Follower(place) as follower:
             assert follower.poll()
@@ -263,8 +328,12 @@ def test_a_constant_that_a_helper_has_is_part_of_the_program(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("index", ["hash", pytest.param("sorted", marks=SLOW)])
-def test_an_error_of_the_compiler_is_raised_by_its_step(index: str, tmp_path: Path) -> None:
-    """The step that reads the model raises the error, nothing is lost, and the publisher goes on."""
+def test_an_error_of_the_compiler_is_raised_by_its_step(
+    index: str, tmp_path: Path
+) -> None:
+    """The step that reads the model raises the error, nothing is lost, and the
+    publisher goes on.
+    """
     model = Refused()
     model.refused = True
     train(model)
@@ -292,7 +361,10 @@ def test_an_error_of_the_compiler_is_raised_by_its_step(index: str, tmp_path: Pa
 
 
 def test_other_threads_call_modules_during_a_trace(tmp_path: Path) -> None:
-    """A trace replaces ``nn.Module.__call__`` for all threads. Another thread's calls are as without the trace."""
+    """A trace replaces ``nn.Module.__call__`` for all threads.
+
+    Another thread's calls are as without the trace.
+    """
     tracing, called = threading.Event(), threading.Event()
     model = Gated(tracing, called)
     train(model)
@@ -328,7 +400,9 @@ def test_two_publishers(name: str, threads: int, tmp_path: Path) -> None:
     models = [{**SCRIPTED, **TRACED}[name]() for _ in range(2)]
     original = nn.Module.__call__
     publishers = [
-        DeltaPublisher(model, tmp_path / f"published-{number}", every_s=0, full_every_s=0)
+        DeltaPublisher(
+            model, tmp_path / f"published-{number}", every_s=0, full_every_s=0
+        )
         for number, model in enumerate(models)
     ]
 

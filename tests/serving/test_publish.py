@@ -1,4 +1,6 @@
-"""A follower of a publisher has the rows of a full export of the same moment, to the bit."""
+"""A follower of a publisher has the rows of a full export of the same moment, to the
+bit.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,24 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    KeyedTensor,
+)
 
 from torchrec_recstore.checkpoint import async_save
-from torchrec_recstore.inference import DeltaPublisher, Follower, export_for_inference, follow
-from torchrec_recstore.modules import RecStoreEmbeddingBag, RecStoreEmbeddingBagCollection
+from torchrec_recstore.inference import (
+    DeltaPublisher,
+    Follower,
+    export_for_inference,
+    follow,
+)
+from torchrec_recstore.modules import (
+    RecStoreEmbeddingBag,
+    RecStoreEmbeddingBagCollection,
+)
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.sharders.gather import all_gathered
 from torchrec_recstore.utils import RecStoreWarning
@@ -41,7 +56,12 @@ class Clicks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bag = RecStoreEmbeddingBag(
-            100, 8, name="t", lr=0.3, mode="sum", options=TableOptions(max_rows=60, eviction=LRU())
+            100,
+            8,
+            name="t",
+            lr=0.3,
+            mode="sum",
+            options=TableOptions(max_rows=60, eviction=LRU()),
         )
         self.over = nn.Linear(8, 1)
 
@@ -79,7 +99,9 @@ def publish(publisher: DeltaPublisher) -> None:
 
 
 def change(model: nn.Module, step: int) -> None:
-    """Updates rows, makes new rows for which other rows are evicted, and changes a dense parameter."""
+    """Updates rows, makes new rows for which other rows are evicted, and changes a
+    dense parameter.
+    """
     model.train()
     model(torch.arange(-10, 10).view(5, 4)).sum().backward()
     model(torch.arange(100, 140).view(10, 4) + 50 * step).sum().backward()
@@ -96,7 +118,10 @@ def trained() -> nn.Module:
 @pytest.mark.slow
 def test_followers_that_begin_at_any_time(place: str, tmp_path: Path) -> None:
     model = trained()
-    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher, Follower(place) as early:
+    with (
+        DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher,
+        Follower(place) as early,
+    ):
         assert not early.poll()
         with pytest.raises(RuntimeError, match="no full export has been loaded yet"):
             early.model  # noqa: B018
@@ -116,7 +141,12 @@ def test_followers_that_begin_at_any_time(place: str, tmp_path: Path) -> None:
             for follower in (early, late):
                 assert_follows(follower, model, tmp_path)
                 state = follower.state
-                assert (state.number, state.newest, state.fulls_loaded, state.deltas_applied) == (4, 4, 1, 3)
+                assert (
+                    state.number,
+                    state.newest,
+                    state.fulls_loaded,
+                    state.deltas_applied,
+                ) == (4, 4, 1, 3)
                 assert (state.versions_behind, state.problem) == (0, None)
                 assert not follower.poll()
             change(model, 9)
@@ -128,9 +158,14 @@ def test_followers_that_begin_at_any_time(place: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_change(place: str) -> None:
-    """Only the moment is published, so that the follower knows that its rows are not old."""
+    """Only the moment is published, so that the follower knows that its rows are not
+    old.
+    """
     model = trained()
-    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher, Follower(place) as follower:
+    with (
+        DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher,
+        Follower(place) as follower,
+    ):
         publish(publisher)
         follower.poll()
         time.sleep(0.2)
@@ -142,7 +177,9 @@ def test_a_model_that_does_not_change(place: str) -> None:
         assert follower.state.newest == 1
 
 
-def test_only_what_followers_need_is_kept(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_only_what_followers_need_is_kept(
+    place: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     model = trained()
     with Follower(place) as slow:
         with DeltaPublisher(model, place, every_s=0, full_every_s=0) as publisher:
@@ -151,21 +188,43 @@ def test_only_what_followers_need_is_kept(place: str, tmp_path: Path, request: p
                 if step == 0:
                     slow.poll()
                 change(model, step)
-        # 1 to 4 were published, each with a full export. The last two exports and the delta between them are kept.
+        # 1 to 4 were published, each with a full export. The last two exports and the
+        # delta between them are kept.
         if "://" not in place:
-            names = sorted(path.name for path in Path(place).iterdir() if not path.name.startswith("."))
+            names = sorted(
+                path.name
+                for path in Path(place).iterdir()
+                if not path.name.startswith(".")
+            )
             numbers = ["000000000003", "000000000004"]
-            kept = [f"{number}{suffix}" for number in numbers for suffix in (".json", ".pt", ".safetensors")]
+            kept = [
+                f"{number}{suffix}"
+                for number in numbers
+                for suffix in (".json", ".pt", ".safetensors")
+            ]
             assert names == sorted([*kept, "000000000004.delta", "latest.json"])
         else:
             with request.getfixturevalue("server").client() as client:
-                assert [entry[0] for entry in client.xrange("clicks")] == [b"3-0", b"4-0"]
-                parts = {key for key in client.scan_iter("clicks:*") if key.split(b":")[1].isdigit()}
+                assert [entry[0] for entry in client.xrange("clicks")] == [
+                    b"3-0",
+                    b"4-0",
+                ]
+                parts = {
+                    key
+                    for key in client.scan_iter("clicks:*")
+                    if key.split(b":")[1].isdigit()
+                }
                 # The small delta is in its entry.
-                assert parts == {f"clicks:{number}:{kind}:0".encode() for number in (3, 4) for kind in FULL}
+                assert parts == {
+                    f"clicks:{number}:{kind}:0".encode()
+                    for number in (3, 4)
+                    for kind in FULL
+                }
                 assert {client.ttl(key) for key in client.scan_iter("*")} == {-1}
         # The delta that the slow follower needs has been deleted.
-        with pytest.warns(RecStoreWarning, match=r"publication 2 cannot be applied: .*2"):
+        with pytest.warns(
+            RecStoreWarning, match=r"publication 2 cannot be applied: .*2"
+        ):
             assert slow.poll()
         assert slow.state.fulls_loaded == 2
         assert_follows(slow, model, tmp_path)
@@ -173,11 +232,18 @@ def test_only_what_followers_need_is_kept(place: str, tmp_path: Path, request: p
 
 @pytest.mark.parametrize("place", ["redis"], indirect=True)
 @needs_redis
-def test_files_of_several_parts(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrec_recstore_serving.redis_publications._PART_BYTES", 1000)
+def test_files_of_several_parts(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "torchrec_recstore_serving.redis_publications._PART_BYTES", 1000
+    )
     monkeypatch.setattr("torchrec_recstore_serving.redis_publications._INLINE_BYTES", 0)
     model = trained()
-    with DeltaPublisher(model, place, every_s=0, full_every_s=0) as publisher, Follower(place) as follower:
+    with (
+        DeltaPublisher(model, place, every_s=0, full_every_s=0) as publisher,
+        Follower(place) as follower,
+    ):
         for step in range(2):
             publish(publisher)
             follower.poll()
@@ -195,26 +261,44 @@ def test_a_publisher_that_starts_again(place: str, tmp_path: Path) -> None:
                 for step in range(2):
                     publish(publisher)
                     if (run, step) == (1, 0):
-                        with pytest.warns(RecStoreWarning, match="publication 4 .* because the publisher began anew"):
-                            assert not follower.poll(), "a full export of the same version"
+                        with pytest.warns(
+                            RecStoreWarning,
+                            match="publication 4 .* because the publisher began anew",
+                        ):
+                            assert not follower.poll(), (
+                                "a full export of the same version"
+                            )
                     else:
                         assert follower.poll()
                     change(model, step + 2 * run)
             assert follower.poll()
             assert_follows(follower, model, tmp_path)
-        assert (follower.state.number, follower.state.fulls_loaded, follower.state.deltas_applied) == (6, 2, 4)
+        assert (
+            follower.state.number,
+            follower.state.fulls_loaded,
+            follower.state.deltas_applied,
+        ) == (6, 2, 4)
         assert follower.state.problem is None
 
 
 class Tables(nn.Module):
-    """A RecStore table and one of TorchRec's own in one collection each, and a dense layer."""
+    """A RecStore table and one of TorchRec's own in one collection each, and a dense
+    layer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.bags = RecStoreEmbeddingBagCollection(
-            [EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=100, feature_names=["f"])], lr=0.3
+            [
+                EmbeddingBagConfig(
+                    name="t", embedding_dim=8, num_embeddings=100, feature_names=["f"]
+                )
+            ],
+            lr=0.3,
         )
-        stock = EmbeddingBagConfig(name="stock", embedding_dim=8, num_embeddings=50, feature_names=["g"])
+        stock = EmbeddingBagConfig(
+            name="stock", embedding_dim=8, num_embeddings=50, feature_names=["g"]
+        )
         self.stock = EmbeddingBagCollection(tables=[stock])
         self.over = nn.Linear(16, 1)
 
@@ -226,15 +310,25 @@ class Tables(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-@pytest.mark.parametrize(("index", "rows"), [("hash", "memory"), ("hash", "mapped"), ("sorted", "memory")])
-def test_a_full_export_is_a_program_and_its_tensors(index: str, rows: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """What is unpickled has no rows and no dense values: these are in safetensors, equal to those of an export."""
+@pytest.mark.parametrize(
+    ("index", "rows"), [("hash", "memory"), ("hash", "mapped"), ("sorted", "memory")]
+)
+def test_a_full_export_is_a_program_and_its_tensors(
+    index: str, rows: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """What is unpickled has no rows and no dense values: these are in safetensors,
+    equal to those of an export.
+    """
     model = Tables()
-    features = KeyedJaggedTensor(["f", "g"], torch.randint(0, 50, (40,)), lengths=torch.full((20,), 2))
+    features = KeyedJaggedTensor(
+        ["f", "g"], torch.randint(0, 50, (40,)), lengths=torch.full((20,), 2)
+    )
     model(features).sum().backward()
     place = tmp_path / "published"
     options = {"dtype": dtype, "index": index, "rows": rows}
-    with DeltaPublisher(model, place, every_s=0, full_every_s=0, **options) as publisher:  # type: ignore[arg-type]
+    with DeltaPublisher(
+        model, place, every_s=0, full_every_s=0, **options
+    ) as publisher:  # type: ignore[arg-type]
         for number in (1, 2):
             publish(publisher)
             name = f"{number:012d}"
@@ -248,7 +342,10 @@ def test_a_full_export_is_a_program_and_its_tensors(index: str, rows: str, dtype
                 assert torch.equal(tensors["t/rows"], export.recstore_rows("t")[1:])
             assert not program.recstore_rows("stock").any()
             assert torch.equal(tensors["stock/rows"], export.recstore_rows("stock"))
-            zeros, dense = dict(program.named_parameters()), dict(export.named_parameters())
+            zeros, dense = (
+                dict(program.named_parameters()),
+                dict(export.named_parameters()),
+            )
             assert zeros.keys() == {"over.weight", "over.bias"}
             for key, value in zeros.items():
                 assert not value.any()
@@ -263,16 +360,22 @@ def test_a_full_export_is_a_program_and_its_tensors(index: str, rows: str, dtype
             with torch.no_grad():
                 model.over.bias += 1
     # The tensors of another publication, which are signed, too.
-    (place / "000000000003.safetensors").write_bytes((place / "000000000002.safetensors").read_bytes())
+    (place / "000000000003.safetensors").write_bytes(
+        (place / "000000000002.safetensors").read_bytes()
+    )
     refused = "this model is of version" if rows == "mapped" else "another publication"
     with (
         Follower(place) as follower,
-        pytest.warns(RecStoreWarning, match=f"full export 3 cannot be loaded: .*{refused}"),
+        pytest.warns(
+            RecStoreWarning, match=f"full export 3 cannot be loaded: .*{refused}"
+        ),
     ):
         follower.poll()
 
 
-def damage(place: str, number: int, kind: str, server: Callable[[], RedisServer]) -> None:
+def damage(
+    place: str, number: int, kind: str, server: Callable[[], RedisServer]
+) -> None:
     """Changes a byte of a published file, or deletes the file."""
     if "://" not in place:
         path = publications_at(place).path_of(number, kind)  # type: ignore[arg-type]
@@ -288,13 +391,18 @@ def damage(place: str, number: int, kind: str, server: Callable[[], RedisServer]
             client.xdel("clicks", f"{number}-0")
 
 
-def test_a_chain_that_breaks(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_chain_that_breaks(
+    place: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     def server() -> RedisServer:
         found: RedisServer = request.getfixturevalue("server")
         return found
 
     model = trained()
-    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher, Follower(place) as follower:
+    with (
+        DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher,
+        Follower(place) as follower,
+    ):
         publish(publisher)
         follower.poll()
         for step in range(2):
@@ -302,7 +410,10 @@ def test_a_chain_that_breaks(place: str, tmp_path: Path, request: pytest.Fixture
             publish(publisher)
         damage(place, 2, "delta", server)
         version = follower.version
-        with pytest.warns(RecStoreWarning, match="publication 2 cannot be applied: .*rows are served until"):
+        with pytest.warns(
+            RecStoreWarning,
+            match="publication 2 cannot be applied: .*rows are served until",
+        ):
             assert not follower.poll()
         for _ in range(2):
             assert not follower.poll(), "it neither warns again nor continues"
@@ -312,9 +423,14 @@ def test_a_chain_that_breaks(place: str, tmp_path: Path, request: pytest.Fixture
         publish(publisher)
         assert follower.poll()
         assert_follows(follower, model, tmp_path)
-        assert (follower.state.problem, follower.state.number, follower.state.fulls_loaded) == (None, 4, 2)
+        assert (
+            follower.state.problem,
+            follower.state.number,
+            follower.state.fulls_loaded,
+        ) == (None, 4, 2)
 
-        # A follower that starts now cannot load the newest full export, and cannot continue from the one before.
+        # A follower that starts now cannot load the newest full export, and cannot
+        # continue from the one before.
         damage(place, 4, "full", server)
         with Follower(place) as other, pytest.warns(RecStoreWarning) as warned:
             other.poll()
@@ -330,24 +446,37 @@ def test_one_publisher_at_a_time(place: str) -> None:
     publisher = DeltaPublisher(model, place, every_s=0)
     publish(publisher)
     if "://" not in place:
-        with pytest.raises(BlockingIOError, match=f"process {os.getpid()} on host .* has been publishing to it since"):
+        with pytest.raises(
+            BlockingIOError,
+            match=f"process {os.getpid()} on host .* has been publishing to it since",
+        ):
             DeltaPublisher(model, place)
         publisher.close()
         return
-    # The newer publisher takes over, because a server does not know whether the older one is alive.
+    # The newer publisher takes over, because a server does not know whether the older
+    # one is alive.
     with DeltaPublisher(model, place, every_s=0) as newer:
         publish(newer)
         for _ in range(2):
-            with pytest.raises(BlockingIOError, match="another publisher has begun to publish to it"):
+            with pytest.raises(
+                BlockingIOError, match="another publisher has begun to publish to it"
+            ):
                 publish(publisher)
-        with pytest.raises(BlockingIOError, match="another publisher has begun to publish to it"):
+        with pytest.raises(
+            BlockingIOError, match="another publisher has begun to publish to it"
+        ):
             publisher.close()
         publisher.close()
 
 
-def test_a_place_that_loses_everything(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_place_that_loses_everything(
+    place: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     model = trained()
-    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher, Follower(place) as follower:
+    with (
+        DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher,
+        Follower(place) as follower,
+    ):
         publish(publisher)
         change(model, 0)
         publish(publisher)
@@ -367,7 +496,10 @@ def test_a_place_that_loses_everything(place: str, tmp_path: Path, request: pyte
                         client.flushall()
                 else:
                     (Path(place) / "latest.json").unlink()
-            with pytest.warns(RecStoreWarning, match="has lost publications: a full export is published"):
+            with pytest.warns(
+                RecStoreWarning,
+                match="has lost publications: a full export is published",
+            ):
                 publish(publisher)
         with pytest.warns(RecStoreWarning, match="publication 3 cannot be applied"):
             assert follower.poll()
@@ -398,7 +530,8 @@ def test_errors_of_the_writing_thread(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"000000000002\.delta is a directory"):
         publisher.step()
     (place / "000000000002.delta").rmdir()
-    publisher.step()  # The error is raised once, and the next publication is a full export.
+    # The error is raised once, and the next publication is a full export.
+    publisher.step()
     publisher.close()
     latest = json.loads((place / "latest.json").read_text())
     assert latest["fulls"] == [1, 2]
@@ -409,34 +542,51 @@ def test_errors_of_the_writing_thread(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     model = trained()
-    for argument, value, error in (("every_s", -1, ValueError), ("full_every_s", "1h", TypeError)):
+    for argument, value, error in (
+        ("every_s", -1, ValueError),
+        ("full_every_s", "1h", TypeError),
+    ):
         with pytest.raises(error, match=f"{argument} must"):
             DeltaPublisher(model, tmp_path / "a", **{argument: value})
     assert not (tmp_path / "a").exists()
     for wrong, message in (
         ("s3://bucket", "a place of publications is a directory, or redis://"),
-        ("redis://user:secret@127.0.0.1/0", r"redis://127.0.0.1/0 names no stream: add \?stream=NAME"),
+        (
+            "redis://user:secret@127.0.0.1/0",
+            r"redis://127.0.0.1/0 names no stream: add \?stream=NAME",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             Follower(wrong)
-    with pytest.raises(TimeoutError, match=r"no model after 0 s: nothing has been published there"):
+    with pytest.raises(
+        TimeoutError, match=r"no model after 0 s: nothing has been published there"
+    ):
         follow(tmp_path / "nowhere", timeout_s=0)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "latest.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"latest\.json is not what a DeltaPublisher writes"):
+    with pytest.raises(
+        ValueError, match=r"latest\.json is not what a DeltaPublisher writes"
+    ):
         follow(tmp_path / "other")
-    with pytest.raises(ConnectionError, match=r"redis://127\.0\.0\.1:1/0\?stream=clicks cannot be reached"):
+    with pytest.raises(
+        ConnectionError,
+        match=r"redis://127\.0\.0\.1:1/0\?stream=clicks cannot be reached",
+    ):
         follow("redis://127.0.0.1:1/0?stream=clicks", timeout_s=0)
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_while_a_checkpoint_is_written(tmp_path: Path) -> None:
-    """A table has one snapshot at a time: the publication waits for a later step, and the end waits for the save."""
+    """A table has one snapshot at a time: the publication waits for a later step, and
+    the end waits for the save.
+    """
     model = recstore()
     model(sharded_batch(0)).sum().backward()
     written = threading.Event()
     with DeltaPublisher(model, tmp_path / "published", every_s=0) as publisher:
-        save = async_save(model, tmp_path / "checkpoint", progress=lambda done, rows: written.wait())
+        save = async_save(
+            model, tmp_path / "checkpoint", progress=lambda done, rows: written.wait()
+        )
         publisher.step()
         assert not (tmp_path / "published" / "latest.json").exists()
         threading.Timer(0.2, written.set).start()
@@ -474,7 +624,9 @@ def publish_from_two_ranks(rank: int, world_size: int, folder: Path) -> None:
 
 
 def exchange_rarely(rank: int, world_size: int, folder: Path) -> None:
-    """The clocks of the ranks differ, the pace of the steps changes, and all exchange the time in the same steps."""
+    """The clocks of the ranks differ, the pace of the steps changes, and all exchange
+    the time in the same steps.
+    """
     now, exchanges = [0.0], []
 
     class Clock:
@@ -499,7 +651,11 @@ def exchange_rarely(rank: int, world_size: int, folder: Path) -> None:
         publisher.step()
         if publisher._next != before:
             published.append(step)
-            late = max(late, now[0] + 1000.0 * rank - before) if len(published) > 1 else late
+            late = (
+                max(late, now[0] + 1000.0 * rank - before)
+                if len(published) > 1
+                else late
+            )
             if rank == 0:
                 publisher._writer.wait()  # type: ignore[union-attr]
             dist.barrier()
@@ -519,19 +675,32 @@ def test_ranks_exchange_the_time_rarely(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_of_several_ranks(tmp_path: Path) -> None:
-    """Rank 0 publishes the whole model, and an error of its thread is raised on every rank."""
+    """Rank 0 publishes the whole model, and an error of its thread is raised on every
+    rank.
+    """
     run_on_ranks(2, partial(publish_from_two_ranks, folder=tmp_path))
 
 
 @pytest.mark.parametrize("index", ["hash", "sorted"])
-def test_what_a_step_reads(index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a hash index, only the rows that have changed are read. A change that no delta has needs a full export."""
+def test_what_a_step_reads(
+    index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a hash index, only the rows that have changed are read.
+
+    A change that no delta has needs a full export.
+    """
     whole: list[int] = []
     read = publish_module.read_model
-    monkeypatch.setattr(publish_module, "read_model", lambda *arguments: whole.append(1) or read(*arguments))
+    monkeypatch.setattr(
+        publish_module,
+        "read_model",
+        lambda *arguments: whole.append(1) or read(*arguments),
+    )
     model = trained()
     with (
-        DeltaPublisher(model, tmp_path / "published", every_s=0, full_every_s=1e6, index=index) as publisher,
+        DeltaPublisher(
+            model, tmp_path / "published", every_s=0, full_every_s=1e6, index=index
+        ) as publisher,
         Follower(tmp_path / "published") as follower,
     ):
         for step in range(4):
@@ -543,7 +712,9 @@ def test_what_a_step_reads(index: str, tmp_path: Path, monkeypatch: pytest.Monke
         assert follower.poll()
         assert is_hashed(follower.model) == (index == "hash")
         model.bag.mode = "mean"
-        with pytest.warns(RecStoreWarning, match="a full export is published without a delta: .*mean"):
+        with pytest.warns(
+            RecStoreWarning, match="a full export is published without a delta: .*mean"
+        ):
             publish(publisher)
         publisher.step()
     with pytest.warns(RecStoreWarning, match="because the publisher began anew"):
@@ -556,7 +727,9 @@ def test_frozen_tables_are_published(tmp_path: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             frozen = TableOptions(frozen=True)
-            self.still = RecStoreEmbeddingBag(100, 8, name="still", mode="sum", options=frozen)
+            self.still = RecStoreEmbeddingBag(
+                100, 8, name="still", mode="sum", options=frozen
+            )
             self.moving = RecStoreEmbeddingBag(100, 8, name="moving", mode="sum")
 
         def forward(self, ids: Tensor) -> Tensor:
@@ -567,13 +740,17 @@ def test_frozen_tables_are_published(tmp_path: Path) -> None:
     ids = torch.arange(20).view(5, 4)
     model.still.table.insert(ids.flatten(), torch.ones(20, 8))
     place = tmp_path / "to"
-    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher, Follower(place) as follower:
+    with (
+        DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher,
+        Follower(place) as follower,
+    ):
         for step in range(3):
             model.train()(ids).sum().backward()
             publish(publisher)
             assert follower.poll()
             served = follower.model
-            assert torch.allclose(served(ids), model.eval()(ids), atol=0.05)  # The rows of the export have 8 bits.
+            # The rows of the export have 8 bits.
+            assert torch.allclose(served(ids), model.eval()(ids), atol=0.05)
             export_for_inference(model, tmp_path / f"{step}.pt", index="hash")
             exported = torch.jit.load(tmp_path / f"{step}.pt")
             assert torch.equal(served(ids), exported(ids))

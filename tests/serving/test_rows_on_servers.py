@@ -1,6 +1,9 @@
-"""Served models whose rows stay on parameter servers: the same answers, by shared memory and TCP, and what fails."""
+"""Served models whose rows stay on parameter servers: the same answers, by shared
+memory and TCP, and what fails.
+"""
 
-# Not with annotations from __future__: fx, and with it TorchRec's tracer, copies them into code as they are.
+# Not with annotations from __future__: fx, and with it TorchRec's tracer, copies them
+# into code as they are.
 
 import copy
 import gc
@@ -35,12 +38,20 @@ from torchrec_recstore.inference import (
     scriptable,
     verify,
 )
-from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
+from torchrec_recstore.modules import (
+    RecStoreEmbedding,
+    RecStoreEmbeddingBagCollection,
+    RecStoreEmbeddingCollection,
+)
 from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_serving.script import scripted
 from torchrec_recstore_serving.served_tables import ServedTables
-from torchrec_recstore_serving.server_tables import ServerTable, TableOnServers, served_on_servers
+from torchrec_recstore_serving.server_tables import (
+    ServerTable,
+    TableOnServers,
+    served_on_servers,
+)
 
 from ..certificates import make_certificates, needs_openssl
 from ..distributed.workers import run_on_ranks
@@ -56,7 +67,9 @@ from .models import BAGS, SEQUENCES, batch, train
 try:
     load_library()
 except ImportError as error:
-    pytest.skip(f"this torch has no library of served models: {error}", allow_module_level=True)
+    pytest.skip(
+        f"this torch has no library of served models: {error}", allow_module_level=True
+    )
 
 NUMBERS = itertools.count()
 TOKEN = "correct-horse-battery-staple-0123456789"
@@ -65,7 +78,9 @@ TOKEN = "correct-horse-battery-staple-0123456789"
 class Model(models.Model):
     """Both eager collections, of a client, and a dense layer."""
 
-    def __init__(self, client: RecStoreClient, weighted: bool = False, **options: Any) -> None:
+    def __init__(
+        self, client: RecStoreClient, weighted: bool = False, **options: Any
+    ) -> None:
         nn.Module.__init__(self)
         more = {"lr": 0.3, "client": client, "options": TableOptions(**options)}
         self.bags = RecStoreEmbeddingBagCollection(BAGS, is_weighted=weighted, **more)
@@ -76,12 +91,18 @@ class Model(models.Model):
 class Bags(nn.Module):
     """A table of bags, which no other model has."""
 
-    def __init__(self, client: RecStoreClient, data_type: DataType, **options: Any) -> None:
+    def __init__(
+        self, client: RecStoreClient, data_type: DataType, **options: Any
+    ) -> None:
         super().__init__()
         self.name = f"b{next(NUMBERS)}"
-        config = EmbeddingBagConfig(name=self.name, embedding_dim=6, num_embeddings=100, feature_names=["f"])
+        config = EmbeddingBagConfig(
+            name=self.name, embedding_dim=6, num_embeddings=100, feature_names=["f"]
+        )
         config.data_type, config.pooling = data_type, PoolingType.MEAN
-        self.bags = RecStoreEmbeddingBagCollection([config], lr=0.3, client=client, options=TableOptions(**options))
+        self.bags = RecStoreEmbeddingBagCollection(
+            [config], lr=0.3, client=client, options=TableOptions(**options)
+        )
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """(B, 6)."""
@@ -107,7 +128,9 @@ class Both(nn.Module):
 @pytest.fixture(params=["memory", "TCP"])
 def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the rows travel."""
-    monkeypatch.setenv("RECSTORE_SHARED_MEMORY", "1" if request.param == "memory" else "0")
+    monkeypatch.setenv(
+        "RECSTORE_SHARED_MEMORY", "1" if request.param == "memory" else "0"
+    )
     road: str = request.param
     return road
 
@@ -138,7 +161,9 @@ def two(tmp_path: Path) -> Iterator[list[RecStoreServer]]:
 
 def client_of(*servers: RecStoreServer, **arguments: Any) -> RecStoreClient:
     """Returns a client whose own rows do not travel by shared memory."""
-    return RecStoreClient([each.address for each in servers], shared_memory=False, **arguments)
+    return RecStoreClient(
+        [each.address for each in servers], shared_memory=False, **arguments
+    )
 
 
 def exported(model: nn.Module, path: Path, **arguments: Any) -> torch.jit.ScriptModule:
@@ -167,7 +192,11 @@ def test_answers_are_those_of_the_trained_model(
     before = segments()
     with client_of(*shared) as client:
         model = train(Model(client, weighted), weighted=weighted)
-        given: dict[str, Any] = {"dtype": torch.float32, "index": "hash", "rows": "servers"}
+        given: dict[str, Any] = {
+            "dtype": torch.float32,
+            "index": "hash",
+            "rows": "servers",
+        }
         static = export_for_inference(model, tmp_path / "model.pt", **given)
         verify(tmp_path / "model.pt")
         served = torch.jit.load(tmp_path / "model.pt")
@@ -186,13 +215,17 @@ def test_answers_are_those_of_the_trained_model(
 def test_torch_export(shared: list[RecStoreServer]) -> None:
     with client_of(*shared) as client:
         model = train(Bags(client, DataType.FP32))
-        static = export_for_inference(model, dtype=torch.float32, index="hash", rows="servers")
+        static = export_for_inference(
+            model, dtype=torch.float32, index="hash", rows="servers"
+        )
         some = batch(50)
         given = KeyedJaggedTensor(some.keys(), some.values(), lengths=some.lengths())
         shapes = ShapesCollection()
         shapes[given.values()] = {0: Dim.DYNAMIC}
         served = scriptable(static, index="hash")
-        program = torch.export.export(served, (given,), dynamic_shapes=shapes, strict=False).module()
+        program = torch.export.export(
+            served, (given,), dynamic_shapes=shapes, strict=False
+        ).module()
         train(model, 1)
         for features in (some, batch(50)):
             assert torch.equal(program(features), model(features))
@@ -202,10 +235,14 @@ def test_many_ids(shared: list[RecStoreServer], road: str, tmp_path: Path) -> No
     """A call of several requests and parts."""
     with client_of(*shared) as client:
         model = Bags(client, DataType.FP32)
-        client.push(model.name, torch.arange(300_000), torch.arange(1_800_000.0).view(-1, 6))
+        client.push(
+            model.name, torch.arange(300_000), torch.arange(1_800_000.0).view(-1, 6)
+        )
         table = native_of(exported(model, tmp_path / "model.pt"))
         ids = torch.randint(0, 300_000, (1_100_000,))
-        assert torch.equal(table.lookup(ids), torch.arange(1_800_000.0).view(-1, 6)[ids])
+        assert torch.equal(
+            table.lookup(ids), torch.arange(1_800_000.0).view(-1, 6)[ids]
+        )
         assert table.contains(torch.cat([ids, -ids - 1])).sum() == len(ids)
         assert table.lookup(ids[:0]).shape == (0, 6)
 
@@ -219,7 +256,10 @@ def test_many_ids(shared: list[RecStoreServer], road: str, tmp_path: Path) -> No
     ],
 )
 def test_narrow_rows(
-    shared: list[RecStoreServer], data_type: DataType, dtypes: list[torch.dtype], tmp_path: Path
+    shared: list[RecStoreServer],
+    data_type: DataType,
+    dtypes: list[torch.dtype],
+    tmp_path: Path,
 ) -> None:
     with client_of(*shared) as client:
         model = train(Bags(client, data_type))
@@ -231,7 +271,11 @@ def test_narrow_rows(
             assert torch.equal(native_of(served).lookup(features["f"].values()), rows)
             assert torch.allclose(served(features), model(features).float(), atol=1e-2)
         with pytest.raises(
-            ValueError, match=rf"table '{model.name}' is on servers.*to torch\.int8: pass dtype=torch\.float"
+            ValueError,
+            match=(
+                rf"table '{model.name}' is on servers.*to torch\.int8: pass"
+                r" dtype=torch\.float"
+            ),
         ):
             exported(model, tmp_path / "model.pt", dtype=torch.int8)
 
@@ -240,16 +284,25 @@ def test_a_table_with_initial_rows(shared: list[RecStoreServer], road: str) -> N
     """Ids without a row read as zeros, although their initial rows are a client's."""
     with client_of(*shared) as client:
         client.init_data(
-            "initial", (10, 3), torch.float16, init_func=lambda shape, dtype: torch.ones(shape, dtype=dtype)
+            "initial",
+            (10, 3),
+            torch.float16,
+            init_func=lambda shape, dtype: torch.ones(shape, dtype=dtype),
         )
-        client.push("initial", torch.arange(5), torch.full((5, 3), 2.0, dtype=torch.float16))
-        place = TableOnServers("initial", 3, torch.float16, ",".join(client.rows_addresses()), False, True)
+        client.push(
+            "initial", torch.arange(5), torch.full((5, 3), 2.0, dtype=torch.float16)
+        )
+        place = TableOnServers(
+            "initial", 3, torch.float16, ",".join(client.rows_addresses()), False, True
+        )
         table = ServerTable("initial", "float32", place)
         wanted = torch.tensor([2.0] * 5 + [0.0] * 5).unsqueeze(1).expand(10, 3)
         assert torch.equal(table.lookup(torch.arange(10)), wanted)
 
 
-def test_a_delta_changes_the_dense_part(shared: list[RecStoreServer], tmp_path: Path) -> None:
+def test_a_delta_changes_the_dense_part(
+    shared: list[RecStoreServer], tmp_path: Path
+) -> None:
     with client_of(*shared) as client:
         model = train(Model(client))
         served = exported(model, tmp_path / "model.pt")
@@ -264,7 +317,11 @@ def test_a_delta_changes_the_dense_part(shared: list[RecStoreServer], tmp_path: 
         assert torch.equal(served(features), model(features))
         assert served.recstore_version() == info.version
         served.verify()
-        rows = {"t/ids": torch.tensor([1]), "t/rows": torch.zeros(1, 8), "t/removed": torch.empty(0, dtype=torch.int64)}
+        rows = {
+            "t/ids": torch.tensor([1]),
+            "t/rows": torch.zeros(1, 8),
+            "t/removed": torch.empty(0, dtype=torch.int64),
+        }
         wrong = read_delta(tmp_path / "delta") | rows
         wrong["base"] = torch.tensor(list(info.version.encode()), dtype=torch.uint8)
         wrong["version"] = torch.tensor(list(b"0" * 16), dtype=torch.uint8)
@@ -273,7 +330,9 @@ def test_a_delta_changes_the_dense_part(shared: list[RecStoreServer], tmp_path: 
             served.apply_delta(wrong)
 
 
-def test_a_delta_of_a_table_that_is_not_on_servers(shared: list[RecStoreServer], tmp_path: Path) -> None:
+def test_a_delta_of_a_table_that_is_not_on_servers(
+    shared: list[RecStoreServer], tmp_path: Path
+) -> None:
     with client_of(*shared) as client:
         model = train(Both(client))
         served = exported(model, tmp_path / "model.pt")
@@ -289,10 +348,16 @@ def test_a_delta_of_a_table_that_is_not_on_servers(shared: list[RecStoreServer],
         assert len(served.recstore_ids("mine")) > 20
 
 
-def test_a_follower_gets_the_dense_part(shared: list[RecStoreServer], tmp_path: Path) -> None:
+def test_a_follower_gets_the_dense_part(
+    shared: list[RecStoreServer], tmp_path: Path
+) -> None:
     with client_of(*shared) as client:
         model = train(Model(client))
-        arguments: dict[str, Any] = {"every_s": 0, "dtype": torch.float32, "rows": "servers"}
+        arguments: dict[str, Any] = {
+            "every_s": 0,
+            "dtype": torch.float32,
+            "rows": "servers",
+        }
         with DeltaPublisher(model, tmp_path / "published", **arguments) as publisher:
             publisher.step()
             publisher._writer.wait()  # type: ignore[union-attr]
@@ -308,8 +373,12 @@ def test_a_follower_gets_the_dense_part(shared: list[RecStoreServer], tmp_path: 
                 assert torch.equal(follower.model(features), model(features))
 
 
-def test_a_server_that_is_stopped_and_started(server: RecStoreServer, road: str, tmp_path: Path) -> None:
-    """A reader describes the server again and goes on; threads that call meanwhile get the rows, too."""
+def test_a_server_that_is_stopped_and_started(
+    server: RecStoreServer, road: str, tmp_path: Path
+) -> None:
+    """A reader describes the server again and goes on; threads that call meanwhile get
+    the rows, too.
+    """
     with client_of(server) as client:
         model = train(Bags(client, DataType.FP32))
         served, features = exported(model, tmp_path / "model.pt"), batch(50)
@@ -341,8 +410,12 @@ def test_a_server_that_is_stopped_and_started(server: RecStoreServer, road: str,
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed(two: list[RecStoreServer], road: str, tmp_path: Path) -> None:
-    """An error names what is wrong, after five seconds; a client that brings the servers to one save ends it."""
+def test_a_server_that_is_killed(
+    two: list[RecStoreServer], road: str, tmp_path: Path
+) -> None:
+    """An error names what is wrong, after five seconds; a client that brings the
+    servers to one save ends it.
+    """
     with client_of(*two) as client:
         model = train(Bags(client, DataType.FP32))
         served, features = exported(model, tmp_path / "model.pt"), batch(50)
@@ -352,7 +425,11 @@ def test_a_server_that_is_killed(two: list[RecStoreServer], road: str, tmp_path:
         two[1].kill()
         begin = time.monotonic()
         with pytest.raises(
-            RuntimeError, match=rf"table '{model.name}' on server 127.*refused\. Start the .*repeated for 5 s"
+            RuntimeError,
+            match=(
+                rf"table '{model.name}' on server 127.*refused\. Start the .*repeated"
+                r" for 5 s"
+            ),
         ):
             served(features)
         assert 3 < time.monotonic() - begin < 8
@@ -362,7 +439,9 @@ def test_a_server_that_is_killed(two: list[RecStoreServer], road: str, tmp_path:
 
 @pytest.mark.slow
 def test_a_server_that_hangs(server: RecStoreServer, road: str, tmp_path: Path) -> None:
-    """An error says so after five seconds, and the next call goes on when the server does."""
+    """An error says so after five seconds, and the next call goes on when the server
+    does.
+    """
     with client_of(server) as client:
         model = train(Bags(client, DataType.FP32))
         served, features = exported(model, tmp_path / "model.pt"), batch(50)
@@ -371,7 +450,10 @@ def test_a_server_that_hangs(server: RecStoreServer, road: str, tmp_path: Path) 
         server.pause()
         try:
             begin = time.monotonic()
-            with pytest.raises(RuntimeError, match=rf"table '{model.name}' on server 127.*does not answer"):
+            with pytest.raises(
+                RuntimeError,
+                match=rf"table '{model.name}' on server 127.*does not answer",
+            ):
                 served(features)
             assert 3 < time.monotonic() - begin < 8
         finally:
@@ -379,7 +461,9 @@ def test_a_server_that_hangs(server: RecStoreServer, road: str, tmp_path: Path) 
         assert torch.equal(served(features), wanted)
 
 
-def test_a_server_that_was_killed_and_waits(server: RecStoreServer, tmp_path: Path) -> None:
+def test_a_server_that_was_killed_and_waits(
+    server: RecStoreServer, tmp_path: Path
+) -> None:
     with client_of(server) as client:
         model = train(Bags(client, DataType.FP32))
         served, features = exported(model, tmp_path / "model.pt"), batch(50)
@@ -404,10 +488,17 @@ def test_a_table_that_was_made_anew(server: RecStoreServer, tmp_path: Path) -> N
         name, served = model.name, exported(model, tmp_path / "model.pt")
         connection = client._tables._connections[0]  # type: ignore[union-attr]
         served(batch())
-        connection.drop(name, f"{client._tables.epoch()}/{connection._epoch.runs.of[server.address]}")  # type: ignore[union-attr]
+        connection.drop(
+            name,
+            f"{client._tables.epoch()}/{connection._epoch.runs.of[server.address]}",
+        )  # type: ignore[union-attr]
         RecStoreClient([server.address]).init_data(name, (100, 8))
         with pytest.raises(
-            RuntimeError, match=rf"table '{name}' on server .*another dim or data type.*export the model anew"
+            RuntimeError,
+            match=(
+                rf"table '{name}' on server .*another dim or data type.*export the"
+                r" model anew"
+            ),
         ):
             torch.jit.load(tmp_path / "model.pt")(batch())
 
@@ -419,15 +510,24 @@ def test_a_server_of_an_earlier_version() -> None:
     def answer() -> None:
         with listener.accept()[0] as client:
             client.recv(1000)
-            details = "the client speaks version 3 of the protocol, the server version 2"
+            details = (
+                "the client speaks version 3 of the protocol, the server version 2"
+            )
             reply = pb.SegmentReply(code=9, details=details, last=True)
-            client.sendall(reply.ByteSize().to_bytes(4, "little") + reply.SerializeToString())
+            client.sendall(
+                reply.ByteSize().to_bytes(4, "little") + reply.SerializeToString()
+            )
             client.recv(1000)
 
     thread = threading.Thread(target=answer)
     thread.start()
-    place = TableOnServers("t", 3, torch.float32, f"127.0.0.1:{listener.getsockname()[1]}", False, True)
-    with pytest.raises(RuntimeError, match=r"table 't' on server .* the server version 2: .* of the same release"):
+    place = TableOnServers(
+        "t", 3, torch.float32, f"127.0.0.1:{listener.getsockname()[1]}", False, True
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=r"table 't' on server .* the server version 2: .* of the same release",
+    ):
         ServerTable("t", "float32", place).lookup(torch.arange(3))
     thread.join()
     listener.close()
@@ -452,7 +552,9 @@ def test_a_connection_that_reaches_another_server_of_the_set(
         port = int(addresses[0].rpartition(":")[2])
         proxies[0].lead(port, addresses[1])
         proxies[0].cut()
-        with pytest.raises(RuntimeError, match="not all servers of one set: export the model anew"):
+        with pytest.raises(
+            RuntimeError, match="not all servers of one set: export the model anew"
+        ):
             table.lookup(ids)
         proxies[0].lead(port, addresses[0])
         proxies[0].cut()
@@ -475,12 +577,18 @@ def test_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                     monkeypatch.setenv("RECSTORE_TOKEN_FILE", value)
                 begin = time.monotonic()
                 with pytest.raises(
-                    RuntimeError, match=rf"table '{model.name}' on .*token is missing or wrong: RECSTORE_TOKEN"
+                    RuntimeError,
+                    match=(
+                        rf"table '{model.name}' on .*token is missing or wrong:"
+                        r" RECSTORE_TOKEN"
+                    ),
                 ):
                     served(features)
                 assert time.monotonic() - begin < 2
             monkeypatch.setenv("RECSTORE_TOKEN_FILE", str(tmp_path / "nothing"))
-            with pytest.raises(RuntimeError, match="nothing of RECSTORE_TOKEN_FILE cannot be read"):
+            with pytest.raises(
+                RuntimeError, match="nothing of RECSTORE_TOKEN_FILE cannot be read"
+            ):
                 served(features)
             monkeypatch.setenv("RECSTORE_TOKEN_FILE", str(token))
             assert torch.equal(served(features), model(features))
@@ -494,13 +602,22 @@ def test_tls(road: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("server.key", "client.key"):
         (path / name).chmod(0o600)
     flags = {"tls-cert": "server.pem", "tls-key": "server.key", "client-ca": "ca.pem"}
-    server = RecStoreServer(tmp_path / "data", *(part for k, v in flags.items() for part in (f"--{k}", str(path / v))))
-    own = {"tls_ca": path / "ca.pem", "tls_cert": path / "client.pem", "tls_key": path / "client.key"}
+    server = RecStoreServer(
+        tmp_path / "data",
+        *(part for k, v in flags.items() for part in (f"--{k}", str(path / v))),
+    )
+    own = {
+        "tls_ca": path / "ca.pem",
+        "tls_cert": path / "client.pem",
+        "tls_key": path / "client.key",
+    }
     try:
         with client_of(server, **own) as client:
             model = train(Bags(client, DataType.FP32))
             served, features = exported(model, tmp_path / "model.pt"), batch(500)
-            with pytest.raises(RuntimeError, match="RECSTORE_TLS_CA must name the PEM file"):
+            with pytest.raises(
+                RuntimeError, match="RECSTORE_TLS_CA must name the PEM file"
+            ):
                 served(features)
             for name, file in own.items():
                 monkeypatch.setenv(f"RECSTORE_{name.upper()}", str(file))
@@ -510,10 +627,14 @@ def test_tls(road: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_threads(shared: list[RecStoreServer], road: str, tmp_path: Path) -> None:
-    """More threads than connections by shared memory call one model, while rows of other ids are trained."""
+    """More threads than connections by shared memory call one model, while rows of
+    other ids are trained.
+    """
     with client_of(*shared) as client:
         model = Bags(client, DataType.FP32)
-        client.push(model.name, torch.arange(10_000), torch.arange(60_000.0).view(-1, 6))
+        client.push(
+            model.name, torch.arange(10_000), torch.arange(60_000.0).view(-1, 6)
+        )
         table = native_of(exported(model, tmp_path / "model.pt"))
         wrong: list[object] = []
 
@@ -521,12 +642,16 @@ def test_threads(shared: list[RecStoreServer], road: str, tmp_path: Path) -> Non
             try:
                 for _ in range(30):
                     ids = torch.randint(0, 10_000, (100 * (number + 1),))
-                    if not torch.equal(table.lookup(ids), torch.arange(60_000.0).view(-1, 6)[ids]):
+                    if not torch.equal(
+                        table.lookup(ids), torch.arange(60_000.0).view(-1, 6)[ids]
+                    ):
                         wrong.append(number)
             except RuntimeError as error:
                 wrong.append(error)
 
-        threads = [threading.Thread(target=call, args=(number,)) for number in range(12)]
+        threads = [
+            threading.Thread(target=call, args=(number,)) for number in range(12)
+        ]
         for thread in threads:
             thread.start()
         for _ in range(20):
@@ -536,12 +661,17 @@ def test_threads(shared: list[RecStoreServer], road: str, tmp_path: Path) -> Non
         assert not wrong
 
 
-def test_a_forked_process(shared: list[RecStoreServer], road: str, tmp_path: Path) -> None:
+def test_a_forked_process(
+    shared: list[RecStoreServer], road: str, tmp_path: Path
+) -> None:
     """A child makes its own connections, and those of its parent go on."""
     with client_of(*shared) as client:
         model = Bags(client, DataType.FP32)
         client.push(model.name, torch.arange(100), torch.arange(600.0).view(-1, 6))
-        table, ids = native_of(exported(model, tmp_path / "model.pt")), torch.arange(100)
+        table, ids = (
+            native_of(exported(model, tmp_path / "model.pt")),
+            torch.arange(100),
+        )
         wanted = table.lookup(ids)
         for _ in range(2):
             child = os.fork()
@@ -558,10 +688,22 @@ def test_what_is_refused(shared: list[RecStoreServer], tmp_path: Path) -> None:
     with client_of(*shared) as client:
         model = train(Bags(client, DataType.FP32))
         for match, arguments in [
-            (rf"table '{model.name}' is on servers.*rows=\"servers\"\)", {"rows": "memory"}),
-            (rf"table '{model.name}' is on servers.*rows=\"servers\"\)", {"rows": "mapped"}),
+            (
+                rf"table '{model.name}' is on servers.*rows=\"servers\"\)",
+                {"rows": "memory"},
+            ),
+            (
+                rf"table '{model.name}' is on servers.*rows=\"servers\"\)",
+                {"rows": "mapped"},
+            ),
             ('rows="servers" needs index="hash"', {"index": "sorted"}),
-            (rf"table '{model.name}' is on servers.*to torch.int8: pass dtype=torch.float32", {"dtype": torch.int8}),
+            (
+                (
+                    rf"table '{model.name}' is on servers.*to torch.int8: pass"
+                    r" dtype=torch.float32"
+                ),
+                {"dtype": torch.int8},
+            ),
             ("min_frequency and top_rows", {"min_frequency": 1}),
             ("min_frequency and top_rows", {"top_rows": 10}),
             ('rows must be "memory", "mapped" or "servers"', {"rows": "server"}),
@@ -570,21 +712,42 @@ def test_what_is_refused(shared: list[RecStoreServer], tmp_path: Path) -> None:
                 exported(model, path, **arguments)
             assert not path.exists()
         served = exported(model, path)
-        for call in (lambda: served.recstore_ids(model.name), lambda: served.recstore_rows(model.name)):
-            with pytest.raises(torch.jit.Error, match=f"the rows of table {model.name} are on servers"):
+        for call in (
+            lambda: served.recstore_ids(model.name),
+            lambda: served.recstore_rows(model.name),
+        ):
+            with pytest.raises(
+                torch.jit.Error, match=f"the rows of table {model.name} are on servers"
+            ):
                 call()
         features = batch()
         with pytest.raises(RuntimeError, match="values must be integers"):
-            served(KeyedJaggedTensor(features.keys(), features.values().float(), lengths=features.lengths()))
-        both = nn.ModuleDict({"one": model, "two": RecStoreEmbedding(10, 6, name="mine")}).eval()
+            served(
+                KeyedJaggedTensor(
+                    features.keys(),
+                    features.values().float(),
+                    lengths=features.lengths(),
+                )
+            )
+        both = nn.ModuleDict(
+            {"one": model, "two": RecStoreEmbedding(10, 6, name="mine")}
+        ).eval()
         addresses = ",".join(client.rows_addresses())
         there = TableOnServers(model.name, 6, torch.float32, addresses, False, True)
-        base = scripted(ServedTables([ServerTable(name, "float32", there) for name in (model.name, "mine")]))
+        base = scripted(
+            ServedTables(
+                [ServerTable(name, "float32", there) for name in (model.name, "mine")]
+            )
+        )
         with pytest.raises(ValueError, match="'mine' is on servers only in base"):
             export_delta(both, tmp_path / "delta", base=base)
-    with pytest.raises(ValueError, match='rows="servers" is for a model whose tables are on servers'):
+    with pytest.raises(
+        ValueError, match='rows="servers" is for a model whose tables are on servers'
+    ):
         export_checkpoint(tmp_path / "no", path, index="hash", rows="servers")
-    with pytest.raises(ValueError, match='rows="servers": no table of the model is on servers'):
+    with pytest.raises(
+        ValueError, match='rows="servers": no table of the model is on servers'
+    ):
         exported(RecStoreEmbedding(10, 4, name="mine"), path)
     with (
         RecStoreClient(private=True) as client,
@@ -593,7 +756,9 @@ def test_what_is_refused(shared: list[RecStoreServer], tmp_path: Path) -> None:
         exported(Bags(client, DataType.FP32), path)
 
 
-def test_initial_rows_are_warned_of(shared: list[RecStoreServer], tmp_path: Path) -> None:
+def test_initial_rows_are_warned_of(
+    shared: list[RecStoreServer], tmp_path: Path
+) -> None:
     with client_of(*shared) as client:
         model = train(Bags(client, DataType.FP32, missing="init"))
         with pytest.warns(RecStoreWarning, match=f"'{model.name}'"):
@@ -606,7 +771,9 @@ def _sharded(rank: int, world_size: int, addresses: list[str], prefix: str) -> N
     model = sharded(prefix, servers, RowWiseAdagrad(lr=0.05), on_servers="bc")
     train_sharded(model, rank, 2)
     model.eval()
-    exported = export_for_inference(model, dtype=torch.float32, index="hash", rows="servers")
+    exported = export_for_inference(
+        model, dtype=torch.float32, index="hash", rows="servers"
+    )
     wanted = model(sharded_batch(7))[0]
     assert torch.equal(exported(sharded_batch(7))[0], wanted)
     assert served_on_servers(exported).keys() == {f"{prefix}b", f"{prefix}c"}
@@ -615,8 +782,15 @@ def _sharded(rank: int, world_size: int, addresses: list[str], prefix: str) -> N
 
 @pytest.mark.slow
 def test_a_sharded_model(shared: list[RecStoreServer]) -> None:
-    """Every rank returns a model that reads the tables on servers there, and has the others in memory."""
-    run_on_ranks(2, partial(_sharded, addresses=[each.address for each in shared], prefix="sharded"))
+    """Every rank returns a model that reads the tables on servers there, and has the
+    others in memory.
+    """
+    run_on_ranks(
+        2,
+        partial(
+            _sharded, addresses=[each.address for each in shared], prefix="sharded"
+        ),
+    )
 
 
 @pytest.mark.slow

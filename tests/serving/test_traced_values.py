@@ -1,6 +1,9 @@
-"""A publication of a traced model is equal to a new export after each change of a value that the model reads."""
+"""A publication of a traced model is equal to a new export after each change of a value
+that the model reads.
+"""
 
-# Not with annotations from __future__: fx, and with it TorchRec's tracer, copies them into code as they are.
+# Not with annotations from __future__: fx, and with it TorchRec's tracer, copies them
+# into code as they are.
 
 import collections
 import weakref
@@ -39,9 +42,14 @@ class NamedList(list[float]):
 
 
 class Reading(Pooled):
-    """A model that scales with a value. TorchScript cannot compile it, because ``read`` is a lambda."""
+    """A model that scales with a value.
 
-    def __init__(self, value: Any, read: Callable[[Any], Any], kind: str = "attribute") -> None:
+    TorchScript cannot compile it, because ``read`` is a lambda.
+    """
+
+    def __init__(
+        self, value: Any, read: Callable[[Any], Any], kind: str = "attribute"
+    ) -> None:
         super().__init__()
         self.read = read
         if kind == "buffer":
@@ -58,7 +66,9 @@ class Reading(Pooled):
 
 
 class Normalised(Pooled):
-    """A model that normalises with buffers, and catches an error, which TorchScript refuses."""
+    """A model that normalises with buffers, and catches an error, which TorchScript
+    refuses.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +86,9 @@ class Normalised(Pooled):
 
 
 class Aliased(Normalised):
-    """A model that reads its buffers from a list, so that the tracer does not see their attributes."""
+    """A model that reads its buffers from a list, so that the tracer does not see their
+    attributes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +97,9 @@ class Aliased(Normalised):
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
         """(B, DENSE) and the bags -> (B, 1)."""
         try:
-            normalised = (dense - self.both[0]) * torch.stack([1 / self.both[1], -self.both[1]])[0]
+            normalised = (dense - self.both[0]) * torch.stack(
+                [1 / self.both[1], -self.both[1]]
+            )[0]
         except ValueError:
             normalised = dense
         out: Tensor = self.over(self.joined(dense, features))
@@ -110,12 +124,16 @@ class WithStrides(Pooled):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("expanded", torch.full((1,), 0.5).expand(self.over.in_features))
+        self.register_buffer(
+            "expanded", torch.full((1,), 0.5).expand(self.over.in_features)
+        )
         self.register_buffer("strided", torch.arange(2.0 * self.over.in_features)[::2])
 
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
         """(B, DENSE) and the bags -> (B, 1)."""
-        out: Tensor = self.over(self.joined(dense, features) * self.expanded + self.strided)
+        out: Tensor = self.over(
+            self.joined(dense, features) * self.expanded + self.strided
+        )
         return out
 
 
@@ -170,7 +188,8 @@ COMPUTED: dict[str, Callable[[Tensor], Any]] = {
     "parts": lambda value: torch.stack([value, value * 3]).unbind()[1],
     "branch by type": lambda value: value * 2 if isinstance(value, Tensor) else 0.0,
 }
-# How a lambda reads the number in a tensor. The tracer writes the number into the program.
+# How a lambda reads the number in a tensor. The tracer writes the number into the
+# program.
 READ: dict[str, Callable[[Tensor], Any]] = {
     "float": float,
     "item": lambda value: (value + 1).item(),
@@ -181,24 +200,42 @@ READ: dict[str, Callable[[Tensor], Any]] = {
     "script": lambda value: SCRIPTED_DOUBLE(value),
 }
 # A value that the model reads, how it reads it, and how the value changes.
-OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+OBJECTS: dict[
+    str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]
+] = {
     "int": (lambda: 2, float, replace(5)),
     "np.int64": (lambda: np.int64(2), float, replace(np.int64(5))),
     "np.float32": (lambda: np.float32(2), float, replace(np.float32(5))),
-    "ndarray": (lambda: np.array([2.0]), lambda v: float(v[0]), lambda m: m.value.__setitem__(0, 5.0)),
+    "ndarray": (
+        lambda: np.array([2.0]),
+        lambda v: float(v[0]),
+        lambda m: m.value.__setitem__(0, 5.0),
+    ),
     "ndarray of objects": (
         lambda: np.array([2.0], dtype=object),
         lambda v: float(v[0]),
         lambda m: m.value.__setitem__(0, 5.0),
     ),
-    "deque": (lambda: collections.deque([2.0]), lambda v: v[0], lambda m: m.value.__setitem__(0, 5.0)),
-    "slots": (lambda: Slotted(2.0), lambda v: v.scale, lambda m: setattr(m.value, "scale", 5.0)),
+    "deque": (
+        lambda: collections.deque([2.0]),
+        lambda v: v[0],
+        lambda m: m.value.__setitem__(0, 5.0),
+    ),
+    "slots": (
+        lambda: Slotted(2.0),
+        lambda v: v.scale,
+        lambda m: setattr(m.value, "scale", 5.0),
+    ),
     "attribute of a list": (
         lambda: NamedList([1.0]),
         lambda v: v.scale,
         lambda m: setattr(m.value, "scale", 5.0),
     ),
-    "list": (lambda: [[2.0]], lambda v: v[0][0], lambda m: m.value[0].__setitem__(0, 5.0)),
+    "list": (
+        lambda: [[2.0]],
+        lambda v: v[0][0],
+        lambda m: m.value[0].__setitem__(0, 5.0),
+    ),
     "tensor in a list": (
         lambda: [torch.tensor(2.0)],
         lambda v: v[0] * 2,
@@ -212,7 +249,17 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any]
 }
 
 
-QUICK = ("float", "script", "in place", "np.int64", "ndarray", "slots", "tensor in a list", "product", "parts")
+QUICK = (
+    "float",
+    "script",
+    "in place",
+    "np.int64",
+    "ndarray",
+    "slots",
+    "tensor in a list",
+    "product",
+    "parts",
+)
 """The cases that are not slow tests."""
 
 
@@ -223,13 +270,17 @@ def cases(by_name: Iterable[str]) -> list[Any]:
 
 @pytest.mark.parametrize("index", ["hash", pytest.param("sorted", marks=SLOW)])
 @pytest.mark.parametrize("kind", [Normalised, Aliased])
-def test_buffers_in_arithmetic(kind: type[nn.Module], index: str, tmp_path: Path) -> None:
+def test_buffers_in_arithmetic(
+    kind: type[nn.Module], index: str, tmp_path: Path
+) -> None:
     """The program computes with the buffers. A change of their values is a delta."""
     model = kind()
     train(model)
     place = tmp_path / "published"
     with (
-        DeltaPublisher(model, place, every_s=0, full_every_s=1e6, index=index) as publisher,
+        DeltaPublisher(
+            model, place, every_s=0, full_every_s=1e6, index=index
+        ) as publisher,
         Follower(place) as follower,
     ):
         publish(publisher)
@@ -244,7 +295,12 @@ def test_buffers_in_arithmetic(kind: type[nn.Module], index: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", cases(COMPUTED))
 @pytest.mark.parametrize(
-    "kind", ["buffer", pytest.param("attribute", marks=SLOW), pytest.param("parameter", marks=SLOW)]
+    "kind",
+    [
+        "buffer",
+        pytest.param("attribute", marks=SLOW),
+        pytest.param("parameter", marks=SLOW),
+    ],
 )
 def test_a_tensor_in_arithmetic(kind: str, name: str, tmp_path: Path) -> None:
     """The program computes with the tensor. A change of its value is a delta."""
@@ -274,15 +330,25 @@ def test_an_object(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*without a delta")
 def test_what_a_function_holds(tmp_path: Path) -> None:
     """Variables of the function around it, and its defaults, are part of the program."""
-    published_after_a_change(reading_closure(), lambda model: model.held.__setitem__(0, 5.0), tmp_path / "closure")
+    published_after_a_change(
+        reading_closure(),
+        lambda model: model.held.__setitem__(0, 5.0),
+        tmp_path / "closure",
+    )
     model = reading_default()
-    published_after_a_change(model, lambda model: setattr(model.read, "__defaults__", (5.0,)), tmp_path / "default")
+    published_after_a_change(
+        model,
+        lambda model: setattr(model.read, "__defaults__", (5.0,)),
+        tmp_path / "default",
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*without a delta")
 def test_a_list_of_tensors_that_torchscript_compiles(tmp_path: Path) -> None:
     """The list is an attribute of the compiled model, and no dense tensor."""
-    published_after_a_change(ListOfTensors(), lambda model: model.values[0].fill_(5.0), tmp_path)
+    published_after_a_change(
+        ListOfTensors(), lambda model: model.values[0].fill_(5.0), tmp_path
+    )
 
 
 @pytest.mark.parametrize("index", ["hash", pytest.param("sorted", marks=SLOW)])
@@ -292,7 +358,9 @@ def test_buffers_with_strides(index: str, tmp_path: Path) -> None:
     train(model)
     place = tmp_path / "published"
     with (
-        DeltaPublisher(model, place, every_s=0, full_every_s=1e6, index=index) as publisher,
+        DeltaPublisher(
+            model, place, every_s=0, full_every_s=1e6, index=index
+        ) as publisher,
         Follower(place) as follower,
     ):
         publish(publisher)
@@ -303,8 +371,11 @@ def test_buffers_with_strides(index: str, tmp_path: Path) -> None:
         assert (follower.state.fulls_loaded, follower.state.deltas_applied) == (1, 1)
 
 
-def published_after_a_change(model: nn.Module, change: Callable[[Any], Any], folder: Path) -> tuple[int, int]:
-    """Publishes a model before and after a change of a value, and checks the model of a follower.
+def published_after_a_change(
+    model: nn.Module, change: Callable[[Any], Any], folder: Path
+) -> tuple[int, int]:
+    """Publishes a model before and after a change of a value, and checks the model of a
+    follower.
 
     Returns:
         The number of full exports and of deltas that the follower has loaded.
@@ -326,7 +397,9 @@ def published_after_a_change(model: nn.Module, change: Callable[[Any], Any], fol
         publish(publisher)
         follower.poll()
         assert_follows(follower, model, folder)
-        assert not torch.equal(follower.model(dense, features), answer), "the change has no effect"
+        assert not torch.equal(follower.model(dense, features), answer), (
+            "the change has no effect"
+        )
         return follower.state.fulls_loaded, follower.state.deltas_applied
 
 

@@ -23,7 +23,9 @@ from .models import bag, batch, collection, sequence, sequences
 
 
 class Model(nn.Module):
-    """A collection of each kind, each with one table that has a feature of the same name."""
+    """A collection of each kind, each with one table that has a feature of the same
+    name.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,25 +44,40 @@ class Model(nn.Module):
 
 
 def test_a_model_with_every_kind(one_rank: None) -> None:
-    sharders = get_recstore_sharders({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5})
-    model = DistributedModelParallel(Model(), sharders=sharders, device=torch.device("cpu"))
+    sharders = get_recstore_sharders(
+        {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
+    )
+    model = DistributedModelParallel(
+        Model(), sharders=sharders, device=torch.device("cpu")
+    )
     ids = [[1, 2], [3]]
     model(batch(bags=ids, sequences=ids, processed=ids)).backward()
     stats = table_stats(model)
-    assert {name: table.rows for name, table in stats.items()} == {"bags": 3, "sequences": 3, "processed": 3}
+    assert {name: table.rows for name, table in stats.items()} == {
+        "bags": 3,
+        "sequences": 3,
+        "processed": 3,
+    }
     for table in tables_of_rank(model, ""):
         assert table.optimizer == SGD(lr=0.5)
 
 
 def test_the_arguments_are_those_of_each_sharder(one_rank: None) -> None:
     fused_params = {"learning_rate": 0.5}
-    bags, rows, processed = get_recstore_sharders(fused_params, {}, optimizer=SGD(lr=0.5), accumulation_steps=2)
+    bags, rows, processed = get_recstore_sharders(
+        fused_params, {}, optimizer=SGD(lr=0.5), accumulation_steps=2
+    )
     assert type(bags) is RecStoreSharder
     assert type(rows) is RecStoreEmbeddingCollectionSharder
     assert type(processed) is RecStoreFeatureProcessedEmbeddingBagCollectionSharder
-    assert repr(bags) == repr(RecStoreSharder(fused_params, optimizer=SGD(lr=0.5), accumulation_steps=2))
+    assert repr(bags) == repr(
+        RecStoreSharder(fused_params, optimizer=SGD(lr=0.5), accumulation_steps=2)
+    )
     assert repr(rows).partition("(")[2] == repr(bags).partition("(")[2]
-    assert repr(processed) == f"RecStoreFeatureProcessedEmbeddingBagCollectionSharder(ebc_sharder={bags!r})"
+    assert (
+        repr(processed)
+        == f"RecStoreFeatureProcessedEmbeddingBagCollectionSharder(ebc_sharder={bags!r})"
+    )
     assert fused_params == {"learning_rate": 0.5}
     for sharder in (bags, rows, processed):
         assert sharder.qcomm_codecs_registry == {}

@@ -47,10 +47,15 @@ def test_rows_come_in_the_order_of_the_batch(sharding_type: str) -> None:
     rows = model(batch(f=[ids]))["f"].values()
     if sharding_type != "column_wise":
         assert torch.equal(rows, tables(model)["t"].lookup(torch.tensor(ids)))
-    assert torch.equal(rows, jagged.values().detach() - 0.01 * torch.tensor([1.0, 2, 1, 1, 2])[:, None])
+    assert torch.equal(
+        rows, jagged.values().detach() - 0.01 * torch.tensor([1.0, 2, 1, 1, 2])[:, None]
+    )
     missing = model(batch(f=[[1, 77]]))["f"].values()
     assert missing.requires_grad
-    with pytest.warns(RecStoreWarning, match="tables t: backward of a lookup in evaluation mode updates no row"):
+    with pytest.warns(
+        RecStoreWarning,
+        match="tables t: backward of a lookup in evaluation mode updates no row",
+    ):
         missing.sum().backward()
     assert torch.equal(missing[1], torch.zeros(8))
     assert table_stats(model)["t"].rows == 4
@@ -64,7 +69,10 @@ def test_rows_come_in_the_order_of_the_batch(sharding_type: str) -> None:
 def test_several_tables_and_features_are_one_step_each() -> None:
     model = sharded(
         sequences(sequence("a", ["f", "g"]), sequence("b", ["g", "h"])),
-        options={"a": TableOptions(initializer=ConstantInit(1.0)), "b": TableOptions(initializer=ConstantInit(2.0))},
+        options={
+            "a": TableOptions(initializer=ConstantInit(1.0)),
+            "b": TableOptions(initializer=ConstantInit(2.0)),
+        },
     )
     for _ in range(3):
         out = model(batch(f=[[1], [2, 3]], g=[[], [3]], h=[[], []]))
@@ -82,7 +90,9 @@ def test_several_tables_and_features_are_one_step_each() -> None:
 
 
 def test_empty_batches() -> None:
-    model = sharded(sequences(sequence("a", ["f"]), sequence("b", ["g"])), sharding_type="row_wise")
+    model = sharded(
+        sequences(sequence("a", ["f"]), sequence("b", ["g"])), sharding_type="row_wise"
+    )
     out = model(batch(f=[[], []], g=[[], []]))
     assert out["f"].values().shape == (0, 4)
     (out["f"].values().sum() + out["g"].values().sum()).backward()
@@ -92,12 +102,17 @@ def test_empty_batches() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
 def test_narrow_ids_are_the_same_ids(dtype: torch.dtype) -> None:
     model = sharded(sequences(sequence(rows=10)), sharding_type="row_wise")
-    model(batch(dtype=dtype, f=[[-1, 3], [30000, -30000]]))["f"].values().sum().backward()
+    model(batch(dtype=dtype, f=[[-1, 3], [30000, -30000]]))[
+        "f"
+    ].values().sum().backward()
     assert tables(model)["t"].ids().tolist() == [-30000, -1, 3, 30000]
 
 
 def test_batch_size_may_vary_by_feature_in_evaluation_alone() -> None:
-    model = sharded(sequences(sequence("t", ["f", "g"])), options={"t": TableOptions(missing="init")})
+    model = sharded(
+        sequences(sequence("t", ["f", "g"])),
+        options={"t": TableOptions(missing="init")},
+    )
     kjt = KeyedJaggedTensor(
         keys=["f", "g"],
         values=torch.tensor([1, 2, 3, 4]),
@@ -110,7 +125,9 @@ def test_batch_size_may_vary_by_feature_in_evaluation_alone() -> None:
     model.eval()
     with torch.no_grad():
         rows = model(kjt)
-    assert torch.equal(rows["f"].values(), tables(model)["t"].lookup(torch.tensor([1, 2, 3, 1, 2])))
+    assert torch.equal(
+        rows["f"].values(), tables(model)["t"].lookup(torch.tensor([1, 2, 3, 1, 2]))
+    )
     assert rows["g"].values().shape == (3, 4)
 
 
@@ -119,31 +136,52 @@ class Both(nn.Module):
 
     def __init__(self, device: str = "meta") -> None:
         super().__init__()
-        self.bags = nn.ModuleList([collection(bag(name, [name]), device=device) for name in ("a", "b")])
-        self.rows = nn.ModuleList([sequences(sequence(name, [name]), device=device) for name in ("c", "d")])
+        self.bags = nn.ModuleList(
+            [collection(bag(name, [name]), device=device) for name in ("a", "b")]
+        )
+        self.rows = nn.ModuleList(
+            [sequences(sequence(name, [name]), device=device) for name in ("c", "d")]
+        )
 
     def forward(self, kjt: KeyedJaggedTensor) -> torch.Tensor:
         total = sum(bags(kjt).values().sum() for bags in self.bags)
-        return total + sum(jagged.values().sum() for rows in self.rows for jagged in rows(kjt).values())
+        return total + sum(
+            jagged.values().sum() for rows in self.rows for jagged in rows(kjt).values()
+        )
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_several_collections_without_a_plan(device: str) -> None:
     model = DistributedModelParallel(
-        Both(device), sharders=[RecStoreSharder(), RecStoreEmbeddingCollectionSharder()], device=torch.device("cpu")
+        Both(device),
+        sharders=[RecStoreSharder(), RecStoreEmbeddingCollectionSharder()],
+        device=torch.device("cpu"),
     )
     model(batch(a=[[1]], b=[[-2, 2]], c=[[3]], d=[[4, 4, 5]])).backward()
-    assert {name: stats.rows for name, stats in table_stats(model).items()} == {"a": 1, "b": 2, "c": 1, "d": 2}
+    assert {name: stats.rows for name, stats in table_stats(model).items()} == {
+        "a": 1,
+        "b": 2,
+        "c": 1,
+        "d": 2,
+    }
     assert sum(parameter.numel() for parameter in model.parameters()) == 0
-    assert len(model.state_dict()) == 3 * 4  # Each table has weight, weight_id and weight_rows.
+    # Each table has weight, weight_id and weight_rows.
+    assert len(model.state_dict()) == 3 * 4
     model.load_state_dict(model.state_dict())
 
 
 def test_tables_of_the_unsharded_module_beside_recstore_keep_their_weights() -> None:
-    stock = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
-    rows = sequences(sequence("stock", ["f"], rows=10), sequence("t", ["g"]), device="cpu")
+    stock = ParameterConstraints(
+        sharding_types=["table_wise"], compute_kernels=["fused"]
+    )
+    rows = sequences(
+        sequence("stock", ["f"], rows=10), sequence("t", ["g"]), device="cpu"
+    )
     weight = rows.embeddings["stock"].weight.detach().clone()
-    constraints = {"stock": stock, "t": RecStoreConstraints(sharding_types=["table_wise"])}
+    constraints = {
+        "stock": stock,
+        "t": RecStoreConstraints(sharding_types=["table_wise"]),
+    }
     model = sharded(rows, constraints=constraints)
     assert torch.equal(model(batch(f=[[3, 9]], g=[[-1]]))["f"].values(), weight[[3, 9]])
     assert set(table_stats(model)) == {"t"}
@@ -157,17 +195,29 @@ def test_tables_of_the_unsharded_module_beside_recstore_keep_their_weights() -> 
         ({"use_virtual_table": True}, "'t'.*use_virtual_table"),
     ],
 )
-def test_what_a_table_cannot_be_fails_when_sharding(more: dict[str, Any], message: str) -> None:
+def test_what_a_table_cannot_be_fails_when_sharding(
+    more: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         sharded(sequences(sequence(**more)))
 
 
-@pytest.mark.parametrize("sharding_type", ["table_row_wise", "grid_shard", "table_column_wise"])
-def test_sharding_types_that_torchrec_has_for_bags_alone_are_refused(sharding_type: str) -> None:
+@pytest.mark.parametrize(
+    "sharding_type", ["table_row_wise", "grid_shard", "table_column_wise"]
+)
+def test_sharding_types_that_torchrec_has_for_bags_alone_are_refused(
+    sharding_type: str,
+) -> None:
     plan = sharded(sequences(sequence())).plan
     plan.get_plan_for_module("")["t"].sharding_type = sharding_type
-    with pytest.raises(ValueError, match=rf"'t'.*{sharding_type}.*EmbeddingCollection.*table_wise"):
-        DistributedModelParallel(sequences(sequence()), plan=plan, sharders=[RecStoreEmbeddingCollectionSharder()])
+    with pytest.raises(
+        ValueError, match=rf"'t'.*{sharding_type}.*EmbeddingCollection.*table_wise"
+    ):
+        DistributedModelParallel(
+            sequences(sequence()),
+            plan=plan,
+            sharders=[RecStoreEmbeddingCollectionSharder()],
+        )
 
 
 def test_indices_with_hash_routing_are_refused() -> None:
@@ -186,12 +236,23 @@ def test_indices() -> None:
 
 @pytest.mark.parametrize("planner", [EmbeddingShardingPlanner, RecStorePlanner])
 @pytest.mark.parametrize(
-    "sharder", [RecStoreEmbeddingCollectionSharder(), RecStoreEmbeddingCollectionSharder().with_stock_kernels()]
+    "sharder",
+    [
+        RecStoreEmbeddingCollectionSharder(),
+        RecStoreEmbeddingCollectionSharder().with_stock_kernels(),
+    ],
 )
-def test_planners(planner: type[EmbeddingShardingPlanner], sharder: ModuleSharder[EmbeddingCollection]) -> None:
+def test_planners(
+    planner: type[EmbeddingShardingPlanner], sharder: ModuleSharder[EmbeddingCollection]
+) -> None:
     topology = Topology(world_size=2, compute_device="cpu")
     constraints = {"t": RecStoreConstraints(sharding_types=["row_wise"])}
-    plan = planner(topology=topology, constraints=constraints).plan(sequences(sequence(rows=2**30)), [sharder])
+    plan = planner(topology=topology, constraints=constraints).plan(
+        sequences(sequence(rows=2**30)), [sharder]
+    )
     (entry,) = plan.get_plan_for_module("").values()
-    assert (entry.sharding_type, entry.compute_kernel) == ("row_wise", "customized_kernel")
+    assert (entry.sharding_type, entry.compute_kernel) == (
+        "row_wise",
+        "customized_kernel",
+    )
     assert sharder.sharded_module_type is RecStoreShardedEmbeddingCollection

@@ -1,4 +1,6 @@
-"""Tables with the same name in two collections of a model: functions accept and return names with the path, too."""
+"""Tables with the same name in two collections of a model: functions accept and return
+names with the path, too.
+"""
 
 from __future__ import annotations
 
@@ -37,23 +39,34 @@ from torchrec_recstore import (
 )
 from torchrec_recstore.inference import export_delta, export_for_inference, read_delta
 from torchrec_recstore.planner.planners import assumed
-from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, tables_named
+from torchrec_recstore.sharders.model_tables import (
+    ModelTable,
+    recstore_tables,
+    tables_named,
+)
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 DIM = 4
 
 
 class Towers(nn.Module):
-    """A model with two bag collections whose tables have the same name, and a sequence collection with another name."""
+    """A model with two bag collections whose tables have the same name, and a sequence
+    collection with another name.
+    """
 
     def __init__(self, second: str = "t", device: str = "meta") -> None:
         super().__init__()
-        self.user = nn.ModuleDict({"bags": collection(bag("t", ["u"], rows=8), device=device)})
+        self.user = nn.ModuleDict(
+            {"bags": collection(bag("t", ["u"], rows=8), device=device)}
+        )
         self.item = collection(bag(second, ["i"], rows=8), device=device)
         self.words = sequences(sequence("w", ["w"], rows=8), device=device)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Returns the sum of all outputs. The outputs of the first collection count twice."""
+        """Returns the sum of all outputs.
+
+        The outputs of the first collection count twice.
+        """
         rows = self.words(features)["w"].values()
         user = self.user["bags"](features).values()
         item = self.item(features).values()
@@ -62,7 +75,9 @@ class Towers(nn.Module):
 
 USER, ITEM = "user.bags.t", "item.t"
 BATCH = KeyedJaggedTensor(
-    keys=["u", "i", "w"], values=torch.tensor([1, 2, 1, 2, 3, 5]), lengths=torch.tensor([1, 1, 2, 1, 0, 1])
+    keys=["u", "i", "w"],
+    values=torch.tensor([1, 2, 1, 2, 3, 5]),
+    lengths=torch.tensor([1, 1, 2, 1, 0, 1]),
 )
 
 
@@ -70,19 +85,31 @@ def table_named(model: nn.Module, name: str) -> ModelTable:
     return tables_named(model, [name])[name]
 
 
-def build(second: str = "t", options: TableOptions | None = None) -> DistributedModelParallel:
+def build(
+    second: str = "t", options: TableOptions | None = None
+) -> DistributedModelParallel:
     module = Towers(second)
     names = ["t", "w"] if second == "t" else ["t", second, "w"]
     constraints = {
-        name: RecStoreConstraints(sharding_types=["table_wise"], options=options or TableOptions()) for name in names
+        name: RecStoreConstraints(
+            sharding_types=["table_wise"], options=options or TableOptions()
+        )
+        for name in names
     }
     planner = RecStorePlanner(
-        topology=Topology(world_size=1, compute_device="cpu"), constraints=dict(constraints), debug=False
+        topology=Topology(world_size=1, compute_device="cpu"),
+        constraints=dict(constraints),
+        debug=False,
     )
     optimizer = RowWiseAdagrad(lr=0.1)
-    sharders = [RecStoreSharder(optimizer=optimizer), RecStoreEmbeddingCollectionSharder(optimizer=optimizer)]
+    sharders = [
+        RecStoreSharder(optimizer=optimizer),
+        RecStoreEmbeddingCollectionSharder(optimizer=optimizer),
+    ]
     plan = planner.collective_plan(module, sharders, dist.group.WORLD)
-    return DistributedModelParallel(module, plan=plan, sharders=sharders, device=torch.device("cpu"))
+    return DistributedModelParallel(
+        module, plan=plan, sharders=sharders, device=torch.device("cpu")
+    )
 
 
 def trained(**more: Any) -> DistributedModelParallel:
@@ -94,7 +121,11 @@ def trained(**more: Any) -> DistributedModelParallel:
 
 def held(model: nn.Module) -> list[torch.Tensor]:
     shards = [shard.table for table in recstore_tables(model) for shard in table.shards]
-    return [value for table in shards for value in (table.ids(), *table.read_rows(table.ids()).values())]
+    return [
+        value
+        for table in shards
+        for value in (table.ids(), *table.read_rows(table.ids()).values())
+    ]
 
 
 def assert_equal(model: nn.Module, other: nn.Module) -> None:
@@ -105,10 +136,19 @@ def assert_equal(model: nn.Module, other: nn.Module) -> None:
 def test_names_are_bare_where_they_are_the_only_ones() -> None:
     model = trained()
     stats = table_stats(model)
-    assert {name: each.rows for name, each in stats.items()} == {USER: 2, ITEM: 3, "w": 1}
+    assert {name: each.rows for name, each in stats.items()} == {
+        USER: 2,
+        ITEM: 3,
+        "w": 1,
+    }
     assert list(table_stats(trained(second="other"))) == ["t", "other", "w"]
     assert list(table_stats(model.module.item)) == ["t"]
-    assert [table_named(model, name).name for name in (USER, ITEM, "w", "words.w")] == [USER, ITEM, "w", "w"]
+    assert [table_named(model, name).name for name in (USER, ITEM, "w", "words.w")] == [
+        USER,
+        ITEM,
+        "w",
+        "w",
+    ]
     model.module.again = model.module.item  # One collection in two places counts once.
     assert table_stats(model) == stats
 
@@ -116,27 +156,50 @@ def test_names_are_bare_where_they_are_the_only_ones() -> None:
 def test_a_name_that_may_mean_either_is_refused() -> None:
     model = trained()
     before = held(model)
-    with pytest.raises(ValueError, match=r"2 RecStore tables 't': name one of 'user\.bags\.t', 'item\.t'"):
+    with pytest.raises(
+        ValueError,
+        match=r"2 RecStore tables 't': name one of 'user\.bags\.t', 'item\.t'",
+    ):
         export_dense_weights(model, "t", 3)
-    with pytest.raises(ValueError, match=r"'w' and 'words\.w' are names of the same RecStore table"):
-        load_dense_weights(model, {"w": torch.zeros(3, DIM), "words.w": torch.ones(3, DIM)})
-    with pytest.raises(ValueError, match=r"no RecStore table 'item\.w'; it has 'user\.bags\.t', 'item\.t', 'w'"):
+    with pytest.raises(
+        ValueError, match=r"'w' and 'words\.w' are names of the same RecStore table"
+    ):
+        load_dense_weights(
+            model, {"w": torch.zeros(3, DIM), "words.w": torch.ones(3, DIM)}
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"no RecStore table 'item\.w'; it has 'user\.bags\.t', 'item\.t', 'w'",
+    ):
         stock_state_dict(model, {"item.w": 8})
-    assert all(torch.equal(one, two) for one, two in zip(before, held(model), strict=True))
+    assert all(
+        torch.equal(one, two) for one, two in zip(before, held(model), strict=True)
+    )
 
 
 def test_initial_rows_differ_and_those_of_the_only_table_stay() -> None:
     model, alone = trained(), trained(second="other")
-    first = {name: table_named(model, name).shards[0].table.lookup(torch.tensor([1])) for name in (USER, ITEM)}
+    first = {
+        name: table_named(model, name).shards[0].table.lookup(torch.tensor([1]))
+        for name in (USER, ITEM)
+    }
     fresh, fresh_alone = build(), build(second="other")
 
     def initial(model: nn.Module, name: str) -> torch.Tensor:
-        return table_named(model, name).shards[0].table.lookup(torch.tensor([7]), train=True)
+        return (
+            table_named(model, name)
+            .shards[0]
+            .table.lookup(torch.tensor([7]), train=True)
+        )
 
     assert not torch.equal(initial(fresh, USER), initial(fresh, ITEM))
     assert torch.equal(initial(fresh, "w"), initial(fresh_alone, "w"))
     assert not torch.equal(first[USER], first[ITEM])
-    assert [s.table.name for t in recstore_tables(alone) for s in t.shards] == ["t", "other", "w"]
+    assert [s.table.name for t in recstore_tables(alone) for s in t.shards] == [
+        "t",
+        "other",
+        "w",
+    ]
 
 
 def test_checkpoints_and_deltas(tmp_path: Path) -> None:
@@ -149,13 +212,18 @@ def test_checkpoints_and_deltas(tmp_path: Path) -> None:
     assert_equal(model, other)
     other(BATCH).backward()
     save_checkpoint(other, tmp_path / "second", delta_of=tmp_path / "delta")
-    # In each collection alone, the name of its table is unique. In the model, the full name finds the table.
+    # In each collection alone, the name of its table is unique. In the model, the full
+    # name finds the table.
     save_checkpoint(model.module.item, tmp_path / "item")
     assert sorted(read_info(tmp_path / "item").tables) == ["t"]
     load_checkpoint(other.module.item, tmp_path / "item")
     grown = build(second="other")
     load_checkpoint(grown, tmp_path / "full", strict=False)
-    assert {name: stats.rows for name, stats in table_stats(grown).items()} == {"t": 2, "other": 0, "w": 1}
+    assert {name: stats.rows for name, stats in table_stats(grown).items()} == {
+        "t": 2,
+        "other": 0,
+        "w": 1,
+    }
     save_checkpoint(trained(second="other"), tmp_path / "unique")
     with pytest.raises(ValueError, match=r"no table 'item\.t'"):
         load_checkpoint(other, tmp_path / "unique")
@@ -164,14 +232,19 @@ def test_checkpoints_and_deltas(tmp_path: Path) -> None:
 def test_a_delta_is_not_taken_of_a_base_without_the_name(tmp_path: Path) -> None:
     model = trained()
     save_checkpoint(model, tmp_path / "full")
-    del model.module.item  # "t" is unique now, but the base checkpoint has "user.bags.t".
+    # "t" is unique now, but the base checkpoint has "user.bags.t".
+    del model.module.item
     with pytest.raises(ValueError, match="save without delta_of"):
         save_checkpoint(model, tmp_path / "delta", delta_of=tmp_path / "full")
 
 
 def test_dense_weights_and_stock_state() -> None:
     model, other = trained(), build()
-    rows = {USER: torch.randn(8, DIM), ITEM: torch.randn(8, DIM), "words.w": torch.randn(8, DIM)}
+    rows = {
+        USER: torch.randn(8, DIM),
+        ITEM: torch.randn(8, DIM),
+        "words.w": torch.randn(8, DIM),
+    }
     load_dense_weights(model, rows)
     for name, weights in rows.items():
         assert torch.equal(export_dense_weights(model, name, 8), weights)
@@ -194,7 +267,11 @@ def test_an_export_and_its_delta(tmp_path: Path) -> None:
     assert served.recstore_tables() == [USER, ITEM, "w"]
     load_dense_weights(model, {ITEM: 3 * torch.ones(5, DIM)})
     info = export_delta(model, tmp_path / "delta", base=tmp_path / "model.pt")
-    assert {name: table.rows for name, table in info.tables.items()} == {USER: 0, ITEM: 5, "w": 0}
+    assert {name: table.rows for name, table in info.tables.items()} == {
+        USER: 0,
+        ITEM: 5,
+        "w": 0,
+    }
     served.apply_delta(read_delta(tmp_path / "delta"))
     assert served.recstore_rows(ITEM)[1:].unique().tolist() == [3.0]
     assert served.recstore_rows(USER)[1:].unique().tolist() == [1.0]
@@ -202,7 +279,10 @@ def test_an_export_and_its_delta(tmp_path: Path) -> None:
 
 def test_state_dict_and_distributed_checkpoint(tmp_path: Path) -> None:
     model, other, third = trained(), build(), build()
-    state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+    state = {
+        "model": model.state_dict(),
+        "optimizer": model.fused_optimizer.state_dict(),
+    }
     other.load_state_dict(state["model"])
     other.fused_optimizer.load_state_dict(state["optimizer"])
     assert_equal(model, other)
@@ -216,7 +296,9 @@ def test_a_shared_cold_store_keeps_them_apart() -> None:
     model = trained(options=TableOptions(max_rows=8, cold_store=SharedDictOptions()))
     flush_tables(model)
     rows = {name: stored for (_, name), stored in ROWS.items()}
-    assert sorted((name.split(".0-")[0], sorted(stored)) for name, stored in rows.items()) == [
+    assert sorted(
+        (name.split(".0-")[0], sorted(stored)) for name, stored in rows.items()
+    ) == [
         (ITEM, [1, 2, 3]),
         (USER, [1, 2]),
         ("w", [5]),
@@ -226,9 +308,14 @@ def test_a_shared_cold_store_keeps_them_apart() -> None:
         for sharding in tables.values():
             sharding.row_name = None
     by_hand = DistributedModelParallel(
-        Towers(), plan=model.plan, sharders=[RecStoreSharder(), RecStoreEmbeddingCollectionSharder()]
+        Towers(),
+        plan=model.plan,
+        sharders=[RecStoreSharder(), RecStoreEmbeddingCollectionSharder()],
     )
-    with pytest.raises(ValueError, match=r"2 collections have a RecStore table 't' whose rows .*RecStorePlanner"):
+    with pytest.raises(
+        ValueError,
+        match=r"2 collections have a RecStore table 't' whose rows .*RecStorePlanner",
+    ):
         flush_tables(by_hand)
 
 
@@ -236,9 +323,17 @@ def test_the_planner_names_both() -> None:
     module = Towers()
     constraints = {"t": RecStoreConstraints(options=TableOptions(expected_rows=1000))}
     planner = RecStorePlanner(
-        topology=Topology(world_size=1, compute_device="cpu"), constraints=dict(constraints), debug=False
+        topology=Topology(world_size=1, compute_device="cpu"),
+        constraints=dict(constraints),
+        debug=False,
     )
-    planner.collective_plan(module, [RecStoreSharder(), RecStoreEmbeddingCollectionSharder()], dist.group.WORLD)
+    planner.collective_plan(
+        module,
+        [RecStoreSharder(), RecStoreEmbeddingCollectionSharder()],
+        dist.group.WORLD,
+    )
     lines = assumed(planner._best_plan, dict(constraints))
     assert [line.split("'")[1] for line in lines] == [ITEM, USER, "w"]
-    assert all("1,000 resident rows assumed (expected_rows)" in line for line in lines[:2])
+    assert all(
+        "1,000 resident rows assumed (expected_rows)" in line for line in lines[:2]
+    )

@@ -30,11 +30,15 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 LENGTHS = {"f": 4, "g": 3}
 
 
-def module(*tables: EmbeddingBagConfig, device: str) -> FeatureProcessedEmbeddingBagCollection:
+def module(
+    *tables: EmbeddingBagConfig, device: str
+) -> FeatureProcessedEmbeddingBagCollection:
     positions = PositionWeightedModuleCollection(LENGTHS, device=torch.device("cpu"))
     for index, weight in enumerate(positions.parameters()):
         weight.data.copy_(torch.linspace(0.5, 1.5 + index, len(weight)))
-    return FeatureProcessedEmbeddingBagCollection(collection(*tables, device=device, is_weighted=True), positions)
+    return FeatureProcessedEmbeddingBagCollection(
+        collection(*tables, device=device, is_weighted=True), positions
+    )
 
 
 def kjt() -> KeyedJaggedTensor:
@@ -54,10 +58,16 @@ def test_gradients_of_positions_and_rows(sharding_type: str | None) -> None:
     unsharded = module(*tables, device="meta")
     plan: ShardingPlan | None = None
     if sharding_type is not None:
-        constraints = {t.name: RecStoreConstraints(sharding_types=[sharding_type], options=options) for t in tables}
+        constraints = {
+            t.name: RecStoreConstraints(sharding_types=[sharding_type], options=options)
+            for t in tables
+        }
         plan = RecStorePlanner(constraints=constraints).plan(unsharded, [sharder])
     model = DistributedModelParallel(
-        unsharded if plan else nn.Sequential(unsharded), plan=plan, sharders=[sharder], device=torch.device("cpu")
+        unsharded if plan else nn.Sequential(unsharded),
+        plan=plan,
+        sharders=[sharder],
+        device=torch.device("cpu"),
     )
     if plan is None:
         model(kjt())
@@ -65,7 +75,10 @@ def test_gradients_of_positions_and_rows(sharding_type: str | None) -> None:
         return
     rows = torch.optim.SGD(reference._embedding_bag_collection.parameters(), lr=0.1)
     for _ in range(3):
-        expected, out = reference(kjt()).to_dict(), model(copy.deepcopy(kjt())).to_dict()
+        expected, out = (
+            reference(kjt()).to_dict(),
+            model(copy.deepcopy(kjt())).to_dict(),
+        )
         for key in expected:
             torch.testing.assert_close(out[key], expected[key], atol=1e-6, rtol=0)
         reference.zero_grad()
@@ -81,20 +94,30 @@ def test_gradients_of_positions_and_rows(sharding_type: str | None) -> None:
 
 
 def test_positions_are_trained_in_evaluation_as_in_training() -> None:
-    unsharded = module(bag("a", ["f"], rows=10), bag("b", ["g"], rows=10, dim=8), device="meta")
-    sharder = RecStoreFeatureProcessedEmbeddingBagCollectionSharder(ebc_sharder=RecStoreSharder({"learning_rate": 0.0}))
-    model = DistributedModelParallel(nn.Sequential(unsharded), sharders=[sharder], device=torch.device("cpu"))
+    unsharded = module(
+        bag("a", ["f"], rows=10), bag("b", ["g"], rows=10, dim=8), device="meta"
+    )
+    sharder = RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
+        ebc_sharder=RecStoreSharder({"learning_rate": 0.0})
+    )
+    model = DistributedModelParallel(
+        nn.Sequential(unsharded), sharders=[sharder], device=torch.device("cpu")
+    )
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()
         model(kjt()).values().square().sum().backward()
         return [
-            weight.grad for name, weight in model.named_parameters() if "position" in name and weight.grad is not None
+            weight.grad
+            for name, weight in model.named_parameters()
+            if "position" in name and weight.grad is not None
         ]
 
     expected = gradients()
     model.eval()
-    with pytest.warns(RecStoreWarning, match="backward of a lookup in evaluation mode updates no row"):
+    with pytest.warns(
+        RecStoreWarning, match="backward of a lookup in evaluation mode updates no row"
+    ):
         found = gradients()
     assert len(found) == len(expected) == 2
     assert all(gradient.abs().max() > 0 for gradient in expected)
@@ -104,4 +127,6 @@ def test_positions_are_trained_in_evaluation_as_in_training() -> None:
 
 def test_only_a_recstore_sharder_goes_inside() -> None:
     with pytest.raises(TypeError, match="EmbeddingBagCollectionSharder"):
-        RecStoreFeatureProcessedEmbeddingBagCollectionSharder(ebc_sharder=EmbeddingBagCollectionSharder())
+        RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
+            ebc_sharder=EmbeddingBagCollectionSharder()
+        )

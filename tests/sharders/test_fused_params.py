@@ -49,14 +49,27 @@ BOTH = {"momentum1": SparseType.FP16, "momentum2": SparseType.FP16}
         ({"lr": 0.25, "learning_rate": 0.5}, SGD(lr=0.5)),
         ({"learning_rate": 0.5, "lr": 0.25}, SGD(lr=0.5)),
         ({"lr": 0.5}, SGD(lr=0.5)),
-        ({"optimizer": EmbOptimType.SGD, "weight_decay": 0.1}, SGD(lr=0.01, weight_decay=0.1)),
+        (
+            {"optimizer": EmbOptimType.SGD, "weight_decay": 0.1},
+            SGD(lr=0.01, weight_decay=0.1),
+        ),
         ({"optimizer": OptimType.SGD, "eps": 0.5}, SGD(lr=0.01)),
-        ({"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.2}, Adagrad(lr=0.2, eps=1e-8)),
+        (
+            {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.2},
+            Adagrad(lr=0.2, eps=1e-8),
+        ),
         ({"optimizer": OptimType.ADAGRAD, "eps": 1e-3}, Adagrad(lr=0.01, eps=1e-3)),
-        ({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "eps": 1e-3}, RowWiseAdagrad(lr=0.01, eps=1e-3)),
+        (
+            {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "eps": 1e-3},
+            RowWiseAdagrad(lr=0.01, eps=1e-3),
+        ),
         ({"optimizer": EmbOptimType.ROWWISE_ADAGRAD}, RowWiseAdagrad()),
         (
-            {"optimizer": OptimType.ROWWISE_ADAGRAD, "weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2},
+            {
+                "optimizer": OptimType.ROWWISE_ADAGRAD,
+                "weight_decay": 0.1,
+                "weight_decay_mode": WeightDecayMode.L2,
+            },
             RowWiseAdagrad(weight_decay=0.1),
         ),
         (
@@ -67,8 +80,14 @@ BOTH = {"momentum1": SparseType.FP16, "momentum2": SparseType.FP16}
             },
             RowWiseAdagrad(weight_decay_mode="decouple", max_norm=2.0),
         ),
-        ({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "max_norm": 0.0}, RowWiseAdagrad()),
-        ({"momentum": 0.9, "nesterov": False, "dampening": 0, "foreach": None}, SGD(momentum=0.9)),
+        (
+            {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "max_norm": 0.0},
+            RowWiseAdagrad(),
+        ),
+        (
+            {"momentum": 0.9, "nesterov": False, "dampening": 0, "foreach": None},
+            SGD(momentum=0.9),
+        ),
         ({"gradient_clipping": True}, SGD(max_gradient=1.0)),
         ({"gradient_clipping": True, "max_gradient": 0.5}, SGD(max_gradient=0.5)),
         ({"max_gradient_norm": 0.5}, SGD(max_gradient_norm=0.5)),
@@ -77,14 +96,32 @@ BOTH = {"momentum1": SparseType.FP16, "momentum2": SparseType.FP16}
             {"optimizer": EmbOptimType.ADAM, "beta1": 0.8, "weight_decay": 0.1},
             Adam(betas=(0.8, 0.999), weight_decay=0.1),
         ),
-        ({"optimizer": OptimType.ADAM, "betas": [0.8, 0.9], "amsgrad": False}, Adam(betas=(0.8, 0.9))),
-        ({"optimizer": EmbOptimType.ADAM, "weight_decay_mode": WeightDecayMode.DECOUPLE}, Adam()),
+        (
+            {"optimizer": OptimType.ADAM, "betas": [0.8, 0.9], "amsgrad": False},
+            Adam(betas=(0.8, 0.9)),
+        ),
+        (
+            {
+                "optimizer": EmbOptimType.ADAM,
+                "weight_decay_mode": WeightDecayMode.DECOUPLE,
+            },
+            Adam(),
+        ),
         ({"optimizer": OptimType.ADAMW, "lr": 0.1}, AdamW(lr=0.1)),
-        ({"optimizer": EmbOptimType.PARTIAL_ROWWISE_ADAM, "beta2": 0.9}, PartialRowWiseAdam(betas=(0.9, 0.9))),
+        (
+            {"optimizer": EmbOptimType.PARTIAL_ROWWISE_ADAM, "beta2": 0.9},
+            PartialRowWiseAdam(betas=(0.9, 0.9)),
+        ),
         ({"optimizer": EmbOptimType.LAMB, "eps": 1e-6}, LAMB(eps=1e-6)),
         ({"optimizer": OptimType.PARTIAL_ROWWISE_LAMB}, PartialRowWiseLAMB()),
-        ({"optimizer": EmbOptimType.LARS_SGD}, LARSSGD(lr=0.01, momentum=0.9, eta=0.001)),
-        ({"optimizer": OptimType.LARS_SGD, "eta": 0.1, "momentum": 0.0}, LARSSGD(momentum=0.0, eta=0.1)),
+        (
+            {"optimizer": EmbOptimType.LARS_SGD},
+            LARSSGD(lr=0.01, momentum=0.9, eta=0.001),
+        ),
+        (
+            {"optimizer": OptimType.LARS_SGD, "eta": 0.1, "momentum": 0.0},
+            LARSSGD(momentum=0.0, eta=0.1),
+        ),
         ({OPTIMIZER_KEY: Ftrl(lr=0.05)}, Ftrl(lr=0.05)),
         ({OPTIMIZER_KEY: Ftrl(lr=0.05), "learning_rate": 0.05}, Ftrl(lr=0.05)),
         ({OPTIMIZER_KEY: Adam(lr=0.05), "optimizer": EmbOptimType.ADAM}, Adam(lr=0.05)),
@@ -108,13 +145,25 @@ def test_optimizer(fused_params: dict[str, Any] | None, expected: Optimizer) -> 
         ({OPTIMIZER_KEY: Ftrl(), "weight_decay": 0.1}, "weight_decay"),
         ({"optimizer": EmbOptimType.ADAM, "momentum": 0.9}, "momentum"),
         ({"optimizer": EmbOptimType.ADAM, "beta1": 1.0}, "betas"),
-        ({"optimizer": EmbOptimType.ADAM, "betas": (0.8, 0.9), "beta1": 0.9}, "betas.*beta1"),
-        ({"optimizer": EmbOptimType.ADAM, "weight_decay_mode": WeightDecayMode.L2}, "weight_decay_mode.*Adam"),
+        (
+            {"optimizer": EmbOptimType.ADAM, "betas": (0.8, 0.9), "beta1": 0.9},
+            "betas.*beta1",
+        ),
+        (
+            {"optimizer": EmbOptimType.ADAM, "weight_decay_mode": WeightDecayMode.L2},
+            "weight_decay_mode.*Adam",
+        ),
         ({"optimizer": EmbOptimType.ADAM, "amsgrad": True}, "amsgrad"),
         ({"nesterov": True}, "nesterov"),
         ({"gradient_clipping": True, "max_gradient": 0.0}, "max_gradient"),
-        ({OPTIMIZER_KEY: Ftrl(), "optimizer": EmbOptimType.EXACT_SGD}, r"Ftrl\(.*exact_sgd"),
-        ({OPTIMIZER_KEY: Ftrl(lr=0.05), "learning_rate": 0.1}, r"Ftrl\(.*0\.05.*Ftrl\(.*0\.1"),
+        (
+            {OPTIMIZER_KEY: Ftrl(), "optimizer": EmbOptimType.EXACT_SGD},
+            r"Ftrl\(.*exact_sgd",
+        ),
+        (
+            {OPTIMIZER_KEY: Ftrl(lr=0.05), "learning_rate": 0.1},
+            r"Ftrl\(.*0\.05.*Ftrl\(.*0\.1",
+        ),
         ({OPTIMIZER_KEY: SGD(), "weight_decay": 0.1}, "SGD.*weight_decay=0.1"),
         ({"max_norm": 1.0}, "max_norm"),
         ({"weights_precision": SparseType.FP16}, "weights_precision"),
@@ -123,7 +172,9 @@ def test_optimizer(fused_params: dict[str, Any] | None, expected: Optimizer) -> 
         ({"learning_rate": float("nan")}, "lr"),
     ],
 )
-def test_refusals_name_the_key_and_the_tables(fused_params: dict[str, Any], named: str) -> None:
+def test_refusals_name_the_key_and_the_tables(
+    fused_params: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ValueError, match=named) as error:
         optimizer_from_fused_params(fused_params, ["t_user", "t_item"])
     assert "'t_user', 't_item'" in str(error.value)
@@ -160,39 +211,80 @@ def test_keys_that_cannot_change_the_numbers_are_passed_by() -> None:
         ({"state_dtype": torch.float32, "optimizer_state_dtypes": {}}, torch.float32),
         ({"state_dtype": torch.float16}, torch.float16),
         ({"state_dtype": SparseType.FP16}, torch.float16),
-        ({**ADAGRAD, "optimizer_state_dtypes": {"momentum1": SparseType.FP32}}, torch.float32),
-        ({**ADAGRAD, "optimizer_state_dtypes": {"momentum1": SparseType.FP16}}, torch.float16),
+        (
+            {**ADAGRAD, "optimizer_state_dtypes": {"momentum1": SparseType.FP32}},
+            torch.float32,
+        ),
+        (
+            {**ADAGRAD, "optimizer_state_dtypes": {"momentum1": SparseType.FP16}},
+            torch.float16,
+        ),
         ({OPTIMIZER_KEY: Adam(), "optimizer_state_dtypes": BOTH}, torch.float16),
-        ({OPTIMIZER_KEY: Adam(), "optimizer_state_dtypes": BOTH, "state_dtype": torch.float16}, torch.float16),
+        (
+            {
+                OPTIMIZER_KEY: Adam(),
+                "optimizer_state_dtypes": BOTH,
+                "state_dtype": torch.float16,
+            },
+            torch.float16,
+        ),
     ],
 )
-def test_the_data_type_of_states(fused_params: dict[str, Any], expected: torch.dtype) -> None:
+def test_the_data_type_of_states(
+    fused_params: dict[str, Any], expected: torch.dtype
+) -> None:
     assert state_dtype(fused_params, ["t"]) is expected
 
 
 @pytest.mark.parametrize(
     ("fused_params", "named"),
     [
-        ({"state_dtype": torch.bfloat16}, r"\['state_dtype'\] = torch\.bfloat16.*only float32 and float16"),
-        ({"state_dtype": [torch.float16]}, r"\['state_dtype'\] = \[torch\.float16\].*only float32 and float16"),
-        ({"optimizer_state_dtypes": {"momentum1": SparseType.BF16}}, r"\['momentum1'\] = .*BF16.*only float32"),
-        ({"optimizer_state_dtypes": {"sum": SparseType.FP16}}, "optimizer_state_dtypes.*'sum'.*'momentum1'"),
-        ({"optimizer_state_dtypes": SparseType.FP16}, "optimizer_state_dtypes.*'momentum1'"),
         (
-            {OPTIMIZER_KEY: Adam(), "optimizer_state_dtypes": {"momentum1": SparseType.FP16}},
+            {"state_dtype": torch.bfloat16},
+            r"\['state_dtype'\] = torch\.bfloat16.*only float32 and float16",
+        ),
+        (
+            {"state_dtype": [torch.float16]},
+            r"\['state_dtype'\] = \[torch\.float16\].*only float32 and float16",
+        ),
+        (
+            {"optimizer_state_dtypes": {"momentum1": SparseType.BF16}},
+            r"\['momentum1'\] = .*BF16.*only float32",
+        ),
+        (
+            {"optimizer_state_dtypes": {"sum": SparseType.FP16}},
+            "optimizer_state_dtypes.*'sum'.*'momentum1'",
+        ),
+        (
+            {"optimizer_state_dtypes": SparseType.FP16},
+            "optimizer_state_dtypes.*'momentum1'",
+        ),
+        (
+            {
+                OPTIMIZER_KEY: Adam(),
+                "optimizer_state_dtypes": {"momentum1": SparseType.FP16},
+            },
             "optimizer_state_dtypes.*one data type: name each of momentum1, momentum2",
         ),
-        ({**ADAGRAD, "optimizer_state_dtypes": BOTH, "state_dtype": torch.float32}, "float32 disagrees with .*FP16"),
+        (
+            {**ADAGRAD, "optimizer_state_dtypes": BOTH, "state_dtype": torch.float32},
+            "float32 disagrees with .*FP16",
+        ),
     ],
 )
-def test_other_data_types_of_states_are_refused(fused_params: dict[str, Any], named: str) -> None:
+def test_other_data_types_of_states_are_refused(
+    fused_params: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ValueError, match=named) as error:
         state_dtype(fused_params, ["t_user", "t_item"])
     assert "'t_user', 't_item'" in str(error.value)
 
 
 def test_options_travel_without_splitting_groups() -> None:
-    one, other = CarriedOptions(TableOptions(seed=1)), CarriedOptions(TableOptions(seed=2))
+    one, other = (
+        CarriedOptions(TableOptions(seed=1)),
+        CarriedOptions(TableOptions(seed=2)),
+    )
     assert one == other
     assert hash(one) == hash(other)
     assert one != TableOptions(seed=1)
@@ -203,9 +295,14 @@ def test_options_travel_without_splitting_groups() -> None:
 
 
 def test_parameter_sharding_pickles_and_compares_with_its_options() -> None:
-    sharding = RecStoreParameterSharding("row_wise", "customized_kernel", ranks=[0], options=TableOptions(seed=5))
+    sharding = RecStoreParameterSharding(
+        "row_wise", "customized_kernel", ranks=[0], options=TableOptions(seed=5)
+    )
     assert pickle.loads(pickle.dumps(sharding)) == sharding
     assert RecStoreParameterSharding.of(sharding, TableOptions()) != sharding
     assert table_options(sharding.get_additional_fused_params()) == TableOptions(seed=5)
     assert OPTIMIZER_KEY not in sharding.get_additional_fused_params()
-    assert replace(sharding, optimizer=Ftrl()).get_additional_fused_params()[OPTIMIZER_KEY] == Ftrl()
+    assert (
+        replace(sharding, optimizer=Ftrl()).get_additional_fused_params()[OPTIMIZER_KEY]
+        == Ftrl()
+    )

@@ -1,4 +1,7 @@
-"""Tests how evenly rows are spread over ranks, and the errors of hash routing. Tests of results: tests/distributed."""
+"""Tests how evenly rows are spread over ranks, and the errors of hash routing.
+
+Tests of results: tests/distributed.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,19 @@ def test_the_option_is_checked() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("sharding_type", "routing"), [("row_wise", "block"), ("table_wise", "hash")])
+@pytest.mark.parametrize(
+    ("sharding_type", "routing"), [("row_wise", "block"), ("table_wise", "hash")]
+)
 def test_a_feature_is_routed_in_one_way(sharding_type: str, routing: str) -> None:
     constraints = {
-        "a": RecStoreConstraints(sharding_types=["row_wise"], options=TableOptions(routing="hash")),
-        "b": RecStoreConstraints(sharding_types=[sharding_type], options=TableOptions(routing=routing)),
+        "a": RecStoreConstraints(
+            sharding_types=["row_wise"], options=TableOptions(routing="hash")
+        ),
+        "b": RecStoreConstraints(
+            sharding_types=[sharding_type], options=TableOptions(routing=routing)
+        ),
     }
     with pytest.raises(ValueError, match=r"'a'.*\['f'\].*'b'"):
-        sharded(collection(bag("a", ["f"]), bag("b", ["f", "g"])), constraints=constraints)
+        sharded(
+            collection(bag("a", ["f"]), bag("b", ["f", "g"])), constraints=constraints
+        )

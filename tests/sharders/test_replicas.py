@@ -28,7 +28,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def processed() -> nn.Module:
     positions = PositionWeightedModuleCollection({"f": 3})
-    return FeatureProcessedEmbeddingBagCollection(collection(bag("t_user"), is_weighted=True), positions)
+    return FeatureProcessedEmbeddingBagCollection(
+        collection(bag("t_user"), is_weighted=True), positions
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,16 +43,24 @@ def processed() -> nn.Module:
     ids=["bags", "sequences", "processed"],
 )
 def test_it_is_refused_where_it_is_made(
-    module: Callable[[], nn.Module], sharder: type[ModuleSharder[nn.Module]], monkeypatch: pytest.MonkeyPatch
+    module: Callable[[], nn.Module],
+    sharder: type[ModuleSharder[nn.Module]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # TorchRec needs an accelerator here, which is absent. The error is raised before TorchRec uses it.
+    # TorchRec needs an accelerator here, which is absent. The error is raised before
+    # TorchRec uses it.
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     model, sharders = nn.Sequential(module()), [sharder()]
-    plan = RecStorePlanner(topology=Topology(world_size=1, compute_device="cuda")).plan(model, sharders)
+    plan = RecStorePlanner(topology=Topology(world_size=1, compute_device="cuda")).plan(
+        model, sharders
+    )
     with pytest.raises(NotImplementedError) as refused:
-        DMPCollection(model, torch.device("cuda"), plan, 1, 1, dist.group.WORLD, sharders=sharders)
-    assert str(refused.value) == (
-        "RecStore table(s) 't_user': DMPCollection would not average their replicas, which would drift apart: use "
-        "DistributedModelParallel, which shards tables over all ranks and replicates the other layers, or TorchRec's "
-        "own kernels"
+        DMPCollection(
+            model, torch.device("cuda"), plan, 1, 1, dist.group.WORLD, sharders=sharders
+        )
+    assert (
+        str(refused.value)
+        == "RecStore table(s) 't_user': DMPCollection would not average their replicas,"
+        " which would drift apart: use DistributedModelParallel, which shards tables"
+        " over all ranks and replicates the other layers, or TorchRec's own kernels"
     )

@@ -32,7 +32,9 @@ def bags(data_type: DataType = DataType.BF16, **more: Any) -> EmbeddingBagCollec
 
 
 def values(out: Any) -> torch.Tensor:
-    """Returns the values of a KeyedTensor, or of the only feature of an EmbeddingCollection."""
+    """Returns the values of a KeyedTensor, or of the only feature of an
+    EmbeddingCollection.
+    """
     found: torch.Tensor = out["f"].values() if hasattr(out, "items") else out.values()
     return found
 
@@ -51,7 +53,10 @@ def test_rows_are_those_of_the_float32_model_rounded(
     data_type: DataType, make: Callable[[DataType], nn.Module], sharding_type: str
 ) -> None:
     options = {"t": TableOptions(NormalInit(0.0, 0.5))}
-    narrow, wide = (sharded(make(kind), SGD_PARAMS, options, sharding_type) for kind in (data_type, DataType.FP32))
+    narrow, wide = (
+        sharded(make(kind), SGD_PARAMS, options, sharding_type)
+        for kind in (data_type, DataType.FP32)
+    )
     (table,), (reference,) = tables(narrow).values(), tables(wide).values()
     ids = torch.tensor([-7, 1, 2])
     assert table.dtype is DTYPES[data_type]
@@ -75,7 +80,10 @@ def test_rows_of_eight_bits_are_those_of_the_float32_model_rounded(
     make: Callable[[DataType], nn.Module], sharding_type: str
 ) -> None:
     options = {"t": TableOptions(NormalInit(0.0, 0.5))}
-    narrow, wide = (sharded(make(kind), SGD_PARAMS, options, sharding_type) for kind in (DataType.INT8, DataType.FP32))
+    narrow, wide = (
+        sharded(make(kind), SGD_PARAMS, options, sharding_type)
+        for kind in (DataType.INT8, DataType.FP32)
+    )
     (table,), (reference,) = tables(narrow).values(), tables(wide).values()
     ids = torch.tensor([-7, 1, 2])
     assert table.dtype is torch.int8
@@ -99,7 +107,9 @@ def test_rows_of_eight_bits_are_those_of_the_float32_model_rounded(
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("asked", [SparseType.FP16, SparseType.BF16, SparseType.FP32])
-def test_outputs_are_of_the_dtype_asked_for(make: Callable[[DataType], nn.Module], asked: SparseType) -> None:
+def test_outputs_are_of_the_dtype_asked_for(
+    make: Callable[[DataType], nn.Module], asked: SparseType
+) -> None:
     model = sharded(make(DataType.BF16), {**SGD_PARAMS, "output_dtype": asked})
     plain = sharded(make(DataType.BF16), SGD_PARAMS)
     out, expected = values(model(batch(f=IDS))), values(plain(batch(f=IDS)))
@@ -108,10 +118,14 @@ def test_outputs_are_of_the_dtype_asked_for(make: Callable[[DataType], nn.Module
     out.sum().backward()
     expected.sum().backward()
     ids = torch.tensor([-7, 1, 2])
-    assert torch.equal(*(t.lookup(ids) for m in (model, plain) for t in tables(m).values()))
+    assert torch.equal(
+        *(t.lookup(ids) for m in (model, plain) for t in tables(m).values())
+    )
 
 
-@pytest.mark.parametrize("cast", [nn.Module.bfloat16, nn.Module.half, lambda model: model.to(torch.float64)])
+@pytest.mark.parametrize(
+    "cast", [nn.Module.bfloat16, nn.Module.half, lambda model: model.to(torch.float64)]
+)
 @pytest.mark.parametrize("data_type", [DataType.FP32, DataType.BF16, DataType.INT8])
 @pytest.mark.parametrize("index", [0, 2])
 def test_casting_the_model_leaves_rows_and_lookups_as_they_are(
@@ -139,25 +153,36 @@ def test_casting_the_model_leaves_rows_and_lookups_as_they_are(
 
 @pytest.mark.parametrize("saved", [DataType.FP32, *DTYPES, DataType.INT8])
 @pytest.mark.parametrize("loaded", [DataType.FP32, *DTYPES, DataType.INT8])
-def test_state_dict_has_the_rows_dtype_and_loads_from_any(saved: DataType, loaded: DataType) -> None:
+def test_state_dict_has_the_rows_dtype_and_loads_from_any(
+    saved: DataType, loaded: DataType
+) -> None:
     params = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
     source, target = sharded(bags(saved), params), sharded(bags(loaded), params)
     values(source(batch(f=IDS))).sum().backward()
     state = source.state_dict()
     (from_,), (to,) = tables(source).values(), tables(target).values()
     assert state["embedding_bags.t.weight"].dtype is value_dtype(from_.dtype)
-    assert state["embedding_bags.t.weight"].local_shards()[0].tensor.dtype is value_dtype(from_.dtype)
+    assert state["embedding_bags.t.weight"].local_shards()[
+        0
+    ].tensor.dtype is value_dtype(from_.dtype)
     target.load_state_dict(state)
     stored = as_stored(from_.read_rows(from_.ids())["weight"], to.dtype)
     assert torch.equal(to.read_rows(from_.ids())["weight"], stored)
     target.fused_optimizer.load_state_dict(source.fused_optimizer.state_dict())
-    assert torch.equal(to.read_rows(from_.ids())["sum"], from_.read_rows(from_.ids())["sum"])
+    assert torch.equal(
+        to.read_rows(from_.ids())["sum"], from_.read_rows(from_.ids())["sum"]
+    )
     assert to.read_rows(from_.ids())["sum"].dtype is torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_dense_weights_of_any_dtype_go_in_and_float32_comes_out(dtype: torch.dtype) -> None:
-    model, rows = sharded(bags(DataType.BF16), SGD_PARAMS), torch.randn(5, 8, dtype=torch.float64).to(dtype)
+def test_dense_weights_of_any_dtype_go_in_and_float32_comes_out(
+    dtype: torch.dtype,
+) -> None:
+    model, rows = (
+        sharded(bags(DataType.BF16), SGD_PARAMS),
+        torch.randn(5, 8, dtype=torch.float64).to(dtype),
+    )
     load_dense_weights(model, {"t": rows})
     out = export_dense_weights(model, "t", 6)
     assert out.dtype is torch.float32
@@ -183,20 +208,34 @@ def test_random_rounding_is_asked_for_by_fused_params() -> None:
 def test_other_data_types_are_refused_by_the_tables_name(data_type: DataType) -> None:
     ebc = bags(DataType.FP32)
     ebc.embedding_bag_configs()[0].data_type = data_type
-    with pytest.raises(ValueError, match=f"'t'.*{data_type.name}.*only FP32, FP16, BF16, INT8"):
+    with pytest.raises(
+        ValueError, match=f"'t'.*{data_type.name}.*only FP32, FP16, BF16, INT8"
+    ):
         sharded(ebc, SGD_PARAMS)
 
 
 def test_the_planner_counts_the_bytes_of_the_type() -> None:
-    for dtype, expected in ((torch.float32, 28), (torch.float16, 16), (torch.bfloat16, 16), (torch.int8, 16)):
+    for dtype, expected in (
+        (torch.float32, 28),
+        (torch.float16, 16),
+        (torch.bfloat16, 16),
+        (torch.int8, 16),
+    ):
         assert row_bytes(dtype, 7) == expected
 
 
 def test_kjt_weights_of_a_weighted_collection() -> None:
-    model = sharded(collection(bag(dim=8, data_type=DataType.FP16), is_weighted=True), SGD_PARAMS)
+    model = sharded(
+        collection(bag(dim=8, data_type=DataType.FP16), is_weighted=True), SGD_PARAMS
+    )
     plain = batch(f=IDS)
     weights = torch.tensor([0.5, 1.0, 2.0, 4.0])
     features = KeyedJaggedTensor(plain.keys(), plain.values(), weights, plain.lengths())
     out = values(model(features))
     rows = tables(model)["t"].lookup(plain.values()).float() * weights[:, None]
-    torch.testing.assert_close(out, torch.stack([rows[:3].sum(0), torch.zeros(8), rows[3]]), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        out,
+        torch.stack([rows[:3].sum(0), torch.zeros(8), rows[3]]),
+        atol=1e-6,
+        rtol=1e-5,
+    )

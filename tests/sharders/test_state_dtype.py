@@ -10,12 +10,18 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torch.distributed.optim import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import DataType
 
-from torchrec_recstore import RecStoreEmbedding, RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
+from torchrec_recstore import (
+    RecStoreEmbedding,
+    RecStoreEmbeddingBagCollection,
+    RecStoreEmbeddingCollection,
+)
 from torchrec_recstore.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_recstore.optim import Adam, PartialRowWiseAdam
 from torchrec_recstore.options import NormalInit, TableOptions
@@ -28,7 +34,13 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 PARTIAL = {"optimizer": EmbOptimType.PARTIAL_ROWWISE_ADAM, "learning_rate": 0.1}
 HALF = {**PARTIAL, "state_dtype": torch.float16}
-BY_FBGEMM = {**PARTIAL, "optimizer_state_dtypes": {"momentum1": SparseType.FP16, "momentum2": SparseType.FP16}}
+BY_FBGEMM = {
+    **PARTIAL,
+    "optimizer_state_dtypes": {
+        "momentum1": SparseType.FP16,
+        "momentum2": SparseType.FP16,
+    },
+}
 OPTIONS = {"t": TableOptions(NormalInit(0.0, 0.5))}
 IDS = torch.tensor([-7, 1, 2])
 MAKERS: list[Callable[[DataType], nn.Module]] = [
@@ -45,7 +57,9 @@ def table_of(model: DistributedModelParallel) -> Table:
 def train(model: nn.Module, steps: int = 2) -> None:
     for _ in range(steps):
         out: Any = model(batch(f=[[1, 2, 2], [], [-7]]))
-        (out["f"].values() if hasattr(out, "items") else out.values()).square().sum().backward()
+        (
+            out["f"].values() if hasattr(out, "items") else out.values()
+        ).square().sum().backward()
 
 
 def assert_equal_rows(one: Table, other: Table) -> None:
@@ -61,10 +75,20 @@ def assert_equal_rows(one: Table, other: Table) -> None:
 def test_every_sharding_has_the_rows_of_a_table_by_itself(
     make: Callable[[DataType], nn.Module], data_type: DataType, sharding_type: str
 ) -> None:
-    models = [sharded(make(data_type), params, OPTIONS, sharding_type) for params in (HALF, BY_FBGEMM)]
+    models = [
+        sharded(make(data_type), params, OPTIONS, sharding_type)
+        for params in (HALF, BY_FBGEMM)
+    ]
     options = TableOptions(NormalInit(0.0, 0.5))
     dtype = table_of(models[0]).dtype
-    alone = Table(8, dtype, PartialRowWiseAdam(lr=0.1), options, name="t", state_dtype=torch.float16)
+    alone = Table(
+        8,
+        dtype,
+        PartialRowWiseAdam(lr=0.1),
+        options,
+        name="t",
+        state_dtype=torch.float16,
+    )
     for model in models:
         train(model, 1)
         assert table_of(model).state_dtype is torch.float16
@@ -79,7 +103,10 @@ def test_every_sharding_has_the_rows_of_a_table_by_itself(
 def test_eager_modules_have_the_rows_of_the_sharded_module() -> None:
     half = torch.float16
     eager = RecStoreEmbeddingBagCollection(
-        [bag(dim=8)], optimizer=PartialRowWiseAdam(lr=0.1), options=OPTIONS, state_dtype=half
+        [bag(dim=8)],
+        optimizer=PartialRowWiseAdam(lr=0.1),
+        options=OPTIONS,
+        state_dtype=half,
     )
     model = sharded(collection(bag(dim=8)), HALF, OPTIONS)
     for each in (eager, model):
@@ -89,7 +116,10 @@ def test_eager_modules_have_the_rows_of_the_sharded_module() -> None:
     # A state dict has float32 states, and loads into tables of both data types.
     for kind in (half, torch.float32):
         copy = RecStoreEmbeddingBagCollection(
-            [bag(dim=8)], optimizer=PartialRowWiseAdam(lr=0.1), options=OPTIONS, state_dtype=kind
+            [bag(dim=8)],
+            optimizer=PartialRowWiseAdam(lr=0.1),
+            options=OPTIONS,
+            state_dtype=kind,
         )
         copy.load_state_dict(eager.state_dict())
         assert_equal_rows(copy.embedding_bags["t"].table, table)
@@ -104,9 +134,15 @@ def test_eager_modules_have_the_rows_of_the_sharded_module() -> None:
 
 
 @pytest.mark.parametrize("data_type", [DataType.FP32, DataType.INT8])
-def test_checkpoints_move_between_data_types_of_states(data_type: DataType, tmp_path: Path) -> None:
-    def model(params: dict[str, Any], sharding_type: str = "table_wise") -> DistributedModelParallel:
-        return sharded(collection(bag(dim=8, data_type=data_type)), params, OPTIONS, sharding_type)
+def test_checkpoints_move_between_data_types_of_states(
+    data_type: DataType, tmp_path: Path
+) -> None:
+    def model(
+        params: dict[str, Any], sharding_type: str = "table_wise"
+    ) -> DistributedModelParallel:
+        return sharded(
+            collection(bag(dim=8, data_type=data_type)), params, OPTIONS, sharding_type
+        )
 
     half, full = model(HALF), model(PARTIAL)
     for number, (source, name) in enumerate(((half, "half"), (full, "full"))):
@@ -115,7 +151,11 @@ def test_checkpoints_move_between_data_types_of_states(data_type: DataType, tmp_
         table_of(source).update(torch.tensor([5 + number]), torch.ones(1, 8))
         save_checkpoint(source, tmp_path / f"{name}_delta", delta_of=tmp_path / name)
     for path in ("half", "half_delta"):
-        loaded = [model(params, kind) for params in (HALF, PARTIAL) for kind in ("table_wise", "row_wise")]
+        loaded = [
+            model(params, kind)
+            for params in (HALF, PARTIAL)
+            for kind in ("table_wise", "row_wise")
+        ]
         for each in loaded:
             load_checkpoint(each, tmp_path / path)
             assert_equal_rows(table_of(each), table_of(loaded[0]))
@@ -129,14 +169,18 @@ def test_checkpoints_move_between_data_types_of_states(data_type: DataType, tmp_
     rows, exact = table_of(rounded).read_rows(IDS), table_of(full).read_rows(IDS)
     assert torch.equal(rows["weight"], exact["weight"])
     assert torch.equal(rows["exp_avg"], exact["exp_avg"].half().float())
-    torch.testing.assert_close(rows["exp_avg_sq"], exact["exp_avg_sq"], rtol=2e-3, atol=0.0)
+    torch.testing.assert_close(
+        rows["exp_avg_sq"], exact["exp_avg_sq"], rtol=2e-3, atol=0.0
+    )
     assert not torch.equal(rows["exp_avg_sq"], exact["exp_avg_sq"])
 
 
 def test_optimizers_without_state_are_as_in_float32() -> None:
     params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
     asked: list[dict[str, Any]] = [{}, {"state_dtype": SparseType.FP16}]
-    models = [sharded(collection(bag(dim=8)), {**params, **more}, OPTIONS) for more in asked]
+    models = [
+        sharded(collection(bag(dim=8)), {**params, **more}, OPTIONS) for more in asked
+    ]
     for model in models:
         train(model)
     assert_equal_rows(*map(table_of, models))
@@ -144,20 +188,44 @@ def test_optimizers_without_state_are_as_in_float32() -> None:
 
 def test_tables_on_the_kernels_of_torchrec() -> None:
     def model(params: dict[str, Any]) -> DistributedModelParallel:
-        stock = ParameterConstraints(compute_kernels=["fused"], sharding_types=["table_wise"])
-        constraints = {"t": RecStoreConstraints(sharding_types=["table_wise"]), "s": stock}
-        return sharded(collection(bag(dim=8), bag("s", ["g"], dim=8)), params, constraints=constraints)
+        stock = ParameterConstraints(
+            compute_kernels=["fused"], sharding_types=["table_wise"]
+        )
+        constraints = {
+            "t": RecStoreConstraints(sharding_types=["table_wise"]),
+            "s": stock,
+        }
+        return sharded(
+            collection(bag(dim=8), bag("s", ["g"], dim=8)),
+            params,
+            constraints=constraints,
+        )
 
     params = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
-    assert table_of(model({**params, "state_dtype": torch.float32})).state_dtype is torch.float32
-    asked = {"state_dtype": torch.float16, "optimizer_state_dtypes": {"momentum1": SparseType.FP16}}
+    assert (
+        table_of(model({**params, "state_dtype": torch.float32})).state_dtype
+        is torch.float32
+    )
+    asked = {
+        "state_dtype": torch.float16,
+        "optimizer_state_dtypes": {"momentum1": SparseType.FP16},
+    }
     for key, value in asked.items():
-        with pytest.raises(ValueError, match=f"table 's' is on TorchRec's kernel 'fused', which does not take {key}"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                f"table 's' is on TorchRec's kernel 'fused', which does not take {key}"
+            ),
+        ):
             model({**params, key: value})
 
 
 def test_states_of_marked_parameters() -> None:
     ebc = collection(bag(dim=8))
     apply_optimizer_in_backward(torch.optim.Adam, ebc.parameters(), {"lr": 0.1})
-    params = {key: value for key, value in BY_FBGEMM.items() if key == "optimizer_state_dtypes"}
+    params = {
+        key: value
+        for key, value in BY_FBGEMM.items()
+        if key == "optimizer_state_dtypes"
+    }
     assert table_of(sharded(ebc, params, OPTIONS)).state_dtype is torch.float16

@@ -1,4 +1,6 @@
-"""Writes to the tensors that represent rows in a model's state: they work, or the error names a function to use."""
+"""Writes to the tensors that represent rows in a model's state: they work, or the error
+names a function to use.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ from torchrec_recstore.table_parameter import TableParameter
 
 USER = "sparse.embedding_bags.user.weight"
 ITEM = "sparse.embedding_bags.item.weight"
-COPY = r"table 'user': a tensor of state_dict\(\) has been written to.*load_state_dict.*load_dense_weights"
+COPY = (
+    r"table 'user': a tensor of state_dict\(\) has been written"
+    r" to.*load_state_dict.*load_dense_weights"
+)
 
 
 def trained() -> DistributedModelParallel:
@@ -65,7 +70,8 @@ def test_a_write_to_a_copy_is_told_at_the_next_use(
     with pytest.raises(RuntimeError, match=COPY):
         use(model, tmp_path / "saved")
     models.assert_holds(model, before)
-    use(model, tmp_path / "saved")  # The error has been raised once and is not raised again.
+    # The error has been raised once and is not raised again.
+    use(model, tmp_path / "saved")
 
 
 def test_copies_of_empty_tables_and_of_optimizer_state(one_rank: None) -> None:
@@ -78,7 +84,10 @@ def test_copies_of_empty_tables_and_of_optimizer_state(one_rank: None) -> None:
     models.train(model)
     states = model.fused_optimizer.state_dict()
     states["state"][ITEM]["rows"]["sum"].local_shards()[0].tensor.zero_()
-    with pytest.raises(RuntimeError, match=r"'item': a tensor of fused_optimizer\.state_dict\(\).*load_state_dict"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"'item': a tensor of fused_optimizer\.state_dict\(\).*load_state_dict",
+    ):
         model(models.batch(1))
 
 
@@ -88,7 +97,10 @@ def test_what_is_written_and_loaded_is_there(one_rank: None, tmp_path: Path) -> 
     before = models.shards(model)
     dcp.save({"model": state, "optimizer": states}, checkpoint_id=tmp_path / "saved")
     models.train(model, steps=1)
-    again = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+    again = {
+        "model": model.state_dict(),
+        "optimizer": model.fused_optimizer.state_dict(),
+    }
     dcp.load(again, checkpoint_id=tmp_path / "saved")  # in place
     model.load_state_dict(again["model"])
     model.fused_optimizer.load_state_dict(again["optimizer"])
@@ -112,7 +124,10 @@ def test_what_is_written_and_loaded_is_there(one_rank: None, tmp_path: Path) -> 
 
 def test_what_a_state_is_used_for_is_no_write(one_rank: None, tmp_path: Path) -> None:
     model = trained()
-    state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+    state = {
+        "model": model.state_dict(),
+        "optimizer": model.fused_optimizer.state_dict(),
+    }
     copied = copy.deepcopy(state["model"])
     fill(copied)
     fill({USER: state["model"][USER].clone()})
@@ -155,11 +170,18 @@ WRITES: list[Callable[[nn.Parameter], Any]] = [
 def test_parameters_of_tables_refuse_to_be_written(one_rank: None) -> None:
     model = trained()
     before = models.shards(model)
-    with pytest.raises(RuntimeError, match=r"table 'user': uniform_ would.*TableOptions\(initializer.*load_dense_wei"):
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            r"table 'user': uniform_ would.*TableOptions\(initializer.*load_dense_wei"
+        ),
+    ):
         model.apply(init_weights)
     for write in WRITES:
         parameter = model.module.sparse.embedding_bags["item"].weight
-        with pytest.raises(RuntimeError, match=r"table 'item': \w+ would change no row"):
+        with pytest.raises(
+            RuntimeError, match=r"table 'item': \w+ would change no row"
+        ):
             write(parameter)
         with torch.no_grad(), pytest.raises(RuntimeError, match="table 'item'"):
             write(parameter)
@@ -181,7 +203,10 @@ READS: list[Callable[[nn.Parameter], Any]] = [
 def test_parameters_of_tables_refuse_to_be_read(one_rank: None) -> None:
     parameter = trained().module.sparse.embedding_bags["item"].weight
     for read in READS:
-        with pytest.raises(RuntimeError, match=r"table 'item': \w+ would read no row.*export_dense_weights"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"table 'item': \w+ would read no row.*export_dense_weights",
+        ):
             read(parameter)
     assert repr(parameter).startswith("Parameter")
 
@@ -204,7 +229,11 @@ def test_parameters_of_tables_are_parameters(one_rank: None) -> None:
 
 
 def gathers(rank: int, world_size: int) -> None:
-    for sharding, routing in (("row_wise", "hash"), ("column_wise", "block"), ("table_wise", "block")):
+    for sharding, routing in (
+        ("row_wise", "hash"),
+        ("column_wise", "block"),
+        ("table_wise", "block"),
+    ):
         model = models.recstore(sharding, routing=routing)  # type: ignore[arg-type]
         torch.manual_seed(1)  # the same on every rank
         weights = {name: torch.randn(100, models.DIM) for name in models.TABLES}
@@ -222,10 +251,16 @@ def gathers(rank: int, world_size: int) -> None:
             assert torch.equal(larger[USER][:100], weights["user"])
             assert larger[USER][100:].count_nonzero() == 0
         smaller = {USER: torch.full((99, models.DIM), 9.0)}
-        with pytest.raises(ValueError, match=r"table 'user' has 1 ids outside \[0, 99\).*stock_state_dict"):
+        with pytest.raises(
+            ValueError,
+            match=r"table 'user' has 1 ids outside \[0, 99\).*stock_state_dict",
+        ):
             state_dict_gather(model.state_dict(), smaller)
         assert bool((smaller[USER] == 9).all())
-        with pytest.raises(ValueError, match=r"table 'user': out must have the shape \(rows, 8\), got \(100, 3\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"table 'user': out must have the shape \(rows, 8\), got \(100, 3\)",
+        ):
             state_dict_gather(model.state_dict(), {USER: torch.zeros(100, 3)})
     empty = models.recstore("row_wise")
     unsharded = {USER: torch.full((100, models.DIM), 9.0)}
@@ -245,7 +280,9 @@ def gathers(rank: int, world_size: int) -> None:
 def test_gather_one_rank(one_rank: None) -> None:
     model = trained()
     gathered = {USER: torch.zeros(100, models.DIM)}
-    with pytest.raises(ValueError, match=r"table 'user' has \d+ ids outside \[0, 100\)"):
+    with pytest.raises(
+        ValueError, match=r"table 'user' has \d+ ids outside \[0, 100\)"
+    ):
         state_dict_gather(model.state_dict(), gathered)
     assert gathered[USER].count_nonzero() == 0
 

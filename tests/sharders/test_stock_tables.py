@@ -1,4 +1,6 @@
-"""A warning is given if the model has a RecStore sharder and its tables are on TorchRec's kernels."""
+"""A warning is given if the model has a RecStore sharder and its tables are on
+TorchRec's kernels.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import (
+    FeatureProcessedEmbeddingBagCollectionSharder,
+)
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.shard import shard
@@ -42,11 +46,16 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def warned(function: Callable[[], Any]) -> list[str]:
-    """Returns the texts of our warnings. Each warning must point to a line of this file."""
+    """Returns the texts of our warnings.
+
+    Each warning must point to a line of this file.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()
-    ours = [warning for warning in caught if issubclass(warning.category, RecStoreWarning)]
+    ours = [
+        warning for warning in caught if issubclass(warning.category, RecStoreWarning)
+    ]
     assert all(warning.filename == __file__ for warning in ours)
     return [str(warning.message) for warning in ours]
 
@@ -57,7 +66,9 @@ def two_tables() -> nn.Module:
 
 def processed() -> nn.Module:
     positions = PositionWeightedModuleCollection({"f": 3})
-    return FeatureProcessedEmbeddingBagCollection(collection(bag("a", ["f"]), is_weighted=True), positions)
+    return FeatureProcessedEmbeddingBagCollection(
+        collection(bag("a", ["f"]), is_weighted=True), positions
+    )
 
 
 def topology() -> Topology:
@@ -66,9 +77,9 @@ def topology() -> Topology:
 
 def by_default(table: str) -> str:
     return (
-        f"table {table!r} is planned on TorchRec's own kernel, since its sharding names none: pass "
-        "compute_kernel='customized_kernel' to table_wise(...) or the other sharding function for RecStore, or pass "
-        "the name of TorchRec's kernel"
+        f"table {table!r} is planned on TorchRec's own kernel, since its sharding names"
+        " none: pass compute_kernel='customized_kernel' to table_wise(...) or the"
+        " other sharding function for RecStore, or pass the name of TorchRec's kernel"
     )
 
 
@@ -76,13 +87,19 @@ def test_a_plan_by_hand_without_kernels_warns_of_each_table_once() -> None:
     def plan_and_shard() -> None:
         module = two_tables()
         generators = {"a": table_wise(rank=0), "b": row_wise()}
-        plan = construct_module_sharding_plan(module, generators, RecStoreSharder(), device_type="cpu")
+        plan = construct_module_sharding_plan(
+            module, generators, RecStoreSharder(), device_type="cpu"
+        )
         assert {sharding.compute_kernel for sharding in plan.values()} == {"dense"}
-        model = DistributedModelParallel(module, plan=ShardingPlan({"": plan}), sharders=[RecStoreSharder()])
+        model = DistributedModelParallel(
+            module, plan=ShardingPlan({"": plan}), sharders=[RecStoreSharder()]
+        )
         assert table_stats(model) == {}
 
     assert warned(plan_and_shard) == [by_default("a"), by_default("b")]
-    assert warned(lambda: shard(two_tables(), table_wise(rank=0), sharder=RecStoreSharder())) == [
+    assert warned(
+        lambda: shard(two_tables(), table_wise(rank=0), sharder=RecStoreSharder())
+    ) == [
         by_default("a"),
         by_default("b"),
     ]
@@ -91,11 +108,23 @@ def test_a_plan_by_hand_without_kernels_warns_of_each_table_once() -> None:
 def test_a_plan_by_hand_that_names_kernels_warns_of_nothing() -> None:
     def plan_and_shard() -> None:
         module = two_tables()
-        generators = {"a": table_wise(rank=0, compute_kernel="customized_kernel"), "b": data_parallel()}
-        plan = construct_module_sharding_plan(module, generators, RecStoreSharder(), device_type="cpu")
-        DistributedModelParallel(module, plan=ShardingPlan({"": plan}), sharders=[RecStoreSharder()])
-        generators = {"a": table_wise(rank=0, compute_kernel="dense"), "b": row_wise(compute_kernel="fused")}
-        construct_module_sharding_plan(module, generators, RecStoreSharder(), device_type="cpu")
+        generators = {
+            "a": table_wise(rank=0, compute_kernel="customized_kernel"),
+            "b": data_parallel(),
+        }
+        plan = construct_module_sharding_plan(
+            module, generators, RecStoreSharder(), device_type="cpu"
+        )
+        DistributedModelParallel(
+            module, plan=ShardingPlan({"": plan}), sharders=[RecStoreSharder()]
+        )
+        generators = {
+            "a": table_wise(rank=0, compute_kernel="dense"),
+            "b": row_wise(compute_kernel="fused"),
+        }
+        construct_module_sharding_plan(
+            module, generators, RecStoreSharder(), device_type="cpu"
+        )
 
     assert warned(plan_and_shard) == []
 
@@ -117,9 +146,16 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("module", "ours", "theirs", "tables"), KINDS, ids=["bags", "sequences", "processed"])
+@pytest.mark.parametrize(
+    ("module", "ours", "theirs", "tables"),
+    KINDS,
+    ids=["bags", "sequences", "processed"],
+)
 def test_a_later_sharder_that_overrides_ours_is_named_once(
-    module: Callable[[], nn.Module], ours: type[ModuleSharder[Any]], theirs: type[ModuleSharder[Any]], tables: str
+    module: Callable[[], nn.Module],
+    ours: type[ModuleSharder[Any]],
+    theirs: type[ModuleSharder[Any]],
+    tables: str,
 ) -> None:
     def before() -> list[ModuleSharder[Any]]:
         return [ours(), *get_default_sharders()]
@@ -128,15 +164,28 @@ def test_a_later_sharder_that_overrides_ours_is_named_once(
         return [*get_default_sharders(), ours()]
 
     said = [
-        f"table(s) {tables} are not in RecStore: {theirs.__name__}, which comes later in the list of sharders, "
-        f"overrides {ours.__name__}: put {ours.__name__} after it, or leave {theirs.__name__} out"
+        f"table(s) {tables} are not in RecStore: {theirs.__name__}, which comes later"
+        f" in the list of sharders, overrides {ours.__name__}: put {ours.__name__}"
+        f" after it, or leave {theirs.__name__} out"
     ]
     for kind in (EmbeddingShardingPlanner, RecStorePlanner):
         for sharders, expected in ((before, said), (after, [])):
             planner = kind(topology=topology())
-            assert warned(lambda p=planner, s=sharders: p.plan(module(), s())) == expected  # type: ignore[misc]
-    assert warned(lambda: DistributedModelParallel(nn.Sequential(module()), sharders=before())) == said
-    assert warned(lambda: DistributedModelParallel(nn.Sequential(module()), sharders=after())) == []
+            assert (
+                warned(lambda p=planner, s=sharders: p.plan(module(), s())) == expected
+            )  # type: ignore[misc]
+    assert (
+        warned(
+            lambda: DistributedModelParallel(nn.Sequential(module()), sharders=before())
+        )
+        == said
+    )
+    assert (
+        warned(
+            lambda: DistributedModelParallel(nn.Sequential(module()), sharders=after())
+        )
+        == []
+    )
 
 
 def test_what_constraints_ask_for_is_not_warned_of() -> None:
@@ -153,21 +202,40 @@ def test_what_constraints_ask_for_is_not_warned_of() -> None:
         DistributedModelParallel(module, plan=plan, sharders=sharders)
 
     assert warned(lambda: plan_and_shard([RecStoreSharder()])) == []
-    assert warned(lambda: plan_and_shard([RecStoreSharder(), *get_default_sharders()])) == []
+    assert (
+        warned(lambda: plan_and_shard([RecStoreSharder(), *get_default_sharders()]))
+        == []
+    )
     del constraints["b"]
-    (text,) = warned(lambda: plan_and_shard([RecStoreSharder(), *get_default_sharders()]))
+    (text,) = warned(
+        lambda: plan_and_shard([RecStoreSharder(), *get_default_sharders()])
+    )
     assert text.startswith("table(s) 'b' are not in RecStore")
 
 
 def test_a_plan_that_was_made_with_other_sharders_is_warned_of() -> None:
     module = two_tables()
-    plan = EmbeddingShardingPlanner(topology=topology()).plan(module, get_default_sharders())
-    assert warned(lambda: DistributedModelParallel(module, plan=plan, sharders=[RecStoreSharder()])) == [
-        "table(s) 'a', 'b' are not in RecStore: the plan for RecStoreSharder has only TorchRec's own kernels: pass "
-        "RecStoreSharder to the planner as well, or use TorchRec's sharder"
+    plan = EmbeddingShardingPlanner(topology=topology()).plan(
+        module, get_default_sharders()
+    )
+    assert warned(
+        lambda: DistributedModelParallel(
+            module, plan=plan, sharders=[RecStoreSharder()]
+        )
+    ) == [
+        "table(s) 'a', 'b' are not in RecStore: the plan for RecStoreSharder has only"
+        " TorchRec's own kernels: pass RecStoreSharder to the planner as well, or use"
+        " TorchRec's sharder"
     ]
 
 
 def test_a_model_without_tables_of_that_kind_is_not_warned_of() -> None:
     module = nn.Sequential(sequences(sequence("a")))
-    assert warned(lambda: DistributedModelParallel(module, sharders=[RecStoreSharder(), *get_default_sharders()])) == []
+    assert (
+        warned(
+            lambda: DistributedModelParallel(
+                module, sharders=[RecStoreSharder(), *get_default_sharders()]
+            )
+        )
+        == []
+    )

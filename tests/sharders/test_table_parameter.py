@@ -1,4 +1,7 @@
-"""Torch functions of a table's parameter: they need no rows, or they are refused. None does nothing in silence."""
+"""Torch functions of a table's parameter: they need no rows, or they are refused.
+
+None does nothing in silence.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.overrides import get_overridable_functions, get_testing_overrides, resolve_name
+from torch.overrides import (
+    get_overridable_functions,
+    get_testing_overrides,
+    resolve_name,
+)
 
 from tests.checkpoint import models
 from torchrec_recstore import RecStoreEmbeddingBag, table_parameter
@@ -34,7 +41,9 @@ def new_parameter() -> TableParameter:
 WRITES: dict[str, Callable[[TableParameter], Any]] = {
     "foreach_mul": lambda p: torch._foreach_mul_([p], 0.5),
     "foreach_copy": lambda p: torch._foreach_copy_([p], [torch.zeros(0, DIM)]),
-    "foreach_lerp": lambda p: torch._foreach_lerp_([p.detach()], [torch.zeros(0, DIM)], 0.1),
+    "foreach_lerp": lambda p: torch._foreach_lerp_(
+        [p.detach()], [torch.zeros(0, DIM)], 0.1
+    ),
     "ema": lambda p: get_ema_multi_avg_fn(0.9)([p.detach()], [torch.zeros(0, DIM)], 1),
     "out": lambda p: torch.add(torch.ones(0, DIM), 1, out=p.data),
     "keyword": lambda p: torch.sigmoid_(input=p),
@@ -76,19 +85,27 @@ READS: dict[str, Callable[[TableParameter], Any]] = {
     "added to another": lambda p: torch.zeros(0, DIM).add_(p, alpha=0.1),
     "keyword": lambda p: torch.mean(input=p),
     "copy for an average": lambda p: p.detach().clone().cpu().sum(),
-    "checkpoint": lambda p: torch.utils.checkpoint.checkpoint(torch.sum, p, use_reentrant=False),
+    "checkpoint": lambda p: torch.utils.checkpoint.checkpoint(
+        torch.sum, p, use_reentrant=False
+    ),
 }
 
 
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_are_refused(write: str) -> None:
-    with pytest.raises(RuntimeError, match=r"table 'user': \w+ would change no row.*load_dense_weights.*numel\(\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"table 'user': \w+ would change no row.*load_dense_weights.*numel\(\)",
+    ):
         WRITES[write](new_parameter())
 
 
 @pytest.mark.parametrize("read", READS)
 def test_reads_are_refused(read: str) -> None:
-    with pytest.raises(RuntimeError, match=r"table 'user': \w+ would read no row.*export_dense_weights.*numel\(\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"table 'user': \w+ would read no row.*export_dense_weights.*numel\(\)",
+    ):
         READS[read](new_parameter())
 
 
@@ -117,7 +134,8 @@ ARGUMENTS: list[Callable[[Tensor], Any]] = [
 """They make arguments of a torch function. The first two contain the parameter."""
 
 OUT_OF_REACH = {
-    # They return before they call anything of the subclass, and warn that the tensor has no element.
+    # They return before they call anything of the subclass, and warn that the tensor
+    # has no element.
     "torch.nn.init.kaiming_normal",
     "torch.nn.init.kaiming_normal_",
     "torch.nn.init.orthogonal",
@@ -129,7 +147,9 @@ OUT_OF_REACH = {
 
 
 def torch_functions() -> dict[Any, str]:
-    """Returns the functions of torch, and the methods and properties of tensors, with their names."""
+    """Returns the functions of torch, and the methods and properties of tensors, with
+    their names.
+    """
     functions = dict.fromkeys(get_testing_overrides())
     for overridable in get_overridable_functions().values():
         functions |= dict.fromkeys(overridable)
@@ -182,21 +202,34 @@ def test_no_function_of_torch_is_silent() -> None:
         if isinstance(result, RuntimeError):
             refused.add(name)
         elif result is not NotImplemented and name not in OUT_OF_REACH:
-            assert function in table_parameter._WITHOUT_ROWS | table_parameter._ALIASES, name
+            assert (
+                function in table_parameter._WITHOUT_ROWS | table_parameter._ALIASES
+            ), name
             if function in table_parameter._ALIASES and isinstance(result, Tensor):
                 assert isinstance(result, table_parameter._Unwritable), name
-    assert refused >= {"torch._foreach_mul_", "torch.functional.norm", "torch.Tensor.__getitem__"}
+    assert refused >= {
+        "torch._foreach_mul_",
+        "torch.functional.norm",
+        "torch.Tensor.__getitem__",
+    }
     assert not refused & OUT_OF_REACH
 
 
 def test_metadata_and_aliases() -> None:
     parameter = new_parameter()
-    assert (parameter.shape, parameter.dtype, parameter.numel(), len(parameter)) == ((0, DIM), torch.float32, 0, 0)
+    assert (parameter.shape, parameter.dtype, parameter.numel(), len(parameter)) == (
+        (0, DIM),
+        torch.float32,
+        0,
+        0,
+    )
     assert parameter.is_leaf
     assert parameter.requires_grad
     assert parameter in {parameter: 1}
     assert parameter.to("cpu") is parameter
-    assert parameter.view_as(parameter).grad_fn.next_functions[0][0].variable is parameter  # type: ignore[union-attr]
+    assert (
+        parameter.view_as(parameter).grad_fn.next_functions[0][0].variable is parameter
+    )  # type: ignore[union-attr]
     assert type(torch.zeros_like(parameter)) is Tensor
     assert repr(parameter).startswith("Parameter containing:")
     parameter.grad = torch.zeros(0, DIM)
@@ -210,12 +243,16 @@ BORROWING: dict[str, Callable[[Tensor, TableParameter], Tensor]] = {
     "expand_as": lambda x, p: x.expand_as(p),
     "view_as": lambda x, p: x[:0].view_as(p),
 }
-"""They read only the dtype, the device or the shape of the parameter, and return the rows of another tensor."""
+"""They read only the dtype, the device or the shape of the parameter, and return the
+rows of another tensor.
+"""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("borrow", BORROWING)
-def test_a_tensor_that_borrows_metadata_stays_readable_and_writable(borrow: str, dtype: torch.dtype) -> None:
+def test_a_tensor_that_borrows_metadata_stays_readable_and_writable(
+    borrow: str, dtype: torch.dtype
+) -> None:
     parameter = new_parameter()
     tensor = torch.ones(1, DIM, dtype=dtype)
     for lender in (parameter, parameter.data):
@@ -231,10 +268,16 @@ def test_a_tensor_that_borrows_metadata_stays_readable_and_writable(borrow: str,
         torch.clone(input=parameter).sum()
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "options", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
+)
+@pytest.mark.parametrize(
+    "optimizer_class", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
+)
 def test_optimizers_skip_the_parameters_of_tables(
-    optimizer_class: type[torch.optim.Optimizer], options: dict[str, bool], one_rank: None
+    optimizer_class: type[torch.optim.Optimizer],
+    options: dict[str, bool],
+    one_rank: None,
 ) -> None:
     model = models.recstore()
     bags = RecStoreEmbeddingBag(100, DIM)
@@ -254,7 +297,9 @@ def test_optimizers_skip_the_parameters_of_tables(
         scaler.update()
         assert not torch.equal(layer.weight, before)
     assert sum(parameter.numel() for parameter in parameters) == 24 + 1 + DIM + 1
-    gradients = torch.autograd.grad(layer(bags(IDS, BAGS)).sum(), parameters, allow_unused=True)
+    gradients = torch.autograd.grad(
+        layer(bags(IDS, BAGS)).sum(), parameters, allow_unused=True
+    )
     assert [gradient is not None for gradient in gradients[-2:]] == [True, True]
 
 
@@ -262,7 +307,10 @@ def test_an_optimizer_does_not_take_collected_gradients() -> None:
     bags = RecStoreEmbeddingBag(100, DIM, fused=False)
     optimizer = torch.optim.AdamW(bags.parameters(), foreach=True)
     bags(IDS, BAGS).sum().backward()
-    with pytest.raises(RuntimeError, match=rf"table '{bags.table.name}': _foreach_mul_ would change no row"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"table '{bags.table.name}': _foreach_mul_ would change no row",
+    ):
         optimizer.step()
     sparse = SparseSGD([bags], lr=0.1)
     before = bags(IDS, BAGS).detach()
@@ -270,18 +318,27 @@ def test_an_optimizer_does_not_take_collected_gradients() -> None:
     assert not torch.equal(bags(IDS, BAGS), before)
 
 
-@pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)], ids=["swa", "ema"])
+@pytest.mark.parametrize(
+    "average", [None, get_ema_multi_avg_fn(0.9)], ids=["swa", "ema"]
+)
 def test_averaged_models_with_tables_are_refused(average: Any) -> None:
-    model = nn.Sequential(RecStoreEmbeddingBag(100, DIM, name="user"), nn.Linear(DIM, 1))
+    model = nn.Sequential(
+        RecStoreEmbeddingBag(100, DIM, name="user"), nn.Linear(DIM, 1)
+    )
     averaged = AveragedModel(model, multi_avg_fn=average)
-    with pytest.raises(RuntimeError, match=r"table 'user': copy_ would change no row.*average of weights"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"table 'user': copy_ would change no row.*average of weights",
+    ):
         averaged.update_parameters(model)
     dense = AveragedModel(model[1], multi_avg_fn=average)
     for _ in range(2):
         dense.update_parameters(model[1])
 
 
-def test_a_step_does_not_call_the_parameter(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_call_the_parameter(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: Counter[str] = Counter()
     original = table_parameter._Unwritable.__torch_function__
 
@@ -291,7 +348,9 @@ def test_a_step_does_not_call_the_parameter(one_rank: None, monkeypatch: pytest.
 
     model = models.recstore()
     bags = RecStoreEmbeddingBag(100, DIM)
-    monkeypatch.setattr(table_parameter._Unwritable, "__torch_function__", staticmethod(counted))
+    monkeypatch.setattr(
+        table_parameter._Unwritable, "__torch_function__", staticmethod(counted)
+    )
     models.train(model, steps=1)
     bags(IDS, BAGS).sum().backward()
     assert not calls

@@ -15,7 +15,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "disk"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=112m", "tmpfs", str(path)]
-    if os.getuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+    if (
+        os.getuid() != 0
+        or shutil.which("mount") is None
+        or subprocess.run(mount, capture_output=True).returncode
+    ):
         pytest.skip("a file system of its own cannot be mounted here: only root may")
     try:
         (path / "ballast").write_bytes(bytes(72 * 2**20))

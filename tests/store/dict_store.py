@@ -35,11 +35,17 @@ class DictStore:
         DictStore.reads += len(ids)
         found = torch.tensor([int(i) in self.rows for i in ids], dtype=torch.bool)
         rows = [self.rows[int(i)] for i in ids[found]]
-        return found, torch.stack(rows) if rows else torch.empty(0, self._row_bytes, dtype=torch.uint8)
+        return found, (
+            torch.stack(rows)
+            if rows
+            else torch.empty(0, self._row_bytes, dtype=torch.uint8)
+        )
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
         self._check()
-        self.rows.update({int(i): row.clone() for i, row in zip(ids, rows, strict=True)})
+        self.rows.update(
+            {int(i): row.clone() for i, row in zip(ids, rows, strict=True)}
+        )
 
     def delete(self, ids: Tensor) -> None:
         self._check()

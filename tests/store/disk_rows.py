@@ -11,7 +11,13 @@ ROW_BYTES = 512
 
 
 def random_rows(n: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, (n, ROW_BYTES), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0,
+        256,
+        (n, ROW_BYTES),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    )
 
 
 def assert_has(store: ColdStore, ids: Tensor, rows: Tensor) -> None:

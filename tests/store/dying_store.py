@@ -1,4 +1,5 @@
-"""A process that opens a cold store in RocksDB and kills itself, at a moment of its life, with SIGKILL.
+"""A process that opens a cold store in RocksDB and kills itself, at a moment of its
+life, with SIGKILL.
 
 python -m tests.store.dying_store MOMENT DIRECTORY
 """
@@ -26,8 +27,12 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def deadly(function: Callable[..., Any], dies: Callable[[Path], bool]) -> Callable[..., Any]:
-    """Returns a function that does the same, but kills the process if ``dies`` returns True for its path."""
+def deadly(
+    function: Callable[..., Any], dies: Callable[[Path], bool]
+) -> Callable[..., Any]:
+    """Returns a function that does the same, but kills the process if ``dies`` returns
+    True for its path.
+    """
 
     def call(path: Any, *arguments: Any, **named: Any) -> Any:
         if isinstance(path, str | Path) and dies(Path(path)):
@@ -39,7 +44,9 @@ def deadly(function: Callable[..., Any], dies: Callable[[Path], bool]) -> Callab
 
 def main(moment: str, directory: str) -> None:
     if moment == "unlocked":
-        os.open = deadly(os.open, lambda path: path.match("run-*/lock") and not path.exists())
+        os.open = deadly(
+            os.open, lambda path: path.match("run-*/lock") and not path.exists()
+        )
     store = open_cold_store(RocksDBStore(directory), name=f"{moment}/0", row_bytes=8)
     store.put(torch.arange(1000), torch.ones(1000, 8, dtype=torch.uint8))
     if moment == "closing":  # all files have gone, the directory has not
@@ -48,7 +55,8 @@ def main(moment: str, directory: str) -> None:
     if moment == "forked":  # the child stays, as a worker of a DataLoader does
         child = os.fork()
         if child == 0:
-            for file in os.listdir("/proc/self/fd"):  # multiprocessing waits for the end of the child, too
+            # multiprocessing waits for the end of the child, too
+            for file in os.listdir("/proc/self/fd"):
                 with suppress(OSError):
                     if not os.readlink(f"/proc/self/fd/{file}").endswith("/lock"):
                         os.close(int(file))

@@ -1,6 +1,8 @@
-"""Has each call of the disk fail in turn while a cold store on an SSD works, once and for ever.
+"""Has each call of the disk fail in turn while a cold store on an SSD works, once and
+for ever.
 
-python -m tests.store.failing_ssd DIRECTORY POINTS, with the shim of tests/failing_disk.py
+python -m tests.store.failing_ssd DIRECTORY POINTS, with the shim of
+tests/failing_disk.py
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ from torchrec_recstore.utils import RecStoreWarning
 ROW_BYTES = 4096
 IDS = 700
 CALLS = 16
-NAMES = ("pwrite", "pwrite fallocate", "pread", "preadv", "rename", "create", "open", "ftruncate fsync")
+NAMES = (
+    "pwrite",
+    "pwrite fallocate",
+    "pread",
+    "preadv",
+    "rename",
+    "create",
+    "open",
+    "ftruncate fsync",
+)
 
 
 def opened(folder: Path) -> SharedColdStore:
@@ -32,7 +43,10 @@ def opened(folder: Path) -> SharedColdStore:
 
 
 def batch(call: int) -> tuple[Tensor, Tensor | None]:
-    """Returns the ids and rows of a put, or the ids of a delete and None. The rows depend on the id and the call."""
+    """Returns the ids and rows of a put, or the ids of a delete and None.
+
+    The rows depend on the id and the call.
+    """
     generator = torch.Generator().manual_seed(call)
     ids = torch.randperm(IDS, generator=generator)[: IDS // 2 if call % 3 else 50]
     if call % 4 == 3:
@@ -74,7 +88,10 @@ def make(store: SharedColdStore, call: int) -> None:
 
 
 def run(folder: Path, names: str, first: int, count: int) -> tuple[int, int]:
-    """Makes all calls while the disk fails. Returns the numbers of calls of the disk and of errors."""
+    """Makes all calls while the disk fails.
+
+    Returns the numbers of calls of the disk and of errors.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     model = Model()
@@ -99,7 +116,8 @@ def run(folder: Path, names: str, first: int, count: int) -> tuple[int, int]:
     for message in messages:
         assert str(folder) in message
         assert "Input/output error" in message, message
-    # The disk works again: the store works, or it says that it does not. A new one has all rows.
+    # The disk works again: the store works, or it says that it does not. A new one has
+    # all rows.
     if store is not None:
         model.assert_in(store)
         make(store, CALLS)
@@ -131,7 +149,10 @@ def main(folder: Path, points: int) -> None:
                 tried[names] += 1
                 raised[names] += errors > 0
     for names in NAMES:
-        print(f"{names}: {tried[names]} runs with failures, {raised[names]} of them with errors")
+        print(
+            f"{names}: {tried[names]} runs with failures, {raised[names]} of them with"
+            " errors"
+        )
     assert sum(raised.values()) > points
 
 

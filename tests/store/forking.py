@@ -1,9 +1,12 @@
-"""Forks processes while a thread looks up rows without a pause. It runs in a separate process.
+"""Forks processes while a thread looks up rows without a pause.
+
+It runs in a separate process.
 
 python -m tests.store.forking CHILDREN DIRECTORY [REDIS_URL [SERVER]]
 
-Each child does everything that a forked process may do with the objects of its parent: it calls tables, drops tables
-and outputs, collects garbage, makes its own tables, and exits. No child may hang.
+Each child does everything that a forked process may do with the objects of its parent:
+it calls tables, drops tables and outputs, collects garbage, makes its own tables, and
+exits. No child may hang.
 """
 
 from __future__ import annotations
@@ -48,12 +51,20 @@ class Parent:
         stores += [RedisStore(redis)] if redis else []
         stores += [ServerStore(server)] if server else []
         self.plain = Table(16, name="plain")
-        self.cold = [Table(4, name="cold", options=TableOptions(max_rows=3000, cold_store=store)) for store in stores]
-        self.pooled = PooledKernel([Table(8, optimizer=SGD(lr=0.1), name="pooled")], [0], "sum")
+        self.cold = [
+            Table(4, name="cold", options=TableOptions(max_rows=3000, cold_store=store))
+            for store in stores
+        ]
+        self.pooled = PooledKernel(
+            [Table(8, optimizer=SGD(lr=0.1), name="pooled")], [0], "sum"
+        )
         self.output = self.forward()  # with a graph, whose backward has not run
         self.rows = self.plain.lookup(IDS, train=True)
         self.snapshot = self.plain.snapshot()
-        self.clients = [RecStoreClient(), *([RecStoreClient([server])] if server else [])]
+        self.clients = [
+            RecStoreClient(),
+            *([RecStoreClient([server])] if server else []),
+        ]
         for client in self.clients:
             client.init_data("t", (10, 8))
         self.rounds = 0
@@ -114,7 +125,15 @@ def in_child(parent: Parent) -> None:
     own.update(IDS, own.lookup(IDS, train=True))
     assert len(own) == len(IDS)
     parent.rows.add_(1)  # the rows have their own memory
-    del parent.rows, parent.output, parent.pooled, parent.snapshot, parent.plain, parent.cold, parent.clients
+    del (
+        parent.rows,
+        parent.output,
+        parent.pooled,
+        parent.snapshot,
+        parent.plain,
+        parent.cold,
+        parent.clients,
+    )
     gc.collect()
 
 
@@ -135,12 +154,17 @@ def main(count: int, directory: Path, redis: str = "", server: str = "") -> None
     with Parent(directory, redis, server) as parent:
         for number in range(count):
             time.sleep(0.003 * (number % 20))
-            # multiprocessing ends with os._exit(). sys.exit() runs the exit functions and drops all objects.
-            children[fork(lambda: in_child(parent), os._exit if number % 2 else sys.exit)] = number
+            # multiprocessing ends with os._exit(). sys.exit() runs the exit functions
+            # and drops all objects.
+            children[
+                fork(lambda: in_child(parent), os._exit if number % 2 else sys.exit)
+            ] = number
         deadline = time.monotonic() + DEADLINE_S
         hung, failed = [], []
         for child, number in children.items():
-            while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+            while (ended := os.waitpid(child, os.WNOHANG))[
+                0
+            ] == 0 and time.monotonic() < deadline:
                 time.sleep(0.01)
             if ended[0] == 0:
                 os.kill(child, signal.SIGKILL)
@@ -148,7 +172,10 @@ def main(count: int, directory: Path, redis: str = "", server: str = "") -> None
                 hung.append(number)
             elif os.waitstatus_to_exitcode(ended[1]) != STATUS:
                 failed.append(number)
-    print(f"{count} children beside {parent.rounds} rounds: {len(hung)} hung {hung}, {len(failed)} failed {failed}")
+    print(
+        f"{count} children beside {parent.rounds} rounds: {len(hung)} hung {hung},"
+        f" {len(failed)} failed {failed}"
+    )
     # The parent still works, and has all of its cold rows.
     parent.plain.update(IDS, parent.plain.lookup(IDS))
     for table in parent.cold:

@@ -1,9 +1,12 @@
-"""Kills a process with SIGKILL in the writes of a compaction of a cold store on an SSD, one write after the other.
+"""Kills a process with SIGKILL in the writes of a compaction of a cold store on an SSD,
+one write after the other.
 
-python -m tests.store.killed_compaction DIRECTORY POINTS, with the shim of tests/failing_disk.py
+python -m tests.store.killed_compaction DIRECTORY POINTS, with the shim of
+tests/failing_disk.py
 
-Each child opens a copy of a store that is about to move the rows of its segments, and makes calls until it dies in the
-middle of a write of its own. All calls that were acknowledged are there to the bit, and the last one as a whole or not.
+Each child opens a copy of a store that is about to move the rows of its segments, and
+makes calls until it dies in the middle of a write of its own. All calls that were
+acknowledged are there to the bit, and the last one as a whole or not.
 """
 
 from __future__ import annotations
@@ -87,8 +90,11 @@ def main(directory: Path, points: int) -> None:
         kills += 1
         acknowledged = notes[0]
         if not same(model_after(acknowledged), folder):
-            # The call in which it was killed had already been written, so that its compaction was under way.
-            assert same(model_after(acknowledged + 1), folder), f"point {point}: rows differ"
+            # The call in which it was killed had already been written, so that its
+            # compaction was under way.
+            assert same(model_after(acknowledged + 1), folder), (
+                f"point {point}: rows differ"
+            )
             in_compaction += 1
             acknowledged += 1
         # The file can be used: rows are written, moved and read again.
@@ -103,7 +109,10 @@ def main(directory: Path, points: int) -> None:
             assert same(model, folder)
         except ColdStoreError as error:
             raise AssertionError(f"point {point}: {error}") from error
-    print(f"{kills} kills in {writes} writes, {in_compaction} of them after the call itself was written")
+    print(
+        f"{kills} kills in {writes} writes, {in_compaction} of them after the call"
+        " itself was written"
+    )
     assert in_compaction > kills // 8
 
 

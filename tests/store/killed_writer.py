@@ -1,10 +1,12 @@
-"""Kills a process that writes to a cold store on an SSD with SIGKILL, again and again, and compares what is left.
+"""Kills a process that writes to a cold store on an SSD with SIGKILL, again and again,
+and compares what is left.
 
 python -m tests.store.killed_writer KILLS DIRECTORY
 
-Each child opens the rows of its predecessor, and puts and deletes batches of them. It notes the number of each call
-before and after the call, in memory that its parent sees. A batch that was not acknowledged is there as a whole or not
-at all; all others are there to the bit.
+Each child opens the rows of its predecessor, and puts and deletes batches of them. It
+notes the number of each call before and after the call, in memory that its parent sees.
+A batch that was not acknowledged is there as a whole or not at all; all others are
+there to the bit.
 """
 
 from __future__ import annotations
@@ -26,13 +28,21 @@ from torchrec_recstore.store.cold_store import SharedColdStore
 IDS = 40_000
 ROW_BYTES = 148
 NONE = b"\xff" * 8
-NOTHING = (torch.empty(0, dtype=torch.int64), torch.empty(0, ROW_BYTES, dtype=torch.uint8))
+NOTHING = (
+    torch.empty(0, dtype=torch.int64),
+    torch.empty(0, ROW_BYTES, dtype=torch.uint8),
+)
 
 
 def batch(call: int) -> tuple[Tensor, Tensor | None]:
-    """Returns the ids and rows of a put, or the ids of a delete and None. Rows tell their id and their call."""
+    """Returns the ids and rows of a put, or the ids of a delete and None.
+
+    Rows tell their id and their call.
+    """
     generator = torch.Generator().manual_seed(call)
-    n = int(torch.randint(1, 20_000 if call % 3 == 0 else 200, (1,), generator=generator))
+    n = int(
+        torch.randint(1, 20_000 if call % 3 == 0 else 200, (1,), generator=generator)
+    )
     ids = torch.randperm(IDS, generator=generator)[:n] - IDS // 2
     if call % 5 == 4:
         return ids, None
@@ -41,7 +51,9 @@ def batch(call: int) -> tuple[Tensor, Tensor | None]:
 
 
 def opened(directory: str) -> SharedColdStore:
-    return open_cold_store(SSDStore(directory, shared="killed"), name="t", row_bytes=ROW_BYTES)  # type: ignore[return-value]
+    return open_cold_store(
+        SSDStore(directory, shared="killed"), name="t", row_bytes=ROW_BYTES
+    )  # type: ignore[return-value]
 
 
 class Model:
@@ -58,9 +70,13 @@ class Model:
             self.rows[ids + IDS // 2] = images
 
     def is_in(self, store: SharedColdStore) -> bool:
-        ids, rows = (torch.cat(parts) for parts in zip(NOTHING, *store.scan(), strict=True))
+        ids, rows = (
+            torch.cat(parts) for parts in zip(NOTHING, *store.scan(), strict=True)
+        )
         there = self.there.nonzero().squeeze(1)
-        return torch.equal(ids, there - IDS // 2) and torch.equal(rows, self.rows[there])
+        return torch.equal(ids, there - IDS // 2) and torch.equal(
+            rows, self.rows[there]
+        )
 
 
 def write(directory: str, call: int, notes: mmap.mmap) -> None:
@@ -108,7 +124,10 @@ def main(kills: int, directory: str) -> None:
         assert len(store.ids()) == model.there.sum()
         store.close()
     assert call > kills // 4  # a busy machine may kill a child within its first call
-    print(f"{kills} kills, {call} calls, {model.there.sum()} rows equal; {kept} calls had been made without an answer")
+    print(
+        f"{kills} kills, {call} calls, {model.there.sum()} rows equal; {kept} calls had"
+        " been made without an answer"
+    )
 
 
 if __name__ == "__main__":

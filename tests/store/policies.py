@@ -1,4 +1,6 @@
-"""References for tables with max_rows: the residents by the exact policies, and their rows."""
+"""References for tables with max_rows: the residents by the exact policies, and their
+rows.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,19 @@ class Residents:
         eviction: The policy.
     """
 
-    def __init__(self, universe: Ids, max_rows: int, eviction: LRU | LFU | Scored) -> None:
+    def __init__(
+        self, universe: Ids, max_rows: int, eviction: LRU | LFU | Scored
+    ) -> None:
         self._universe = np.unique(universe)
         self._ties = fmix64(self._universe)
         self._max_rows = max_rows
-        self._half_life = eviction.half_life_steps if isinstance(eviction, LFU) else None
+        self._half_life = (
+            eviction.half_life_steps if isinstance(eviction, LFU) else None
+        )
         self._by_frequency = isinstance(eviction, LFU)
-        self._by_occurrence = isinstance(eviction, LFU) and eviction.count == "occurrences"
+        self._by_occurrence = (
+            isinstance(eviction, LFU) and eviction.count == "occurrences"
+        )
         self._default_score = eviction.default if isinstance(eviction, Scored) else None
         self.resident = np.zeros(len(self._universe), bool)
         self.last_step = np.zeros(len(self._universe), np.int64)
@@ -51,7 +59,10 @@ class Residents:
         self.evicted = 0
 
     def lookup(self, ids: Ids, pinned: Ids | None = None) -> int:
-        """Runs a training step. Returns the number of its distinct ids that had a row."""
+        """Runs a training step.
+
+        Returns the number of its distinct ids that had a row.
+        """
         places = self._places(ids)
         hits = int(self.resident[places].sum())
         self._arrive(places, pinned)
@@ -67,7 +78,10 @@ class Residents:
         self._arrive(self._places(ids), pinned)
 
     def set_scores(self, ids: Ids, scores: npt.NDArray[np.float32]) -> int:
-        """Sets the scores of resident ids, in order. Returns the number of distinct ones."""
+        """Sets the scores of resident ids, in order.
+
+        Returns the number of distinct ones.
+        """
         is_resident = np.isin(ids, self.ids())
         for id_, score in zip(ids[is_resident], scores[is_resident], strict=True):
             self.score[np.searchsorted(self._universe, id_)] = score
@@ -97,7 +111,9 @@ class Residents:
     def _aged(self, places: Ids) -> Ids:
         if self._half_life is None:
             return self.frequency[places]
-        halvings = self.steps // self._half_life - self.last_step[places] // self._half_life
+        halvings = (
+            self.steps // self._half_life - self.last_step[places] // self._half_life
+        )
         aged: Ids = self.frequency[places] >> np.clip(halvings, 0, 62)
         return aged
 
@@ -126,11 +142,15 @@ class Residents:
             self.score[new] = self._default_score
 
 
-def zipf_steps(exponent: float, population: int, steps: int, batch: int, seed: int = 0) -> list[Tensor]:
+def zipf_steps(
+    exponent: float, population: int, steps: int, batch: int, seed: int = 0
+) -> list[Tensor]:
     """Batches of 64-bit ids whose popularity follows Zipf's law."""
     generator = np.random.default_rng(seed)
     weights = np.arange(1, population + 1, dtype=np.float64) ** -exponent
-    ranks = np.searchsorted(np.cumsum(weights) / weights.sum(), generator.random((steps, batch)))
+    ranks = np.searchsorted(
+        np.cumsum(weights) / weights.sum(), generator.random((steps, batch))
+    )
     ids = fmix64(np.minimum(ranks, population - 1).astype(np.int64)).astype(np.int64)
     return list(torch.from_numpy(ids))
 
@@ -142,9 +162,13 @@ def universe_of(batches: Iterable[Tensor]) -> Ids:
 
 
 class Model:
-    """A reference table: rows are tensors, the policies decide which rows are resident, and SGD is plain torch."""
+    """A reference table: rows are tensors, the policies decide which rows are resident,
+    and SGD is plain torch.
+    """
 
-    def __init__(self, options: TableOptions, initial: Table, universe: list[int]) -> None:
+    def __init__(
+        self, options: TableOptions, initial: Table, universe: list[int]
+    ) -> None:
         assert options.max_rows is not None
         assert options.eviction is not None
         self.policy = Residents(np.array(universe), options.max_rows, options.eviction)
@@ -158,10 +182,18 @@ class Model:
         return self.initial.lookup(torch.tensor([id_]))[0]
 
     def admitted(self, ids: list[int], *, sighting: bool) -> list[int]:
-        """Returns the ids that have a row or get one. Only a sighting can admit an id, unless all are admitted."""
+        """Returns the ids that have a row or get one.
+
+        Only a sighting can admit an id, unless all are admitted.
+        """
         if self.count == 1:
             return ids
-        return [id_ for id_ in ids if id_ in self.weights or (sighting and self.seen.get(id_, 0) + 1 >= self.count)]
+        return [
+            id_
+            for id_ in ids
+            if id_ in self.weights
+            or (sighting and self.seen.get(id_, 0) + 1 >= self.count)
+        ]
 
     def fits(self, ids: list[int]) -> bool:
         return len(ids) <= self.policy._max_rows
@@ -186,7 +218,10 @@ class Model:
         occurrences = [id_ for id_ in ids if id_ in here]
         self.hits += self.policy.lookup(np.array(occurrences, dtype=np.int64))
         self._arrived(admitted)
-        return [self.weights[id_] if id_ in self.weights else self.initial_row(id_) for id_ in ids]
+        return [
+            self.weights[id_] if id_ in self.weights else self.initial_row(id_)
+            for id_ in ids
+        ]
 
     def write(self, ids: list[int]) -> None:
         self.policy.write(np.array(sorted(set(ids)), dtype=np.int64))

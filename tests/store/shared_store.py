@@ -1,4 +1,7 @@
-"""A shared cold store for the tables of this process. Its rows are in dicts, and its calls can be made to fail."""
+"""A shared cold store for the tables of this process.
+
+Its rows are in dicts, and its calls can be made to fail.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,11 @@ class SharedDictStore(DictStore):
         return torch.tensor(list(self.rows), dtype=torch.int64)
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((ids[found], rows) for ids in self.ids().split(100) for found, rows in (self.get(ids),))
+        return (
+            (ids[found], rows)
+            for ids in self.ids().split(100)
+            for found, rows in (self.get(ids),)
+        )
 
     def _check(self) -> None:
         super()._check()

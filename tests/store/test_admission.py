@@ -1,4 +1,6 @@
-"""An id gets its row in its count-th step: lookups before that step, and the sightings that count."""
+"""An id gets its row in its count-th step: lookups before that step, and the sightings
+that count.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def test_the_count_th_step_makes_the_row(count: int) -> None:
     table = admitting(count)
     for step in range(1, count + 1):
         assert len(table) == 0
-        rows = table.lookup(IDS.repeat(5), train=True)  # one sighting, although each id occurs five times
+        # one sighting, although each id occurs five times
+        rows = table.lookup(IDS.repeat(5), train=True)
         assert torch.equal(rows, initial_rows(IDS.repeat(5)))
         assert not torch.equal(table.lookup(IDS), rows[:3]) or step == count
     assert torch.equal(table.ids(), IDS.sort().values)
@@ -51,13 +54,18 @@ def test_a_refused_id_takes_part_as_its_initial_row(pooling: str) -> None:
     table.insert(known, torch.arange(16.0).view(4, 4))
     kernel = PooledKernel([table], [0], pooling)  # type: ignore[arg-type]
     ids = torch.cat([known, refused])[[0, 4, 1, 5, 5, 2, 6, 7]]
-    rows = torch.cat([table.lookup(known), initial_rows(refused)])[[0, 4, 1, 5, 5, 2, 6, 7]]
+    rows = torch.cat([table.lookup(known), initial_rows(refused)])[
+        [0, 4, 1, 5, 5, 2, 6, 7]
+    ]
     bags = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
     weights = torch.rand(8, requires_grad=True)
     output = kernel(ids, torch.tensor([0, 3, 6, 8]), weights, train=True)
     expected_weights = weights.detach().clone().requires_grad_()
     scale = 1 / torch.tensor([3.0, 3.0, 2.0]) if pooling == "mean" else torch.ones(3)
-    expected = torch.zeros(3, 4).index_add(0, bags, rows * expected_weights[:, None]) * scale[:, None]
+    expected = (
+        torch.zeros(3, 4).index_add(0, bags, rows * expected_weights[:, None])
+        * scale[:, None]
+    )
     torch.testing.assert_close(output, expected)
     grad = torch.randn(3, 4)
     output.backward(grad)
@@ -66,7 +74,9 @@ def test_a_refused_id_takes_part_as_its_initial_row(pooling: str) -> None:
     # The known rows are updated with their gradients. The refused ids have no rows.
     changes = (grad * scale[:, None])[bags] * weights.detach()[:, None]
     assert torch.equal(table.ids(), known)
-    torch.testing.assert_close(table.lookup(known[:3]), rows[[0, 2, 5]] - changes[[0, 2, 5]])
+    torch.testing.assert_close(
+        table.lookup(known[:3]), rows[[0, 2, 5]] - changes[[0, 2, 5]]
+    )
     assert torch.equal(table.lookup(refused, train=True), initial_rows(refused))
     assert table.contains(refused).all()
 
@@ -107,8 +117,12 @@ def test_an_update_of_a_refused_id_is_none() -> None:
 
 
 @pytest.mark.parametrize("counter_bytes", [2**17, 2**20])
-@pytest.mark.parametrize("bound", [{}, {"max_rows": 600, "eviction": LRU()}], ids=["unbounded", "max_rows"])
-def test_an_update_makes_no_row_of_an_id_that_its_step_refused(counter_bytes: int, bound: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "bound", [{}, {"max_rows": 600, "eviction": LRU()}], ids=["unbounded", "max_rows"]
+)
+def test_an_update_makes_no_row_of_an_id_that_its_step_refused(
+    counter_bytes: int, bound: dict[str, object]
+) -> None:
     table = admitting(2, counter_bytes, **bound)
     generator = torch.Generator().manual_seed(0)
     for _ in range(10):
@@ -118,14 +132,20 @@ def test_an_update_makes_no_row_of_an_id_that_its_step_refused(counter_bytes: in
         before = table.stats()
         table.update(ids, torch.ones(len(ids), 4))
         stats = table.stats()
-        assert (stats.rows, stats.inserts, stats.refused) == (before.rows, before.inserts, before.refused)
+        assert (stats.rows, stats.inserts, stats.refused) == (
+            before.rows,
+            before.inserts,
+            before.refused,
+        )
         assert stats.lookups == stats.hits + stats.misses
         assert stats.misses == stats.refused + stats.inserts
     assert stats.refused > 10_000
     assert stats.hits > 100
 
 
-def test_an_id_whose_row_has_left_is_admitted_by_its_next_sighting_and_not_by_an_update() -> None:
+def test_an_id_whose_row_has_left_is_admitted_by_its_next_sighting_and_not_by_an_update() -> (
+    None
+):
     table = admitting(2)
     for _ in range(2):
         table.lookup(IDS, train=True)
@@ -201,7 +221,8 @@ def test_rows_that_have_left_need_not_be_seen_so_often_again() -> None:
 @pytest.mark.parametrize("columns", [range(2), range(2, 4)])
 def test_columns_and_threads_admit_the_same_ids(columns: range) -> None:
     generator = torch.Generator().manual_seed(1)
-    options = TableOptions(admission=MinFrequency(2, 2**10))  # a counter so small that it makes errors
+    # a counter so small that it makes errors
+    options = TableOptions(admission=MinFrequency(2, 2**10))
     tables = [Table(4, options=options), Table(4, options=options, columns=columns)]
     for _ in range(50):
         ids = torch.randint(0, 4000, (200,), generator=generator)
@@ -213,7 +234,9 @@ def test_columns_and_threads_admit_the_same_ids(columns: range) -> None:
 
 
 def generation(counter_bytes: int) -> int:
-    """Returns the number of ids of a generation of the counter: six for each of its two times 64 bytes."""
+    """Returns the number of ids of a generation of the counter: six for each of its two
+    times 64 bytes.
+    """
     return counter_bytes // 128 * 6
 
 
@@ -246,11 +269,15 @@ def test_sightings_of_long_ago_are_forgotten() -> None:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_no_id_is_taken_for_another(count: int) -> None:
-    """Each id is seen ``count - 1`` times, in a small counter and beside many others: none gets a row."""
+    """Each id is seen ``count - 1`` times, in a small counter and beside many others:
+    none gets a row.
+    """
     table = admitting(count, 2**13)
     rng = torch.Generator().manual_seed(0)
     for _ in range(100):
-        ids = torch.randint(-(2**63), 2**63 - 1, (generation(2**13) // 2,), generator=rng)
+        ids = torch.randint(
+            -(2**63), 2**63 - 1, (generation(2**13) // 2,), generator=rng
+        )
         for _ in range(count - 1):
             table.lookup(ids, train=True)
     assert len(table) == 0
@@ -276,7 +303,10 @@ def test_the_state_has_the_sightings_of_both_generations() -> None:
     assert state.sightings is not None
     assert set(state.sightings.generations.tolist()) == {0, 1}
     copy.set_state(state)
-    assert torch.equal(torch.cat(copy.state().sightings).sort().values, torch.cat(state.sightings).sort().values)
+    assert torch.equal(
+        torch.cat(copy.state().sightings).sort().values,
+        torch.cat(state.sightings).sort().values,
+    )
     for each in (table, copy):
         each.lookup(torch.arange(400), train=True)
     assert torch.equal(table.ids(), copy.ids())
@@ -308,7 +338,9 @@ def test_the_counter_takes_the_memory_that_it_says() -> None:
 @pytest.mark.parametrize("optimizer", [SGD(0.1), RowWiseAdagrad(0.1)], ids=repr)
 def test_admitted_rows_train_as_any(optimizer: SGD | RowWiseAdagrad) -> None:
     """The rows are those of a table without admission that sees only the admitted ids."""
-    table = Table(4, optimizer=optimizer, options=TableOptions(admission=MinFrequency(3, 2**20)))
+    table = Table(
+        4, optimizer=optimizer, options=TableOptions(admission=MinFrequency(3, 2**20))
+    )
     plain = Table(4, optimizer=optimizer)
     seen: dict[int, int] = {}
     generator = torch.Generator().manual_seed(0)

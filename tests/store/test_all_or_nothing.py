@@ -1,4 +1,7 @@
-"""A call that runs out of memory changes no table. Each allocation fails in turn, together with all later ones."""
+"""A call that runs out of memory changes no table.
+
+Each allocation fails in turn, together with all later ones.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,16 @@ assert failures > 100, failures
 def test_what_fails_for_want_of_memory_changes_nothing(tmp_path: Path) -> None:
     shim = tmp_path / "failing_memory.so"
     source = Path(__file__).with_name("failing_memory.cpp")
-    subprocess.run(["g++", "-shared", "-fPIC", "-O1", str(source), "-o", str(shim), "-ldl"], check=True)
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", "-O1", str(source), "-o", str(shim), "-ldl"],
+        check=True,
+    )
     environment = {**os.environ, "LD_PRELOAD": str(shim)}
-    run = subprocess.run([sys.executable, "-c", _CHILD], env=environment, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", _CHILD],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr

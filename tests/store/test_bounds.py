@@ -1,4 +1,6 @@
-"""A table never holds more than max_rows rows: refused calls, evicted rows, and the rows of pending forwards."""
+"""A table never holds more than max_rows rows: refused calls, evicted rows, and the
+rows of pending forwards.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from torch import Tensor
 
 from torchrec_recstore.kernels import PooledKernel, SequenceKernel
 from torchrec_recstore.optim import SGD, RowWiseAdagrad
-from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, TableOptions, UniformInit
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    Expiry,
+    MinFrequency,
+    TableOptions,
+    UniformInit,
+)
 from torchrec_recstore.store import Table
 
 from .policies import Model, zipf_steps
@@ -30,7 +39,11 @@ TEN = torch.arange(10)
 def state_of(table: Table) -> tuple[Any, ...]:
     """Returns everything that a call may change."""
     rows = table.read_rows(table.ids())
-    return (table.ids().tolist(), {name: value.tolist() for name, value in rows.items()}, table.stats())
+    return (
+        table.ids().tolist(),
+        {name: value.tolist() for name, value in rows.items()},
+        table.stats(),
+    )
 
 
 def grads(ids: Tensor, columns: int = 4) -> Tensor:
@@ -39,7 +52,10 @@ def grads(ids: Tensor, columns: int = 4) -> Tensor:
 
 def write(table: Table, ids: Tensor) -> None:
     rows = Table(4).read_rows(torch.empty(0, dtype=torch.int64))
-    one = {name: torch.zeros((len(ids), *value.shape[1:]), dtype=value.dtype) for name, value in rows.items()}
+    one = {
+        name: torch.zeros((len(ids), *value.shape[1:]), dtype=value.dtype)
+        for name, value in rows.items()
+    }
     table.write_rows(ids, one)
 
 
@@ -48,7 +64,9 @@ GROWING: dict[str, Callable[[Table, Tensor], object]] = {
     "update": lambda table, ids: table.update(ids, grads(ids)),
     "insert": lambda table, ids: table.insert(ids, grads(ids)),
     "write_rows": write,
-    "pooled": lambda table, ids: PooledKernel([table], [0], "sum")(ids, torch.tensor([0, len(ids)]), train=True),
+    "pooled": lambda table, ids: PooledKernel([table], [0], "sum")(
+        ids, torch.tensor([0, len(ids)]), train=True
+    ),
     "sequence": lambda table, ids: SequenceKernel([table])(ids, [len(ids)], train=True),
 }
 
@@ -71,12 +89,16 @@ def test_without_eviction_a_table_refuses_to_grow(call: str) -> None:
 
 @pytest.mark.parametrize("eviction", [LRU(), LFU(3)], ids=repr)
 @pytest.mark.parametrize("call", GROWING)
-def test_a_working_set_that_does_not_fit_changes_nothing(call: str, eviction: LRU | LFU) -> None:
+def test_a_working_set_that_does_not_fit_changes_nothing(
+    call: str, eviction: LRU | LFU
+) -> None:
     table = Table(4, options=TableOptions(max_rows=10, eviction=eviction), name="small")
     table.lookup(TEN, train=True)
     before = state_of(table)
     eleven = torch.tensor([1, 2, *range(100, 109), 105, 2])  # 1 and 2 have rows
-    with pytest.raises(ValueError, match=r"'small' needs 11 rows at once, max_rows is 10"):
+    with pytest.raises(
+        ValueError, match=r"'small' needs 11 rows at once, max_rows is 10"
+    ):
         GROWING[call](table, eleven)
     assert state_of(table) == before
     GROWING[call](table, eleven[1:])
@@ -86,9 +108,16 @@ def test_a_working_set_that_does_not_fit_changes_nothing(call: str, eviction: LR
 
 @pytest.mark.parametrize("eviction", [LRU(), LFU()], ids=repr)
 def test_rows_of_pending_forwards_stay(eviction: LRU | LFU) -> None:
-    table = Table(4, optimizer=SGD(lr=0.5), options=TableOptions(max_rows=30, eviction=eviction), name="small")
+    table = Table(
+        4,
+        optimizer=SGD(lr=0.5),
+        options=TableOptions(max_rows=30, eviction=eviction),
+        name="small",
+    )
     kernel = PooledKernel([table], [0], "sum")
-    outputs = [kernel(TEN + 10 * i, torch.tensor([0, 4, 10]), train=True) for i in range(2)]
+    outputs = [
+        kernel(TEN + 10 * i, torch.tensor([0, 4, 10]), train=True) for i in range(2)
+    ]
     pinned = table.lookup(torch.arange(20))
     for start in range(100, 200, 10):
         table.lookup(torch.arange(start, start + 10), train=True)
@@ -100,9 +129,13 @@ def test_rows_of_pending_forwards_stay(eviction: LRU | LFU) -> None:
     with pytest.raises(ValueError, match=needed):
         table.lookup(torch.arange(200, 211), train=True)
     with pytest.raises(ValueError, match=needed):
-        kernel(torch.tensor([3, 3, *range(200, 211)]), torch.tensor([0, 5, 13]), train=True)  # 3 is pinned anyway
+        # 3 is pinned anyway
+        kernel(
+            torch.tensor([3, 3, *range(200, 211)]), torch.tensor([0, 5, 13]), train=True
+        )
     assert state_of(table) == before
-    kernel(torch.tensor([3, *range(200, 210)]), torch.tensor([0, 5, 11]), train=True)  # its graph is freed at once
+    # its graph is freed at once
+    kernel(torch.tensor([3, *range(200, 210)]), torch.tensor([0, 5, 11]), train=True)
 
     for output in outputs:
         output.sum().backward()
@@ -114,7 +147,10 @@ def test_rows_of_pending_forwards_stay(eviction: LRU | LFU) -> None:
 
 def test_a_forward_whose_graph_is_dropped_keeps_nothing() -> None:
     table = Table(4, options=TableOptions(max_rows=10, eviction=LRU()))
-    for kernel in (PooledKernel([table], [0], "sum"), PooledKernel([table], [0], "sum", accumulation_steps=2)):
+    for kernel in (
+        PooledKernel([table], [0], "sum"),
+        PooledKernel([table], [0], "sum", accumulation_steps=2),
+    ):
         output = kernel(TEN, torch.tensor([0, 10]), train=True)
         with pytest.raises(ValueError, match="needs 11 rows at once"):
             table.lookup(torch.tensor([50]), train=True)
@@ -123,7 +159,9 @@ def test_a_forward_whose_graph_is_dropped_keeps_nothing() -> None:
 
 
 def test_accumulated_forwards_keep_their_rows_until_the_update() -> None:
-    table = Table(4, optimizer=SGD(lr=1.0), options=TableOptions(max_rows=20, eviction=LRU()))
+    table = Table(
+        4, optimizer=SGD(lr=1.0), options=TableOptions(max_rows=20, eviction=LRU())
+    )
     kernel = PooledKernel([table], [0], "sum", accumulation_steps=2)
     first = table.lookup(TEN, train=True)
     kernel(TEN, torch.tensor([0, 10]), train=True).sum().backward()
@@ -138,7 +176,9 @@ def test_accumulated_forwards_keep_their_rows_until_the_update() -> None:
 
 
 def test_slots_of_removed_rows_wait_for_pending_forwards() -> None:
-    table = Table(4, optimizer=SGD(lr=1.0), options=TableOptions(max_rows=10, eviction=LRU()))
+    table = Table(
+        4, optimizer=SGD(lr=1.0), options=TableOptions(max_rows=10, eviction=LRU())
+    )
     kernel = PooledKernel([table], [0], "sum")
     output = kernel(TEN[:5], torch.tensor([0, 5]), train=True)
     table.remove(TEN[:5])
@@ -151,7 +191,9 @@ def test_slots_of_removed_rows_wait_for_pending_forwards() -> None:
 
 def test_rows_that_were_removed_under_a_pending_forward_take_no_room() -> None:
     table = Table(4, options=TableOptions(max_rows=10, eviction=LRU()))
-    output = PooledKernel([table], [0], "sum")(TEN[:5], torch.tensor([0, 5]), train=True)
+    output = PooledKernel([table], [0], "sum")(
+        TEN[:5], torch.tensor([0, 5]), train=True
+    )
     table.remove(TEN[:5])
     for start in (100, 200):
         table.lookup(torch.arange(start, start + 10), train=True)
@@ -162,7 +204,9 @@ def test_rows_that_were_removed_under_a_pending_forward_take_no_room() -> None:
 def test_backwards_in_any_order_leave_the_last_step() -> None:
     table = Table(4, options=TableOptions(max_rows=10, eviction=LRU()))
     kernel = PooledKernel([table], [0], "sum")
-    outputs = [kernel(TEN[: 3 + i], torch.tensor([0, 3 + i]), train=True) for i in range(3)]
+    outputs = [
+        kernel(TEN[: 3 + i], torch.tensor([0, 3 + i]), train=True) for i in range(3)
+    ]
     for output in reversed(outputs):
         output.sum().backward()
     rows = table.read_rows(TEN[:5])
@@ -181,22 +225,34 @@ def test_tables_of_other_bounds_do_not_exchange_rows() -> None:
 
 def test_a_group_evicts_in_each_table_or_in_none() -> None:
     options = TableOptions(max_rows=10, eviction=LRU())
-    tables = [Table(4, options=options, name="fits"), Table(4, options=replace(options, max_rows=5), name="does_not")]
+    tables = [
+        Table(4, options=options, name="fits"),
+        Table(4, options=replace(options, max_rows=5), name="does_not"),
+    ]
     kernel = PooledKernel(tables, [0, 1, 0], "sum")
     for table in tables:
         table.lookup(TEN[:5], train=True)
     before = [state_of(table) for table in tables]
-    ids = torch.cat([torch.arange(100, 105), torch.arange(100, 106), torch.arange(105, 110)])
-    with pytest.raises(ValueError, match="'does_not' needs 6 rows at once, max_rows is 5"):
+    ids = torch.cat(
+        [torch.arange(100, 105), torch.arange(100, 106), torch.arange(105, 110)]
+    )
+    with pytest.raises(
+        ValueError, match="'does_not' needs 6 rows at once, max_rows is 5"
+    ):
         kernel(ids, torch.tensor([0, 5, 11, 16]), train=True)
     assert [state_of(table) for table in tables] == before
     # The ids of both features of the first table count.
-    with pytest.raises(ValueError, match="'fits' needs 11 rows at once, max_rows is 10"):
+    with pytest.raises(
+        ValueError, match="'fits' needs 11 rows at once, max_rows is 10"
+    ):
         kernel(torch.arange(100, 112), torch.tensor([0, 6, 7, 12]), train=True)
     assert [state_of(table) for table in tables] == before
     kernel(torch.arange(100, 112), torch.tensor([0, 5, 7, 12]), train=True)
     assert [len(table) for table in tables] == [10, 5]
-    assert tables[1].ids().tolist() == [2, 3, 4, 105, 106] or len(set(tables[1].ids().tolist()) & {105, 106}) == 2
+    assert (
+        tables[1].ids().tolist() == [2, 3, 4, 105, 106]
+        or len(set(tables[1].ids().tolist()) & {105, 106}) == 2
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -207,15 +263,20 @@ def test_a_batch_reads_what_it_would_read_without_a_bound(threads: int) -> None:
     table, whole = Table(16, options=options), Table(16)
     kernels = [PooledKernel([each], [0, 0], "mean") for each in (table, whole)]
     for step in range(8):
-        ids = torch.randint(0, 40_000, (2800,), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(
+            0, 40_000, (2800,), generator=torch.Generator().manual_seed(step)
+        )
         offsets = torch.arange(0, 2801, 2)
-        assert torch.equal(*(kernel(ids, offsets, train=True) for kernel in kernels))  # all rows are initial rows
+        # all rows are initial rows
+        assert torch.equal(*(kernel(ids, offsets, train=True) for kernel in kernels))
         assert len(table) <= 3000
     assert table.stats().evicted > 10_000
 
 
 def test_evaluation_and_refused_calls_leave_no_trace() -> None:
-    options = TableOptions(max_rows=20, eviction=LFU(2), expiry=Expiry(5), admission=MinFrequency(2))
+    options = TableOptions(
+        max_rows=20, eviction=LFU(2), expiry=Expiry(5), admission=MinFrequency(2)
+    )
     table = Table(4, options=options)
     kernel = PooledKernel([table], [0], "sum")
     for _ in range(3):
@@ -237,7 +298,10 @@ def resident_bytes() -> int:
 
 def test_memory_stays_that_of_max_rows() -> None:
     max_rows, batch = 50_000, 5000
-    table, whole = Table(64, options=TableOptions(max_rows=max_rows, eviction=LRU())), Table(64)
+    table, whole = (
+        Table(64, options=TableOptions(max_rows=max_rows, eviction=LRU())),
+        Table(64),
+    )
     whole.lookup(torch.arange(max_rows), train=True)
     stated = []
     for start in range(0, 6 * max_rows, batch):
@@ -268,7 +332,10 @@ def test_a_snapshot_is_of_its_moment_whatever_leaves() -> None:
 
 @pytest.mark.parametrize("reason", ["evicted", "expired"])
 def test_marks_know_who_has_left(reason: str) -> None:
-    options = {"evicted": TableOptions(max_rows=200, eviction=LRU()), "expired": TableOptions(expiry=Expiry(1))}[reason]
+    options = {
+        "evicted": TableOptions(max_rows=200, eviction=LRU()),
+        "expired": TableOptions(expiry=Expiry(1)),
+    }[reason]
     table = Table(4, options=options)
     table.lookup(torch.arange(200), train=True)
     table.update(TEN, grads(TEN))
@@ -297,11 +364,14 @@ SMALL = 40
 
 
 def many_ids(seed: int, n: int) -> list[int]:
-    return [UNIVERSE[i] for i in np.random.default_rng(seed).integers(0, len(UNIVERSE), n)]
+    return [
+        UNIVERSE[i] for i in np.random.default_rng(seed).integers(0, len(UNIVERSE), n)
+    ]
 
 
 ids_strategy = st.one_of(
-    st.lists(st.sampled_from(UNIVERSE), max_size=10), st.builds(many_ids, st.integers(0, 2**32), st.integers(0, 120))
+    st.lists(st.sampled_from(UNIVERSE), max_size=10),
+    st.builds(many_ids, st.integers(0, 2**32), st.integers(0, 120)),
 )
 
 
@@ -310,43 +380,74 @@ class BoundedMachine(RuleBasedStateMachine):
 
     @initialize(
         eviction=st.sampled_from([LRU(), LFU(), LFU(2)]),
-        admission=st.sampled_from([None, MinFrequency(2, 2**16), MinFrequency(3, 2**16)]),
+        admission=st.sampled_from(
+            [None, MinFrequency(2, 2**16), MinFrequency(3, 2**16)]
+        ),
         expiry=st.sampled_from([None, Expiry(1), Expiry(4)]),
         missing=st.sampled_from(["zeros", "init"]),
     )
     def make(self, eviction: Any, admission: Any, expiry: Any, missing: Any) -> None:
         init = UniformInit(-1.0, 1.0)
         self.options = TableOptions(
-            init, seed=3, max_rows=SMALL, eviction=eviction, admission=admission, expiry=expiry, missing=missing
+            init,
+            seed=3,
+            max_rows=SMALL,
+            eviction=eviction,
+            admission=admission,
+            expiry=expiry,
+            missing=missing,
         )
         self.table = Table(DIM, optimizer=SGD(LR), options=self.options)
         self.kernel = PooledKernel([self.table], [0], "sum")
-        self.model = Model(self.options, Table(DIM, options=TableOptions(init, seed=3, missing="init")), UNIVERSE)
+        self.model = Model(
+            self.options,
+            Table(DIM, options=TableOptions(init, seed=3, missing="init")),
+            UNIVERSE,
+        )
 
     def refused(self, needed: list[int], call: Callable[[], object]) -> bool:
-        """Returns whether too many ids need a row. If so, the call must fail and change nothing."""
+        """Returns whether too many ids need a row.
+
+        If so, the call must fail and change nothing.
+        """
         if self.model.fits(needed):
             return False
         before = state_of(self.table)
-        with pytest.raises(ValueError, match=f"needs {len(needed)} rows at once, max_rows is {SMALL}"):
+        with pytest.raises(
+            ValueError, match=f"needs {len(needed)} rows at once, max_rows is {SMALL}"
+        ):
             call()
         assert state_of(self.table) == before
         self.happened["working set"] += 1
         return True
 
     def let_expire(self) -> None:
-        """Removes the rows that the table has let expire, after a check that they are old enough."""
+        """Removes the rows that the table has let expire, after a check that they are
+        old enough.
+        """
         if self.options.expiry is None:
             return
         steps = self.options.expiry.steps
-        gone = [id_ for id_ in self.model.weights if not self.table.contains(torch.tensor([id_])).item()]
-        ages = self.table.steps - self.model.policy.bookkeeping(np.array(gone, dtype=np.int64))[0]
+        gone = [
+            id_
+            for id_ in self.model.weights
+            if not self.table.contains(torch.tensor([id_])).item()
+        ]
+        ages = (
+            self.table.steps
+            - self.model.policy.bookkeeping(np.array(gone, dtype=np.int64))[0]
+        )
         assert (ages > steps).all()
         self.model.remove(gone)
         left = self.model.policy.bookkeeping(self.model.policy.ids())[0]
         assert (self.table.steps - left <= steps + steps // 2).all()
 
-    @rule(ids=ids_strategy, seed=st.integers(0, 1000), backward=st.booleans(), pooled=st.booleans())
+    @rule(
+        ids=ids_strategy,
+        seed=st.integers(0, 1000),
+        backward=st.booleans(),
+        pooled=st.booleans(),
+    )
     def step(self, ids: list[int], seed: int, backward: bool, pooled: bool) -> None:
         given = torch.tensor(ids, dtype=torch.int64)
         needed = self.model.admitted(sorted(set(ids)), sighting=True)
@@ -360,8 +461,12 @@ class BoundedMachine(RuleBasedStateMachine):
             return
         out = call()
         expected = self.model.lookup(ids)
-        assert all(torch.equal(row, other) for row, other in zip(out, expected, strict=True))
-        grads = torch.randn(len(ids), DIM, generator=torch.Generator().manual_seed(seed))
+        assert all(
+            torch.equal(row, other) for row, other in zip(out, expected, strict=True)
+        )
+        grads = torch.randn(
+            len(ids), DIM, generator=torch.Generator().manual_seed(seed)
+        )
         if pooled and backward:
             out.backward(grads)
             self.model.update(ids, grads, LR)
@@ -378,7 +483,9 @@ class BoundedMachine(RuleBasedStateMachine):
     @rule(ids=ids_strategy, seed=st.integers(0, 1000))
     def update(self, ids: list[int], seed: int) -> None:
         given = torch.tensor(ids, dtype=torch.int64)
-        grads = torch.randn(len(ids), DIM, generator=torch.Generator().manual_seed(seed))
+        grads = torch.randn(
+            len(ids), DIM, generator=torch.Generator().manual_seed(seed)
+        )
         needed = self.model.admitted(sorted(set(ids)), sighting=False)
         if not self.refused(needed, lambda: self.table.update(given, grads)):
             self.table.update(given, grads)
@@ -388,15 +495,21 @@ class BoundedMachine(RuleBasedStateMachine):
     @rule(ids=ids_strategy, seed=st.integers(0, 1000))
     def insert(self, ids: list[int], seed: int) -> None:
         given = torch.tensor(ids, dtype=torch.int64)
-        weights = torch.randn(len(ids), DIM, generator=torch.Generator().manual_seed(seed))
-        if not self.refused(sorted(set(ids)), lambda: self.table.insert(given, weights)):
+        weights = torch.randn(
+            len(ids), DIM, generator=torch.Generator().manual_seed(seed)
+        )
+        if not self.refused(
+            sorted(set(ids)), lambda: self.table.insert(given, weights)
+        ):
             self.table.insert(given, weights)
             self.model.write(ids)
             self.model.weights.update(zip(ids, weights, strict=True))
 
     @rule(ids=ids_strategy)
     def remove(self, ids: list[int]) -> None:
-        assert self.table.remove(torch.tensor(ids, dtype=torch.int64)) == len(set(ids) & set(self.model.weights))
+        assert self.table.remove(torch.tensor(ids, dtype=torch.int64)) == len(
+            set(ids) & set(self.model.weights)
+        )
         self.model.remove(ids)
 
     @rule(ids=ids_strategy)
@@ -404,7 +517,11 @@ class BoundedMachine(RuleBasedStateMachine):
         given = torch.tensor(ids, dtype=torch.int64)
         before = self.table.stats()
         for id_, row in zip(ids, self.table.lookup(given), strict=True):
-            absent = self.model.initial_row(id_) if self.options.missing == "init" else torch.zeros(DIM)
+            absent = (
+                self.model.initial_row(id_)
+                if self.options.missing == "init"
+                else torch.zeros(DIM)
+            )
             assert torch.equal(row, self.model.weights.get(id_, absent))
         assert self.table.stats() == before
 
@@ -422,29 +539,51 @@ class BoundedMachine(RuleBasedStateMachine):
         assert rows["last_step"].tolist() == last_step.tolist()
         assert rows["frequency"].tolist() == frequency.tolist()
         stats, model = self.table.stats(), self.model
-        assert (stats.rows, stats.lookups, stats.hits) == (len(ids), model.lookups, model.hits)
-        assert (stats.misses, stats.refused) == (model.lookups - model.hits, model.refused)
+        assert (stats.rows, stats.lookups, stats.hits) == (
+            len(ids),
+            model.lookups,
+            model.hits,
+        )
+        assert (stats.misses, stats.refused) == (
+            model.lookups - model.hits,
+            model.refused,
+        )
         assert (stats.inserts, stats.evicted) == (model.inserts, model.policy.evicted)
         assert stats.steps == model.policy.steps
 
     def teardown(self) -> None:
         stats = self.table.stats()
-        self.happened.update(evicted=stats.evicted, refused=stats.refused, expired=stats.expired, hits=stats.hits)
+        self.happened.update(
+            evicted=stats.evicted,
+            refused=stats.refused,
+            expired=stats.expired,
+            hits=stats.hits,
+        )
 
 
 def test_any_calls_against_the_model() -> None:
     machine = BoundedMachine.TestCase
-    machine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None, derandomize=True)
+    machine.settings = settings(
+        max_examples=80, stateful_step_count=25, deadline=None, derandomize=True
+    )
     machine("runTest").runTest()
     happened = BoundedMachine.happened
-    assert all(happened[kind] >= 10 for kind in ("evicted", "refused", "expired", "hits", "working set")), happened
+    assert all(
+        happened[kind] >= 10
+        for kind in ("evicted", "refused", "expired", "hits", "working set")
+    ), happened
 
 
 @pytest.mark.parametrize("optimizer", [SGD(0.1), RowWiseAdagrad(0.1)], ids=repr)
 def test_training_through_kernels_replays(optimizer: Any) -> None:
-    """A bounded table trains as an unbounded table from which the same rows are removed at the same time."""
+    """A bounded table trains as an unbounded table from which the same rows are removed
+    at the same time.
+    """
     options = TableOptions(max_rows=MAX_ROWS, eviction=LRU())
-    table, whole = Table(8, optimizer=optimizer, options=options), Table(8, optimizer=optimizer)
+    table, whole = (
+        Table(8, optimizer=optimizer, options=options),
+        Table(8, optimizer=optimizer),
+    )
     kernels = [PooledKernel([each], [0], "sum") for each in (table, whole)]
     for number, ids in enumerate(zipf_steps(1.0, 1000, steps=60, batch=40)):
         outputs = [kernels[0](ids, torch.arange(0, 41, 4), train=True)]

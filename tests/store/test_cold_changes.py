@@ -1,4 +1,6 @@
-"""A snapshot since a mark has the rows that have changed since, in memory and in the cold store, and no others."""
+"""A snapshot since a mark has the rows that have changed since, in memory and in the
+cold store, and no others.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from tests.recstore_server import RecStoreServer
 from tests.redis_server import needs_redis, redis_server
 from tests.store.dict_store import DictStore, DictStoreOptions
 from torchrec_recstore import Adam, RowWiseAdagrad, ServerStore
-from torchrec_recstore.options import LFU, Expiry, RedisStore, RocksDBStore, SSDStore, TableOptions
+from torchrec_recstore.options import (
+    LFU,
+    Expiry,
+    RedisStore,
+    RocksDBStore,
+    SSDStore,
+    TableOptions,
+)
 from torchrec_recstore.store import Part, Table
 
 DIM, MAX_ROWS, IDS = 3, 20, 120
@@ -64,7 +73,9 @@ class Changes:
         self.table.read_rows(ids[self.table.contains(ids)])
 
     def move(self, ids: Tensor) -> None:
-        """Moves rows from the cold store to memory, and others to the store, in a call that fails."""
+        """Moves rows from the cold store to memory, and others to the store, in a call
+        that fails.
+        """
         with self.table.tier.lock:
             self.table.tier.bring(ids, "write")
 
@@ -91,7 +102,11 @@ class Changes:
             left = snapshot.left
         part = Part.concatenated(parts)
         here = set(self.table.ids().tolist())
-        expected = sorted(id_ for id_, time in self.changed.items() if time > self.marks[mark] and id_ in here)
+        expected = sorted(
+            id_
+            for id_, time in self.changed.items()
+            if time > self.marks[mark] and id_ in here
+        )
         assert part.ids.tolist() == expected
         for name, value in self.table.read_rows(part.ids).items():
             assert torch.equal(part.rows[name], value), name
@@ -104,7 +119,9 @@ class Changes:
             if name == "check":
                 self.check(chosen.choice(sorted(self.marks)[-200:]))
             else:
-                getattr(self, name)(torch.tensor(chosen.sample(range(IDS), chosen.randint(1, 12))))
+                getattr(self, name)(
+                    torch.tensor(chosen.sample(range(IDS), chosen.randint(1, 12)))
+                )
         for mark in sorted(self.marks)[-3:]:
             self.check(mark)
 
@@ -130,11 +147,23 @@ def tiered(cold: Any, **options: Any) -> Changes:
     return Changes(Table(DIM, optimizer=Adam(lr=0.1), options=limits))
 
 
-@pytest.mark.parametrize("options", [{}, {"eviction": LFU(3)}, {"expiry": Expiry(8)}], ids=["lru", "lfu", "expiry"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"eviction": LFU(3)}, {"expiry": Expiry(8)}],
+    ids=["lru", "lfu", "expiry"],
+)
 @pytest.mark.parametrize("ascending", [True, False], ids=["ascending", "spooled"])
 @settings(max_examples=30, deadline=None)
-@given(calls=st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 10**6)), min_size=20, max_size=60))
-def test_a_delta_has_what_changed(ascending: bool, options: dict[str, Any], calls: list[tuple[str, int]]) -> None:
+@given(
+    calls=st.lists(
+        st.tuples(st.sampled_from(CALLS), st.integers(0, 10**6)),
+        min_size=20,
+        max_size=60,
+    )
+)
+def test_a_delta_has_what_changed(
+    ascending: bool, options: dict[str, Any], calls: list[tuple[str, int]]
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DictStore, "ascending_snapshots", ascending)
         tiered(DictStoreOptions(), **options).run(calls)
@@ -146,7 +175,9 @@ def in_a_fixed_order(seed: int, calls: int = 150) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("store", [SSDStore, RocksDBStore])
-def test_a_delta_of_a_table_on_a_disk(tmp_path: Path, store: type[SSDStore | RocksDBStore]) -> None:
+def test_a_delta_of_a_table_on_a_disk(
+    tmp_path: Path, store: type[SSDStore | RocksDBStore]
+) -> None:
     for seed in range(3):
         tiered(store(str(tmp_path))).run(in_a_fixed_order(seed))
 
@@ -166,7 +197,9 @@ def test_a_delta_of_a_table_on_servers(tmp_path: Path) -> None:
         server.kill()
 
 
-def test_a_delta_has_what_changed_after_more_rows_have_left_than_the_table_remembers(tmp_path: Path) -> None:
+def test_a_delta_has_what_changed_after_more_rows_have_left_than_the_table_remembers(
+    tmp_path: Path,
+) -> None:
     rows, changed = 100_000, torch.arange(0, 100_000, 1000)
     options = TableOptions(max_rows=4096, cold_store=SSDStore(str(tmp_path)))
     with Table(2, optimizer=RowWiseAdagrad(lr=0.1), options=options) as table:
@@ -174,7 +207,8 @@ def test_a_delta_has_what_changed_after_more_rows_have_left_than_the_table_remem
             table.insert(ids, torch.ones(len(ids), 2))
         mark = table.mark()
         table.update(changed, torch.ones(len(changed), 2))
-        for ids in torch.arange(rows).split(2048):  # all rows move to memory, and most of them back
+        # all rows move to memory, and most of them back
+        for ids in torch.arange(rows).split(2048):
             with table.tier.lock:
                 table.tier.bring(ids, "write")
         with table.snapshot(since=mark) as snapshot:
@@ -184,7 +218,9 @@ def test_a_delta_has_what_changed_after_more_rows_have_left_than_the_table_remem
 
 
 def test_a_row_takes_its_change_to_another_table_and_back() -> None:
-    """Rows that were exchanged have not changed since a later mark, although the other table has had higher marks."""
+    """Rows that were exchanged have not changed since a later mark, although the other
+    table has had higher marks.
+    """
     one, other = tiered(DictStoreOptions()).table, tiered(DictStoreOptions()).table
     for table, marks in ((one, 3), (other, 9)):
         for ids in torch.arange(60).split(10):

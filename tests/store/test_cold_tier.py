@@ -30,12 +30,19 @@ def _in_order() -> Iterator[None]:
 
 
 def _tables(
-    dtype: torch.dtype = torch.float32, optimizer: Any = None, dim: int = 5, **options: Any
+    dtype: torch.dtype = torch.float32,
+    optimizer: Any = None,
+    dim: int = 5,
+    **options: Any,
 ) -> tuple[Table, Table]:
     """Returns a table with a cold store, and the same table without max_rows."""
     optimizer = optimizer or Adam(lr=0.1)
     cold = {"eviction": LRU(), "max_rows": MAX_ROWS, "cold_store": DictStoreOptions()}
-    whole = {key: value for key, value in options.items() if key not in ("eviction", "max_rows")}
+    whole = {
+        key: value
+        for key, value in options.items()
+        if key not in ("eviction", "max_rows")
+    }
     return (
         Table(dim, dtype, optimizer, TableOptions(**{**cold, **options})),
         Table(dim, dtype, optimizer, TableOptions(**whole)),
@@ -44,7 +51,10 @@ def _tables(
 
 def _batches(n: int, seed: int = 0, ids: int = 2000) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [(torch.rand(300, generator=generator) ** 3 * ids).long().unique()[:150] - 50 for _ in range(n)]
+    return [
+        (torch.rand(300, generator=generator) ** 3 * ids).long().unique()[:150] - 50
+        for _ in range(n)
+    ]
 
 
 def _assert_same(tiered: Table, whole: Table) -> None:
@@ -71,8 +81,12 @@ def _assert_same(tiered: Table, whole: Table) -> None:
         (torch.int8, Adam(lr=0.1)),
     ],
 )
-def test_rows_come_back_as_they_left(eviction: Any, dtype: torch.dtype, optimizer: Any) -> None:
-    halving = eviction if isinstance(eviction, LFU) and eviction.half_life_steps else None
+def test_rows_come_back_as_they_left(
+    eviction: Any, dtype: torch.dtype, optimizer: Any
+) -> None:
+    halving = (
+        eviction if isinstance(eviction, LFU) and eviction.half_life_steps else None
+    )
     tiered, whole = _tables(dtype, optimizer, eviction=eviction)
     for number, ids in enumerate(_batches(30)):
         for table in (tiered, whole):
@@ -101,7 +115,10 @@ def test_every_call_sees_cold_rows() -> None:
     some = tiered.ids()[::7]
     for table in (tiered, whole):
         table.insert(some[:80], torch.full((80, 5), 2.0))
-        assert table.remove(torch.cat([some[50:], torch.tensor([10**9])])) == len(some) - 50
+        assert (
+            table.remove(torch.cat([some[50:], torch.tensor([10**9])]))
+            == len(some) - 50
+        )
         rows = table.read_rows(some[:50])
         table.write_rows(some[:50], {**rows, "frequency": rows["frequency"] + 7})
         table.update(some[40:80], torch.ones(40, 5))
@@ -120,9 +137,14 @@ def test_evaluation_moves_nothing() -> None:
     kernels = [PooledKernel([table], [0, 0], "mean") for table in (tiered, whole)]
     offsets = torch.arange(0, len(ids) // 6 * 6 + 1, 3)
     weights = torch.rand(len(ids) // 6 * 6)
-    pooled = [kernel(ids[: len(weights)], offsets, weights, train=False) for kernel in kernels]
+    pooled = [
+        kernel(ids[: len(weights)], offsets, weights, train=False) for kernel in kernels
+    ]
     assert torch.equal(*pooled)
-    rows = [SequenceKernel([table])(ids, [len(ids)], train=False) for table in (tiered, whole)]
+    rows = [
+        SequenceKernel([table])(ids, [len(ids)], train=False)
+        for table in (tiered, whole)
+    ]
     assert torch.equal(*rows)
     assert tiered.stats() == before
 
@@ -130,7 +152,10 @@ def test_evaluation_moves_nothing() -> None:
 @pytest.mark.parametrize("pending", [1, 3])
 def test_kernels_train_the_same_rows(pending: int) -> None:
     pairs = [_tables(), _tables(dim=3)]
-    kernels = [PooledKernel([pair[side] for pair in pairs], [0, 1, 0], "sum") for side in (0, 1)]
+    kernels = [
+        PooledKernel([pair[side] for pair in pairs], [0, 1, 0], "sum")
+        for side in (0, 1)
+    ]
     sequences = [SequenceKernel([pair[side] for pair in pairs]) for side in (0, 1)]
     for step in range(12):
         outputs: list[list[Tensor]] = [[], []]
@@ -139,7 +164,9 @@ def test_kernels_train_the_same_rows(pending: int) -> None:
             ids = (torch.rand(60, generator=generator) ** 2 * 1000).long()
             for side in (0, 1):
                 kernels[side].prefetch(ids, [20, 20, 20])
-                outputs[side].append(kernels[side](ids, torch.arange(0, 61, 2), train=True))
+                outputs[side].append(
+                    kernels[side](ids, torch.arange(0, 61, 2), train=True)
+                )
                 outputs[side].append(sequences[side](ids, [35, 25], train=True))
         for one, other in zip(*outputs, strict=True):
             assert torch.equal(one, other)
@@ -152,11 +179,15 @@ def test_kernels_train_the_same_rows(pending: int) -> None:
 
 def test_prefetched_rows_are_not_read_again_and_never_out_of_date() -> None:
     tiered, whole = _tables()
-    kernel, other = PooledKernel([tiered], [0], "sum"), PooledKernel([whole], [0], "sum")
+    kernel, other = (
+        PooledKernel([tiered], [0], "sum"),
+        PooledKernel([whole], [0], "sum"),
+    )
     batches = _batches(40)
     again = 0
     for number, ids in enumerate(batches):
-        for ahead in batches[number + 1 : number + 2]:  # its rows may be trained on and evicted again in between
+        # its rows may be trained on and evicted again in between
+        for ahead in batches[number + 1 : number + 2]:
             kernel.prefetch(ahead, [len(ahead)])
         if number % 10 == 0:
             removed = batches[min(number + 1, 39)][:20]
@@ -169,7 +200,8 @@ def test_prefetched_rows_are_not_read_again_and_never_out_of_date() -> None:
         assert torch.equal(out, expected)
         for result in (out, expected):
             (result.sum() * 0.1).backward()
-    assert again < tiered.stats().cold_hits / 4  # rows that were evicted in the meantime, and errors of the filter
+    # rows that were evicted in the meantime, and errors of the filter
+    assert again < tiered.stats().cold_hits / 4
     _assert_same(tiered, whole)
 
 
@@ -219,7 +251,9 @@ def test_a_working_set_that_does_not_fit_leaves_the_table_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("ascending", [True, False])
-def test_old_rows_expire_in_the_store_too(ascending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_rows_expire_in_the_store_too(
+    ascending: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(DictStore, "ascending_snapshots", ascending)
     tiered, _ = _tables(expiry=Expiry(8))
     for start in range(0, 1000, 100):
@@ -241,14 +275,19 @@ def test_old_rows_expire_in_the_store_too(ascending: bool, monkeypatch: pytest.M
 def test_rows_expire_in_the_step_in_which_they_do_without_a_cold_store(
     steps: int, ascending: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows are read, updated and written between the steps, and some belong to a pending forward."""
+    """Rows are read, updated and written between the steps, and some belong to a
+    pending forward.
+    """
     monkeypatch.setattr(DictStore, "ascending_snapshots", ascending)
     tables = _tables(expiry=Expiry(steps))
     kernels = [PooledKernel([table], [0], "sum") for table in tables]
     pending = torch.arange(10**6, 10**6 + 10)
     for step, ids in enumerate(_batches(60, ids=600)):
         if step % 20 == 0:
-            outputs = [kernel(pending, torch.tensor([0, len(pending)]), train=True) for kernel in kernels]
+            outputs = [
+                kernel(pending, torch.tensor([0, len(pending)]), train=True)
+                for kernel in kernels
+            ]
             _assert_same(*tables)
         if step % 20 == 7:
             for output in outputs:
@@ -262,11 +301,14 @@ def test_rows_expire_in_the_step_in_which_they_do_without_a_cold_store(
             table.insert(ids[110:120], torch.ones(len(ids[110:120]), 5))
         if step == 50:
             for table in tables:
-                table.set_state(replace(table.state(), steps=1003))  # a load sets the clock like this
+                # a load sets the clock like this
+                table.set_state(replace(table.state(), steps=1003))
     assert tables[0].stats().expired > 100
 
 
-def test_a_step_is_done_though_what_has_expired_cannot_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_done_though_what_has_expired_cannot_be_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Expired rows are invalid at once, and are deleted when the store works again."""
     monkeypatch.setattr(DictStore, "ascending_snapshots", False)
     tiered, whole = _tables(expiry=Expiry(8))
@@ -294,7 +336,8 @@ def test_memory_does_not_grow_with_the_ids_that_were_ever_cold() -> None:
     tiered, whole = _tables(expiry=Expiry(8))
     found = []
     for step in range(500):
-        ids = torch.arange(step * 100 - 300, step * 100 + 100, 2)  # some come back, from memory or from the store
+        # some come back, from memory or from the store
+        ids = torch.arange(step * 100 - 300, step * 100 + 100, 2)
         for table in (tiered, whole):
             table.lookup(ids[:150], train=True)
         found.append(tiered.stats().bytes)
@@ -304,15 +347,22 @@ def test_memory_does_not_grow_with_the_ids_that_were_ever_cold() -> None:
 
 
 @pytest.mark.parametrize("expiry", [Expiry(64), Expiry(seconds=64)])
-def test_a_sweep_sees_each_row_about_twice_until_it_expires(expiry: Expiry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scan returns batches that are larger than the part of the store that a step sweeps."""
+def test_a_sweep_sees_each_row_about_twice_until_it_expires(
+    expiry: Expiry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scan returns batches that are larger than the part of the store that a step
+    sweeps.
+    """
     scan, seen = DictStore.scan, 0
 
     def in_batches(store: DictStore) -> Iterator[tuple[Tensor, Tensor]]:
         nonlocal seen
         rows = list(scan(store))
         for start in range(0, len(rows), 100):
-            ids, images = (torch.cat(parts) for parts in zip(*rows[start : start + 100], strict=True))
+            ids, images = (
+                torch.cat(parts)
+                for parts in zip(*rows[start : start + 100], strict=True)
+            )
             seen += len(ids)
             yield ids, images
 
@@ -340,7 +390,8 @@ def test_no_row_is_forgotten_though_sweeps_fail() -> None:
             table.lookup(ids, train=True)
         DictStore.failing = bool(torch.rand((), generator=generator) < 0.3)
         for table in (tiered, whole):
-            table.lookup(ids[:1], train=True)  # of a row in memory; the sweep after the step fails, or not
+            # of a row in memory; the sweep after the step fails, or not
+            table.lookup(ids[:1], train=True)
         DictStore.failing = False
         if step % 10 == 0:
             _assert_same(tiered, whole)
@@ -411,7 +462,9 @@ def test_threads_share_a_table() -> None:
     ids = whole.ids()
     assert torch.equal(tiered.ids(), ids)
     assert torch.equal(tiered.lookup(ids), whole.lookup(ids))
-    assert torch.equal(tiered.read_rows(ids)["frequency"], whole.read_rows(ids)["frequency"])
+    assert torch.equal(
+        tiered.read_rows(ids)["frequency"], whole.read_rows(ids)["frequency"]
+    )
 
 
 def test_a_clock_that_is_set_back_expires_nothing() -> None:
@@ -426,8 +479,13 @@ def test_a_clock_that_is_set_back_expires_nothing() -> None:
     assert len(tiered) == len(tiered.ids())
 
 
-def test_what_is_fetched_of_a_store_is_of_no_use_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = (Table(2, options=TableOptions(max_rows=4, cold_store=DictStoreOptions())) for _ in range(2))
+def test_what_is_fetched_of_a_store_is_of_no_use_with_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = (
+        Table(2, options=TableOptions(max_rows=4, cold_store=DictStoreOptions()))
+        for _ in range(2)
+    )
     for table, value in ((one, 1.0), (other, 2.0)):
         for start in (0, 4, 8):
             table.insert(torch.arange(start, start + 4), torch.full((4, 2), value))
@@ -501,7 +559,9 @@ def test_a_row_that_was_fetched_before_it_was_trained_on_and_put_is_not_used(
 class _Failing:
     """Makes a call of the store fail after it has done a part of its work."""
 
-    def __init__(self, table: Table, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def __init__(
+        self, table: Table, monkeypatch: pytest.MonkeyPatch, call: str
+    ) -> None:
         assert table.tier is not None
         self._do = getattr(table.tier.store, call)
         self.on = True
@@ -516,7 +576,9 @@ class _Failing:
         raise ColdStoreError("the answer is lost")
 
 
-def test_a_put_that_failed_in_mid_way_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_that_failed_in_mid_way_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tiered, whole = _tables()
     for table in (tiered, whole):
         table.insert(torch.arange(MAX_ROWS), torch.ones(MAX_ROWS, 5))
@@ -532,7 +594,9 @@ def test_a_put_that_failed_in_mid_way_leaves_nothing_behind(monkeypatch: pytest.
         assert torch.equal(snapshot.read(len(snapshot)).ids, whole.ids())
 
 
-def test_what_could_not_be_deleted_is_gone_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_deleted_is_gone_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tiered, whole = _tables()
     for ids in _batches(10):
         tiered.lookup(ids, train=True)
@@ -557,7 +621,9 @@ def test_what_could_not_be_deleted_is_gone_all_the_same(monkeypatch: pytest.Monk
     _assert_same(tiered, whole)
 
 
-def test_what_could_not_be_deleted_does_not_come_back_by_a_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_deleted_does_not_come_back_by_a_prefetch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tiered, whole = _tables()
     for ids in _batches(10):
         tiered.lookup(ids, train=True)
@@ -584,7 +650,8 @@ def test_rows_written_as_old_as_what_has_expired() -> None:
     tiered.insert(ids, torch.ones(100, 5))
     rows = tiered.read_rows(ids)
     tiered.write_rows(ids, {**rows, "last_step": torch.full((100,), 3)})
-    tiered.insert(torch.arange(10**7, 10**7 + 150), torch.ones(150, 5))  # evicts the rows of ids, which have expired
+    # evicts the rows of ids, which have expired
+    tiered.insert(torch.arange(10**7, 10**7 + 150), torch.ones(150, 5))
     assert len(tiered) == len(tiered.ids())
     with tiered.snapshot() as snapshot:
         assert torch.equal(snapshot.read(len(snapshot)).ids, tiered.ids())

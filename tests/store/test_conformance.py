@@ -12,7 +12,12 @@ from torch import Tensor
 
 from tests.redis_server import needs_redis, redis_server
 from torchrec_recstore.options import RedisStore, RocksDBStore, SSDStore
-from torchrec_recstore.store import ColdStore, ColdStoreError, conformance, open_cold_store
+from torchrec_recstore.store import (
+    ColdStore,
+    ColdStoreError,
+    conformance,
+    open_cold_store,
+)
 from torchrec_recstore.store.conformance import check_cold_store
 
 
@@ -35,7 +40,10 @@ def test_redis(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class DictStore:
-    """The options of a third party's cold store. ``fault`` is the promise that the store breaks."""
+    """The options of a third party's cold store.
+
+    ``fault`` is the promise that the store breaks.
+    """
 
     fault: str = ""
 
@@ -60,7 +68,11 @@ class _Dict:
         wanted = ids.tolist()
         if self.fault == "unsigned ids":
             wanted = [id % 2**63 for id in wanted]
-        there = [rows[id] for id in (sorted(wanted) if self.fault == "order" else wanted) if id in rows]
+        there = [
+            rows[id]
+            for id in (sorted(wanted) if self.fault == "order" else wanted)
+            if id in rows
+        ]
         if self.fault == "lost row" and len(there) > 5000:
             there[17] = bytes(self.row_bytes)
         data = _tensor(b"".join(there), self.row_bytes)
@@ -155,28 +167,45 @@ def test_a_store_of_a_third_party() -> None:
             "stores named 'conformance/0' and 'conformance/0' do not share rows",
         ),
         ("short names", conformance._keeps_stores_apart, "do not share rows"),
-        ("open after close", conformance._closes, "get after close raises ColdStoreError"),
+        (
+            "open after close",
+            conformance._closes,
+            "get after close raises ColdStoreError",
+        ),
     ],
 )
-def test_broken_stores_do_not_pass(fault: str, check: Callable[[object], None], promise: str) -> None:
+def test_broken_stores_do_not_pass(
+    fault: str, check: Callable[[object], None], promise: str
+) -> None:
     """Runs only the check that finds the fault: all checks take half a second."""
     _SHARED.clear()
     assert check in conformance.CHECKS
-    with pytest.raises(AssertionError, match=f"broken promise of a cold store: .*({promise})"):
+    with pytest.raises(
+        AssertionError, match=f"broken promise of a cold store: .*({promise})"
+    ):
         check(DictStore(fault))
 
 
 def test_all_checks_run() -> None:
-    with pytest.raises(AssertionError, match="broken promise of a cold store: get returns a batch of 20,000 rows"):
+    with pytest.raises(
+        AssertionError,
+        match="broken promise of a cold store: get returns a batch of 20,000 rows",
+    ):
         check_cold_store(DictStore("lost row"))
-    assert conformance.CHECKS[-1] is conformance._takes_big_batches  # this fault is found by the last check
+    # this fault is found by the last check
+    assert conformance.CHECKS[-1] is conformance._takes_big_batches
 
 
 @pytest.mark.parametrize(
     ("fault", "check", "error"),
-    [("strict delete", conformance._deletes, KeyError), ("closes once", conformance._closes, ColdStoreError)],
+    [
+        ("strict delete", conformance._deletes, KeyError),
+        ("closes once", conformance._closes, ColdStoreError),
+    ],
 )
-def test_errors_of_broken_stores_come_out(fault: str, check: Callable[[object], None], error: type[Exception]) -> None:
+def test_errors_of_broken_stores_come_out(
+    fault: str, check: Callable[[object], None], error: type[Exception]
+) -> None:
     with pytest.raises(error):
         check(DictStore(fault))
 

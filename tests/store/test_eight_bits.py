@@ -1,4 +1,6 @@
-"""Tables with 8-bit rows: the codes, scales and biases, how updates are rounded, and what other rows can do as well."""
+"""Tables with 8-bit rows: the codes, scales and biases, how updates are rounded, and
+what other rows can do as well.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,21 @@ import torch
 
 from torchrec_recstore.kernels import PooledKernel, SequenceKernel
 from torchrec_recstore.optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
-from torchrec_recstore.options import LRU, ConstantInit, NormalInit, RocksDBStore, TableOptions, UniformInit
-from torchrec_recstore.row_types import as_stored, columns_of, joined_columns, stored_columns, values
+from torchrec_recstore.options import (
+    LRU,
+    ConstantInit,
+    NormalInit,
+    RocksDBStore,
+    TableOptions,
+    UniformInit,
+)
+from torchrec_recstore.row_types import (
+    as_stored,
+    columns_of,
+    joined_columns,
+    stored_columns,
+    values,
+)
 from torchrec_recstore.store import Table
 
 from ..instruction_sets import check_same_bits
@@ -36,7 +51,10 @@ def random_rows(n: int, dim: int, seed: int = 0) -> torch.Tensor:
     """Returns rows of several sizes and offsets."""
     generator = torch.Generator().manual_seed(seed)
     size = 10.0 ** torch.randint(-6, 7, (n, 1), generator=generator)
-    return (torch.randn(n, dim, generator=generator) + torch.randn(n, 1, generator=generator)) * size
+    return (
+        torch.randn(n, dim, generator=generator)
+        + torch.randn(n, 1, generator=generator)
+    ) * size
 
 
 def stored(weights: torch.Tensor) -> torch.Tensor:
@@ -58,21 +76,29 @@ def test_weights_are_within_half_a_step_of_what_was_written(dim: int) -> None:
     found = table.lookup(ids)
     assert found.dtype is torch.float32
     assert torch.equal(found, rows[:, :dim].float() * scale + bias)
-    # The scale is the range over 255, rounded to 16 bits. Sums of float32 have errors of their own.
+    # The scale is the range over 255, rounded to 16 bits. Sums of float32 have errors
+    # of their own.
     least, greatest = weights.amin(1, keepdim=True), weights.amax(1, keepdim=True)
-    assert ((found - weights).abs() <= scale * 0.5001 + weights.abs().amax(1, keepdim=True) * 2.0**-23).all()
+    assert (
+        (found - weights).abs()
+        <= scale * 0.5001 + weights.abs().amax(1, keepdim=True) * 2.0**-23
+    ).all()
     torch.testing.assert_close(scale, (greatest - least) / 255, rtol=2.0**-16, atol=0)
     assert torch.equal(bias, least)
     if dim > 1:
         assert torch.equal(rows[:, :dim].amin(1), torch.zeros(300, dtype=torch.uint8))
-        assert torch.equal(rows[:, :dim].amax(1), torch.full((300,), 255, dtype=torch.uint8))
+        assert torch.equal(
+            rows[:, :dim].amax(1), torch.full((300,), 255, dtype=torch.uint8)
+        )
     # The layout is FBGEMM's.
     unpacked = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(rows)
     torch.testing.assert_close(unpacked, found, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_rows_that_are_read_as_floats_and_written_back_keep_their_bits(dim: int) -> None:
+def test_rows_that_are_read_as_floats_and_written_back_keep_their_bits(
+    dim: int,
+) -> None:
     rows = stored(random_rows(300, dim))
     assert torch.equal(stored(values(rows)), rows)
     assert torch.equal(as_stored(values(rows), INT8), rows)
@@ -106,7 +132,9 @@ def test_constant_rows_are_exact() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
 @pytest.mark.parametrize("place", [0, 16, 32])
-def test_a_row_with_a_number_that_8_bits_cannot_hold_reads_as_nan(bad: float, place: int) -> None:
+def test_a_row_with_a_number_that_8_bits_cannot_hold_reads_as_nan(
+    bad: float, place: int
+) -> None:
     weights = torch.rand(3, 33)
     weights[1, place] = bad
     table, ids = Table(33, INT8, SGD(0.1)), torch.arange(3)
@@ -125,35 +153,55 @@ def test_a_row_with_a_number_that_8_bits_cannot_hold_reads_as_nan(bad: float, pl
     assert not table.lookup(ids)[:2].isnan().any()
 
 
-@pytest.mark.parametrize("init", [UniformInit(-0.3, 0.4), NormalInit(0.1, 0.3), ConstantInit(0.1)], ids=repr)
+@pytest.mark.parametrize(
+    "init", [UniformInit(-0.3, 0.4), NormalInit(0.1, 0.3), ConstantInit(0.1)], ids=repr
+)
 @pytest.mark.parametrize("columns", [range(150), range(3, 140), range(2000)], ids=str)
-def test_new_rows_are_the_float32_rows_rounded_to_nearest(init: UniformInit, columns: range) -> None:
+def test_new_rows_are_the_float32_rows_rounded_to_nearest(
+    init: UniformInit, columns: range
+) -> None:
     ids, dim = torch.arange(-50, 50), max(150, columns.stop)
     for missing, train in (("zeros", True), ("init", False)):
         options = TableOptions(init, seed=3, missing=missing)  # type: ignore[arg-type]
         wide = Table(dim, options=options, columns=columns).lookup(ids, train=train)
-        narrow = Table(dim, INT8, options=options, columns=columns).lookup(ids, train=train)
+        narrow = Table(dim, INT8, options=options, columns=columns).lookup(
+            ids, train=train
+        )
         assert torch.equal(narrow, values(as_stored(wide, INT8)))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
-def test_updates_are_float32_updates_rounded_to_a_neighbour(optimizer: Optimizer) -> None:
+def test_updates_are_float32_updates_rounded_to_a_neighbour(
+    optimizer: Optimizer,
+) -> None:
     for dim in (1, 16, 33, 64):
-        options, generator = TableOptions(NormalInit(0.0, 0.5)), torch.Generator().manual_seed(dim)
-        narrow, wide = Table(dim, INT8, optimizer, options), Table(dim, optimizer=optimizer, options=options)
+        options, generator = (
+            TableOptions(NormalInit(0.0, 0.5)),
+            torch.Generator().manual_seed(dim),
+        )
+        narrow, wide = (
+            Table(dim, INT8, optimizer, options),
+            Table(dim, optimizer=optimizer, options=options),
+        )
         ids = torch.arange(8)
         wide.lookup(ids, train=True)
         wide.insert(ids, narrow.lookup(ids, train=True))
         for _ in range(5):
-            batch, grads = torch.randint(0, 8, (6,), generator=generator), torch.randn(6, dim, generator=generator)
+            batch, grads = (
+                torch.randint(0, 8, (6,), generator=generator),
+                torch.randn(6, dim, generator=generator),
+            )
             narrow.update(batch, grads)
             wide.update(batch, grads)
             exact, rows = wide.lookup(ids), narrow.read_rows(ids)["weight"]
             scale = grid(rows)[0]
             touched = torch.isin(ids, batch)
-            # The grid is that of the exact row, and each weight is one of its two neighbours on the grid.
+            # The grid is that of the exact row, and each weight is one of its two
+            # neighbours on the grid.
             assert torch.equal(rows[touched, -8:], as_stored(exact, INT8)[touched, -8:])
-            assert ((values(rows) - exact).abs() <= scale * 1.0001 + exact.abs() * 2.0**-22).all()
+            assert (
+                (values(rows) - exact).abs() <= scale * 1.0001 + exact.abs() * 2.0**-22
+            ).all()
             wide.insert(ids, values(rows))
         expected = wide.read_rows(ids)
         for name, value in narrow.read_rows(ids).items():
@@ -161,28 +209,36 @@ def test_updates_are_float32_updates_rounded_to_a_neighbour(optimizer: Optimizer
 
 
 def test_updates_are_rounded_up_with_the_probability_of_the_fraction() -> None:
-    """Each weight is rounded up with the probability of its fraction, independently of the other weights."""
+    """Each weight is rounded up with the probability of its fraction, independently of
+    the other weights.
+    """
     key_table = Table(64, INT8, SGD(1.0), TableOptions(NormalInit(0.0, 1.0)))
     ids = torch.arange(500)
     before = key_table.lookup(ids, train=True).numpy()
-    grads = np.random.default_rng(0).normal(size=(500, 64)).astype(np.float32) * np.float32(0.01)
+    grads = np.random.default_rng(0).normal(size=(500, 64)).astype(
+        np.float32
+    ) * np.float32(0.01)
     key_table.update(ids, torch.from_numpy(grads))
     rows = key_table.read_rows(ids)["weight"]
     exact = before - grads
     scale, bias = (number.numpy() for number in grid(rows))
-    steps = np.minimum((exact - bias) * (np.float32(65536) / scale), np.float32(255 * 65536))
+    steps = np.minimum(
+        (exact - bias) * (np.float32(65536) / scale), np.float32(255 * 65536)
+    )
     fixed = steps.astype(np.int64)
     up = rows[:, :64].numpy().astype(np.int64) - (fixed >> 16)
     assert set(np.unique(up)) <= {0, 1}
-    # A weight is rounded up if the sum of its fraction and its random number, of 16 bits each, has a carry. Fractions f
-    # of weights that are rounded up are therefore distributed with the density 2f, the others with 2(1 - f).
+    # A weight is rounded up if the sum of its fraction and its random number, of 16
+    # bits each, has a carry. Fractions f of weights that are rounded up are therefore
+    # distributed with the density 2f, the others with 2(1 - f).
     fraction = (fixed & 0xFFFF) / 65536
     inner = (fixed > 0) & (fixed < 255 * 65536)
     assert up[inner].mean() == pytest.approx(fraction[inner].mean(), abs=0.01)
     assert fraction[inner & (up == 1)].mean() == pytest.approx(2 / 3, abs=0.02)
     assert fraction[inner & (up == 0)].mean() == pytest.approx(1 / 3, abs=0.02)
-    # The numbers of two columns, and those of two rows, are not correlated. The correlation of two rows has a standard
-    # error of 1 / 8, and the mean over all pairs of rows one of 0.0004.
+    # The numbers of two columns, and those of two rows, are not correlated. The
+    # correlation of two rows has a standard error of 1 / 8, and the mean over all pairs
+    # of rows one of 0.0004.
     excess = up - fraction
     for sides, samples in ((excess.T, 500), (excess, 64)):
         correlations = np.corrcoef(sides)[np.triu_indices(len(sides), 1)]
@@ -203,14 +259,17 @@ def test_small_updates_are_kept_on_average() -> None:
     for _ in range(20):
         table.update(ids, grads)
     moved = (table.lookup(ids) - before).double().mean(0)
-    # The standard error of a column's mean is below 0.03 steps of the grid: sqrt(20 * 0.01) / sqrt(4000) = 0.007.
+    # The standard error of a column's mean is below 0.03 steps of the grid: sqrt(20 *
+    # 0.01) / sqrt(4000) = 0.007.
     assert moved[1:-1].sub(20 * step).abs().max() < 0.04 * 2 / 255
     assert moved[1:-1].mean().item() == pytest.approx(20 * step, rel=0.02)
     assert moved[[0, -1]].abs().max() < 1e-6
 
 
 def test_rounding_depends_on_seed_id_column_and_step_alone() -> None:
-    def rows(ids: torch.Tensor, columns: range = range(100), seed: int = 0, steps: int = 2) -> torch.Tensor:
+    def rows(
+        ids: torch.Tensor, columns: range = range(100), seed: int = 0, steps: int = 2
+    ) -> torch.Tensor:
         options = TableOptions(ConstantInit(1.0), seed=seed)
         table = Table(100, INT8, SGD(1.0), options, columns=columns)
         kernel = PooledKernel([table], [0], "sum")
@@ -252,10 +311,14 @@ def test_a_row_of_64_columns_takes_72_bytes_and_its_state(optimizer: Optimizer) 
         table = Table(64, kind, optimizer)
         table.lookup(ids, train=True)
         sizes[kind] = table.stats().bytes
-    assert sizes[torch.float32] - sizes[INT8] == pytest.approx((256 - 72) * 20000, rel=0.02)
+    assert sizes[torch.float32] - sizes[INT8] == pytest.approx(
+        (256 - 72) * 20000, rel=0.02
+    )
 
 
-@pytest.mark.parametrize("optimizer", [SGD(0.1), Adagrad(0.1), Adam(0.1), RowWiseAdagrad(0.1)], ids=repr)
+@pytest.mark.parametrize(
+    "optimizer", [SGD(0.1), Adagrad(0.1), Adam(0.1), RowWiseAdagrad(0.1)], ids=repr
+)
 @pytest.mark.parametrize("dim", [5, 64])
 def test_a_copy_of_rows_goes_on_as_the_original(optimizer: Optimizer, dim: int) -> None:
     table, copy = Table(dim, INT8, optimizer), Table(dim, INT8, optimizer)
@@ -271,13 +334,20 @@ def test_a_copy_of_rows_goes_on_as_the_original(optimizer: Optimizer, dim: int) 
         part = snapshot.read(3)
         read_ids, rows = part.ids, part.rows
     assert torch.equal(read_ids, ids.sort().values)
-    assert all(torch.equal(rows[name], value) for name, value in table.read_rows(read_ids).items())
+    assert all(
+        torch.equal(rows[name], value)
+        for name, value in table.read_rows(read_ids).items()
+    )
 
 
 @pytest.mark.parametrize("optimizer", [RowWiseAdagrad(0.1), Adam(0.1)], ids=repr)
 @pytest.mark.parametrize("dim", [6, 64])
-def test_rows_come_back_from_a_cold_store_as_they_were(optimizer: Optimizer, dim: int, tmp_path: Path) -> None:
-    bounded = TableOptions(max_rows=16, eviction=LRU(), cold_store=RocksDBStore(str(tmp_path)))
+def test_rows_come_back_from_a_cold_store_as_they_were(
+    optimizer: Optimizer, dim: int, tmp_path: Path
+) -> None:
+    bounded = TableOptions(
+        max_rows=16, eviction=LRU(), cold_store=RocksDBStore(str(tmp_path))
+    )
     generator = torch.Generator().manual_seed(0)
     cold, plain = Table(dim, INT8, optimizer, bounded), Table(dim, INT8, optimizer)
     with cold:
@@ -314,18 +384,29 @@ def test_columns_of_rows() -> None:
 def test_what_makes_no_sense_is_refused() -> None:
     table, ids = Table(4, INT8), torch.tensor([1])
     for call in (table.update, table.insert):
-        with pytest.raises(TypeError, match=r"must be a float32 tensor, got torch\.int8"):
+        with pytest.raises(
+            TypeError, match=r"must be a float32 tensor, got torch\.int8"
+        ):
             call(ids, torch.ones(1, 4, dtype=INT8))
     table.insert(ids, torch.ones(1, 4))
     rows = table.read_rows(ids)
-    with pytest.raises(ValueError, match=r"weight must have the shape \(1, 12\), got \(1, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"weight must have the shape \(1, 12\), got \(1, 4\)"
+    ):
         table.write_rows(ids, {**rows, "weight": rows["weight"][:, :4]})
-    with pytest.raises(TypeError, match=r"weight must be a float32 tensor, got torch\.float16"):
+    with pytest.raises(
+        TypeError, match=r"weight must be a float32 tensor, got torch\.float16"
+    ):
         table.write_rows(ids, {**rows, "weight": torch.ones(1, 4, dtype=torch.float16)})
     assert table.stochastic_rounding
-    with pytest.raises(ValueError, match=r"stochastic_rounding=False is not supported for rows of torch\.int8"):
+    with pytest.raises(
+        ValueError,
+        match=r"stochastic_rounding=False is not supported for rows of torch\.int8",
+    ):
         Table(4, INT8, stochastic_rounding=False)
-    with pytest.raises(ValueError, match=r"dtype must be one of .*int8, got torch\.uint8"):
+    with pytest.raises(
+        ValueError, match=r"dtype must be one of .*int8, got torch\.uint8"
+    ):
         Table(4, torch.uint8)
 
 
@@ -335,14 +416,22 @@ def _digests() -> list[str]:
         torch.set_num_threads(threads)
         digest = hashlib.sha256()
         for number, optimizer in enumerate(OPTIMIZERS):
-            dim, generator = (16, 33, 64, 128)[number % 4], torch.Generator().manual_seed(number)
+            dim, generator = (
+                (16, 33, 64, 128)[number % 4],
+                torch.Generator().manual_seed(number),
+            )
             options = TableOptions(NormalInit(0.0, 1e-3 if number % 2 else 1.0))
             columns = range(5, dim) if number % 3 == 2 else range(dim)
             table = Table(dim, INT8, optimizer, options, columns=columns)
             kernel = PooledKernel([table], [0], "mean")
             for _ in range(2):
-                ids, offsets = torch.randint(0, 4000, (9000,), generator=generator), torch.arange(0, 9001, 3)
-                out = kernel(ids, offsets, torch.rand(9000, generator=generator), train=True)
+                ids, offsets = (
+                    torch.randint(0, 4000, (9000,), generator=generator),
+                    torch.arange(0, 9001, 3),
+                )
+                out = kernel(
+                    ids, offsets, torch.rand(9000, generator=generator), train=True
+                )
                 out.backward(torch.randn(out.shape, generator=generator))
                 digest.update(out.detach().numpy().tobytes())
             digest.update(table.read_rows(table.ids())["weight"].numpy().tobytes())

@@ -1,4 +1,6 @@
-"""Objects that are alive at module level when the interpreter ends print nothing and lose nothing."""
+"""Objects that are alive at module level when the interpreter ends print nothing and
+lose nothing.
+"""
 
 from __future__ import annotations
 
@@ -137,12 +139,20 @@ SCRIPTS = {
 
 
 def run_script(code: str, directory: Path) -> None:
-    """Runs a script in a file, whose names are alive until the interpreter has ended. Fails if it prints anything."""
+    """Runs a script in a file, whose names are alive until the interpreter has ended.
+
+    Fails if it prints anything.
+    """
     script = directory / "script.py"
     script.write_text(BEGIN + code)
     environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
     ended = subprocess.run(
-        [sys.executable, str(script)], cwd=directory, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, str(script)],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ended.stderr == ""
     assert ended.stdout == ""
@@ -159,19 +169,30 @@ def test_an_end_by_an_error(tmp_path: Path) -> None:
     script.write_text(BEGIN + STORES + TABLES + "raise SystemExit(3)\n")
     environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
     ended = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (ended.returncode, ended.stderr) == (3, "")
 
 
 def test_acknowledged_rows_are_there(tmp_path: Path) -> None:
     run_script(STORES + TABLES, tmp_path)
-    store = open_cold_store(SSDStore(str(tmp_path / "cold"), shared="job"), name="x", row_bytes=ROW_BYTES)
+    store = open_cold_store(
+        SSDStore(str(tmp_path / "cold"), shared="job"), name="x", row_bytes=ROW_BYTES
+    )
     found, rows = store.get(torch.arange(5))
     assert found.all()
     assert torch.equal(rows, torch.arange(40, dtype=torch.uint8).view(5, ROW_BYTES))
     store.close()
-    run_script(TABLES + "assert torch.equal(tables[0].lookup(torch.arange(50)), torch.ones(50, 4))\n", tmp_path)
+    run_script(
+        TABLES
+        + "assert torch.equal(tables[0].lookup(torch.arange(50)), torch.ones(50, 4))\n",
+        tmp_path,
+    )
 
 
 def test_a_checkpoint_is_written(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ NONE = torch.empty(0, dtype=torch.int64)
 
 
 def aging(steps: int, **options: object) -> Table:
-    return Table(4, optimizer=SGD(lr=1.0), options=TableOptions(expiry=Expiry(steps), **options))  # type: ignore[arg-type]
+    return Table(
+        4, optimizer=SGD(lr=1.0), options=TableOptions(expiry=Expiry(steps), **options)
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rows", [3, 20_000])
@@ -34,7 +36,11 @@ def test_rows_leave_when_they_are_old_enough(steps: int, rows: int) -> None:
     # The last lookup of the row is now more than steps + steps // 2 steps ago.
     assert torch.equal(table.ids(), kept)
     stats = table.stats()
-    assert (stats.expired, stats.evicted, stats.rows) == (rows - len(kept), 0, len(kept))
+    assert (stats.expired, stats.evicted, stats.rows) == (
+        rows - len(kept),
+        0,
+        len(kept),
+    )
     for _ in range(2 * steps + 2):
         table.lookup(NONE, train=True)
     assert len(table) == 0
@@ -62,7 +68,8 @@ def test_training_lookups_alone_count() -> None:
     assert (len(table), table.stats().expired) == (10, 0)
     for _ in range(5):
         table.lookup(NONE, train=True)
-        table.update(torch.arange(5), torch.ones(5, 4))  # creates the rows again, in this step
+        # creates the rows again, in this step
+        table.update(torch.arange(5), torch.ones(5, 4))
     assert table.ids().tolist() == list(range(5))
 
 
@@ -83,10 +90,16 @@ def test_rows_of_pending_forwards_do_not_expire() -> None:
 
 @pytest.mark.parametrize("max_rows", [None, 6000])
 def test_the_same_steps_leave_the_same_rows(max_rows: int | None) -> None:
-    """Threads, slots and columns make no difference. Otherwise column shards would not have the same rows."""
+    """Threads, slots and columns make no difference.
+
+    Otherwise column shards would not have the same rows.
+    """
     bound = {} if max_rows is None else {"max_rows": max_rows, "eviction": LRU()}
     options = TableOptions(expiry=Expiry(8), **bound)  # type: ignore[arg-type]
-    tables = [Table(4, options=options, columns=columns) for columns in (range(4), range(2), range(2, 4))]
+    tables = [
+        Table(4, options=options, columns=columns)
+        for columns in (range(4), range(2), range(2, 4))
+    ]
     for ids in zipf_steps(1.0, 50_000, steps=60, batch=1000):
         for threads, table in enumerate(tables, start=1):
             torch.set_num_threads(threads)

@@ -1,4 +1,6 @@
-"""Forked processes of a process with a table: calls of the table raise an error at once, and nothing hangs."""
+"""Forked processes of a process with a table: calls of the table raise an error at
+once, and nothing hangs.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ def test_children_are_refused_at_once_and_do_not_hang(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_children_of_a_process_with_redis_and_a_server(tmp_path: Path) -> None:
     with ExitStack() as servers:
-        redis = "" if PROGRAM is None else servers.enter_context(redis_server(tmp_path / "redis")).url
+        redis = (
+            ""
+            if PROGRAM is None
+            else servers.enter_context(redis_server(tmp_path / "redis")).url
+        )
         server = RecStoreServer(tmp_path / "data")
         servers.callback(server.kill)
         _run(60, tmp_path, redis, server.address)
@@ -57,7 +63,11 @@ class _Batches(Dataset[Tensor]):
         return 64
 
     def __getitem__(self, place: int) -> Tensor:
-        return torch.arange(place, place + 8) if self._table is None else self._table.lookup(torch.arange(8))
+        return (
+            torch.arange(place, place + 8)
+            if self._table is None
+            else self._table.lookup(torch.arange(8))
+        )
 
 
 @contextmanager
@@ -80,13 +90,23 @@ def _trained_all_the_time(table: Table) -> Iterator[None]:
 @pytest.mark.timeout(240)
 def test_a_data_loader_forks_its_workers_beside_training() -> None:
     table = Table(16, name="t_user")
-    outputs = [table.lookup(IDS, train=True)]  # each worker has a copy of them, and frees it
+    # each worker has a copy of them, and frees it
+    outputs = [table.lookup(IDS, train=True)]
     with _trained_all_the_time(table):
         for _ in range(4):
-            batches = DataLoader(_Batches(), batch_size=8, num_workers=2, multiprocessing_context="fork")
+            batches = DataLoader(
+                _Batches(), batch_size=8, num_workers=2, multiprocessing_context="fork"
+            )
             for ids in batches:
                 outputs = [table.lookup(ids.flatten(), train=True)]
         assert outputs[0].shape == (64, 16)
-        touching = DataLoader(_Batches(table), num_workers=1, multiprocessing_context="fork")
-        with pytest.raises(ValueError, match=r"'t_user': the table was made before this process was forked.* 'spawn'"):
+        touching = DataLoader(
+            _Batches(table), num_workers=1, multiprocessing_context="fork"
+        )
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"'t_user': the table was made before this process was forked.* 'spawn'"
+            ),
+        ):
             next(iter(touching))

@@ -17,7 +17,9 @@ ROWS = torch.arange(12.0).view(3, 4)
 
 
 def frozen(**options: object) -> Table:
-    return Table(4, optimizer=Adam(lr=0.5), options=TableOptions(frozen=True, **options))  # type: ignore[arg-type]
+    return Table(
+        4, optimizer=Adam(lr=0.5), options=TableOptions(frozen=True, **options)
+    )  # type: ignore[arg-type]
 
 
 def test_a_training_lookup_reads() -> None:
@@ -49,7 +51,10 @@ def test_it_has_no_states() -> None:
 def test_an_update_is_refused() -> None:
     table = frozen()
     table.insert(IDS, ROWS)
-    with pytest.raises(ValueError, match=r"table 'table' is frozen by its options, and is not updated: insert\("):
+    with pytest.raises(
+        ValueError,
+        match=r"table 'table' is frozen by its options, and is not updated: insert\(",
+    ):
         table.update(IDS, ROWS)
     assert torch.equal(table.lookup(IDS), ROWS)
 
@@ -95,17 +100,23 @@ def test_the_gradient_of_weights() -> None:
     table = frozen()
     table.insert(IDS, ROWS)
     weights = torch.ones(3, requires_grad=True)
-    PooledKernel([table], [0], "sum").forward(IDS, torch.tensor([0, 3]), weights, train=True).sum().backward()
+    PooledKernel([table], [0], "sum").forward(
+        IDS, torch.tensor([0, 3]), weights, train=True
+    ).sum().backward()
     assert weights.grad is not None
     assert torch.equal(weights.grad, ROWS.sum(1))
 
 
 def test_a_kernel_of_both_kinds_is_refused() -> None:
     for kind in (SequenceKernel, lambda tables: PooledKernel(tables, [0, 1], "sum")):
-        with pytest.raises(ValueError, match="table 'table' is frozen, and table 'other' is not"):
+        with pytest.raises(
+            ValueError, match="table 'table' is frozen, and table 'other' is not"
+        ):
             kind([frozen(), Table(4, name="other")])
 
 
 def test_another_type_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"TableOptions\.frozen must be a bool, got str"):
+    with pytest.raises(
+        TypeError, match=r"TableOptions\.frozen must be a bool, got str"
+    ):
         TableOptions(frozen="yes")  # type: ignore[arg-type]

@@ -16,8 +16,12 @@ from torchrec_recstore.options import (
 from torchrec_recstore.store import Table
 
 
-def _weights(initializer: Initializer | None, rows: int = 20_000, dim: int = 50) -> torch.Tensor:
-    return Table(dim, options=TableOptions(initializer)).lookup(torch.arange(rows) - rows // 2, train=True)
+def _weights(
+    initializer: Initializer | None, rows: int = 20_000, dim: int = 50
+) -> torch.Tensor:
+    return Table(dim, options=TableOptions(initializer)).lookup(
+        torch.arange(rows) - rows // 2, train=True
+    )
 
 
 def test_uniform() -> None:
@@ -26,7 +30,8 @@ def test_uniform() -> None:
     assert weights.max() < 0.75
     assert abs(weights.mean() - 0.25) < 1e-3
     assert abs(weights.std() - 1 / math.sqrt(12)) < 1e-3
-    for correlated in (weights[:, :-1] * weights[:, 1:], weights[:-1] * weights[1:]):  # neighbors in a row, in a column
+    # neighbors in a row, in a column
+    for correlated in (weights[:, :-1] * weights[:, 1:], weights[:-1] * weights[1:]):
         assert abs(correlated.mean() - 0.0625) < 1e-3
     assert len(weights.unique()) > 0.95 * min(weights.numel(), 2**24) * 0.9
 
@@ -58,8 +63,12 @@ def test_default_is_bounded_by_two_to_the_twenty() -> None:
     assert default_initializer(TableOptions()) == UniformInit(-(2**-10), 2**-10)
     assert default_initializer(TableOptions(), 2**40) == UniformInit(-(2**-10), 2**-10)
     assert default_initializer(TableOptions(), 100) == UniformInit(-0.1, 0.1)
-    assert default_initializer(TableOptions(expected_rows=400), 100) == UniformInit(-0.05, 0.05)
-    assert default_initializer(TableOptions(ConstantInit(1.0)), 100) == ConstantInit(1.0)
+    assert default_initializer(TableOptions(expected_rows=400), 100) == UniformInit(
+        -0.05, 0.05
+    )
+    assert default_initializer(TableOptions(ConstantInit(1.0)), 100) == ConstantInit(
+        1.0
+    )
     assert _weights(None).abs().max() <= 2**-10
 
 
@@ -78,11 +87,15 @@ def test_default_is_bounded_by_two_to_the_twenty() -> None:
         (lambda: TableOptions(missing="error"), ValueError, "missing"),
     ],
 )
-def test_options_that_make_no_sense(make: object, error: type[Exception], names: str) -> None:
+def test_options_that_make_no_sense(
+    make: object, error: type[Exception], names: str
+) -> None:
     with pytest.raises(error, match=names):
         make()  # type: ignore[operator]
 
 
 def test_options_are_hashable_values() -> None:
-    assert hash(TableOptions(NormalInit(0.0, 1.0))) == hash(TableOptions(NormalInit(0.0, 1.0)))
+    assert hash(TableOptions(NormalInit(0.0, 1.0))) == hash(
+        TableOptions(NormalInit(0.0, 1.0))
+    )
     assert TableOptions(seed=1) != TableOptions(seed=2)

@@ -1,4 +1,6 @@
-"""The record of the ids that leave a table: against a model, its bound, cold stores, and rows that are replaced."""
+"""The record of the ids that leave a table: against a model, its bound, cold stores,
+and rows that are replaced.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.modules import RecStoreEmbedding
 from torchrec_recstore.optim import SGD, Adam
-from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, Scored, TableOptions
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    Expiry,
+    MinFrequency,
+    Scored,
+    TableOptions,
+)
 from torchrec_recstore.store import ColdStoreError, LeftIds, Table
 from torchrec_recstore.store.table import exchange_all
 
@@ -31,10 +40,17 @@ OPTIONS: dict[str, Callable[[], TableOptions]] = {
     "lfu": lambda: TableOptions(max_rows=12, eviction=LFU(3), left_ids=MANY),
     "scored": lambda: TableOptions(max_rows=12, eviction=Scored(), left_ids=MANY),
     "expiry": lambda: TableOptions(expiry=Expiry(steps=3), left_ids=MANY),
-    "bounded_expiry": lambda: TableOptions(max_rows=12, eviction=LRU(), expiry=Expiry(steps=3), left_ids=MANY),
-    "cold": lambda: TableOptions(max_rows=12, cold_store=DictStoreOptions(), left_ids=MANY),
+    "bounded_expiry": lambda: TableOptions(
+        max_rows=12, eviction=LRU(), expiry=Expiry(steps=3), left_ids=MANY
+    ),
+    "cold": lambda: TableOptions(
+        max_rows=12, cold_store=DictStoreOptions(), left_ids=MANY
+    ),
     "cold_expiry": lambda: TableOptions(
-        max_rows=12, expiry=Expiry(steps=6), cold_store=DictStoreOptions(), left_ids=MANY
+        max_rows=12,
+        expiry=Expiry(steps=6),
+        cold_store=DictStoreOptions(),
+        left_ids=MANY,
     ),
 }
 
@@ -61,7 +77,18 @@ def test_the_record_against_a_model(options: str, data: st.DataObject) -> None:
     table = table_of(OPTIONS[options]())
     with_row: set[int] = set()
     some_ids = st.lists(st.integers(0, 40), max_size=10)
-    calls = st.sampled_from(["lookup", "lookup", "lookup", "insert", "remove", "exchange", "snapshot", "read"])
+    calls = st.sampled_from(
+        [
+            "lookup",
+            "lookup",
+            "lookup",
+            "insert",
+            "remove",
+            "exchange",
+            "snapshot",
+            "read",
+        ]
+    )
     for _ in range(data.draw(st.integers(1, 25))):
         what, ids = data.draw(calls), data.draw(some_ids)
         if what == "lookup":
@@ -130,7 +157,13 @@ def test_a_full_record_says_so_and_begins_anew() -> None:
 
 def test_tables_without_the_option_keep_no_record() -> None:
     table = table_of(TableOptions())
-    with pytest.raises(ValueError, match=r"left_ids: table 't' does not record which ids leave it: make it with Table"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"left_ids: table 't' does not record which ids leave it: make it with"
+            r" Table"
+        ),
+    ):
         table.left_ids()
     recording = table_of(TableOptions(left_ids=50))
     for trained in (table, recording):
@@ -171,11 +204,14 @@ def test_rows_in_the_cold_store_have_not_left_until_they_expire() -> None:
 
 
 def with_expired_cold_rows() -> Table:
-    """Returns a table in which the rows of 0 to 19 have expired, but that of 15, and some are still in the store."""
+    """Returns a table in which the rows of 0 to 19 have expired, but that of 15, and
+    some are still in the store.
+    """
     table = table_of(OPTIONS["cold_expiry"]())
     table.lookup(TEN, train=True)
     table.lookup(TEN + 10, train=True)
-    # Failing deletions leave the expired rows in the store, as a sweep does that has not come to them.
+    # Failing deletions leave the expired rows in the store, as a sweep does that has
+    # not come to them.
     DictStore.failing = True
     try:
         for _ in range(20):
@@ -221,7 +257,10 @@ def test_a_cold_store_that_fails_loses_no_id() -> None:
 def test_a_table_that_is_closed_after_the_exchange_keeps_no_record(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A load, a reset and a reshard end so. Each read of a whole cold store would take long."""
+    """A load, a reset and a reshard end so.
+
+    Each read of a whole cold store would take long.
+    """
     scans = []
     scan = DictStore.scan
 
@@ -237,7 +276,8 @@ def test_a_table_that_is_closed_after_the_exchange_keeps_no_record(
     fresh.insert(torch.tensor([3, 99]), torch.ones(2, 4))
     scans.clear()
     exchange_all([(table, fresh)])
-    # The store of the old rows is read for expired rows and for ids, and that of the new rows for ids.
+    # The store of the old rows is read for expired rows and for ids, and that of the
+    # new rows for ids.
     assert len(scans) == 3
     assert table.ids().tolist() == [3, 99]
     assert_left(table, [id_ for id_ in range(20) if id_ != 3])
@@ -245,16 +285,24 @@ def test_a_table_that_is_closed_after_the_exchange_keeps_no_record(
         fresh.ids()
 
 
-@pytest.mark.parametrize("error", ["recstore out of memory: for 8 ids", "std::bad_alloc"])
-def test_an_exchange_without_memory_for_the_record_says_so(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native calls that bury expired rows and that extend the record fail as they do without memory."""
+@pytest.mark.parametrize(
+    "error", ["recstore out of memory: for 8 ids", "std::bad_alloc"]
+)
+def test_an_exchange_without_memory_for_the_record_says_so(
+    error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The native calls that bury expired rows and that extend the record fail as they
+    do without memory.
+    """
     for failing in ("table_may_be_cold", "table_add_left"):
         table = with_expired_cold_rows()
         fresh = table.empty_copy()
         fresh.insert(torch.tensor([3, 99]), torch.ones(2, 4))
         native = getattr(ops, failing)
 
-        def without_memory(handle: int, ids: Tensor, *more: Any, native: Callable[..., Any] = native) -> Any:
+        def without_memory(
+            handle: int, ids: Tensor, *more: Any, native: Callable[..., Any] = native
+        ) -> Any:
             if len(ids):
                 raise RuntimeError(error)
             return native(handle, ids, *more)
@@ -268,7 +316,9 @@ def test_an_exchange_without_memory_for_the_record_says_so(error: str, monkeypat
 
 @pytest.mark.parametrize("options", ["plain", "lru", "cold_expiry"])
 def test_the_record_stays_when_a_module_gets_another_optimizer(options: str) -> None:
-    module = RecStoreEmbedding(100, 4, options=OPTIONS[options](), optimizer=Adam(lr=0.1))
+    module = RecStoreEmbedding(
+        100, 4, options=OPTIONS[options](), optimizer=Adam(lr=0.1)
+    )
     module(TEN).sum().backward()
     module.table.remove(torch.tensor([1, 2]))
     module(torch.arange(20, 30)).sum().backward()
@@ -280,7 +330,9 @@ def test_the_record_stays_when_a_module_gets_another_optimizer(options: str) -> 
     assert {1, 2} <= set(left)
     assert_left(module.table, left)
     assert_left(module.table, [])
-    full = RecStoreEmbedding(100, 4, options=TableOptions(left_ids=1), optimizer=Adam(lr=0.1))
+    full = RecStoreEmbedding(
+        100, 4, options=TableOptions(left_ids=1), optimizer=Adam(lr=0.1)
+    )
     full(TEN)
     full.table.remove(TEN)
     full.use_optimizer(Adam(lr=0.1, betas=(0.5, 0.9)))

@@ -33,14 +33,26 @@ def test_rows_are_spread_over_nodes(memory: str, spread: bool) -> None:
         pytest.skip("this container forbids mbind")
     assert done.returncode == 0, done.stderr
     mappings = int(done.stdout)
-    assert mappings > 1 if spread else mappings == 0  # those of the rows, of their bookkeeping and of the index
+    # those of the rows, of their bookkeeping and of the index
+    assert mappings > 1 if spread else mappings == 0
 
 
 def test_another_value_is_refused() -> None:
-    assert "RECSTORE_MEMORY must be interleave or local, got 'spread'" in _rows("spread").stderr
+    assert (
+        "RECSTORE_MEMORY must be interleave or local, got 'spread'"
+        in _rows("spread").stderr
+    )
 
 
 def _rows(memory: str) -> subprocess.CompletedProcess[str]:
-    """Makes rows in a process of its own, which prints the number of its interleaved mappings."""
+    """Makes rows in a process of its own, which prints the number of its interleaved
+    mappings.
+    """
     environment = {**os.environ, "RECSTORE_MEMORY": memory}
-    return subprocess.run([sys.executable, "-c", ROWS], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", ROWS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )

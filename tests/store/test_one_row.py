@@ -1,4 +1,6 @@
-"""8-bit rows of dims that are not whole floats, in calls of one row or none: the bytes of a row begin at any place."""
+"""8-bit rows of dims that are not whole floats, in calls of one row or none: the bytes
+of a row begin at any place.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ import torch
 
 from torchrec_recstore.optim import Adam
 from torchrec_recstore.options import LRU, NormalInit, RocksDBStore, TableOptions
-from torchrec_recstore.row_types import as_numbers, as_stored, columns_of, joined_columns, values
+from torchrec_recstore.row_types import (
+    as_numbers,
+    as_stored,
+    columns_of,
+    joined_columns,
+    values,
+)
 from torchrec_recstore.store import Table
 
 INT8 = torch.int8
@@ -19,8 +27,17 @@ ID = torch.tensor([7])
 by_dim = pytest.mark.parametrize("dim", DIMS)
 
 
-def trained(dim: int, state_dtype: torch.dtype = torch.float32, columns: range | None = None) -> Table:
-    table = Table(dim, INT8, Adam(lr=0.1), TableOptions(NormalInit()), state_dtype=state_dtype, columns=columns)
+def trained(
+    dim: int, state_dtype: torch.dtype = torch.float32, columns: range | None = None
+) -> Table:
+    table = Table(
+        dim,
+        INT8,
+        Adam(lr=0.1),
+        TableOptions(NormalInit()),
+        state_dtype=state_dtype,
+        columns=columns,
+    )
     table.update(ID, torch.ones(1, len(table.columns)))
     return table
 
@@ -31,7 +48,9 @@ def test_stored_rows_are_read_at_every_place(dim: int) -> None:
     rows = as_stored(weights, INT8)
     expected = values(rows)
     for first in range(5):
-        assert torch.equal(as_stored(weights[first : first + 1], INT8), rows[first : first + 1])
+        assert torch.equal(
+            as_stored(weights[first : first + 1], INT8), rows[first : first + 1]
+        )
         for count in range(3):
             some = slice(first, first + count)
             assert torch.equal(values(rows[some]), expected[some])
@@ -49,14 +68,20 @@ def test_numbers_are_read_at_every_place() -> None:
                 part = content[:, first : first + columns * dtype.itemsize]
                 found = as_numbers(part, dtype)
                 assert found.shape == (1, columns)
-                assert found.view(torch.uint8).flatten().tolist() == part.flatten().tolist()
+                assert (
+                    found.view(torch.uint8).flatten().tolist()
+                    == part.flatten().tolist()
+                )
                 assert as_numbers(part[:0], dtype).shape == (0, columns)
 
 
 @by_dim
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16], ids=str)
 def test_one_row_is_read_and_written(dim: int, state_dtype: torch.dtype) -> None:
-    table, copy = trained(dim, state_dtype), Table(dim, INT8, Adam(lr=0.1), state_dtype=state_dtype)
+    table, copy = (
+        trained(dim, state_dtype),
+        Table(dim, INT8, Adam(lr=0.1), state_dtype=state_dtype),
+    )
     rows = table.read_rows(ID)
     assert torch.equal(values(rows["weight"]), table.lookup(ID))
     copy.write_rows(ID, rows)
@@ -82,7 +107,9 @@ def test_column_shards_have_the_columns_of_the_row(dim: int) -> None:
 @by_dim
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16], ids=str)
 def test_one_cold_row(dim: int, state_dtype: torch.dtype, tmp_path: Path) -> None:
-    options = TableOptions(NormalInit(), max_rows=4, eviction=LRU(), cold_store=RocksDBStore(str(tmp_path)))
+    options = TableOptions(
+        NormalInit(), max_rows=4, eviction=LRU(), cold_store=RocksDBStore(str(tmp_path))
+    )
     plain = trained(dim, state_dtype)
     with Table(dim, INT8, Adam(lr=0.1), options, state_dtype=state_dtype) as table:
         mark = table.mark()

@@ -16,12 +16,17 @@ from torchrec_recstore.store import Table
 DIM = 5
 EDGES = [0, 1, -1, 2**63 - 1, -(2**63), 2**32, -(2**32)]
 ids_strategy = st.lists(
-    st.one_of(st.sampled_from(EDGES), st.integers(-20, 20), st.integers(-(2**63), 2**63 - 1)), max_size=40
+    st.one_of(
+        st.sampled_from(EDGES), st.integers(-20, 20), st.integers(-(2**63), 2**63 - 1)
+    ),
+    max_size=40,
 )
 
 
 class Oracle:
-    """A dict of rows, each (weights, state), with the formulas of optim.py in plain torch."""
+    """A dict of rows, each (weights, state), with the formulas of optim.py in plain
+    torch.
+    """
 
     def __init__(self, optimizer: Optimizer, initial: Table) -> None:
         self.optimizer = optimizer
@@ -33,7 +38,10 @@ class Oracle:
 
     def touch(self, id_: int) -> None:
         if id_ not in self.rows:
-            self.rows[id_] = (self.initial_row(id_), torch.zeros(DIM if type(self.optimizer) is Adagrad else 1))
+            self.rows[id_] = (
+                self.initial_row(id_),
+                torch.zeros(DIM if type(self.optimizer) is Adagrad else 1),
+            )
 
     def update(self, ids: list[int], grads: Tensor) -> None:
         sums: dict[int, Tensor] = {}
@@ -59,8 +67,15 @@ class TableMachine(RuleBasedStateMachine):
     def make(self, missing: str) -> None:
         init = UniformInit(-1.0, 1.0)
         self.missing = missing
-        self.table = Table(DIM, optimizer=self.optimizer, options=TableOptions(init, seed=3, missing=missing))
-        self.oracle = Oracle(self.optimizer, Table(DIM, options=TableOptions(init, seed=3, missing="init")))
+        self.table = Table(
+            DIM,
+            optimizer=self.optimizer,
+            options=TableOptions(init, seed=3, missing=missing),
+        )
+        self.oracle = Oracle(
+            self.optimizer,
+            Table(DIM, options=TableOptions(init, seed=3, missing="init")),
+        )
 
     @rule(ids=ids_strategy, train=st.booleans())
     def lookup(self, ids: list[int], train: bool) -> None:
@@ -69,20 +84,30 @@ class TableMachine(RuleBasedStateMachine):
             if train:
                 self.oracle.touch(id_)
             if id_ in self.oracle.rows:
-                torch.testing.assert_close(row, self.oracle.rows[id_][0], rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(
+                    row, self.oracle.rows[id_][0], rtol=1e-5, atol=1e-6
+                )
             else:
-                expected = self.oracle.initial_row(id_) if self.missing == "init" else torch.zeros(DIM)
+                expected = (
+                    self.oracle.initial_row(id_)
+                    if self.missing == "init"
+                    else torch.zeros(DIM)
+                )
                 assert torch.equal(row, expected)
 
     @rule(ids=ids_strategy, seed=st.integers(0, 1000))
     def update(self, ids: list[int], seed: int) -> None:
-        grads = torch.randn(len(ids), DIM, generator=torch.Generator().manual_seed(seed))
+        grads = torch.randn(
+            len(ids), DIM, generator=torch.Generator().manual_seed(seed)
+        )
         self.table.update(torch.tensor(ids, dtype=torch.int64), grads)
         self.oracle.update(ids, grads)
 
     @rule(ids=ids_strategy, seed=st.integers(0, 1000))
     def insert(self, ids: list[int], seed: int) -> None:
-        weights = torch.randn(len(ids), DIM, generator=torch.Generator().manual_seed(seed))
+        weights = torch.randn(
+            len(ids), DIM, generator=torch.Generator().manual_seed(seed)
+        )
         self.table.insert(torch.tensor(ids, dtype=torch.int64), weights)
         for id_, row in zip(ids, weights, strict=True):
             self.oracle.touch(id_)
@@ -117,5 +142,7 @@ class TableMachine(RuleBasedStateMachine):
 )
 def test_table_equals_dict(optimizer: Optimizer) -> None:
     machine = type("Machine", (TableMachine,), {"optimizer": optimizer})
-    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None, derandomize=True)
+    machine.TestCase.settings = settings(
+        max_examples=60, stateful_step_count=25, deadline=None, derandomize=True
+    )
     machine.TestCase("runTest").runTest()

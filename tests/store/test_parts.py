@@ -1,11 +1,19 @@
-"""Parts are taken, cut and joined by columns, concatenated, sorted, divided by owners and turned into bytes."""
+"""Parts are taken, cut and joined by columns, concatenated, sorted, divided by owners
+and turned into bytes.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from torchrec_recstore.optim import SGD, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
+from torchrec_recstore.optim import (
+    SGD,
+    Adam,
+    Optimizer,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+)
 from torchrec_recstore.row_types import ROW_DTYPES
 from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.table_state import Sightings
@@ -14,13 +22,18 @@ DIM = 7
 
 
 def part(
-    optimizer: Optimizer, dtype: torch.dtype = torch.float32, rows: int = 20, columns: range | None = None
+    optimizer: Optimizer,
+    dtype: torch.dtype = torch.float32,
+    rows: int = 20,
+    columns: range | None = None,
 ) -> Part:
     table = Table(DIM, dtype, optimizer, columns=columns)
     ids = torch.randperm(rows, generator=torch.Generator().manual_seed(0)) - 5
     for step in range(3):
         table.lookup(ids[: rows - step], train=True)
-        grads = torch.randn(rows, len(table.columns), generator=torch.Generator().manual_seed(step))
+        grads = torch.randn(
+            rows, len(table.columns), generator=torch.Generator().manual_seed(step)
+        )
         table.update(ids, grads)
     return table.part(table.ids())
 
@@ -35,11 +48,17 @@ def assert_same(one: Part, other: Part) -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 20])
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
-@pytest.mark.parametrize("optimizer", [SGD(0.1), RowWiseAdagrad(0.1), PartialRowWiseAdam(0.1)], ids=repr)
-def test_bytes_take_and_concatenate(optimizer: Optimizer, dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [SGD(0.1), RowWiseAdagrad(0.1), PartialRowWiseAdam(0.1)], ids=repr
+)
+def test_bytes_take_and_concatenate(
+    optimizer: Optimizer, dtype: torch.dtype, rows: int
+) -> None:
     whole = part(optimizer, dtype).take(slice(0, rows))
     assert_same(Part.from_bytes(Part.packed([whole])[0]), whole)
-    shuffled = whole.take(torch.randperm(rows, generator=torch.Generator().manual_seed(1)))
+    shuffled = whole.take(
+        torch.randperm(rows, generator=torch.Generator().manual_seed(1))
+    )
     data, sizes = Part.packed([whole, shuffled])
     assert_same(Part.from_bytes(data[sizes[0] :]).sorted(), whole)
     assert Part.packed([])[1] == []
@@ -70,9 +89,15 @@ def test_columns_are_cut_and_joined(dtype: torch.dtype) -> None:
 
 
 def test_row_wise_states_of_column_shards_become_their_mean() -> None:
-    shards = [part(RowWiseAdagrad(0.1), columns=columns) for columns in (range(2), range(2, 7))]
+    shards = [
+        part(RowWiseAdagrad(0.1), columns=columns)
+        for columns in (range(2), range(2, 7))
+    ]
     joined = Part.joined(shards, range(DIM))
-    assert torch.equal(joined.rows["weight"], torch.cat([shard.rows["weight"] for shard in shards], dim=1))
+    assert torch.equal(
+        joined.rows["weight"],
+        torch.cat([shard.rows["weight"] for shard in shards], dim=1),
+    )
     mean = shards[0].rows["sum"] * (2 / 7) + shards[1].rows["sum"] * (5 / 7)
     torch.testing.assert_close(joined.rows["sum"], mean)
     assert_same(Part.joined(shards, range(2, 4)), shards[1].cut(range(2, 4)))
@@ -82,14 +107,17 @@ def test_columns_of_8_bit_rows_keep_their_scale() -> None:
     whole = part(SGD(0.1), torch.int8)
     cut = [whole.cut(range(3)), whole.cut(range(3, DIM))]
     assert torch.equal(torch.cat([each.weights for each in cut], dim=1), whole.weights)
-    assert torch.equal(Part.joined(cut, range(DIM)).rows["weight"], whole.weights)  # float32
+    # float32
+    assert torch.equal(Part.joined(cut, range(DIM)).rows["weight"], whole.weights)
     assert_same(whole.stored_as(torch.int8), whole)
     assert whole.stored_as(torch.float16).rows["weight"].dtype is torch.float16
 
 
 def test_states_of_shards_merge_and_are_divided() -> None:
     def seen(*ids: int) -> Sightings:
-        return Sightings(torch.tensor(ids), torch.ones(len(ids)).byte(), torch.zeros(len(ids)).byte())
+        return Sightings(
+            torch.tensor(ids), torch.ones(len(ids)).byte(), torch.zeros(len(ids)).byte()
+        )
 
     states = [
         TableState(5, 4, (1, 100, 0, 0, 0, 0, 0), seen(1, 3)),
@@ -97,22 +125,42 @@ def test_states_of_shards_merge_and_are_divided() -> None:
         TableState(6),
     ]
     merged = TableState.merged(states)
-    assert (merged.steps, merged.optimizer_steps, merged.times) == (7, 4, (1, 100, 0, 0, 0, 0, 0))
+    assert (merged.steps, merged.optimizer_steps, merged.times) == (
+        7,
+        4,
+        (1, 100, 0, 0, 0, 0, 0),
+    )
     again = TableState.from_tensors({**merged.tensors(), "another": torch.ones(3)})
     assert again.sightings is not None
     assert again.sightings.ids.tolist() == [1, 3, 2]
-    assert (again.steps, again.optimizer_steps, again.times) == (merged.steps, merged.optimizer_steps, merged.times)
+    assert (again.steps, again.optimizer_steps, again.times) == (
+        merged.steps,
+        merged.optimizer_steps,
+        merged.times,
+    )
     owned = merged.owned(lambda ids: ids > 1).sightings
     assert owned is not None
     assert owned.ids.tolist() == [3, 2]
     assert TableState.merged([]).tensors().keys() == {"steps", "optimizer_steps"}
     for key, value, message in (
-        ("steps", torch.tensor(1), r"steps must be torch.int64 of shape \(1,\), got torch.int64 of shape \(\)"),
+        (
+            "steps",
+            torch.tensor(1),
+            r"steps must be torch.int64 of shape \(1,\), got torch.int64 of shape \(\)",
+        ),
         ("times", torch.ones(3), r"times must be torch.int64 of shape \(T,\)"),
-        ("sighting_counts", torch.ones(2).byte(), r"sighting_counts must be torch.uint8 of shape \(3,\)"),
+        (
+            "sighting_counts",
+            torch.ones(2).byte(),
+            r"sighting_counts must be torch.uint8 of shape \(3,\)",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             TableState.from_tensors({**merged.tensors(), key: value})
-    lacking = {key: value for key, value in merged.tensors().items() if key != "sighting_counts"}
+    lacking = {
+        key: value
+        for key, value in merged.tensors().items()
+        if key != "sighting_counts"
+    }
     with pytest.raises(ValueError, match="the sightings have no sighting_counts"):
         TableState.from_tensors(lacking)

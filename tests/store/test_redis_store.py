@@ -38,12 +38,18 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def _open(url: str, retry_seconds: float = 0.3) -> ColdStore:
-    return open_cold_store(RedisStore(url, retry_seconds=retry_seconds), name="table/0", row_bytes=ROW_BYTES)
+    return open_cold_store(
+        RedisStore(url, retry_seconds=retry_seconds),
+        name="table/0",
+        row_bytes=ROW_BYTES,
+    )
 
 
 def _rows(seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (len(IDS), ROW_BYTES), dtype=torch.uint8, generator=generator)
+    return torch.randint(
+        0, 256, (len(IDS), ROW_BYTES), dtype=torch.uint8, generator=generator
+    )
 
 
 def _check(store: ColdStore, rows: Tensor) -> None:
@@ -75,9 +81,16 @@ def test_a_server_that_stops_is_named_and_used_again(tmp_path: Path) -> None:
         rows = _rows()
         store.put(IDS, rows)
         server.stop()
-        for call in (lambda: store.get(IDS), lambda: store.put(IDS, rows), lambda: store.scan()):
+        for call in (
+            lambda: store.get(IDS),
+            lambda: store.put(IDS, rows),
+            lambda: store.scan(),
+        ):
             begin = time.monotonic()
-            with pytest.raises(ColdStoreError, match=f"{server.url}.*cannot be reached for 0.3 s: .*refused"):
+            with pytest.raises(
+                ColdStoreError,
+                match=f"{server.url}.*cannot be reached for 0.3 s: .*refused",
+            ):
                 call()
             assert 0.3 <= time.monotonic() - begin < 5
         server.start()
@@ -93,7 +106,11 @@ def test_a_call_outlasts_a_restart(tmp_path: Path) -> None:
         store = _open(server.url, retry_seconds=20)
         rows = _rows()
         store.put(IDS, rows)
-        for call in (lambda: store.put(IDS, rows), lambda: store.delete(IDS[:0]), lambda: _check(store, rows)):
+        for call in (
+            lambda: store.put(IDS, rows),
+            lambda: store.delete(IDS[:0]),
+            lambda: _check(store, rows),
+        ):
             server.stop()
             restart = threading.Timer(0.2, server.start)
             restart.start()
@@ -108,7 +125,9 @@ def test_a_server_that_hangs(server: RedisServer) -> None:
     rows = _rows()
     store.put(IDS, rows)
     server.pause()
-    with pytest.raises(ColdStoreError, match=f"{server.url}.*cannot be reached.*Timeout"):
+    with pytest.raises(
+        ColdStoreError, match=f"{server.url}.*cannot be reached.*Timeout"
+    ):
         store.put(IDS, rows)
     server.resume()
     _check(store, rows)
@@ -147,7 +166,9 @@ def test_flushed_keys_are_lost_rows(server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("change", ["put", "delete"])
-def test_a_server_that_comes_back_with_older_rows_has_lost_writes(server: RedisServer, change: str) -> None:
+def test_a_server_that_comes_back_with_older_rows_has_lost_writes(
+    server: RedisServer, change: str
+) -> None:
     store = _open(server.url)
     store.put(IDS, _rows())
     with server.client() as client:
@@ -164,7 +185,9 @@ def test_a_server_that_comes_back_with_older_rows_has_lost_writes(server: RedisS
 
 
 def test_a_full_server_loses_nothing_and_is_no_end(tmp_path: Path) -> None:
-    with redis_server(tmp_path, "--maxmemory", "6mb", "--maxmemory-policy", "noeviction") as server:
+    with redis_server(
+        tmp_path, "--maxmemory", "6mb", "--maxmemory-policy", "noeviction"
+    ) as server:
         store = _open(server.url)
         rows = _rows()
         store.put(IDS, rows)
@@ -175,7 +198,9 @@ def test_a_full_server_loses_nothing_and_is_no_end(tmp_path: Path) -> None:
             for begin in range(10**9, 10**9 + 10**6, len(IDS)):
                 store.put(torch.arange(begin, begin + len(IDS)), rows)
 
-        with pytest.raises(ColdStoreError, match=f"{server.url}.*used memory > 'maxmemory'"):
+        with pytest.raises(
+            ColdStoreError, match=f"{server.url}.*used memory > 'maxmemory'"
+        ):
             fill()
         assert torch.equal(store.get(IDS)[1], rows)
         with server.client() as client:
@@ -196,12 +221,17 @@ def test_a_full_server_loses_nothing_and_is_no_end(tmp_path: Path) -> None:
         ("noeviction", "100mb", False),
     ],
 )
-def test_a_server_that_evicts_is_refused(server: RedisServer, policy: str, maxmemory: str, refused: bool) -> None:
+def test_a_server_that_evicts_is_refused(
+    server: RedisServer, policy: str, maxmemory: str, refused: bool
+) -> None:
     with server.client() as client:
         client.config_set("maxmemory", maxmemory)
         client.config_set("maxmemory-policy", policy)
         if refused:
-            with pytest.raises(ColdStoreError, match=f"{server.url}.*maxmemory-policy is {policy}.*noeviction"):
+            with pytest.raises(
+                ColdStoreError,
+                match=f"{server.url}.*maxmemory-policy is {policy}.*noeviction",
+            ):
                 _open(server.url)
             assert client.dbsize() == 0
         else:
@@ -230,9 +260,13 @@ def test_a_server_that_is_set_to_evict_while_it_is_used_is_refused(
                 lambda: store.delete(IDS),
                 lambda: list(store.scan()),
             ):
-                with pytest.raises(ColdStoreError, match=f"{server.url}.*maxmemory-policy is {policy}.*noeviction"):
+                with pytest.raises(
+                    ColdStoreError,
+                    match=f"{server.url}.*maxmemory-policy is {policy}.*noeviction",
+                ):
                     call()
-        for policy in ("noeviction", "volatile-lru"):  # no key has been evicted, so the store works again
+        # no key has been evicted, so the store works again
+        for policy in ("noeviction", "volatile-lru"):
             client.config_set("maxmemory-policy", policy)
             _check(store, rows)
     store.put(IDS, _rows(1))
@@ -255,9 +289,15 @@ def test_a_server_that_has_evicted_rows_is_of_no_use(
         client.config_set("maxmemory", "100mb")
         client.config_set("maxmemory-policy", then)
     for _ in range(2):
-        for call in (lambda: store.get(IDS[:1]), lambda: store.put(IDS[:1], _rows()[:1])):
+        for call in (
+            lambda: store.get(IDS[:1]),
+            lambda: store.put(IDS[:1], _rows()[:1]),
+        ):
             with pytest.raises(
-                ColdStoreError, match=rf"{server.url}.*has lost its rows: it evicted \d+ keys.*checkpoint"
+                ColdStoreError,
+                match=(
+                    rf"{server.url}.*has lost its rows: it evicted \d+ keys.*checkpoint"
+                ),
             ):
                 call()
     store.close()
@@ -268,7 +308,9 @@ def test_a_server_that_has_evicted_rows_is_of_no_use(
         again.close()
 
 
-def test_keys_of_others_may_be_evicted(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_others_may_be_evicted(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _every_call_checks(monkeypatch)
     with server.client() as client:
         client.config_set("maxmemory-policy", "volatile-ttl")
@@ -287,7 +329,9 @@ def test_keys_of_others_may_be_evicted(server: RedisServer, monkeypatch: pytest.
     store.close()
 
 
-def test_the_policy_is_asked_for_now_and_then_and_after_a_failure(tmp_path: Path) -> None:
+def test_the_policy_is_asked_for_now_and_then_and_after_a_failure(
+    tmp_path: Path,
+) -> None:
     with redis_server(tmp_path, "--appendonly", "yes") as server:
         store = _open(server.url, retry_seconds=60)
         store.put(IDS, _rows())
@@ -298,7 +342,10 @@ def test_the_policy_is_asked_for_now_and_then_and_after_a_failure(tmp_path: Path
         assert times < 10  # the policy is not checked in every call
         server.stop()
         restart = threading.Timer(
-            0.5, lambda: server.start("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
+            0.5,
+            lambda: server.start(
+                "--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"
+            ),
         )
         restart.start()
         with pytest.raises(ColdStoreError, match="maxmemory-policy is allkeys-lru"):
@@ -323,7 +370,9 @@ def test_a_user_with_the_rights_that_are_documented(server: RedisServer) -> None
 def test_passwords_are_taken_and_not_told(tmp_path: Path) -> None:
     port = free_port()
     url = f"redis://:sec%2Fret@127.0.0.1:{port}"
-    with redis_server(tmp_path, "--requirepass", "sec/ret", port=port, ping=url) as server:  # type: ignore[arg-type]
+    with redis_server(
+        tmp_path, "--requirepass", "sec/ret", port=port, ping=url
+    ) as server:  # type: ignore[arg-type]
         store = _open(url + "/3")
         store.put(IDS, _rows())
         _check(store, _rows())
@@ -345,7 +394,10 @@ def test_passwords_are_taken_and_not_told(tmp_path: Path) -> None:
 
 
 def test_a_url_that_cannot_be_read_tells_no_password() -> None:
-    for url in ("redis://user:secret@127.0.0.1:secret", "redis://127.0.0.1:6379/0?socket_timeout=secret"):
+    for url in (
+        "redis://user:secret@127.0.0.1:secret",
+        "redis://127.0.0.1:6379/0?socket_timeout=secret",
+    ):
         with pytest.raises(ColdStoreError, match="the url cannot be parsed") as error:
             _open(url, retry_seconds=0)
         assert "user:" not in str(error.value)
@@ -366,10 +418,22 @@ def test_unix_socket(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -
         store.close()
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not here")
+@pytest.mark.skipif(
+    shutil.which("openssl") is None,
+    reason="openssl, which makes the certificate, is not here",
+)
 def test_tls(tmp_path: Path) -> None:
     key, certificate, port = tmp_path / "key.pem", tmp_path / "cert.pem", free_port()
-    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    make = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
     make += [
         "-keyout",
         str(key),
@@ -382,14 +446,23 @@ def test_tls(tmp_path: Path) -> None:
     ]
     subprocess.run(make, check=True, capture_output=True)
     tls = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no"]
-    tls += ["--tls-key-file", str(key), "--tls-cert-file", str(certificate), "--tls-ca-cert-file", str(certificate)]
+    tls += [
+        "--tls-key-file",
+        str(key),
+        "--tls-cert-file",
+        str(certificate),
+        "--tls-ca-cert-file",
+        str(certificate),
+    ]
     url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={certificate}"
     with redis_server(tmp_path / "server", *tls, ping=url):
         store = _open(url)
         store.put(IDS, _rows())
         _check(store, _rows())
         store.close()
-        with pytest.raises(ColdStoreError, match=f"rediss://127.0.0.1:{port}'.*certificate"):
+        with pytest.raises(
+            ColdStoreError, match=f"rediss://127.0.0.1:{port}'.*certificate"
+        ):
             _open(f"rediss://127.0.0.1:{port}", retry_seconds=0)
 
 
@@ -415,16 +488,22 @@ def test_a_scan_gives_each_id_once_though_the_server_repeats(
     with server.client() as client:
         scan = client.scan_iter
         keys = [key for key in scan() if len(key) > 30]
-        # Redis repeats keys while its hash table shrinks, but a test cannot make this happen.
-        monkeypatch.setattr(type(client), "scan_iter", lambda self, **how: iter(keys + keys[::3]))
+        # Redis repeats keys while its hash table shrinks, but a test cannot make this
+        # happen.
+        monkeypatch.setattr(
+            type(client), "scan_iter", lambda self, **how: iter(keys + keys[::3])
+        )
         _check(store, _rows())
     monkeypatch.undo()
     store.close()
 
 
-@pytest.mark.slow  # of what a cluster does, the tests of one server have all but the moves of slots
+# of what a cluster does, the tests of one server have all but the moves of slots
+@pytest.mark.slow
 @needs_cluster
-def test_a_cluster_conforms_and_its_nodes_stop_and_its_slots_move(tmp_path: Path) -> None:
+def test_a_cluster_conforms_and_its_nodes_stop_and_its_slots_move(
+    tmp_path: Path,
+) -> None:
     with redis_cluster(tmp_path) as nodes:
         check_cold_store(RedisStore(f"redis+cluster://127.0.0.1:{nodes[1].port}"))
         assert [node.client().dbsize() for node in nodes] == [0, 0, 0]
@@ -437,7 +516,9 @@ def test_a_cluster_conforms_and_its_nodes_stop_and_its_slots_move(tmp_path: Path
         assert min(per_node) > len(IDS) / 10
 
         nodes[2].stop()
-        with pytest.raises(ColdStoreError, match=f"cluster://127.0.0.1:{nodes[0].port}"):
+        with pytest.raises(
+            ColdStoreError, match=f"cluster://127.0.0.1:{nodes[0].port}"
+        ):
             store.get(IDS)
         nodes[2].start()
         for node in nodes:
@@ -459,18 +540,32 @@ def test_a_cluster_conforms_and_its_nodes_stop_and_its_slots_move(tmp_path: Path
 
 
 def _move_slots(source: RedisServer, target: RedisServer, n: int) -> None:
-    """Moves the first ``n`` slots with keys to another node, while clients still expect them on the old node."""
+    """Moves the first ``n`` slots with keys to another node, while clients still expect
+    them on the old node.
+    """
     with source.client() as from_client, target.client() as to_client:
-        from_id, to_id = (client.execute_command("CLUSTER MYID").decode() for client in (from_client, to_client))
-        from_client.set_response_callback("CLUSTER GETKEYSINSLOT", lambda keys, **_: keys)  # keys are bytes
+        from_id, to_id = (
+            client.execute_command("CLUSTER MYID").decode()
+            for client in (from_client, to_client)
+        )
+        # keys are bytes
+        from_client.set_response_callback(
+            "CLUSTER GETKEYSINSLOT", lambda keys, **_: keys
+        )
         moved = 0
         for slot in range(5461):
-            if moved == n or not from_client.execute_command("CLUSTER COUNTKEYSINSLOT", slot):
+            if moved == n or not from_client.execute_command(
+                "CLUSTER COUNTKEYSINSLOT", slot
+            ):
                 continue
             to_client.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", from_id)
             from_client.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", to_id)
-            while keys := from_client.execute_command("CLUSTER GETKEYSINSLOT", slot, 1000):
-                from_client.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+            while keys := from_client.execute_command(
+                "CLUSTER GETKEYSINSLOT", slot, 1000
+            ):
+                from_client.execute_command(
+                    "MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys
+                )
             for client in (to_client, from_client):
                 client.execute_command("CLUSTER SETSLOT", slot, "NODE", to_id)
             moved += 1

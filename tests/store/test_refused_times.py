@@ -1,4 +1,6 @@
-"""Times of the events that are far away from the clock: they are refused, unless ten in a row agree."""
+"""Times of the events that are far away from the clock: they are refused, unless ten in
+a row agree.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,33 @@ NONE = torch.empty(0, dtype=torch.int64)
 START = 1_700_000_000.0
 DAY, MONTH = 86_400.0, 30 * 86_400.0
 SECONDS, BOUND = 60.0, 30.0
-pytestmark = pytest.mark.filterwarnings("ignore::torchrec_recstore.utils.RecStoreWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::torchrec_recstore.utils.RecStoreWarning"
+)
 
 
-def timed(seconds: float = SECONDS, max_jump_s: float | None = None, **more: Any) -> Table:
-    return Table(4, options=TableOptions(expiry=Expiry(seconds=seconds, max_jump_s=max_jump_s), **more), name="t")
+def timed(
+    seconds: float = SECONDS, max_jump_s: float | None = None, **more: Any
+) -> Table:
+    return Table(
+        4,
+        options=TableOptions(
+            expiry=Expiry(seconds=seconds, max_jump_s=max_jump_s), **more
+        ),
+        name="t",
+    )
 
 
 def cold(tmp_path: Path, **more: Any) -> Table:
-    return timed(max_rows=40, eviction=LRU(), cold_store=RocksDBStore(str(tmp_path)), **more)
+    return timed(
+        max_rows=40, eviction=LRU(), cold_store=RocksDBStore(str(tmp_path)), **more
+    )
 
 
 class Clock:
-    """What the clock of a table must do, and the time by which its rows age, which never goes back."""
+    """What the clock of a table must do, and the time by which its rows age, which
+    never goes back.
+    """
 
     def __init__(self, bound: float) -> None:
         self.bound = bound
@@ -74,14 +90,18 @@ class Rows:
 
     def step(self, ids: Sequence[int]) -> None:
         now = self.clock.aged
-        self.longest_gap = max(self.longest_gap, now - self.last) if self.last == self.last else 0.0
+        self.longest_gap = (
+            max(self.longest_gap, now - self.last) if self.last == self.last else 0.0
+        )
         self.last = now
         self.touched.update(dict.fromkeys(ids, now))
 
     def check(self, table: Table) -> None:
         found, now = set(table.ids().tolist()), self.clock.aged
         limit = 1.25 * self.seconds + 2 * self.longest_gap
-        assert {i for i, then in self.touched.items() if now - then <= self.seconds} <= found
+        assert {
+            i for i, then in self.touched.items() if now - then <= self.seconds
+        } <= found
         assert found <= {i for i, then in self.touched.items() if now - then <= limit}
         self.touched = {i: then for i, then in self.touched.items() if i in found}
         assert len(table) == len(found)
@@ -104,7 +124,9 @@ def run(table: Table, times: Sequence[float], rows_per_step: int = 5) -> Rows:
 
 @pytest.mark.parametrize("ahead", [MONTH, -MONTH])
 @pytest.mark.parametrize("tiered", [False, True])
-def test_a_sample_of_a_wrong_time_changes_nothing(tmp_path: Path, ahead: float, tiered: bool) -> None:
+def test_a_sample_of_a_wrong_time_changes_nothing(
+    tmp_path: Path, ahead: float, tiered: bool
+) -> None:
     table = cold(tmp_path) if tiered else timed()
     rows = run(table, [START + 2 * step + ahead * (step == 40) for step in range(150)])
     assert len(table) <= 5 * 46
@@ -114,7 +136,9 @@ def test_a_sample_of_a_wrong_time_changes_nothing(tmp_path: Path, ahead: float, 
 
 
 @pytest.mark.parametrize("tiered", [False, True])
-def test_several_wrong_times_do_not_empty_the_table(tmp_path: Path, tiered: bool) -> None:
+def test_several_wrong_times_do_not_empty_the_table(
+    tmp_path: Path, tiered: bool
+) -> None:
     """Each is later than the one before, and would expire everything."""
     table = cold(tmp_path) if tiered else timed()
     wrong = {40: MONTH, 41: 2 * MONTH, 50: 3 * MONTH}
@@ -136,7 +160,9 @@ def test_the_clock_follows_a_pause(tmp_path: Path, tiered: bool, gap: float) -> 
 
 @pytest.mark.parametrize("tiered", [False, True])
 @pytest.mark.parametrize("ahead", [MONTH, -MONTH])
-def test_the_clock_recovers_from_a_wrong_first_time(tmp_path: Path, tiered: bool, ahead: float) -> None:
+def test_the_clock_recovers_from_a_wrong_first_time(
+    tmp_path: Path, tiered: bool, ahead: float
+) -> None:
     table = cold(tmp_path) if tiered else timed()
     run(table, [START + ahead, *(START + 2 * step for step in range(150))])
     assert table.stats().refused_times == 9
@@ -145,7 +171,10 @@ def test_the_clock_recovers_from_a_wrong_first_time(tmp_path: Path, tiered: bool
 
 
 def test_a_replay_of_old_events_loses_no_young_rows() -> None:
-    """The clock goes back to the old events, and forward again after them. The rows from before are not old then."""
+    """The clock goes back to the old events, and forward again after them.
+
+    The rows from before are not old then.
+    """
     table = timed()
     times = [START + 2 * step for step in range(40)]
     times += [START - DAY + step for step in range(25)]
@@ -160,7 +189,9 @@ def test_a_replay_of_old_events_loses_no_young_rows() -> None:
     bound=st.sampled_from([BOUND, 5.0]),
     parts=st.lists(
         st.tuples(
-            st.sampled_from([-MONTH, -2 * BOUND, -20.0, 0.0, 0.0, 0.0, 20.0, 2 * BOUND, MONTH]),
+            st.sampled_from(
+                [-MONTH, -2 * BOUND, -20.0, 0.0, 0.0, 0.0, 20.0, 2 * BOUND, MONTH]
+            ),
             st.sampled_from([0.0, 0.5, 2.0, 9.0]),
             st.integers(1, 14),
         ),
@@ -172,7 +203,11 @@ def test_a_replay_of_old_events_loses_no_young_rows() -> None:
 def test_random_times_against_a_model(
     bound: float, parts: list[tuple[float, float, int]], restores: bool, bounded: bool
 ) -> None:
-    more = {"max_rows": 30, "eviction": LRU(), "cold_store": DictStoreOptions()} if bounded else {}
+    more = (
+        {"max_rows": 30, "eviction": LRU(), "cold_store": DictStoreOptions()}
+        if bounded
+        else {}
+    )
     table = timed(max_jump_s=bound, **more)
     clock = Clock(bound)
     rows = Rows(clock, SECONDS)
@@ -192,7 +227,9 @@ def test_random_times_against_a_model(
 
 
 def restored(table: Table) -> Table:
-    """Returns a table with the rows, the clocks and the times of another one, as a load makes it."""
+    """Returns a table with the rows, the clocks and the times of another one, as a load
+    makes it.
+    """
     fresh = table.empty_copy()
     fresh.set_state(table.state())
     ids = table.ids()
@@ -201,7 +238,9 @@ def restored(table: Table) -> Table:
     return fresh
 
 
-def test_a_run_that_is_restored_between_refused_times_goes_on_as_if_undisturbed() -> None:
+def test_a_run_that_is_restored_between_refused_times_goes_on_as_if_undisturbed() -> (
+    None
+):
     undisturbed = timed()
     killed = timed()
     for step in range(100):
@@ -222,7 +261,8 @@ def test_accepted_times_and_times_that_differ_end_a_run() -> None:
     for _ in range(5):
         for _ in range(9):
             table.set_time(START + MONTH)
-        table.set_time(START - BOUND)  # slightly out of order: it moves nothing, and ends the run
+        # slightly out of order: it moves nothing, and ends the run
+        table.set_time(START - BOUND)
     for step in range(30):
         table.set_time(START + MONTH + 2 * BOUND * step)
     for step in range(30):
@@ -232,16 +272,20 @@ def test_accepted_times_and_times_that_differ_end_a_run() -> None:
     assert (table.state().times or ())[1] == START * 1e6
 
 
-def test_warnings_name_the_table_and_both_times(recwarn: pytest.WarningsRecorder) -> None:
+def test_warnings_name_the_table_and_both_times(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     table = timed()
     table.set_time(START)
     for step in range(120):
         table.set_time(START + 3 * MONTH if step % 5 == 0 else START - 2 * MONTH)
     told = [warning for warning in recwarn if warning.category is RecStoreWarning]
     assert [str(warning.message) for warning in told] == [
-        f"table 't': set_time has refused the time {START + away} ({count} refused so far): it is more than 30 s "
-        f"away from the clock's time {START}, by which rows expire. The clock follows when ten calls in a row agree. "
-        "If your events can be so far apart, set Expiry(max_jump_s=...); otherwise leave out the times that are wrong"
+        f"table 't': set_time has refused the time {START + away} ({count} refused so"
+        f" far): it is more than 30 s away from the clock's time {START}, by which rows"
+        " expire. The clock follows when ten calls in a row agree. If your events can"
+        " be so far apart, set Expiry(max_jump_s=...); otherwise leave out the times"
+        " that are wrong"
         for count, away in ((1, 3 * MONTH), (10, -2 * MONTH), (100, -2 * MONTH))
     ]
     assert {warning.filename for warning in told} == {__file__}
@@ -279,7 +323,9 @@ def test_the_latest_possible_times() -> None:
 
 
 def test_bad_bounds() -> None:
-    assert repr(Expiry(seconds=3.5, max_jump_s=1)) == "Expiry(seconds=3.5, max_jump_s=1)"
+    assert (
+        repr(Expiry(seconds=3.5, max_jump_s=1)) == "Expiry(seconds=3.5, max_jump_s=1)"
+    )
     for wrong in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"Expiry\.max_jump_s must be"):
             Expiry(seconds=1.0, max_jump_s=wrong)

@@ -37,7 +37,8 @@ def _runs(path: Path) -> list[Path]:
 
 def test_rows_that_left_memory_come_back(tmp_path: Path) -> None:
     store = _open(tmp_path)
-    ids, rows = torch.randperm(80_000) * 7919 - 10**8, random_rows(80_000)  # 41 MB: two write buffers and more
+    # 41 MB: two write buffers and more
+    ids, rows = torch.randperm(80_000) * 7919 - 10**8, random_rows(80_000)
     for some_ids, some_rows in zip(ids.split(20_000), rows.split(20_000), strict=True):
         store.put(some_ids, some_rows)
     assert list(tmp_path.glob("*/run-*/db/*.sst"))
@@ -71,7 +72,9 @@ sys.stdin.read()
 @contextmanager
 def _owner(path: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", _OWNER, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "open\n"
         yield process
@@ -79,7 +82,9 @@ def _owner(path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
-def test_what_dead_processes_left_is_removed_and_the_living_keep_theirs(tmp_path: Path) -> None:
+def test_what_dead_processes_left_is_removed_and_the_living_keep_theirs(
+    tmp_path: Path,
+) -> None:
     mine = _open(tmp_path)
     mine.put(torch.arange(10), random_rows(10))
     strangers = tmp_path / "table%2F0" / "run-of-a-stranger"
@@ -106,7 +111,10 @@ def test_what_dead_processes_left_is_removed_and_the_living_keep_theirs(tmp_path
 
 def test_stores_are_opened_at_once_from_several_threads(tmp_path: Path) -> None:
     stores: list[ColdStore] = []
-    threads = [threading.Thread(target=lambda: stores.append(_open(tmp_path))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: stores.append(_open(tmp_path)))
+        for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -140,7 +148,9 @@ _RUNNING = ("num-running-flushes", "num-running-compactions")
 _PENDING = ("mem-table-flush-pending", "compaction-pending")
 
 
-def wait_for_background_work(store: Any, work: tuple[str, ...] = _RUNNING + _PENDING) -> None:
+def wait_for_background_work(
+    store: Any, work: tuple[str, ...] = _RUNNING + _PENDING
+) -> None:
     end = time.monotonic() + 30
     while any(store._db.property_int_value(f"rocksdb.{name}") for name in work):
         assert time.monotonic() < end
@@ -148,7 +158,9 @@ def wait_for_background_work(store: Any, work: tuple[str, ...] = _RUNNING + _PEN
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_large_read_uses_two_threads_if_torch_may(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+def test_a_large_read_uses_two_threads_if_torch_may(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     readers = set()
 
@@ -158,12 +170,16 @@ def test_a_large_read_uses_two_threads_if_torch_may(monkeypatch: pytest.MonkeyPa
 
     for size in (0, 1, 127, 128, 1001):
         readers.clear()
-        assert rocksdb_store._halved(read, list(range(size))) == [-key for key in range(size)]
+        assert rocksdb_store._halved(read, list(range(size))) == [
+            -key for key in range(size)
+        ]
         assert len(readers) == (threads if size >= 128 else 1)
 
 
 @pytest.mark.parametrize("damaged", [0, 999])
-def test_a_read_that_fails_in_one_thread_ends_in_both(monkeypatch: pytest.MonkeyPatch, damaged: int) -> None:
+def test_a_read_that_fails_in_one_thread_ends_in_both(
+    monkeypatch: pytest.MonkeyPatch, damaged: int
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     ends = []
 
@@ -185,7 +201,8 @@ def test_damaged_files_are_an_error(tmp_path: Path, damage: str) -> None:
     store = _open(tmp_path)
     ids, rows = torch.arange(50_000), random_rows(50_000)
     store.put(ids, rows)
-    wait_for_background_work(store)  # a file that is still being written would replace the damaged one
+    # a file that is still being written would replace the damaged one
+    wait_for_background_work(store)
     tables = sorted(tmp_path.glob("*/run-*/db/*.sst"))
     assert tables
     for table in tables:
@@ -212,7 +229,9 @@ def test_damaged_files_are_an_error(tmp_path: Path, damage: str) -> None:
         (torch.arange(3), random_rows(3).int(), TypeError),
     ],
 )
-def test_arguments_of_another_kind(tmp_path: Path, ids: Tensor, rows: Tensor, error: type[Exception]) -> None:
+def test_arguments_of_another_kind(
+    tmp_path: Path, ids: Tensor, rows: Tensor, error: type[Exception]
+) -> None:
     store = _open(tmp_path)
     with pytest.raises(error, match=r"ids|rows"):
         store.put(ids, rows)
@@ -232,13 +251,16 @@ def test_a_full_disk_loses_nothing_and_is_no_end(small_disk: Path) -> None:
             store.put(ids[put : put + 5000], rows[put : put + 5000])
             put += 5000
 
-    with pytest.raises(ColdStoreError, match=f"{small_disk}.* cannot be written: .*[Nn]o space"):
+    with pytest.raises(
+        ColdStoreError, match=f"{small_disk}.* cannot be written: .*[Nn]o space"
+    ):
         fill()
     assert put >= 20_000
     found, got = store.get(ids[:put])
     assert found.all()
     assert torch.equal(got, rows[:put])
-    wait_for_background_work(store, _RUNNING)  # space on the disk is freed when the work ends
+    # space on the disk is freed when the work ends
+    wait_for_background_work(store, _RUNNING)
     _take_the_rest(small_disk / "rest")
     again = (ids[put : put + 5000], rows[put : put + 5000])
     with pytest.raises(ColdStoreError, match="No space"):
@@ -253,12 +275,16 @@ def test_a_full_disk_loses_nothing_and_is_no_end(small_disk: Path) -> None:
     assert_has(store, ids[: put + 5000], rows[: put + 5000])
     store.delete(ids[:put])
     store.put(ids[:5000], rows[:5000])
-    assert_has(store, torch.cat([ids[:5000], again[0]]), torch.cat([rows[:5000], again[1]]))
+    assert_has(
+        store, torch.cat([ids[:5000], again[0]]), torch.cat([rows[:5000], again[1]])
+    )
     store.close()
     assert not _runs(small_disk)
 
 
-def test_a_store_that_meets_a_full_disk_is_closed_all_the_same(small_disk: Path) -> None:
+def test_a_store_that_meets_a_full_disk_is_closed_all_the_same(
+    small_disk: Path,
+) -> None:
     store = _open(small_disk)
     rows = random_rows(1).expand(150_000, -1)
     with pytest.raises(ColdStoreError):

@@ -1,4 +1,6 @@
-"""Tables with 16-bit weights: the stored values, how they are rounded, and that nothing else changes them."""
+"""Tables with 16-bit weights: the stored values, how they are rounded, and that nothing
+else changes them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import torch
 
 from torchrec_recstore.kernels import PooledKernel, SequenceKernel
 from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad, state_bytes
-from torchrec_recstore.options import ConstantInit, NormalInit, TableOptions, UniformInit
+from torchrec_recstore.options import (
+    ConstantInit,
+    NormalInit,
+    TableOptions,
+    UniformInit,
+)
 from torchrec_recstore.store import Table
 
 from ..instruction_sets import check_same_bits
@@ -23,11 +30,18 @@ DIMS = [1, 16, 33, 64]
 
 def all_patterns(dtype: torch.dtype) -> torch.Tensor:
     """Returns every bit pattern of a 16-bit type, (1024, 64)."""
-    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1024, 64)
+    return (
+        torch.arange(2**16, dtype=torch.int32)
+        .to(torch.int16)
+        .view(dtype)
+        .view(1024, 64)
+    )
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Returns whether all numbers are equal, including the signs of zeros, and NaNs are in the same places."""
+    """Returns whether all numbers are equal, including the signs of zeros, and NaNs are
+    in the same places.
+    """
     if not torch.equal(a.isnan(), b.isnan()):
         return False
     a, b = torch.where(a.isnan(), 9.0, a), torch.where(b.isnan(), 9.0, b)
@@ -45,7 +59,9 @@ def test_every_number_of_the_type_is_kept(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_other_numbers_are_rounded_to_nearest_as_torch_does(dtype: torch.dtype) -> None:
-    numbers = torch.randint(-(2**31), 2**31, (4000, 33), generator=torch.Generator().manual_seed(0))
+    numbers = torch.randint(
+        -(2**31), 2**31, (4000, 33), generator=torch.Generator().manual_seed(0)
+    )
     values = numbers.to(torch.int32).view(torch.float32)
     edges = all_patterns(dtype).float()
     ties = torch.cat([(edges[:, 1:] + edges[:, :-1]) / 2, edges[:, :1]], dim=1)
@@ -56,28 +72,45 @@ def test_other_numbers_are_rounded_to_nearest_as_torch_does(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("init", [UniformInit(-0.3, 0.4), NormalInit(0.1, 0.3), ConstantInit(0.1)], ids=repr)
-def test_new_rows_are_the_float32_rows_rounded(dtype: torch.dtype, init: UniformInit) -> None:
+@pytest.mark.parametrize(
+    "init", [UniformInit(-0.3, 0.4), NormalInit(0.1, 0.3), ConstantInit(0.1)], ids=repr
+)
+def test_new_rows_are_the_float32_rows_rounded(
+    dtype: torch.dtype, init: UniformInit
+) -> None:
     ids = torch.arange(-50, 50)
     for missing, train in (("zeros", True), ("init", False)):
         options = TableOptions(init, seed=3, missing=missing)  # type: ignore[arg-type]
         for columns in (range(150), range(3, 140)):
             wide = Table(150, options=options, columns=columns).lookup(ids, train=train)
-            narrow = Table(150, dtype, options=options, columns=columns).lookup(ids, train=train)
+            narrow = Table(150, dtype, options=options, columns=columns).lookup(
+                ids, train=train
+            )
             assert torch.equal(narrow, wide.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
-def test_updates_are_float32_updates_rounded_at_each_step(dtype: torch.dtype, optimizer: Optimizer) -> None:
+def test_updates_are_float32_updates_rounded_at_each_step(
+    dtype: torch.dtype, optimizer: Optimizer
+) -> None:
     for dim in DIMS:
-        options, generator = TableOptions(NormalInit(0.0, 0.5)), torch.Generator().manual_seed(dim)
-        narrow, wide = Table(dim, dtype, optimizer, options), Table(dim, optimizer=optimizer, options=options)
+        options, generator = (
+            TableOptions(NormalInit(0.0, 0.5)),
+            torch.Generator().manual_seed(dim),
+        )
+        narrow, wide = (
+            Table(dim, dtype, optimizer, options),
+            Table(dim, optimizer=optimizer, options=options),
+        )
         ids = torch.arange(8)
         wide.lookup(ids, train=True)
         wide.insert(ids, narrow.lookup(ids, train=True).float())
         for _ in range(5):
-            batch, grads = torch.randint(0, 8, (6,), generator=generator), torch.randn(6, dim, generator=generator)
+            batch, grads = (
+                torch.randint(0, 8, (6,), generator=generator),
+                torch.randn(6, dim, generator=generator),
+            )
             narrow.update(batch, grads)
             wide.update(batch, grads)
             wide.insert(ids, wide.lookup(ids).to(dtype).float())
@@ -91,7 +124,9 @@ def test_updates_are_float32_updates_rounded_at_each_step(dtype: torch.dtype, op
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_bags_equal_torch_with_rows_rounded_at_each_step(dtype: torch.dtype, pooling: str, weighted: bool) -> None:
+def test_bags_equal_torch_with_rows_rounded_at_each_step(
+    dtype: torch.dtype, pooling: str, weighted: bool
+) -> None:
     table = Table(20, dtype, SGD(0.1), TableOptions(NormalInit(0.0, 0.5)))
     for exact, rows in train_beside_torch(table, pooling, weighted):
         spacing = 2.0**-10 if dtype is torch.float16 else 2.0**-7
@@ -115,18 +150,26 @@ def test_a_row_takes_half_the_memory(dtype: torch.dtype, optimizer: Optimizer) -
         table = Table(64, kind, optimizer)
         table.lookup(ids, train=True)
         sizes[kind] = table.stats().bytes
-    assert sizes[torch.float32] - sizes[dtype] == pytest.approx(2 * 64 * 20000, rel=0.02)
+    assert sizes[torch.float32] - sizes[dtype] == pytest.approx(
+        2 * 64 * 20000, rel=0.02
+    )
     elements = state_bytes(optimizer, 64) // 256 * 256
     assert sizes[dtype] > (128 + elements) * 20000
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("start", [1.0, 3.0e-6, -0.7])
-def test_random_rounding_has_the_right_mean_and_rounds_to_a_neighbour(dtype: torch.dtype, start: float) -> None:
+def test_random_rounding_has_the_right_mean_and_rounds_to_a_neighbour(
+    dtype: torch.dtype, start: float
+) -> None:
     ids = torch.arange(4000)
-    table = Table(33, dtype, SGD(1.0), TableOptions(ConstantInit(start)), stochastic_rounding=True)
+    table = Table(
+        33, dtype, SGD(1.0), TableOptions(ConstantInit(start)), stochastic_rounding=True
+    )
     before = table.lookup(ids, train=True)
-    step = (torch.nextafter(before[0, 0], torch.tensor(9.0, dtype=dtype)) - before[0, 0]).float().item() * 0.3
+    step = (
+        torch.nextafter(before[0, 0], torch.tensor(9.0, dtype=dtype)) - before[0, 0]
+    ).float().item() * 0.3
     table.update(ids, torch.full((4000, 33), -step))
     exact = before[0, 0].float().item() + step
     after = table.lookup(ids).float()
@@ -136,7 +179,8 @@ def test_random_rounding_has_the_right_mean_and_rounds_to_a_neighbour(dtype: tor
     assert after.mean(0).double().sub(exact).abs().max() < step  # in each column
     unchanged = table.lookup(ids)
     table.update(ids, torch.zeros(4000, 33))
-    assert torch.equal(table.lookup(ids), unchanged)  # values that the type can represent are not changed
+    # values that the type can represent are not changed
+    assert torch.equal(table.lookup(ids), unchanged)
 
 
 def test_random_rounding_keeps_infinities_and_nan() -> None:
@@ -150,12 +194,23 @@ def test_random_rounding_keeps_infinities_and_nan() -> None:
 
 
 def test_random_rounding_depends_on_seed_id_column_and_step_alone() -> None:
-    def rows(ids: torch.Tensor, columns: range = range(40), seed: int = 0, steps: int = 2) -> torch.Tensor:
+    def rows(
+        ids: torch.Tensor, columns: range = range(40), seed: int = 0, steps: int = 2
+    ) -> torch.Tensor:
         options = TableOptions(ConstantInit(1.0), seed=seed)
-        table = Table(40, torch.bfloat16, SGD(1e-3), options, columns=columns, stochastic_rounding=True)
+        table = Table(
+            40,
+            torch.bfloat16,
+            SGD(1e-3),
+            options,
+            columns=columns,
+            stochastic_rounding=True,
+        )
         kernel = PooledKernel([table], [0], "sum")
         for _ in range(steps):
-            kernel(ids, torch.arange(len(ids) + 1), train=True).backward(torch.ones(len(ids), len(columns)))
+            kernel(ids, torch.arange(len(ids) + 1), train=True).backward(
+                torch.ones(len(ids), len(columns))
+            )
         return table.lookup(torch.arange(100))
 
     whole = rows(torch.arange(100))
@@ -169,9 +224,15 @@ def test_random_rounding_depends_on_seed_id_column_and_step_alone() -> None:
 
 def test_random_rounding_of_accumulated_gradients() -> None:
     options = TableOptions(ConstantInit(1.0))
-    tables = [Table(8, torch.bfloat16, SGD(1e-3), options, stochastic_rounding=True) for _ in range(2)]
+    tables = [
+        Table(8, torch.bfloat16, SGD(1e-3), options, stochastic_rounding=True)
+        for _ in range(2)
+    ]
     ids, offsets = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2, 4])
-    kernels = [PooledKernel([tables[0]], [0], "sum", accumulation_steps=2), PooledKernel([tables[1]], [0], "sum")]
+    kernels = [
+        PooledKernel([tables[0]], [0], "sum", accumulation_steps=2),
+        PooledKernel([tables[1]], [0], "sum"),
+    ]
     for _ in range(2):
         kernels[0](ids, offsets, train=True).backward(torch.ones(2, 8))
     kernels[1](ids, offsets, train=True).backward(torch.full((2, 8), 2.0))
@@ -186,19 +247,36 @@ def _digests() -> list[str]:
         for dtype in NARROW:
             every = Table(64, dtype, optimizer=OPTIMIZERS[1])
             every.insert(torch.arange(1024), all_patterns(dtype))
-            digest.update(every.read_rows(torch.arange(1024))["weight"].view(torch.int16).numpy().tobytes())
+            digest.update(
+                every.read_rows(torch.arange(1024))["weight"]
+                .view(torch.int16)
+                .numpy()
+                .tobytes()
+            )
             for optimizer in OPTIMIZERS:
                 number += 1
-                dim, generator = (16, 33, 64)[number % 3], torch.Generator().manual_seed(number)
+                dim, generator = (
+                    (16, 33, 64)[number % 3],
+                    torch.Generator().manual_seed(number),
+                )
                 options = TableOptions(NormalInit(0.0, 1e-3 if number % 2 else 1.0))
-                table = Table(dim, dtype, optimizer, options, stochastic_rounding=number % 4 < 2)
+                table = Table(
+                    dim, dtype, optimizer, options, stochastic_rounding=number % 4 < 2
+                )
                 kernel = PooledKernel([table], [0], "mean")
                 for _ in range(2):
-                    ids, offsets = torch.randint(0, 4000, (9000,), generator=generator), torch.arange(0, 9001, 3)
-                    out = kernel(ids, offsets, torch.rand(9000, generator=generator), train=True)
+                    ids, offsets = (
+                        torch.randint(0, 4000, (9000,), generator=generator),
+                        torch.arange(0, 9001, 3),
+                    )
+                    out = kernel(
+                        ids, offsets, torch.rand(9000, generator=generator), train=True
+                    )
                     out.backward(torch.randn(out.shape, generator=generator))
                     digest.update(out.detach().numpy().tobytes())
-                digest.update(table.lookup(table.ids()).view(torch.int16).numpy().tobytes())
+                digest.update(
+                    table.lookup(table.ids()).view(torch.int16).numpy().tobytes()
+                )
         found.append(digest.hexdigest())
     return found
 
@@ -213,9 +291,13 @@ def test_what_does_not_fit_is_refused() -> None:
     table.update(ids, torch.ones(1, 4, dtype=torch.bfloat16))
     table.insert(ids, torch.ones(1, 4, dtype=torch.bfloat16))
     for call in (table.update, table.insert):
-        with pytest.raises(TypeError, match=r"must be a float32 or bfloat16 tensor, got torch\.float16"):
+        with pytest.raises(
+            TypeError, match=r"must be a float32 or bfloat16 tensor, got torch\.float16"
+        ):
             call(ids, torch.ones(1, 4, dtype=torch.float16))
-    with pytest.raises(ValueError, match=r"dtype must be one of .*bfloat16.*, got torch\.float64"):
+    with pytest.raises(
+        ValueError, match=r"dtype must be one of .*bfloat16.*, got torch\.float64"
+    ):
         Table(4, torch.float64)
     with pytest.raises(TypeError, match="stochastic_rounding must be a bool or None"):
         Table(4, stochastic_rounding=1)  # type: ignore[arg-type]

@@ -15,7 +15,10 @@ def trained(optimizer: Optimizer, dim: int = 5) -> Table:
     table = Table(dim, optimizer=optimizer)
     for step in range(3):
         table.lookup(IDS[step:], train=True)
-        table.update(IDS[step:], torch.randn(5 - step, dim, generator=torch.Generator().manual_seed(step)))
+        table.update(
+            IDS[step:],
+            torch.randn(5 - step, dim, generator=torch.Generator().manual_seed(step)),
+        )
     return table
 
 
@@ -24,7 +27,8 @@ def test_a_copy_goes_on_as_the_original(optimizer: Optimizer) -> None:
     table, copy = trained(optimizer), Table(5, optimizer=optimizer)
     rows = table.read_rows(IDS)
     assert torch.equal(rows["weight"], table.lookup(IDS))
-    copy.insert(IDS[:2], torch.ones(2, 5))  # write_rows replaces existing rows, with all of their state
+    # write_rows replaces existing rows, with all of their state
+    copy.insert(IDS[:2], torch.ones(2, 5))
     copy.write_rows(IDS, rows)
     for name, value in copy.read_rows(IDS).items():
         assert torch.equal(value, rows[name]), name
@@ -45,7 +49,11 @@ def test_of_duplicates_the_last_wins() -> None:
     numbers = torch.tensor([1, 2])
     table.write_rows(
         torch.tensor([7, 7]),
-        {"weight": torch.tensor([[1.0, 1.0], [2.0, 3.0]]), "last_step": numbers, "frequency": numbers},
+        {
+            "weight": torch.tensor([[1.0, 1.0], [2.0, 3.0]]),
+            "last_step": numbers,
+            "frequency": numbers,
+        },
     )
     assert table.lookup(torch.tensor([7])).tolist() == [[2.0, 3.0]]
     assert table.read_rows(torch.tensor([7]))["last_step"].tolist() == [2]
@@ -64,6 +72,8 @@ def test_what_does_not_fit_is_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             table.write_rows(IDS, {**rows, **change})
-    with pytest.raises(TypeError, match="rows must be a mapping as read_rows returns it, got Tensor"):
+    with pytest.raises(
+        TypeError, match="rows must be a mapping as read_rows returns it, got Tensor"
+    ):
         table.write_rows(IDS, rows["weight"])  # type: ignore[arg-type]
     assert torch.equal(table.read_rows(IDS)["weight"], rows["weight"])

@@ -1,4 +1,6 @@
-"""The directories of cold stores in RocksDB: those of killed processes are removed, whenever the kill came."""
+"""The directories of cold stores in RocksDB: those of killed processes are removed,
+whenever the kill came.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def opened(root: Path, name: str = "mine") -> ColdStore:
 
 def files(root: Path) -> list[str]:
     """Returns the paths of all files and directories below a root, except its lock."""
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path != root / "lock")
+    return sorted(
+        str(path.relative_to(root)) for path in root.rglob("*") if path != root / "lock"
+    )
 
 
 def kill_one(root: Path, moment: str) -> ForkedCommand:
@@ -65,10 +69,17 @@ def test_nothing_of_three_killed_processes_is_left(moment: str, tmp_path: Path) 
 
 
 def test_directories_of_processes_that_are_killed_at_once(tmp_path: Path) -> None:
-    with living(tmp_path / "cold"), living(tmp_path / "cold"), living(tmp_path / "another"):
+    with (
+        living(tmp_path / "cold"),
+        living(tmp_path / "cold"),
+        living(tmp_path / "another"),
+    ):
         assert all(run.bytes > 0 for run in run_directories(tmp_path))
     mine = opened(tmp_path / "cold", "mine/0")
-    assert [(run.shard, run.alive) for run in run_directories(tmp_path)] == [("living/0", False), ("mine/0", True)]
+    assert [(run.shard, run.alive) for run in run_directories(tmp_path)] == [
+        ("living/0", False),
+        ("mine/0", True),
+    ]
     mine.close()
     opened(tmp_path / "another").close()
     assert files(tmp_path / "cold") == files(tmp_path / "another") == []
@@ -76,11 +87,16 @@ def test_directories_of_processes_that_are_killed_at_once(tmp_path: Path) -> Non
 
 def test_what_is_not_a_run_directory_stays(tmp_path: Path) -> None:
     mine = opened(tmp_path / "cold")
-    strangers = [tmp_path / "cold/mine/run-of-a-stranger", tmp_path / "logs/mine/run-0123456789ab"]
+    strangers = [
+        tmp_path / "cold/mine/run-of-a-stranger",
+        tmp_path / "logs/mine/run-0123456789ab",
+    ]
     for stranger in strangers:
         stranger.mkdir(parents=True)
         (stranger / "lock").touch()
-    assert [run.path.parent.parent for run in run_directories(tmp_path)] == [tmp_path / "cold"]
+    assert [run.path.parent.parent for run in run_directories(tmp_path)] == [
+        tmp_path / "cold"
+    ]
     mine.close()
     opened(tmp_path / "cold").close()
     assert all(stranger.is_dir() for stranger in strangers)
@@ -91,7 +107,11 @@ def test_the_owner_of_an_older_version_is_not_known(tmp_path: Path) -> None:
     """Older versions lock an empty file."""
     mine = opened(tmp_path)
     (run,) = run_directories(tmp_path)
-    assert (run.alive, run.pid, run.owner) == (True, os.getpid(), f"process {os.getpid()} on host {run.host}")
+    assert (run.alive, run.pid, run.owner) == (
+        True,
+        os.getpid(),
+        f"process {os.getpid()} on host {run.host}",
+    )
     os.truncate(run.path / "lock", 0)
     (run,) = run_directories(tmp_path)
     assert (run.alive, run.pid, run.owner) == (True, None, "a process")
@@ -110,7 +130,9 @@ def test_a_forked_process_does_not_remove_the_directory(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-def test_a_directory_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kill_one(tmp_path, "written")
     (run,) = run_directories(tmp_path)
 
@@ -119,7 +141,9 @@ def test_a_directory_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", refuse)
-        with pytest.warns(RecStoreWarning, match=f"{run.path} .* has ended.*Permission denied"):
+        with pytest.warns(
+            RecStoreWarning, match=f"{run.path} .* has ended.*Permission denied"
+        ):
             mine = opened(tmp_path)
     mine.close()
     opened(tmp_path).close()
@@ -132,13 +156,20 @@ def test_directories_are_listed_without_torch(tmp_path: Path) -> None:
         "import sys; from torchrec_recstore.run_directories import run_directories\n"
         "print(len(run_directories(sys.argv[1])), 'torch' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert run.stdout.split() == ["1", "False"]
     mine.close()
 
 
 @pytest.mark.parametrize("name", ["lock", "shared", "%6Cock", "lock "])
-def test_a_table_with_the_name_of_a_file_of_the_store(tmp_path: Path, name: str) -> None:
+def test_a_table_with_the_name_of_a_file_of_the_store(
+    tmp_path: Path, name: str
+) -> None:
     """The path of a store also has its lock, and the rows of SSDStore that are shared."""
     shared = SSDStore(str(tmp_path), shared="run-0123456789ab")
     with closing(open_cold_store(shared, name="t", row_bytes=8)) as rows:

@@ -1,4 +1,6 @@
-"""Eviction by the user's scores, and by occurrences: the options, the calls, cold stores, copies and snapshots."""
+"""Eviction by the user's scores, and by occurrences: the options, the calls, cold
+stores, copies and snapshots.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from torchrec_recstore import ops
 from torchrec_recstore.encoding import decode, encode
 from torchrec_recstore.kernels import PooledKernel, SequenceKernel
 from torchrec_recstore.optim import SGD
-from torchrec_recstore.options import LFU, LRU, MAX_SCORE, Scored, SSDStore, TableOptions
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    MAX_SCORE,
+    Scored,
+    SSDStore,
+    TableOptions,
+)
 from torchrec_recstore.store import ColdStoreError, Table
 from torchrec_recstore.store.cold_tier import ColdTier
 
@@ -46,8 +55,11 @@ def test_the_lowest_scores_leave_and_new_rows_stay() -> None:
     assert table.set_scores(TEN, scores) == 10
     order = [9, 4, 1, 2, 7, 5, 3, 0, 6, 8]
     for number in range(3):
-        table.lookup(torch.tensor([100 + number]), train=True)  # a new row has no score, so that it is not the lowest
-        assert table.ids().tolist() == sorted([*order[number + 1 :], *range(100, 101 + number)])
+        # a new row has no score, so that it is not the lowest
+        table.lookup(torch.tensor([100 + number]), train=True)
+        assert table.ids().tolist() == sorted(
+            [*order[number + 1 :], *range(100, 101 + number)]
+        )
     # 2 and 7 have the same score, 0 and -0: the one that was used last stays.
     table.lookup(torch.tensor([2]), train=True)
     table.lookup(torch.tensor([103]), train=True)
@@ -84,17 +96,30 @@ def test_what_a_call_of_set_scores_does() -> None:
     before = table.read_rows(TEN[:5])
     assert table.set_scores(torch.tensor([3, 99, 3, 1, -7]), floats(1, 2, 3, 4, 5)) == 2
     after = table.read_rows(TEN[:5])
-    assert after["frequency"].tolist() == [0, ops.encoded_score(4), 0, ops.encoded_score(3), 0]
-    assert all(torch.equal(after[key], before[key]) for key in before if key != "frequency")
+    assert after["frequency"].tolist() == [
+        0,
+        ops.encoded_score(4),
+        0,
+        ops.encoded_score(3),
+        0,
+    ]
+    assert all(
+        torch.equal(after[key], before[key]) for key in before if key != "frequency"
+    )
     table.lookup(torch.tensor([99]), train=True)
-    assert codes(table, torch.tensor([99])) == [0], "a score for an id without a row is not kept"
+    assert codes(table, torch.tensor([99])) == [0], (
+        "a score for an id without a row is not kept"
+    )
     assert table.set_scores(TEN[:0], floats()) == 0
     strided = torch.arange(20)[::4]
     assert table.set_scores(strided, torch.arange(10, dtype=torch.float32)[::2]) == 2
     assert codes(table, TEN[[0, 4]]) == [ops.encoded_score(0), ops.encoded_score(2)]
     table.lookup(TEN[:5], train=True)
     table.update(TEN[:5], torch.ones(5, 4))
-    assert codes(table, TEN[[0, 4]]) == [ops.encoded_score(0), ops.encoded_score(2)], "steps change no score"
+    assert codes(table, TEN[[0, 4]]) == [
+        ops.encoded_score(0),
+        ops.encoded_score(2),
+    ], "steps change no score"
 
 
 @pytest.mark.parametrize(
@@ -103,24 +128,37 @@ def test_what_a_call_of_set_scores_does() -> None:
         (TEN.int(), floats(*range(10)), TypeError, "ids must be an int64 tensor"),
         (TEN, TEN, TypeError, "scores must be a float32 tensor, got"),
         (TEN, TEN.double(), TypeError, "scores must be a float32 tensor, got"),
-        (TEN, floats(1), ValueError, r"scores must have the shape of ids, \(10,\), got \(1,\)"),
+        (
+            TEN,
+            floats(1),
+            ValueError,
+            r"scores must have the shape of ids, \(10,\), got \(1,\)",
+        ),
         (TEN[:2], floats(1, math.nan), ValueError, "scores must be finite, got nan"),
         (TEN[:2], floats(1, math.inf), ValueError, "scores must be finite, got inf"),
     ],
 )
-def test_wrong_scores_are_refused(ids: Tensor, scores: Tensor, kind: type[Exception], message: str) -> None:
+def test_wrong_scores_are_refused(
+    ids: Tensor, scores: Tensor, kind: type[Exception], message: str
+) -> None:
     table = scored()
     table.lookup(TEN, train=True)
     with pytest.raises(kind, match=message):
         table.set_scores(ids, scores)
     assert codes(table, TEN) == [0] * 10
     plain = Table(4, options=TableOptions(max_rows=10, eviction=LRU()), name="plain")
-    with pytest.raises(ValueError, match=r"table 'plain' does not evict by scores: its eviction is LRU\(\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"table 'plain' does not evict by scores: its eviction is LRU\(\)",
+    ):
         plain.set_scores(TEN, torch.ones(10))
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.floats(width=32, allow_nan=False, allow_infinity=False), st.floats(width=32, allow_nan=False))
+@given(
+    st.floats(width=32, allow_nan=False, allow_infinity=False),
+    st.floats(width=32, allow_nan=False),
+)
 def test_encoded_scores_ascend(one: float, other: float) -> None:
     """The Python code and the native code encode a score as the same number."""
     assert (ops.encoded_score(one) < ops.encoded_score(other)) == (one < other)
@@ -131,7 +169,14 @@ def test_encoded_scores_ascend(one: float, other: float) -> None:
 
 
 def test_options_and_their_copies() -> None:
-    for eviction in (Scored(), Scored(-1.5), Scored(MAX_SCORE), LFU(count="occurrences"), LFU(3, "occurrences"), LFU()):
+    for eviction in (
+        Scored(),
+        Scored(-1.5),
+        Scored(MAX_SCORE),
+        LFU(count="occurrences"),
+        LFU(3, "occurrences"),
+        LFU(),
+    ):
         options = TableOptions(max_rows=3, eviction=eviction)
         assert decode(encode(options, {}), {}) == options
         assert hash(options) == hash(TableOptions(max_rows=3, eviction=eviction))
@@ -140,17 +185,26 @@ def test_options_and_their_copies() -> None:
     assert (repr(Scored()), repr(Scored(0.5))) == ("Scored()", "Scored(default=0.5)")
     assert "count" not in encode(LFU(), {}), "earlier versions can read it"
     for wrong in (math.nan, -math.inf, 1e39, -1e39):
-        with pytest.raises(ValueError, match=r"Scored\.default must be a float32 number or infinity, got"):
+        with pytest.raises(
+            ValueError,
+            match=r"Scored\.default must be a float32 number or infinity, got",
+        ):
             Scored(wrong)
     for kind in ("0.5", True, None):
         with pytest.raises(TypeError, match=r"Scored\.default must be a number"):
             Scored(kind)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"LFU\.count must be 'steps' or 'occurrences', got 'rows'"):
+    with pytest.raises(
+        ValueError, match=r"LFU\.count must be 'steps' or 'occurrences', got 'rows'"
+    ):
         LFU(count="rows")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"TableOptions\.eviction needs max_rows"):
         TableOptions(eviction=Scored())
-    with pytest.raises(ValueError, match=r"eviction=Scored\(\) cannot be used with a shared cold store"):
-        TableOptions(max_rows=3, eviction=Scored(), cold_store=SSDStore("/tmp/x", shared="rows"))
+    with pytest.raises(
+        ValueError, match=r"eviction=Scored\(\) cannot be used with a shared cold store"
+    ):
+        TableOptions(
+            max_rows=3, eviction=Scored(), cold_store=SSDStore("/tmp/x", shared="rows")
+        )
 
 
 class ScoredOracle:
@@ -177,13 +231,17 @@ class ScoredOracle:
         rows = table.read_rows(ids)
         expected = [self.rows[id_] for id_ in ids.tolist()]
         assert rows["last_step"].tolist() == [step for _, step in expected]
-        assert rows["frequency"].tolist() == [0 if score is None else ops.encoded_score(score) for score, _ in expected]
+        assert rows["frequency"].tolist() == [
+            0 if score is None else ops.encoded_score(score) for score, _ in expected
+        ]
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_scores_of_cold_rows(data: st.DataObject) -> None:
-    """No row is lost, cold rows keep their scores and get new ones, and a delta has the rows whose scores changed."""
+    """No row is lost, cold rows keep their scores and get new ones, and a delta has the
+    rows whose scores changed.
+    """
     table = scored(12, cold_store=DictStoreOptions())
     oracle = ScoredOracle()
     some_ids = st.lists(st.integers(0, 40), max_size=10)
@@ -197,8 +255,14 @@ def test_scores_of_cold_rows(data: st.DataObject) -> None:
             oracle.lookup(ids)
             changed |= set(ids)
         elif what == "score":
-            scores = data.draw(st.lists(st.floats(-4, 4, width=16), min_size=len(ids), max_size=len(ids)))
-            number = table.set_scores(torch.tensor(ids, dtype=torch.int64), floats(*scores))
+            scores = data.draw(
+                st.lists(
+                    st.floats(-4, 4, width=16), min_size=len(ids), max_size=len(ids)
+                )
+            )
+            number = table.set_scores(
+                torch.tensor(ids, dtype=torch.int64), floats(*scores)
+            )
             assert number == oracle.set_scores(ids, scores)
             changed |= set(ids) & oracle.rows.keys()
         elif what == "remove":
@@ -212,7 +276,9 @@ def test_scores_of_cold_rows(data: st.DataObject) -> None:
                 part = delta.read(len(delta))
             assert set(part.ids.tolist()) == changed
             expected = [oracle.rows[id_][0] for id_ in part.ids.tolist()]
-            assert part.rows["frequency"].tolist() == [0 if x is None else ops.encoded_score(x) for x in expected]
+            assert part.rows["frequency"].tolist() == [
+                0 if x is None else ops.encoded_score(x) for x in expected
+            ]
             changed = set()
         oracle.check(table)
         assert table.stats().rows <= 12
@@ -232,11 +298,20 @@ def test_cold_rows_stay_cold_and_failures_can_be_repeated() -> None:
         DictStore.failing = False
     assert table.set_scores(torch.arange(20), torch.arange(20).float()) == 20
     after = table.stats()
-    assert (after.rows, after.cold_rows, after.evicted) == (before.rows, before.cold_rows, before.evicted)
-    assert codes(table, torch.arange(20)) == [ops.encoded_score(float(i)) for i in range(20)]
+    assert (after.rows, after.cold_rows, after.evicted) == (
+        before.rows,
+        before.cold_rows,
+        before.evicted,
+    )
+    assert codes(table, torch.arange(20)) == [
+        ops.encoded_score(float(i)) for i in range(20)
+    ]
     table.lookup(torch.tensor([3]), train=True)
     assert isinstance(table.tier, ColdTier)
-    assert set(ops.table_ids(table.handle).tolist()) == {3, *range(11, 20)}, "10 had the lowest score in memory"
+    assert set(ops.table_ids(table.handle).tolist()) == {
+        3,
+        *range(11, 20),
+    }, "10 had the lowest score in memory"
 
 
 def test_scores_are_copied_with_the_rows(tmp_path: Path) -> None:
@@ -256,7 +331,9 @@ def test_scores_are_copied_with_the_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_occurrences_of_all_features_count_whatever_ends_the_step(threads: int) -> None:
-    """The features of a table, a lookup of the table itself, and sequences count the same, on any number of threads."""
+    """The features of a table, a lookup of the table itself, and sequences count the
+    same, on any number of threads.
+    """
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(1)
     ids = (torch.rand(6000, generator=generator) ** 4 * 50).long()
@@ -275,7 +352,11 @@ def test_occurrences_of_all_features_count_whatever_ends_the_step(threads: int) 
         for ends in ("backward", "freed"):
             table = Table(4, options=options)
             kernel = PooledKernel([table], [0] * features, "sum")
-            out = kernel(ids, torch.arange(0, 6001, 4 // features if features < 3 else 1), train=True)
+            out = kernel(
+                ids,
+                torch.arange(0, 6001, 4 // features if features < 3 else 1),
+                train=True,
+            )
             if ends == "backward":
                 out.backward(torch.ones_like(out))
             del out

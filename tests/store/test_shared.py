@@ -1,4 +1,6 @@
-"""Tables with a shared cold store: they read each other's rows, and refuse calls that need all jobs' rows."""
+"""Tables with a shared cold store: they read each other's rows, and refuse calls that
+need all jobs' rows.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,24 @@ def _anew() -> Iterator[None]:
     DictStore.failing = False
 
 
-def shared(max_rows: int = MAX_ROWS, optimizer: Any = ADAM, owned: Any = None, **options: Any) -> Table:
+def shared(
+    max_rows: int = MAX_ROWS, optimizer: Any = ADAM, owned: Any = None, **options: Any
+) -> Table:
     bounds = {"max_rows": max_rows, "cold_store": SharedDictOptions()}
-    return Table(DIM, optimizer=optimizer, options=TableOptions(**{**bounds, **options}), owned=owned)
+    return Table(
+        DIM,
+        optimizer=optimizer,
+        options=TableOptions(**{**bounds, **options}),
+        owned=owned,
+    )
 
 
 def batches(n: int, seed: int = 0, ids: int = 2000) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [(torch.rand(300, generator=generator) ** 3 * ids).long().unique()[:150] - 50 for _ in range(n)]
+    return [
+        (torch.rand(300, generator=generator) ** 3 * ids).long().unique()[:150] - 50
+        for _ in range(n)
+    ]
 
 
 def train(some: list[Tensor], *tables: Table) -> None:
@@ -47,7 +59,9 @@ def train(some: list[Tensor], *tables: Table) -> None:
 
 
 def assert_same(table: Table, whole: Table) -> None:
-    """Asserts that the tables have the same rows, and that no last step is later than the table's clock."""
+    """Asserts that the tables have the same rows, and that no last step is later than
+    the table's clock.
+    """
     ids = whole.ids()
     assert torch.equal(table.ids(), ids)
     assert len(table) == len(ids)
@@ -65,8 +79,18 @@ def test_a_shared_store_of_a_third_party() -> None:
 @pytest.mark.parametrize(
     ("broken", "promise"),
     [
-        ({"close": lambda store: store.rows.clear()}, "keeps its rows when it is closed"),
-        ({"ids": lambda store: torch.tensor(list(store.rows)[1:], dtype=torch.int64)}, "ids returns every id once"),
+        (
+            {"close": lambda store: store.rows.clear()},
+            "keeps its rows when it is closed",
+        ),
+        (
+            {
+                "ids": lambda store: torch.tensor(
+                    list(store.rows)[1:], dtype=torch.int64
+                )
+            },
+            "ids returns every id once",
+        ),
         (
             {"__init__": lambda store, rows, row_bytes: _init(store, {}, row_bytes)},
             "stores of one name have the same rows",
@@ -79,7 +103,9 @@ def test_broken_shared_stores_do_not_pass(
 ) -> None:
     for name, call in broken.items():
         monkeypatch.setattr(SharedDictStore, name, call)
-    with pytest.raises(AssertionError, match=f"broken promise of a cold store: .*{promise}"):
+    with pytest.raises(
+        AssertionError, match=f"broken promise of a cold store: .*{promise}"
+    ):
         check_cold_store(SharedDictOptions())
 
 
@@ -105,7 +131,9 @@ def test_a_table_reads_what_another_has_trained() -> None:
     assert len(WRITTEN) == written  # a reader writes nothing when it is closed
 
 
-@pytest.mark.parametrize("options", [{}, {"eviction": LFU()}, {"admission": MinFrequency(1)}])
+@pytest.mark.parametrize(
+    "options", [{}, {"eviction": LFU()}, {"admission": MinFrequency(1)}]
+)
 def test_another_table_goes_on_where_one_was_closed(options: dict[str, Any]) -> None:
     one, whole = shared(**options), Table(DIM, optimizer=ADAM)
     train(batches(20), one, whole)
@@ -125,7 +153,10 @@ def test_tables_of_another_name_or_columns_are_apart() -> None:
     train(batches(5), one := shared())
     one.flush()
     options = one.options
-    for other in (Table(DIM, optimizer=ADAM, options=options, name="other"), shared(cold_store=SharedDictOptions("b"))):
+    for other in (
+        Table(DIM, optimizer=ADAM, options=options, name="other"),
+        shared(cold_store=SharedDictOptions("b")),
+    ):
         assert len(other) == 0
     assert len(Table(DIM, optimizer=ADAM, options=options, columns=range(2))) == 0
 
@@ -169,7 +200,8 @@ def test_of_two_tables_the_last_write_wins_row_by_row() -> None:
     one.flush()
     other.update(ids, torch.full((10, DIM), -1.0))
     other.flush()
-    one.update(ids[:3], torch.full((3, DIM), -5.0))  # it updates its own copies in memory
+    # it updates its own copies in memory
+    one.update(ids[:3], torch.full((3, DIM), -5.0))
     assert one.lookup(ids)[:, 0].tolist() == [5.0] * 3 + [0.0] * 7
     one.flush()
     reader = shared(optimizer=SGD(lr=1.0))
@@ -183,7 +215,10 @@ def test_a_refresh_keeps_what_a_backward_needs() -> None:
     table, whole = shared(), Table(DIM, optimizer=ADAM)
     train(batches(3), table, whole)
     ids = whole.ids()[10:20]
-    outs = [PooledKernel([each], [0], "sum")(ids, torch.arange(11), train=True) for each in (table, whole)]
+    outs = [
+        PooledKernel([each], [0], "sum")(ids, torch.arange(11), train=True)
+        for each in (table, whole)
+    ]
     table.refresh()
     assert table.stats().rows == 10
     for out in outs:
@@ -194,12 +229,17 @@ def test_a_refresh_keeps_what_a_backward_needs() -> None:
 
 
 @pytest.mark.parametrize("moment", ["flush", "_changed", "_put"])
-def test_a_backward_in_the_midst_of_a_refresh_is_not_lost(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_in_the_midst_of_a_refresh_is_not_lost(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table, whole = shared(), Table(DIM, optimizer=ADAM)
     train(batches(3), table, whole)
     table.flush()
     ids = whole.ids()[10:20]
-    outs = [PooledKernel([each], [0], "sum")(ids, torch.arange(11), train=True) for each in (table, whole)]
+    outs = [
+        PooledKernel([each], [0], "sum")(ids, torch.arange(11), train=True)
+        for each in (table, whole)
+    ]
     tier = table.tier
     assert tier is not None
     call, pending = getattr(tier, moment), True
@@ -281,7 +321,10 @@ def test_shards_of_rows_share_a_store_and_see_their_own() -> None:
         return lambda ids: ids % 3 == rest
 
     whole = Table(DIM, optimizer=SGD(lr=0.1))
-    shards = [shared(owned=of_rest(rest), max_rows=70, optimizer=SGD(lr=0.1)) for rest in range(3)]
+    shards = [
+        shared(owned=of_rest(rest), max_rows=70, optimizer=SGD(lr=0.1))
+        for rest in range(3)
+    ]
     for batch in batches(20):
         train([batch], whole)
         for rest, shard in enumerate(shards):
@@ -318,13 +361,20 @@ def test_what_a_shared_store_does_not_allow_is_said() -> None:
     train(batches(5), table)
     rows = table.read_rows(table.ids())
     mark = table.mark()
-    with pytest.raises(ValueError, match=r"table 'table'.*SharedDictOptions.*is shared.*save the whole table"):
+    with pytest.raises(
+        ValueError,
+        match=r"table 'table'.*SharedDictOptions.*is shared.*save the whole table",
+    ):
         table.snapshot(mark)
     with pytest.raises(ValueError, match=r"table 'table'.*is shared"):
         table.empty_copy()
     with pytest.raises(ValueError, match=r"table 'table'.*is shared"):
         table.exchange_rows(shared())
-    private = Table(DIM, optimizer=ADAM, options=TableOptions(max_rows=MAX_ROWS, cold_store=DictStoreOptions()))
+    private = Table(
+        DIM,
+        optimizer=ADAM,
+        options=TableOptions(max_rows=MAX_ROWS, cold_store=DictStoreOptions()),
+    )
     with pytest.raises(ValueError, match=r"table 'table'.*is shared"):
         private.exchange_rows(table)
     for without in (private, Table(DIM)):
@@ -335,9 +385,15 @@ def test_what_a_shared_store_does_not_allow_is_said() -> None:
     table.flush()
     with table.snapshot(), pytest.raises(ValueError, match="being saved"):
         table.flush()
-    with pytest.raises(ValueError, match=r"TableOptions\.expiry cannot be used with a shared cold store"):
+    with pytest.raises(
+        ValueError,
+        match=r"TableOptions\.expiry cannot be used with a shared cold store",
+    ):
         shared(expiry=Expiry(5))
-    assert all(torch.equal(value, rows[key]) for key, value in table.read_rows(table.ids()).items())
+    assert all(
+        torch.equal(value, rows[key])
+        for key, value in table.read_rows(table.ids()).items()
+    )
 
 
 def _of_type(dtype: torch.dtype) -> Table:

@@ -1,4 +1,6 @@
-"""What admission has counted in any number of shards is divided and merged id by id, and admits nobody by mistake."""
+"""What admission has counted in any number of shards is divided and merged id by id,
+and admits nobody by mistake.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def rows(shards: Sequence[Table]) -> int:
 
 @pytest.mark.parametrize("shards", [1, 2, 4, 7, 16])
 def test_new_ids_that_are_seen_once_get_no_rows_after_a_merge(shards: int) -> None:
-    """With counters that have room for a part of the ids, and with counters that have room for all of them."""
+    """With counters that have room for a part of the ids, and with counters that have
+    room for all of them.
+    """
     for counter_bytes in (2**16, 2**23):
         before = tables(shards, counter_bytes)
         rng = torch.Generator().manual_seed(0)
@@ -53,7 +57,9 @@ def test_new_ids_that_are_seen_once_get_no_rows_after_a_merge(shards: int) -> No
         assert len(one) == 0
 
 
-def test_from_1_to_16_to_1_to_7_shards_admission_goes_on_as_if_nothing_had_moved() -> None:
+def test_from_1_to_16_to_1_to_7_shards_admission_goes_on_as_if_nothing_had_moved() -> (
+    None
+):
     counter_bytes = 2**22
     undisturbed, shards = tables(1, counter_bytes), tables(1, counter_bytes)
     rng = torch.Generator().manual_seed(0)
@@ -69,11 +75,15 @@ def test_from_1_to_16_to_1_to_7_shards_admission_goes_on_as_if_nothing_had_moved
     assert 0 < admitted[0] < admitted[1] < admitted[2]
     see(undisturbed, torch.arange(60_000))
     see(shards, torch.arange(60_000))
-    assert torch.equal(torch.cat([table.ids() for table in shards]).sort().values, undisturbed[0].ids())
+    assert torch.equal(
+        torch.cat([table.ids() for table in shards]).sort().values, undisturbed[0].ids()
+    )
 
 
 def test_a_counter_without_room_for_all_forgets_the_older_ones() -> None:
-    """Of two full counters, the one that gets both remembers as many ids as it has room for, and the newest first."""
+    """Of two full counters, the one that gets both remembers as many ids as it has room
+    for, and the newest first.
+    """
     counter_bytes = 2**12
     generation = counter_bytes // 128 * 6
     before = tables(2, counter_bytes)

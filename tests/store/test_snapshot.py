@@ -1,4 +1,7 @@
-"""A snapshot has the rows as they were when it was taken. Marks record which rows are changed and removed later."""
+"""A snapshot has the rows as they were when it was taken.
+
+Marks record which rows are changed and removed later.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,14 @@ def read_all(snapshot: Snapshot, size: int = 7, polite: bool = False) -> Rows:
 
 
 def same(one: Rows, other: Rows) -> bool:
-    return torch.equal(one[0], other[0]) and all(torch.equal(one[1][key], other[1][key]) for key in one[1] | other[1])
+    return torch.equal(one[0], other[0]) and all(
+        torch.equal(one[1][key], other[1][key]) for key in one[1] | other[1]
+    )
 
 
-def trained(optimizer: Optimizer, ids: Tensor, dtype: torch.dtype = torch.float32) -> Table:
+def trained(
+    optimizer: Optimizer, ids: Tensor, dtype: torch.dtype = torch.float32
+) -> Table:
     table = Table(4, dtype, optimizer)
     table.lookup(ids, train=True)
     table.update(ids, torch.randn(len(ids), 4))
@@ -46,18 +53,29 @@ def trained(optimizer: Optimizer, ids: Tensor, dtype: torch.dtype = torch.float3
 CHANGES: dict[str, Callable[[Table], object]] = {
     "update": lambda t: t.update(torch.arange(0, 300, 3), torch.ones(100, 4)),
     "insert": lambda t: t.insert(torch.arange(150, 250), torch.ones(100, 4)),
-    "write_rows": lambda t: t.write_rows(torch.arange(50), t.read_rows(torch.arange(50, 100))),
+    "write_rows": lambda t: t.write_rows(
+        torch.arange(50), t.read_rows(torch.arange(50, 100))
+    ),
     "remove": lambda t: t.remove(torch.arange(0, 200, 2)),
     "remove all": lambda t: t.remove(t.ids()),
     "new rows": lambda t: t.lookup(torch.arange(1000, 60_000), train=True),
-    "remove and come back": lambda t: (t.remove(torch.arange(99)), t.lookup(torch.arange(99), train=True)),
+    "remove and come back": lambda t: (
+        t.remove(torch.arange(99)),
+        t.lookup(torch.arange(99), train=True),
+    ),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("optimizer", [SGD(0.1), RowWiseAdagrad(0.1), Adam(0.1)], ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize(
+    "optimizer",
+    [SGD(0.1), RowWiseAdagrad(0.1), Adam(0.1)],
+    ids=lambda o: type(o).__name__,
+)
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_do_not_show_in_a_snapshot(change: str, optimizer: Optimizer, dtype: torch.dtype) -> None:
+def test_changes_do_not_show_in_a_snapshot(
+    change: str, optimizer: Optimizer, dtype: torch.dtype
+) -> None:
     table = trained(optimizer, torch.arange(-100, 200), dtype)
     before = rows_of(table)
     with table.snapshot() as snapshot:
@@ -72,7 +90,11 @@ def test_changes_do_not_show_in_a_snapshot(change: str, optimizer: Optimizer, dt
 def test_a_training_lookup_is_a_change_and_an_evaluation_is_none() -> None:
     table = Table(2)
     table.lookup(torch.arange(10), train=True)
-    for ids, train, changed in (([3, 1, 3, 99], True, [1, 3, 99]), ([4, 5, 98], False, []), ([], True, [])):
+    for ids, train, changed in (
+        ([3, 1, 3, 99], True, [1, 3, 99]),
+        ([4, 5, 98], False, []),
+        ([], True, []),
+    ):
         mark = table.mark()
         table.lookup(torch.tensor(ids, dtype=torch.int64), train=train)
         with table.snapshot(mark) as snapshot:
@@ -91,7 +113,8 @@ def test_a_forward_that_is_pending_when_it_begins_changes_nothing_in_it() -> Non
 
 
 def test_it_is_of_one_moment_while_another_thread_trains() -> None:
-    # Every update adds the same value to all rows, so that a row of another time would differ from the others.
+    # Every update adds the same value to all rows, so that a row of another time would
+    # differ from the others.
     table = Table(8, optimizer=SGD(1.0))
     ids = torch.randperm(50_000) - 25_000
     table.insert(ids, torch.zeros(len(ids), 8))
@@ -126,14 +149,18 @@ def test_it_is_of_one_moment_while_another_thread_trains() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["touch", "remove", "insert", "mark", "locate"]), st.lists(st.integers(0, 40))),
+        st.tuples(
+            st.sampled_from(["touch", "remove", "insert", "mark", "locate"]),
+            st.lists(st.integers(0, 40)),
+        ),
         max_size=40,
     )
 )
 @settings(max_examples=150, deadline=None)
 def test_marks_against_a_model(script: list[tuple[str, list[int]]]) -> None:
     table = Table(2, optimizer=SGD(1.0))
-    table.insert(torch.arange(1000, 2000), torch.ones(1000, 2))  # Few of the rows change.
+    # Few of the rows change.
+    table.insert(torch.arange(1000, 2000), torch.ones(1000, 2))
     present: set[int] = set()
     marks: list[tuple[int, set[int], set[int]]] = [(table.mark(), set(), set())]
     for action, numbers in script:
@@ -173,13 +200,19 @@ def test_old_marks_are_forgotten_and_recent_ones_are_not() -> None:
     for i in range(600):
         marks.append(table.mark())
         table.update(torch.tensor([i % 10]), torch.ones(1, 2))
-    with pytest.raises(ValueError, match="the changes since this mark are no longer known"):
+    with pytest.raises(
+        ValueError, match="the changes since this mark are no longer known"
+    ):
         table.snapshot(marks[0])
-    with pytest.raises(ValueError, match="the changes since this mark are no longer known"):
+    with pytest.raises(
+        ValueError, match="the changes since this mark are no longer known"
+    ):
         table.snapshot(marks[-1] + 1)
     for back in (1, 5, 127):
         with table.snapshot(marks[-back]) as snapshot:
-            assert read_all(snapshot)[0].tolist() == sorted({(600 - k) % 10 for k in range(1, back + 1)})
+            assert read_all(snapshot)[0].tolist() == sorted(
+                {(600 - k) % 10 for k in range(1, back + 1)}
+            )
 
 
 def test_ids_that_left_are_not_listed_where_more_left_than_stay() -> None:
@@ -215,14 +248,21 @@ def test_one_snapshot_at_a_time() -> None:
 
 
 def test_exchanged_rows_come_with_their_clocks() -> None:
-    table, other = trained(Adam(0.1), torch.arange(100)), trained(Adam(0.1), torch.arange(50, 60))
+    table, other = (
+        trained(Adam(0.1), torch.arange(100)),
+        trained(Adam(0.1), torch.arange(50, 60)),
+    )
     other.set_state(replace(other.state(), steps=77))
     rows, others = rows_of(table), rows_of(other)
     table.exchange_rows(other)
     assert same(rows_of(table), others)
     assert same(rows_of(other), rows)
     assert (table.steps, other.steps) == (77, 1)
-    for stranger in (Table(4, optimizer=SGD(0.1)), Table(5, optimizer=Adam(0.1)), Table(4, torch.float16, Adam(0.1))):
+    for stranger in (
+        Table(4, optimizer=SGD(0.1)),
+        Table(5, optimizer=Adam(0.1)),
+        Table(4, torch.float16, Adam(0.1)),
+    ):
         with pytest.raises(ValueError, match="different shapes"):
             table.exchange_rows(stranger)
     with pytest.raises(ValueError, match="itself"):
@@ -238,11 +278,15 @@ def test_one_changed_row_of_a_wide_table_is_kept() -> None:
 
 
 def test_marks_do_not_outlive_an_exchange() -> None:
-    table, other = trained(SGD(0.1), torch.arange(100)), trained(SGD(0.1), torch.arange(5))
+    table, other = (
+        trained(SGD(0.1), torch.arange(100)),
+        trained(SGD(0.1), torch.arange(5)),
+    )
     marks = [table.mark(), other.mark(), other.mark()]
     table.exchange_rows(other)
     for each in (table, other):
-        each.update(torch.arange(200), torch.ones(200, 4))  # changes are recorded, although all marks are forgotten
+        # changes are recorded, although all marks are forgotten
+        each.update(torch.arange(200), torch.ones(200, 4))
     for mark in marks:
         with pytest.raises(ValueError, match="no longer known"):
             table.snapshot(mark)
@@ -254,9 +298,14 @@ def test_marks_do_not_outlive_an_exchange() -> None:
 
 
 def test_a_backward_after_an_exchange_updates_nothing() -> None:
-    table, other = trained(SGD(1.0), torch.arange(100)), trained(SGD(1.0), torch.arange(5))
+    table, other = (
+        trained(SGD(1.0), torch.arange(100)),
+        trained(SGD(1.0), torch.arange(5)),
+    )
     weights = torch.ones(150, requires_grad=True)
-    out = PooledKernel([table], [0], "sum")(torch.arange(150), torch.arange(151), weights, train=True)
+    out = PooledKernel([table], [0], "sum")(
+        torch.arange(150), torch.arange(151), weights, train=True
+    )
     expected = rows_of(other)
     table.exchange_rows(other)
     steps = table.optimizer_steps

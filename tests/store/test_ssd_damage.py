@@ -1,4 +1,6 @@
-"""Damage of a kept SSDStore is an error when the file is opened, and what was not acknowledged is not damage."""
+"""Damage of a kept SSDStore is an error when the file is opened, and what was not
+acknowledged is not damage.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def _files(path: Path) -> list[Path]:
 
 
 def _make(path: Path) -> None:
-    """Closes a store of 400 rows, of which some were written twice and some deleted and written again."""
+    """Closes a store of 400 rows, of which some were written twice and some deleted and
+    written again.
+    """
     store = _open(path)
     store.put(IDS, random_rows(400, 1))
     store.put(IDS[:50], random_rows(50, 2))
@@ -46,7 +50,10 @@ def _rows() -> torch.Tensor:
 
 
 def _assert_whole_or_refused(path: Path) -> bool:
-    """Checks that a store has all rows, or is refused as damaged. Returns whether it was refused."""
+    """Checks that a store has all rows, or is refused as damaged.
+
+    Returns whether it was refused.
+    """
     refusal = ""
     try:
         store = _open(path)
@@ -74,7 +81,9 @@ def test_a_flipped_byte_of_the_first_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flip", "truncate", "zero page", "lose"])
-def test_damage_anywhere_never_makes_a_row_missing_or_old(tmp_path: Path, kind: str) -> None:
+def test_damage_anywhere_never_makes_a_row_missing_or_old(
+    tmp_path: Path, kind: str
+) -> None:
     original = tmp_path / "original"
     _make(original)
     chance = random.Random(kind)
@@ -103,7 +112,9 @@ def test_damage_anywhere_never_makes_a_row_missing_or_old(tmp_path: Path, kind: 
     assert refused >= 10  # Some bytes of a file are in use by no row.
 
 
-def test_a_call_that_was_not_acknowledged_is_dropped_with_a_warning(tmp_path: Path) -> None:
+def test_a_call_that_was_not_acknowledged_is_dropped_with_a_warning(
+    tmp_path: Path,
+) -> None:
     code = f"""if True:
         import os, signal, torch
         from tests.store import test_ssd_damage as tests
@@ -129,7 +140,9 @@ def test_a_call_that_was_not_acknowledged_is_dropped_with_a_warning(tmp_path: Pa
     assert_has(store, IDS, torch.cat([random_rows(3, 4), random_rows(400, 1)[3:]]))
 
 
-def test_the_lock_stays_when_its_process_opens_and_closes_the_file(tmp_path: Path) -> None:
+def test_the_lock_stays_when_its_process_opens_and_closes_the_file(
+    tmp_path: Path,
+) -> None:
     store = _open(tmp_path)
     store.put(IDS, random_rows(400, 1))
     for file in _files(tmp_path):
@@ -138,7 +151,9 @@ def test_the_lock_stays_when_its_process_opens_and_closes_the_file(tmp_path: Pat
         from tests.store import test_ssd_damage as tests
         tests._open(tests.Path({str(tmp_path)!r}))
     """
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert "is in use by another process" in process.stderr
     store.close()
 
@@ -155,7 +170,9 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
         print(child, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     child = int(process.stdout.readline())
     try:

@@ -1,6 +1,8 @@
-"""The disk fails with EIO at each call of an SSDStore, and a process dies in each write of a compaction.
+"""The disk fails with EIO at each call of an SSDStore, and a process dies in each write
+of a compaction.
 
-The real library writes and reads; a preloaded library has single calls fail: tests/failing_disk.py.
+The real library writes and reads; a preloaded library has single calls fail:
+tests/failing_disk.py.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def _run(environment: dict[str, str], *command: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return done.stdout
@@ -29,12 +35,18 @@ def _run(environment: dict[str, str], *command: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_disk_that_fails_at_each_call(tmp_path: Path, environment: dict[str, str]) -> None:
-    """No row is missing or old, every error names the file, and a new process has all acknowledged rows."""
+def test_a_disk_that_fails_at_each_call(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """No row is missing or old, every error names the file, and a new process has all
+    acknowledged rows.
+    """
     print(_run(environment, "tests.store.failing_ssd", str(tmp_path / "store"), "20"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_kills_in_the_writes_of_a_compaction(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_kills_in_the_writes_of_a_compaction(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
     print(_run(environment, "tests.store.killed_compaction", str(tmp_path), "60"))

@@ -16,7 +16,12 @@ from torchrec_recstore import RowWiseAdagrad, SSDStore, Table, TableOptions
 from torchrec_recstore.store import ColdStore, ColdStoreError, open_cold_store
 
 
-def _open(path: Path, name: str = "table/0", shared: str | None = None, row_bytes: int = ROW_BYTES) -> ColdStore:
+def _open(
+    path: Path,
+    name: str = "table/0",
+    shared: str | None = None,
+    row_bytes: int = ROW_BYTES,
+) -> ColdStore:
     return open_cold_store(SSDStore(str(path), shared), name=name, row_bytes=row_bytes)
 
 
@@ -29,23 +34,38 @@ def _opened_elsewhere(path: Path) -> str:
         except tests.ColdStoreError as error:
             print(error)
     """
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def _file_of(path: Path) -> int:
-    """Returns the descriptor by which the store reads and writes. The next one holds the lock."""
-    return min(int(each.name) for each in Path("/proc/self/fd").iterdir() if _target(each).startswith(str(path)))
+    """Returns the descriptor by which the store reads and writes.
+
+    The next one holds the lock.
+    """
+    return min(
+        int(each.name)
+        for each in Path("/proc/self/fd").iterdir()
+        if _target(each).startswith(str(path))
+    )
 
 
 def _target(link: Path) -> str:
     with suppress(FileNotFoundError):
-        return os.readlink(link) if link.name != "lock" and os.readlink(link).endswith("/rows") else ""
+        return (
+            os.readlink(link)
+            if link.name != "lock" and os.readlink(link).endswith("/rows")
+            else ""
+        )
     return ""
 
 
 @contextmanager
 def _replaced(path: Path, by: str) -> Iterator[None]:
-    """Puts another file in the place of the store's: a disk that is full, or that cannot be read."""
+    """Puts another file in the place of the store's: a disk that is full, or that
+    cannot be read.
+    """
     file, other = _file_of(path), os.open(by, os.O_RDWR)
     kept = os.dup(file)
     os.dup2(other, file)
@@ -60,14 +80,20 @@ def _replaced(path: Path, by: str) -> Iterator[None]:
 def test_a_directory_each_that_closing_removes(tmp_path: Path) -> None:
     path = tmp_path / "made" / "here"
     one, two, other = _open(path), _open(path), _open(path, "../..")
-    assert {run.parent.name for run in path.glob("*/run-*")} == {"table%2F0", "%2E%2E%2F%2E%2E"}
+    assert {run.parent.name for run in path.glob("*/run-*")} == {
+        "table%2F0",
+        "%2E%2E%2F%2E%2E",
+    }
     one.put(torch.arange(3), random_rows(3))
     assert not two.get(torch.arange(3))[0].any()
     for store in (one, two, other):
         store.close()
     assert os.listdir(path) == ["lock"]
     with pytest.raises(
-        ColdStoreError, match=r"cold store SSDStore\('.*/rows'\) is closed: only close\(\) may be called"
+        ColdStoreError,
+        match=(
+            r"cold store SSDStore\('.*/rows'\) is closed: only close\(\) may be called"
+        ),
     ):
         one.get(torch.arange(3))
 
@@ -75,7 +101,10 @@ def test_a_directory_each_that_closing_removes(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for shared in (None, "rows"):
-        with pytest.raises(ColdStoreError, match=rf"cold store SSDStore\('{tmp_path}/file/cold'\): .*Not a directory"):
+        with pytest.raises(
+            ColdStoreError,
+            match=rf"cold store SSDStore\('{tmp_path}/file/cold'\): .*Not a directory",
+        ):
             _open(tmp_path / "file" / "cold", shared=shared)
 
 
@@ -85,7 +114,10 @@ def test_a_disk_that_fails_changes_no_row(tmp_path: Path, shared: str | None) ->
     ids, rows = torch.arange(10_000), random_rows(10_000)
     store.put(ids, rows)
     for _ in range(3):
-        with _replaced(tmp_path, "/dev/full"), pytest.raises(ColdStoreError, match="cannot be written: No space left"):
+        with (
+            _replaced(tmp_path, "/dev/full"),
+            pytest.raises(ColdStoreError, match="cannot be written: No space left"),
+        ):
             store.put(ids.flip(0), rows)
         with (
             _replaced(tmp_path, "/proc/self/mem"),
@@ -100,10 +132,13 @@ def test_a_disk_that_fails_changes_no_row(tmp_path: Path, shared: str | None) ->
 
 def test_a_full_disk_loses_nothing_and_is_no_end(small_disk: Path) -> None:
     store = _open(small_disk / "cold", shared="rows")
-    ids, some = torch.arange(20_000), random_rows(20_000)  # 10 MB of the 40 MB that are left
+    # 10 MB of the 40 MB that are left
+    ids, some = torch.arange(20_000), random_rows(20_000)
     rows = some
     store.put(ids, some)
-    with pytest.raises(ColdStoreError, match="cannot be written: No space left on device"):  # noqa: PT012
+    with pytest.raises(  # noqa: PT012
+        ColdStoreError, match="cannot be written: No space left on device"
+    ):
         for begin in range(20_000, 200_000, 20_000):
             more = torch.arange(begin, begin + 20_000)
             store.put(more, some)
@@ -128,7 +163,10 @@ def test_damaged_files_are_an_error(tmp_path: Path) -> None:
         opened.seek(1_000_000)
         opened.write(bytes([byte[0] ^ 1]))
     for read in (lambda: store.get(ids), lambda: list(store.scan())):
-        with pytest.raises(ColdStoreError, match=r"is damaged: the checksum of a row is wrong, at byte \d+"):
+        with pytest.raises(
+            ColdStoreError,
+            match=r"is damaged: the checksum of a row is wrong, at byte \d+",
+        ):
             read()
     store.close()
     with pytest.raises(ColdStoreError, match="is damaged"):
@@ -139,18 +177,24 @@ def test_rows_that_are_kept_have_one_process_and_one_size(tmp_path: Path) -> Non
     store, again = _open(tmp_path, shared="rows"), _open(tmp_path, shared="rows")
     store.put(torch.arange(5), random_rows(5))
     assert_has(again, torch.arange(5), random_rows(5))  # tables of one process
-    with pytest.raises(ColdStoreError, match="has rows of 512 bytes, and the table has rows of 8 bytes"):
+    with pytest.raises(
+        ColdStoreError, match="has rows of 512 bytes, and the table has rows of 8 bytes"
+    ):
         _open(tmp_path, shared="rows", row_bytes=8)
     assert "is in use by another process" in _opened_elsewhere(tmp_path)
     for each in (store, again):
         each.close()
     gc.collect()
-    with pytest.raises(ColdStoreError, match="has rows of 512 bytes, and the table has rows of 8 bytes"):
+    with pytest.raises(
+        ColdStoreError, match="has rows of 512 bytes, and the table has rows of 8 bytes"
+    ):
         _open(tmp_path, shared="rows", row_bytes=8)
     assert_has(_open(tmp_path, shared="rows"), torch.arange(5), random_rows(5))
 
 
-def test_a_scan_of_a_closed_store_does_not_end_the_lock_of_the_next_one(tmp_path: Path) -> None:
+def test_a_scan_of_a_closed_store_does_not_end_the_lock_of_the_next_one(
+    tmp_path: Path,
+) -> None:
     store = _open(tmp_path, shared="rows")
     store.put(torch.arange(20_000), random_rows(20_000))
     scan = store.scan()
@@ -176,12 +220,15 @@ def test_a_file_is_bounded_and_gives_its_space_back(tmp_path: Path) -> None:
     store.delete(ids[1:])
     for _ in range(3):
         store.put(ids[:1], random_rows(1))
-    assert file.stat().st_blocks * 512 < 26e6  # the last batch of 20,000 rows is at the end, and all else is free
+    # the last batch of 20,000 rows is at the end, and all else is free
+    assert file.stat().st_blocks * 512 < 26e6
     store.close()
 
 
 def test_a_table_goes_on_with_rows_that_are_kept(tmp_path: Path) -> None:
-    """The rows of a table whose process was killed are those of its last flush, or later ones."""
+    """The rows of a table whose process was killed are those of its last flush, or
+    later ones.
+    """
     store = SSDStore(str(tmp_path), shared="ranking")
     options = TableOptions(max_rows=500, cold_store=store)
     ids, grads = torch.arange(3000), torch.ones(500, 4)
@@ -196,7 +243,10 @@ def test_a_table_goes_on_with_rows_that_are_kept(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
-    with Table(4, optimizer=RowWiseAdagrad(), options=options) as table, Table(4, optimizer=RowWiseAdagrad()) as plain:
+    with (
+        Table(4, optimizer=RowWiseAdagrad(), options=options) as table,
+        Table(4, optimizer=RowWiseAdagrad()) as plain,
+    ):
         for part in ids.split(500):
             plain.lookup(part, train=True)
             plain.update(part, grads)
@@ -213,7 +263,8 @@ def test_a_scan_that_nobody_reads_ends_with_its_iterator(tmp_path: Path) -> None
     for seed in range(8):
         store.put(ids, random_rows(20_000, seed))
     (file,) = tmp_path.rglob("run-*/rows")
-    assert file.stat().st_blocks * 512 < 4.5 * 20_000 * (ROW_BYTES + 16)  # the scan would keep the rows from moving
+    # the scan would keep the rows from moving
+    assert file.stat().st_blocks * 512 < 4.5 * 20_000 * (ROW_BYTES + 16)
 
 
 def test_arguments_of_another_kind(tmp_path: Path) -> None:
@@ -233,7 +284,13 @@ def test_arguments_of_another_kind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_killed_process_loses_no_row(tmp_path: Path, kills: int) -> None:
-    command = [sys.executable, "-m", "tests.store.killed_writer", str(kills), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.store.killed_writer",
+        str(kills),
+        str(tmp_path),
+    ]
     told = subprocess.run(command, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr
     print(told.stdout)

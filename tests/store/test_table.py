@@ -19,7 +19,11 @@ from torchrec_recstore.store import Table, TableStats
 from ..instruction_sets import by_instruction_set
 from ..processes import run_forked_command
 
-OPTIMIZERS: list[Optimizer] = [SGD(0.1, weight_decay=0.01), Adagrad(0.1), RowWiseAdagrad(0.1, weight_decay=0.01)]
+OPTIMIZERS: list[Optimizer] = [
+    SGD(0.1, weight_decay=0.01),
+    Adagrad(0.1),
+    RowWiseAdagrad(0.1, weight_decay=0.01),
+]
 
 
 def test_grows_to_many_rows_and_shrinks_to_none() -> None:
@@ -47,7 +51,11 @@ def test_rows_and_their_bookkeeping_stay_as_they_are_while_the_table_grows() -> 
     for part in torch.arange(1000, 200_000).split(20_000):
         table.lookup(part, train=True)
     after = table.read_rows(ids)
-    assert before.keys() == after.keys() == {"weight", "exp_avg", "exp_avg_sq", "last_step", "frequency"}
+    assert (
+        before.keys()
+        == after.keys()
+        == {"weight", "exp_avg", "exp_avg_sq", "last_step", "frequency"}
+    )
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
@@ -62,7 +70,9 @@ def test_a_table_with_reserved_room_does_not_grow_while_rows_arrive() -> None:
         table.lookup(part, train=True)
     bytes_of_rows = 100_000 * table.image_bytes
     grown = table.stats().bytes - reserved
-    assert bytes_of_rows <= grown < bytes_of_rows + 20_000, "the index is as large as it was; slots have a bit each"
+    assert bytes_of_rows <= grown < bytes_of_rows + 20_000, (
+        "the index is as large as it was; slots have a bit each"
+    )
     after = table.read_rows(few)
     assert all(torch.equal(after[name], value) for name, value in before.items())
     table.reserve(10)  # there is room for more already
@@ -97,20 +107,33 @@ def test_a_row_depends_on_seed_name_id_and_column_alone() -> None:
     shuffled.lookup(torch.randint(-1000, 1000, (5000,)), train=True)
     assert torch.equal(shuffled.lookup(ids.flip(0), train=True).flip(0), rows)
     for begin, end in [(0, 1), (13, 50), (64, 70)]:
-        assert torch.equal(Table(70, options=init, name="a", columns=range(begin, end)).lookup(ids), rows[:, begin:end])
+        assert torch.equal(
+            Table(70, options=init, name="a", columns=range(begin, end)).lookup(ids),
+            rows[:, begin:end],
+        )
     assert not torch.equal(Table(70, options=init, name="b").lookup(ids), rows)
-    assert not torch.equal(Table(70, options=TableOptions(seed=1, missing="init"), name="a").lookup(ids), rows)
+    assert not torch.equal(
+        Table(70, options=TableOptions(seed=1, missing="init"), name="a").lookup(ids),
+        rows,
+    )
     # The values are fixed, so that new rows are the same in every version.
     pinned = Table(4, options=init, name="table").lookup(torch.tensor([42]))[0] * 2**10
     torch.testing.assert_close(pinned, torch.tensor(PINNED_ROW_42), rtol=1e-6, atol=0)
 
 
-PINNED_ROW_42 = [-0.09452497959136963, -0.42271721363067627, 0.8934996128082275, 0.6135528087615967]
+PINNED_ROW_42 = [
+    -0.09452497959136963,
+    -0.42271721363067627,
+    0.8934996128082275,
+    0.6135528087615967,
+]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dim", [1, 16, 33, 64, 200])
-def test_bits_do_not_depend_on_the_number_of_threads(optimizer: Optimizer, dim: int) -> None:
+def test_bits_do_not_depend_on_the_number_of_threads(
+    optimizer: Optimizer, dim: int
+) -> None:
     outs = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -134,18 +157,28 @@ def _digest() -> list[str]:
         RowWiseAdagrad(0.1, weight_decay=0.1),
     ):
         tables = [Table(d, optimizer=optimizer, name=str(d)) for d in (8, 37, 64, 130)]
-        tables.append(Table(20, optimizer=optimizer, options=TableOptions(NormalInit(0.0, 1.0, 2.0))))
+        tables.append(
+            Table(
+                20, optimizer=optimizer, options=TableOptions(NormalInit(0.0, 1.0, 2.0))
+            )
+        )
         for pooling in ("sum", "mean"):
             kernel = PooledKernel(tables, range(5), pooling)
             for _ in range(3):
                 lengths = torch.randint(0, 5, (5 * 200,))
-                offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+                offsets = torch.cat(
+                    [torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]
+                )
                 ids = torch.randint(-500, 500, (int(offsets[-1]),))
                 weights = torch.rand(len(ids), requires_grad=True)
                 out = kernel(ids, offsets, weights, train=True)
                 out.backward(torch.randn_like(out))
                 assert weights.grad is not None
-                for tensor in (out.detach(), weights.grad, *(t.lookup(t.ids()) for t in tables)):
+                for tensor in (
+                    out.detach(),
+                    weights.grad,
+                    *(t.lookup(t.ids()) for t in tables),
+                ):
                     digest.update(tensor.numpy().tobytes())
     return [digest.hexdigest()]
 
@@ -158,7 +191,9 @@ def test_bits_do_not_depend_on_the_instruction_set() -> None:
 def test_an_unknown_instruction_set_is_an_error() -> None:
     code = "from torchrec_recstore.store import Table; Table(4)"
     run = run_forked_command(["-c", code], {**os.environ, "RECSTORE_ISA": "mmx"})
-    assert "RECSTORE_ISA must be baseline, neon, avx2 or avx512, got 'mmx'" in run.stderr
+    assert (
+        "RECSTORE_ISA must be baseline, neon, avx2 or avx512, got 'mmx'" in run.stderr
+    )
 
 
 def test_stats_count_distinct_ids() -> None:
@@ -171,7 +206,14 @@ def test_stats_count_distinct_ids() -> None:
     table.insert(torch.tensor([200, 201]), torch.ones(2, 4))
     stats = table.stats()
     assert stats == TableStats(
-        rows=102, bytes=stats.bytes, lookups=200, hits=100, misses=100, inserts=102, updates=2, steps=2
+        rows=102,
+        bytes=stats.bytes,
+        lookups=200,
+        hits=100,
+        misses=100,
+        inserts=102,
+        updates=2,
+        steps=2,
     )
 
 
@@ -192,7 +234,9 @@ def test_stats_count_distinct_ids() -> None:
         ({"dim": 4, "columns": range(0, 4, 2)}, ValueError, "columns"),
     ],
 )
-def test_bad_arguments_of_a_table(arguments: dict[str, object], error: type[Exception], names: str) -> None:
+def test_bad_arguments_of_a_table(
+    arguments: dict[str, object], error: type[Exception], names: str
+) -> None:
     with pytest.raises(error, match=names):
         Table(**arguments)  # type: ignore[arg-type]
 
@@ -205,7 +249,11 @@ IDS = torch.tensor([1, 2])
     ("call", "error", "names"),
     [
         (lambda t: t.lookup([1, 2]), TypeError, "ids"),
-        (lambda t: t.lookup(IDS.int()), TypeError, "ids must be an int64 tensor, got torch.int32"),
+        (
+            lambda t: t.lookup(IDS.int()),
+            TypeError,
+            "ids must be an int64 tensor, got torch.int32",
+        ),
         (lambda t: t.lookup(IDS.float()), TypeError, "ids"),
         (lambda t: t.lookup(IDS[None]), ValueError, "ids"),
         (lambda t: t.lookup(IDS.to("meta")), ValueError, "ids"),
@@ -213,14 +261,20 @@ IDS = torch.tensor([1, 2])
         (lambda t: t.remove(IDS[0]), ValueError, "ids"),
         (lambda t: t.update(IDS, ROWS.double()), TypeError, "grads"),
         (lambda t: t.update(IDS, ROWS[:1]), ValueError, "grads"),
-        (lambda t: t.update(IDS, ROWS[:, :3]), ValueError, r"grads must have the shape \(2, 4\), got \(2, 3\)"),
+        (
+            lambda t: t.update(IDS, ROWS[:, :3]),
+            ValueError,
+            r"grads must have the shape \(2, 4\), got \(2, 3\)",
+        ),
         (lambda t: t.update(IDS, None), TypeError, "grads"),
         (lambda t: t.insert(IDS, ROWS.half()), TypeError, "weights"),
         (lambda t: t.insert(IDS, ROWS.flatten()), ValueError, "weights"),
         (lambda t: t.insert(IDS.int(), ROWS), TypeError, "ids"),
     ],
 )
-def test_bad_arguments_of_a_call_change_nothing(call: object, error: type[Exception], names: str) -> None:
+def test_bad_arguments_of_a_call_change_nothing(
+    call: object, error: type[Exception], names: str
+) -> None:
     table = Table(4)
     table.insert(torch.tensor([1]), ROWS[:1])
     before = table.stats()
@@ -254,7 +308,12 @@ def test_empty_calls() -> None:
 def test_closed_table() -> None:
     with Table(4, name="gone") as table:
         table.lookup(IDS, train=True)
-    for call in (lambda: table.lookup(IDS), lambda: table.update(IDS, ROWS), table.ids, table.stats):
+    for call in (
+        lambda: table.lookup(IDS),
+        lambda: table.update(IDS, ROWS),
+        table.ids,
+        table.stats,
+    ):
         with pytest.raises(ValueError, match="gone"):
             call()
     table.close()
@@ -307,7 +366,9 @@ def test_out_of_memory_is_an_error_and_changes_nothing() -> None:
 
 def test_an_output_that_no_machine_can_hold_is_an_error() -> None:
     with pytest.raises(MemoryError, match="wide"):
-        Table(2**24, name="wide").lookup(torch.zeros(1, dtype=torch.int64).expand(2**22))
+        Table(2**24, name="wide").lookup(
+            torch.zeros(1, dtype=torch.int64).expand(2**22)
+        )
 
 
 def test_a_table_is_not_copied_by_accident() -> None:
@@ -319,15 +380,36 @@ def test_a_table_is_not_copied_by_accident() -> None:
 def test_memory_grows_where_mremap_moves_one_mapping_at_a_time(tmp_path: Path) -> None:
     shim = tmp_path / "shim.so"
     source = Path(__file__).with_name("single_mapping_mremap.c")
-    subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-O1", str(source), "-o", str(shim), "-ldl"], check=True)
+    subprocess.run(
+        [
+            "g++",
+            "-x",
+            "c",
+            "-shared",
+            "-fPIC",
+            "-O1",
+            str(source),
+            "-o",
+            str(shim),
+            "-ldl",
+        ],
+        check=True,
+    )
     code = (
-        "import torch; from torchrec_recstore.store import Table; table = Table(64)\n"
-        "first = table.lookup(torch.arange(1000), train=True)\n"
-        "for i in range(1, 150): table.lookup(torch.arange(1000) + 1000 * i, train=True)\n"
-        "assert torch.equal(table.lookup(torch.arange(1000)), first) and len(table) == 150_000\n"
+        "import torch; from torchrec_recstore.store import Table; table ="
+        " Table(64)\nfirst = table.lookup(torch.arange(1000), train=True)\nfor i in"
+        " range(1, 150): table.lookup(torch.arange(1000) + 1000 * i,"
+        " train=True)\nassert torch.equal(table.lookup(torch.arange(1000)), first) and"
+        " len(table) == 150_000\n"
     )
     environment = {**os.environ, "LD_PRELOAD": str(shim)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
 
 

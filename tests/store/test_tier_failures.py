@@ -1,4 +1,6 @@
-"""Training while the cold store fails for some time: no row is lost, and no row starts again as a new row."""
+"""Training while the cold store fails for some time: no row is lost, and no row starts
+again as a new row.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,16 @@ DIM = 16
 
 
 class Pair:
-    """A table with a cold store and a table without max_rows, which are trained on the same batches."""
+    """A table with a cold store and a table without max_rows, which are trained on the
+    same batches.
+    """
 
     def __init__(self, options: TableOptions, dim: int = DIM) -> None:
         self.tiered = Table(dim, optimizer=Adam(lr=0.1), options=options)
         self.whole = Table(dim, optimizer=Adam(lr=0.1))
-        self._kernels = [PooledKernel([table], [0], "sum") for table in (self.tiered, self.whole)]
+        self._kernels = [
+            PooledKernel([table], [0], "sum") for table in (self.tiered, self.whole)
+        ]
         self._step = 0
 
     def batch(self) -> Tensor:
@@ -38,9 +44,14 @@ class Pair:
         return torch.randint(0, 300 + 100 * self._step, (400,), generator=generator)
 
     def train(self) -> None:
-        """Trains both tables for one step. If the cold store fails, it trains neither."""
+        """Trains both tables for one step.
+
+        If the cold store fails, it trains neither.
+        """
         ids = self.batch()
-        outputs = [kernel(ids, torch.arange(0, 401, 2), train=True) for kernel in self._kernels]
+        outputs = [
+            kernel(ids, torch.arange(0, 401, 2), train=True) for kernel in self._kernels
+        ]
         assert torch.equal(*outputs)
         for output in outputs:
             output.square().sum().backward()
@@ -54,7 +65,9 @@ class Pair:
 
 
 def train_until_it_fails(pair: Pair, names: str, most: int = 1000) -> None:
-    """Trains until a step fails, repeats that step, and asserts that the failed steps change nothing."""
+    """Trains until a step fails, repeats that step, and asserts that the failed steps
+    change nothing.
+    """
 
     def steps() -> None:
         for _ in range(most):
@@ -72,8 +85,12 @@ def train_until_it_fails(pair: Pair, names: str, most: int = 1000) -> None:
 
 @needs_redis
 def test_redis_stopped_in_mid_training(tmp_path: Path) -> None:
-    with redis_server(tmp_path, "--appendonly", "yes", "--appendfsync", "always") as server:
-        options = TableOptions(max_rows=MAX_ROWS, cold_store=RedisStore(server.url, retry_seconds=0.3))
+    with redis_server(
+        tmp_path, "--appendonly", "yes", "--appendfsync", "always"
+    ) as server:
+        options = TableOptions(
+            max_rows=MAX_ROWS, cold_store=RedisStore(server.url, retry_seconds=0.3)
+        )
         pair = Pair(options)
         for _ in range(10):
             pair.train()
@@ -91,14 +108,21 @@ def test_redis_stopped_in_mid_training(tmp_path: Path) -> None:
 
 @needs_redis
 def test_redis_back_before_the_retries_end(tmp_path: Path) -> None:
-    with redis_server(tmp_path, "--appendonly", "yes", "--appendfsync", "always") as server:
-        pair = Pair(TableOptions(max_rows=MAX_ROWS, cold_store=RedisStore(server.url, retry_seconds=20)))
+    with redis_server(
+        tmp_path, "--appendonly", "yes", "--appendfsync", "always"
+    ) as server:
+        pair = Pair(
+            TableOptions(
+                max_rows=MAX_ROWS, cold_store=RedisStore(server.url, retry_seconds=20)
+            )
+        )
         for _ in range(10):
             pair.train()
         server.kill()
         back = threading.Timer(0.5, server.start)
         back.start()
-        # A call that was repeated must leave nothing to the garbage collector that keeps a step's rows from eviction.
+        # A call that was repeated must leave nothing to the garbage collector that
+        # keeps a step's rows from eviction.
         gc.disable()
         try:
             for _ in range(10):
@@ -112,9 +136,15 @@ def test_redis_back_before_the_retries_end(tmp_path: Path) -> None:
 
 @needs_redis
 @pytest.mark.parametrize("flush", [False, True])
-def test_rows_that_redis_has_lost_do_not_start_anew(tmp_path: Path, flush: bool) -> None:
+def test_rows_that_redis_has_lost_do_not_start_anew(
+    tmp_path: Path, flush: bool
+) -> None:
     with redis_server(tmp_path) as server:
-        pair = Pair(TableOptions(max_rows=MAX_ROWS, cold_store=RedisStore(server.url, retry_seconds=0.3)))
+        pair = Pair(
+            TableOptions(
+                max_rows=MAX_ROWS, cold_store=RedisStore(server.url, retry_seconds=0.3)
+            )
+        )
         for _ in range(10):
             pair.train()
         if flush:
@@ -128,8 +158,12 @@ def test_rows_that_redis_has_lost_do_not_start_anew(tmp_path: Path, flush: bool)
 
 
 @pytest.mark.parametrize("store", [SSDStore, RocksDBStore])
-def test_a_full_disk_in_mid_training(small_disk: Path, store: type[SSDStore | RocksDBStore]) -> None:
-    pair = Pair(TableOptions(max_rows=MAX_ROWS, cold_store=store(str(small_disk))), dim=400)
+def test_a_full_disk_in_mid_training(
+    small_disk: Path, store: type[SSDStore | RocksDBStore]
+) -> None:
+    pair = Pair(
+        TableOptions(max_rows=MAX_ROWS, cold_store=store(str(small_disk))), dim=400
+    )
     train_until_it_fails(pair, f"{small_disk}.*No space")
     rows = pair.tiered.read_rows(pair.tiered.ids())  # the rows can still be read
     assert len(rows["weight"]) == len(pair.tiered)
@@ -145,7 +179,10 @@ def test_a_store_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: RocksDBStore(str(tmp_path / "file")), "file"),
         (lambda: SSDStore(str(tmp_path / "file")), "file"),
-        (lambda: RedisStore("redis://me:secret@127.0.0.1:1", retry_seconds=0), r"redis://127\.0\.0\.1:1"),
+        (
+            lambda: RedisStore("redis://me:secret@127.0.0.1:1", retry_seconds=0),
+            r"redis://127\.0\.0\.1:1",
+        ),
     ]
     for store, names in cases:
         with pytest.raises(ColdStoreError, match=names) as failure:

@@ -1,4 +1,5 @@
-"""Expiry after a time: never too early, never too late, the same rows in every run, with and without a cold store.
+"""Expiry after a time: never too early, never too late, the same rows in every run,
+with and without a cold store.
 
 Times of the events that are far away from the others are in ``test_refused_times.py``.
 """
@@ -27,7 +28,9 @@ START = 1_700_000_000.0
 
 
 def timed(seconds: float, max_jump_s: float | None = None, **more: Any) -> Table:
-    options = TableOptions(expiry=Expiry(seconds=seconds, max_jump_s=max_jump_s), **more)
+    options = TableOptions(
+        expiry=Expiry(seconds=seconds, max_jump_s=max_jump_s), **more
+    )
     return Table(4, optimizer=SGD(lr=1.0), options=options)
 
 
@@ -59,7 +62,8 @@ def test_the_first_step_after_a_pause_removes_the_rows() -> None:
     table.set_time(START + 10_000)
     table.insert(torch.tensor([8]), torch.ones(1, 4))
     table.lookup(torch.tensor([7]), train=True)
-    # A row that was written after the last step has the number of that step, and so has a row that it looked up.
+    # A row that was written after the last step has the number of that step, and so has
+    # a row that it looked up.
     assert set(table.ids().tolist()) == {7, 8, 40}
     table.set_time(START + 10_061)
     table.lookup(NONE, train=True)
@@ -84,7 +88,9 @@ class Model:
         self.touched.update(dict.fromkeys(ids.tolist(), self.now))
 
     def check(self, ids: set[int]) -> None:
-        must_stay = {i for i, then in self.touched.items() if self.now - then <= self.seconds}
+        must_stay = {
+            i for i, then in self.touched.items() if self.now - then <= self.seconds
+        }
         limit = 1.25 * self.seconds + 2 * self.longest_gap
         may_stay = {i for i, then in self.touched.items() if self.now - then <= limit}
         assert must_stay <= ids <= may_stay
@@ -93,13 +99,24 @@ class Model:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    steps=st.lists(st.tuples(st.sampled_from([-5.0, 0.0, 0.5, 2.0, 9.0, 30.0]), st.integers(0, 2**32)), max_size=60),
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from([-5.0, 0.0, 0.5, 2.0, 9.0, 30.0]), st.integers(0, 2**32)
+        ),
+        max_size=60,
+    ),
     bounded=st.booleans(),
 )
-def test_random_times_against_a_model(steps: list[tuple[float, int]], bounded: bool) -> None:
+def test_random_times_against_a_model(
+    steps: list[tuple[float, int]], bounded: bool
+) -> None:
     tables = [
         timed(40, max_jump_s=40),
-        timed(40, 40, max_rows=30, eviction=LRU(), cold_store=DictStoreOptions()) if bounded else timed(40, 40),
+        (
+            timed(40, 40, max_rows=30, eviction=LRU(), cold_store=DictStoreOptions())
+            if bounded
+            else timed(40, 40)
+        ),
     ]
     model = Model(40)
     now = START
@@ -124,12 +141,21 @@ def test_random_times_against_a_model(steps: list[tuple[float, int]], bounded: b
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ascending", [True, False])
-def test_cold_rows_expire_in_the_same_step(ascending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are read, updated and written between the steps, and some belong to a pending forward."""
+def test_cold_rows_expire_in_the_same_step(
+    ascending: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are read, updated and written between the steps, and some belong to a
+    pending forward.
+    """
     monkeypatch.setattr(DictStore, "ascending_snapshots", ascending)
     expiry, generator = Expiry(seconds=8), torch.Generator().manual_seed(1)
-    cold = TableOptions(expiry=expiry, max_rows=200, eviction=LRU(), cold_store=DictStoreOptions())
-    tables = [Table(4, optimizer=Adam(lr=0.1), options=o) for o in (cold, TableOptions(expiry=expiry))]
+    cold = TableOptions(
+        expiry=expiry, max_rows=200, eviction=LRU(), cold_store=DictStoreOptions()
+    )
+    tables = [
+        Table(4, optimizer=Adam(lr=0.1), options=o)
+        for o in (cold, TableOptions(expiry=expiry))
+    ]
     kernels = [PooledKernel([table], [0], "sum") for table in tables]
     pending = torch.arange(10**6, 10**6 + 10)
     outputs: list[Tensor] = []
@@ -137,7 +163,10 @@ def test_cold_rows_expire_in_the_same_step(ascending: bool, monkeypatch: pytest.
         for table in tables:
             table.set_time(START + step)
         if step % 20 == 0:
-            outputs = [kernel(pending, torch.tensor([0, len(pending)]), train=True) for kernel in kernels]
+            outputs = [
+                kernel(pending, torch.tensor([0, len(pending)]), train=True)
+                for kernel in kernels
+            ]
         if step % 20 == 17:
             for output in outputs:
                 output.sum().backward()
@@ -151,7 +180,8 @@ def test_cold_rows_expire_in_the_same_step(ascending: bool, monkeypatch: pytest.
             table.update(ids[90:110], torch.ones(len(ids[90:110]), 4))
             table.insert(ids[:10], torch.ones(len(ids[:10]), 4))
             if step == 50:
-                table.set_state(replace(table.state(), steps=1003, times=None))  # a load sets the clock like this
+                # a load sets the clock like this
+                table.set_state(replace(table.state(), steps=1003, times=None))
             if step == 70:
                 table.set_state(
                     replace(table.state(), steps=1000, times=None)
@@ -161,11 +191,17 @@ def test_cold_rows_expire_in_the_same_step(ascending: bool, monkeypatch: pytest.
 
 @pytest.mark.parametrize("columns", [range(2), range(2, 4)])
 def test_the_same_times_leave_the_same_rows(columns: range) -> None:
-    """Threads, slots and columns make no difference. Otherwise column shards would not have the same rows."""
+    """Threads, slots and columns make no difference.
+
+    Otherwise column shards would not have the same rows.
+    """
     options = TableOptions(expiry=Expiry(seconds=5.5), max_rows=6000, eviction=LRU())
     tables = [Table(4, options=options), Table(4, options=options, columns=columns)]
     for step in range(40):
-        ids = (torch.rand(1000, generator=torch.Generator().manual_seed(step)) ** 4 * 50_000).long()
+        ids = (
+            torch.rand(1000, generator=torch.Generator().manual_seed(step)) ** 4
+            * 50_000
+        ).long()
         for threads, table in enumerate(tables, start=1):
             torch.set_num_threads(threads)
             table.set_time(START + step)
@@ -214,9 +250,18 @@ def test_a_time_that_goes_back() -> None:
 
 
 @pytest.mark.parametrize("tiered", [False, True])
-def test_the_time_of_the_events_may_follow_steps_by_the_systems_clock(tiered: bool) -> None:
-    """It is years earlier than that of the system. Rows age on by the time that passes for the events."""
-    table = timed(60, max_rows=4, eviction=LRU(), cold_store=DictStoreOptions()) if tiered else timed(60)
+def test_the_time_of_the_events_may_follow_steps_by_the_systems_clock(
+    tiered: bool,
+) -> None:
+    """It is years earlier than that of the system.
+
+    Rows age on by the time that passes for the events.
+    """
+    table = (
+        timed(60, max_rows=4, eviction=LRU(), cold_store=DictStoreOptions())
+        if tiered
+        else timed(60)
+    )
     table.lookup(torch.arange(3), train=True)
     for second in range(0, 100, 10):
         table.set_time(START + second)
@@ -238,7 +283,9 @@ def test_a_time_of_the_wrong_type(wrong: Any) -> None:
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), 2.0**60])
 def test_a_time_that_is_none(wrong: float) -> None:
-    with pytest.raises(ValueError, match="unix_seconds must be a time in seconds since 1970, got"):
+    with pytest.raises(
+        ValueError, match="unix_seconds must be a time in seconds since 1970, got"
+    ):
         timed(1).set_time(wrong)
 
 
@@ -251,7 +298,10 @@ def test_a_table_without_seconds_ignores_the_time() -> None:
 
 def test_expiry_needs_one_of_the_two() -> None:
     assert Expiry(3) == Expiry(steps=3) != Expiry(seconds=3)
-    assert (repr(Expiry(3)), repr(Expiry(seconds=3.5))) == ("Expiry(steps=3)", "Expiry(seconds=3.5)")
+    assert (repr(Expiry(3)), repr(Expiry(seconds=3.5))) == (
+        "Expiry(steps=3)",
+        "Expiry(seconds=3.5)",
+    )
     for both in ({}, {"steps": 1, "seconds": 1.0}):
         with pytest.raises(ValueError, match="Expiry needs either steps or seconds"):
             Expiry(**both)  # type: ignore[arg-type]
@@ -264,7 +314,9 @@ def test_expiry_needs_one_of_the_two() -> None:
 
 
 def restored(table: Table) -> Table:
-    """Returns a table with the rows, the clocks and the times of another one, as a load makes it."""
+    """Returns a table with the rows, the clocks and the times of another one, as a load
+    makes it.
+    """
     fresh = table.empty_copy()
     fresh.set_state(table.state())
     ids = table.ids()
@@ -275,13 +327,18 @@ def restored(table: Table) -> Table:
 @pytest.mark.slow
 @pytest.mark.parametrize("cold", [False, True])
 def test_a_run_that_is_restored_goes_on_as_if_undisturbed(cold: bool) -> None:
-    bound = {"max_rows": 120, "eviction": LRU(), "cold_store": DictStoreOptions()} if cold else {}
+    bound = (
+        {"max_rows": 120, "eviction": LRU(), "cold_store": DictStoreOptions()}
+        if cold
+        else {}
+    )
     undisturbed, killed = timed(20, **bound), timed(20, **bound)
     generator = torch.Generator().manual_seed(3)
     for step in range(90):
         ids = torch.randint(0, 400, (20,), generator=generator)
         for table in (undisturbed, killed):
-            table.set_time(START + step + (0.5 if step % 7 else -3.0))  # some events are out of order
+            # some events are out of order
+            table.set_time(START + step + (0.5 if step % 7 else -3.0))
             table.lookup(ids, train=True)
         if step % 11 == 0:
             killed = restored(killed)
@@ -298,7 +355,8 @@ def test_time_passes_while_a_table_is_away() -> None:
     refusals, ticks = rest[:4], rest[4:]
     assert (of_events, before, refusals, len(ticks)) == (0, 0, [0] * 4, 2)
     late = table.empty_copy()
-    times = (0, now - 100_000_000, 0, *refusals, ticks[0], now - 101_000_000)  # saved 100 seconds ago
+    # saved 100 seconds ago
+    times = (0, now - 100_000_000, 0, *refusals, ticks[0], now - 101_000_000)
     late.set_state(replace(table.state(), times=times))
     late.write_rows(torch.arange(3), table.read_rows(torch.arange(3)))
     late.lookup(torch.tensor([9]), train=True)
@@ -349,7 +407,13 @@ def test_damaged_times(damaged: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"steps": -1}, {"steps": 2**32}, {"optimizer_steps": -1}, {"optimizer_steps": 2**63 - 1}]
+    "wrong",
+    [
+        {"steps": -1},
+        {"steps": 2**32},
+        {"optimizer_steps": -1},
+        {"optimizer_steps": 2**63 - 1},
+    ],
 )
 def test_numbers_of_steps_out_of_range_change_nothing(wrong: dict[str, int]) -> None:
     table = timed(60, max_rows=2, eviction=LRU(), cold_store=DictStoreOptions())
@@ -364,9 +428,18 @@ def test_numbers_of_steps_out_of_range_change_nothing(wrong: dict[str, int]) -> 
     assert table.ids().tolist() == [0, 1, 2]
 
 
-def told(table: Table) -> tuple[int, int, tuple[int, ...] | None, list[list[int]] | None]:
+def told(
+    table: Table,
+) -> tuple[int, int, tuple[int, ...] | None, list[list[int]] | None]:
     """Returns the state of a table, without the system's time."""
     state = table.state()
     of_events, now, *rest = state.times or ()
-    sightings = None if state.sightings is None else [each.tolist() for each in state.sightings]
-    return state.steps, state.optimizer_steps, (of_events, now if of_events else 0, *rest), sightings
+    sightings = (
+        None if state.sightings is None else [each.tolist() for each in state.sightings]
+    )
+    return (
+        state.steps,
+        state.optimizer_steps,
+        (of_events, now if of_events else 0, *rest),
+        sightings,
+    )

@@ -1,8 +1,10 @@
-"""TorchRec's test modules, adapted: importing this module puts :mod:`tests.upstream.substitutes` in place.
+"""TorchRec's test modules, adapted: importing this module puts
+:mod:`tests.upstream.substitutes` in place.
 
-Ranks are processes as :mod:`tests.distributed.workers` starts them. TorchRec's own pool waits forever for a rank that
-aborts, and gloo's teardown aborts in some runs after all work is done. Here each rank waits for the other ranks at the
-end, and reports before it exits.
+Ranks are processes as :mod:`tests.distributed.workers` starts them. TorchRec's own pool
+waits forever for a rank that aborts, and gloo's teardown aborts in some runs after all
+work is done. Here each rank waits for the other ranks at the end, and reports before it
+exits.
 """
 
 from __future__ import annotations
@@ -26,14 +28,29 @@ from tests.distributed.workers import run_in_processes
 from .substitutes import SOURCE_PACKAGES, TEST_UTILS, Finder
 
 
-def run_on_ranks(self: unittest.TestCase, *, callable: Callable[..., None], world_size: int = 2, **kwargs: Any) -> None:
+def run_on_ranks(
+    self: unittest.TestCase,
+    *,
+    callable: Callable[..., None],
+    world_size: int = 2,
+    **kwargs: Any,
+) -> None:
     """Replaces ``MultiProcessTestBase._run_multi_process_test``."""
     environment = dict(os.environ)  # a test sets environment variables for its ranks
-    run_in_processes(world_size, functools.partial(_rank, environment=environment, function=callable, kwargs=kwargs))
+    run_in_processes(
+        world_size,
+        functools.partial(
+            _rank, environment=environment, function=callable, kwargs=kwargs
+        ),
+    )
 
 
 def _rank(
-    rank: int, world_size: int, environment: dict[str, str], function: Callable[..., None], kwargs: dict[str, Any]
+    rank: int,
+    world_size: int,
+    environment: dict[str, str],
+    function: Callable[..., None],
+    kwargs: dict[str, Any],
 ) -> None:
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.manual_seed(0)
@@ -41,12 +58,15 @@ def _rank(
     function(rank=rank, world_size=world_size, **kwargs)
 
 
-def leave_group(self: Any, exception_type: type[BaseException] | None, *args: Any) -> None:
+def leave_group(
+    self: Any, exception_type: type[BaseException] | None, *args: Any
+) -> None:
     """Replaces ``MultiProcessContext.__exit__``."""
     if exception_type is None:
         dist.barrier()
         dist.destroy_process_group()
-        comm._INTRA_PG = comm._CROSS_PG = None  # torchrec 1.8.0 keeps the node groups of the destroyed group
+        # torchrec 1.8.0 keeps the node groups of the destroyed group
+        comm._INTRA_PG = comm._CROSS_PG = None
     elif self.world_size == 1:
         dist.destroy_process_group()
     torch.use_deterministic_algorithms(False)
@@ -66,11 +86,16 @@ def seeded(set_up: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _install() -> None:
-    loaded = [name for name in sys.modules if name in TEST_UTILS or name in SOURCE_PACKAGES]
+    loaded = [
+        name for name in sys.modules if name in TEST_UTILS or name in SOURCE_PACKAGES
+    ]
     assert not loaded, f"imported before they could be adapted: {loaded}"
     sys.meta_path.insert(0, Finder())
     torchrec.test_utils.seed_and_log = seeded  # before multi_process applies it
-    from torchrec.distributed.test_utils.multi_process import MultiProcessContext, MultiProcessTestBase
+    from torchrec.distributed.test_utils.multi_process import (
+        MultiProcessContext,
+        MultiProcessTestBase,
+    )
 
     MultiProcessTestBase._run_multi_process_test = run_on_ranks
     MultiProcessContext.__exit__ = leave_group

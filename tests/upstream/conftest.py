@@ -1,4 +1,6 @@
-"""Applies the list of tests that do not apply, and limits the examples of TorchRec's hypothesis tests."""
+"""Applies the list of tests that do not apply, and limits the examples of TorchRec's
+hypothesis tests.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,28 @@ from .tables import STOCK
 
 HERE = Path(__file__).parent
 MOST_EXAMPLES = 3
-"""The number of examples for each of TorchRec's hypothesis tests: each example starts processes."""
+"""The number of examples for each of TorchRec's hypothesis tests: each example starts
+processes.
+"""
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m leave tests out
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     mine = [item for item in items if item.path.is_relative_to(HERE)]
     listed = entries()
-    found = {item: [entry for entry in listed if entry.matches(_name(item))] for item in mine}
+    found = {
+        item: [entry for entry in listed if entry.matches(_name(item))] for item in mine
+    }
     if not any("::" in arg for arg in config.args):
         _check_list(listed, found)
     for item, by in found.items():
         _bound_examples(item)
         for entry in by:
-            item.add_marker(pytest.mark.xfail(reason=entry.reason, strict=True, run=entry.runs))
+            item.add_marker(
+                pytest.mark.xfail(reason=entry.reason, strict=True, run=entry.runs)
+            )
     if STOCK:
         kept = {item for item, by in found.items() if any(entry.stock for entry in by)}
         items[:] = [item for item in items if item in kept]
@@ -42,15 +52,23 @@ def _check_list(listed: list[Entry], found: dict[pytest.Item, list[Entry]]) -> N
     used = {entry.pattern for by in found.values() for entry in by}
     for entry in listed:
         if entry.file in files and entry.pattern not in used:
-            raise pytest.UsageError(f"{entry.pattern} in tests/upstream/does_not_apply.txt names no test")
+            raise pytest.UsageError(
+                f"{entry.pattern} in tests/upstream/does_not_apply.txt names no test"
+            )
     for item, by in found.items():
         if len(by) > 1:
-            raise pytest.UsageError(f"several entries of tests/upstream/does_not_apply.txt name {_name(item)}")
+            raise pytest.UsageError(
+                "several entries of tests/upstream/does_not_apply.txt name"
+                f" {_name(item)}"
+            )
 
 
 def _bound_examples(item: pytest.Item) -> None:
-    # @settings stores this attribute (hypothesis 6). A profile would not replace the settings of the tests.
-    function = getattr(getattr(item, "function", None), "__func__", getattr(item, "function", None))
+    # @settings stores this attribute (hypothesis 6). A profile would not replace the
+    # settings of the tests.
+    function = getattr(
+        getattr(item, "function", None), "__func__", getattr(item, "function", None)
+    )
     stored = getattr(function, "_hypothesis_internal_use_settings", None)
     if stored is None:
         return
@@ -66,9 +84,18 @@ def _bound_examples(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[None]:
     outcome: Any = yield
     report = outcome.get_result()
-    if report.skipped and not hasattr(report, "wasxfail") and item.path.is_relative_to(HERE):
+    if (
+        report.skipped
+        and not hasattr(report, "wasxfail")
+        and item.path.is_relative_to(HERE)
+    ):
         report.outcome = "failed"
-        report.longrepr = f"skipped without an entry in tests/upstream/does_not_apply.txt: {report.longrepr}"
+        report.longrepr = (
+            "skipped without an entry in tests/upstream/does_not_apply.txt:"
+            f" {report.longrepr}"
+        )

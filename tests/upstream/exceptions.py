@@ -1,4 +1,6 @@
-"""The tests that do not apply to RecStore on a CPU: the entries of ``does_not_apply.txt``."""
+"""The tests that do not apply to RecStore on a CPU: the entries of
+``does_not_apply.txt``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class Entry:
 
     Args:
         pattern: The tests, relative to this directory. ``*`` matches any text.
-        check: "stock": TorchRec's own tables fail on a CPU too. "fails": RecStore fails. "not run": see the reason.
+        check: "stock": TorchRec's own tables fail on a CPU too. "fails": RecStore
+            fails. "not run": see the reason.
         reason: The reason why the tests do not apply.
     """
 
@@ -44,7 +47,10 @@ class Entry:
 
     def matches(self, name: str) -> bool:
         """Whether the entry names the test."""
-        return re.fullmatch(".*".join(map(re.escape, self.pattern.split("*"))), name) is not None
+        return (
+            re.fullmatch(".*".join(map(re.escape, self.pattern.split("*"))), name)
+            is not None
+        )
 
 
 def entries(torchrec: str | None = None) -> list[Entry]:
@@ -63,10 +69,14 @@ def entries(torchrec: str | None = None) -> list[Entry]:
             continue
         parts = [part.strip() for part in line.split(" | ")]
         check = re.fullmatch(
-            rf"({'|'.join(CHECKS)})(?: (before|from) (\d+\.\d+))?", parts[1] if len(parts) == 3 else ""
+            rf"({'|'.join(CHECKS)})(?: (before|from) (\d+\.\d+))?",
+            parts[1] if len(parts) == 3 else "",
         )
         if check is None or not all(parts):
-            raise ValueError(f"{PATH.name}: not 'tests | {' or '.join(CHECKS)} [before or from 1.N] | reason': {line}")
+            raise ValueError(
+                f"{PATH.name}: not 'tests | {' or '.join(CHECKS)} [before or from 1.N]"
+                f" | reason': {line}"
+            )
         kind, bound, number = check.groups()
         if bound is None or (has < release(number)) == (bound == "before"):
             found.append(Entry(parts[0], kind, parts[2]))

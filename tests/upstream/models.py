@@ -1,6 +1,8 @@
-"""TorchRec's shared test, ``sharding_single_rank_test``, and the models that it tests here.
+"""TorchRec's shared test, ``sharding_single_rank_test``, and the models that it tests
+here.
 
-It trains a model of sharded tables for one step beside the same model unsharded and compares their predictions.
+It trains a model of sharded tables for one step beside the same model unsharded and
+compares their predictions.
 """
 
 from __future__ import annotations
@@ -14,17 +16,26 @@ from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.test_utils.multi_process import MultiProcessTestBase
 from torchrec.distributed.test_utils.test_model import TestSparseNN
+
+# isort: skip
+from torchrec.distributed.test_utils.test_model_parallel import ModelParallelTestShared
+
+# isort: skip
+from torchrec.distributed.test_utils.test_sharding import sharding_single_rank_test
 from torchrec.distributed.types import ModuleSharder
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+)
 
 from . import adapted  # noqa: F401, before TorchRec's test modules
 
-from torchrec.distributed.test_utils.test_model_parallel import ModelParallelTestShared  # isort: skip
-from torchrec.distributed.test_utils.test_sharding import sharding_single_rank_test  # isort: skip
-
 
 class PooledModels(ModelParallelTestShared):
-    """``EmbeddingBagCollection``: six tables, of which two share features, and two tables of weighted bags."""
+    """``EmbeddingBagCollection``: six tables, of which two share features, and two
+    tables of weighted bags.
+    """
 
     __test__ = False
 
@@ -34,9 +45,14 @@ class PooledModels(ModelParallelTestShared):
     def setUp(self) -> None:
         super().setUp(backend="gloo")
 
-    def check(self, sharder: ModuleSharder[Any], sharding: str, world_size: int, **kwargs: Any) -> None:
+    def check(
+        self, sharder: ModuleSharder[Any], sharding: str, world_size: int, **kwargs: Any
+    ) -> None:
         """Shards the model and compares it with the unsharded one."""
-        names = [*self.table_names, *(f"weighted_table_{i}" for i in range(self.num_weighted_features))]
+        names = [
+            *self.table_names,
+            *(f"weighted_table_{i}" for i in range(self.num_weighted_features)),
+        ]
         self._test_sharding(
             [sharder],
             world_size=world_size,
@@ -79,21 +95,28 @@ class OtherModels(MultiProcessTestBase):
         if world_size == 1:
             sharding_single_rank_test(rank=0, world_size=1, **arguments)
         else:
-            self._run_multi_process_test(callable=sharding_single_rank_test, world_size=world_size, **arguments)
+            self._run_multi_process_test(
+                callable=sharding_single_rank_test, world_size=world_size, **arguments
+            )
 
 
 def sequence_tables() -> list[EmbeddingConfig]:
     """Six tables, of which two share features."""
     return [
         EmbeddingConfig(
-            num_embeddings=10 + 7 * (i % 4), embedding_dim=8, name=f"table_{i}", feature_names=[f"feature_{i % 4}"]
+            num_embeddings=10 + 7 * (i % 4),
+            embedding_dim=8,
+            name=f"table_{i}",
+            feature_names=[f"feature_{i % 4}"],
         )
         for i in range(6)
     ]
 
 
 def processed_tables() -> list[EmbeddingBagConfig]:
-    """Four tables, each with the name of its feature, as :class:`FeatureProcessedNN` needs them."""
+    """Four tables, each with the name of its feature, as :class:`FeatureProcessedNN`
+    needs them.
+    """
     return [
         EmbeddingBagConfig(
             num_embeddings=10 + 7 * i,

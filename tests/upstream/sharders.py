@@ -1,10 +1,15 @@
-"""RecStore's sharders with the arguments of TorchRec's test sharders: one sharding type and one kernel."""
+"""RecStore's sharders with the arguments of TorchRec's test sharders: one sharding type
+and one kernel.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.test_utils.emb_sharder import TestECSharder
 from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs
@@ -39,7 +44,9 @@ class _OneChoice(RecStoreCollectionSharder):
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return [self._sharding_type]
 
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+    def compute_kernels(
+        self, sharding_type: str, compute_device_type: str
+    ) -> list[str]:
         return [self._kernel_type]
 
 
@@ -62,7 +69,9 @@ class _WithQComms:
         fused_params: dict[str, Any] | None = None,
         use_index_dedup: bool = False,
     ) -> None:
-        codecs = {} if qcomms_config is None else get_qcomm_codecs_registry(qcomms_config)
+        codecs = (
+            {} if qcomms_config is None else get_qcomm_codecs_registry(qcomms_config)
+        )
         params = {"learning_rate": 0.1, **(fused_params or {})}
         super().__init__(sharding_type, kernel_type, params, codecs)
         self._use_index_dedup = use_index_dedup
@@ -73,7 +82,9 @@ class SequenceSharder(_WithQComms, EmbeddingSharder):
 
 
 class StockSequenceSharder(_WithQComms, TestECSharder):
-    """``TestEmbeddingCollectionSharder``, which the wheel lacks, with TorchRec's own tables."""
+    """``TestEmbeddingCollectionSharder``, which the wheel lacks, with TorchRec's own
+    tables.
+    """
 
 
 class FeatureProcessedSharder(RecStoreFeatureProcessedEmbeddingBagCollectionSharder):
@@ -86,15 +97,26 @@ class FeatureProcessedSharder(RecStoreFeatureProcessedEmbeddingBagCollectionShar
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: Codecs | None = None,
     ) -> None:
-        super().__init__(BagSharder(sharding_type, kernel_type, fused_params, qcomm_codecs_registry))
+        super().__init__(
+            BagSharder(sharding_type, kernel_type, fused_params, qcomm_codecs_registry)
+        )
 
 
 def default_sharders() -> list[ModuleSharder[Any]]:
-    """Replaces ``get_default_sharders``: RecStore's sharders, and TorchRec's for other modules."""
+    """Replaces ``get_default_sharders``: RecStore's sharders, and TorchRec's for other
+    modules.
+    """
     ours = [
         RecStoreSharder(),
         RecStoreEmbeddingCollectionSharder(),
         RecStoreFeatureProcessedEmbeddingBagCollectionSharder(),
     ]
     types = {sharder.module_type for sharder in ours}
-    return [*ours, *(sharder for sharder in get_default_sharders() if sharder.module_type not in types)]
+    return [
+        *ours,
+        *(
+            sharder
+            for sharder in get_default_sharders()
+            if sharder.module_type not in types
+        ),
+    ]

@@ -10,9 +10,14 @@ FOLDER = "tests/upstream/"
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints the numbers if any test of this directory ran."""
     counts = {
-        outcome: sum(report.nodeid.startswith(FOLDER) for report in terminalreporter.stats.get(outcome, ()))
+        outcome: sum(
+            report.nodeid.startswith(FOLDER)
+            for report in terminalreporter.stats.get(outcome, ())
+        )
         for outcome in ("passed", "failed", "xfailed")
     }
     if any(counts.values()):
         ran = counts["passed"] + counts["failed"]
-        terminalreporter.write_line(f"upstream: {ran} ran, {counts['xfailed']} do not apply")
+        terminalreporter.write_line(
+            f"upstream: {ran} ran, {counts['xfailed']} do not apply"
+        )

@@ -1,4 +1,6 @@
-"""The tables that the tests run with: RecStore's, or TorchRec's own to show that a test fails with these too."""
+"""The tables that the tests run with: RecStore's, or TorchRec's own to show that a test
+fails with these too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``FeatureProcessedEmbeddingBagCollection`` beside ``EmbeddingBagCollection`` in TorchRec's shared test."""
+"""``FeatureProcessedEmbeddingBagCollection`` beside ``EmbeddingBagCollection`` in
+TorchRec's shared test.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import pytest
 from .models import FeatureProcessedNN, OtherModels, processed_tables
 from .sharders import BagSharder, FeatureProcessedSharder
 
-SHARDINGS = ["table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "grid_shard"]
+SHARDINGS = [
+    "table_wise",
+    "column_wise",
+    "table_column_wise",
+    "row_wise",
+    "table_row_wise",
+    "grid_shard",
+]
 
 
 @pytest.fixture
@@ -20,10 +29,14 @@ def processed() -> Iterator[OtherModels]:
     models.tearDown()
 
 
-def check(processed: OtherModels, sharding: str, world_size: int, **kwargs: object) -> None:
+def check(
+    processed: OtherModels, sharding: str, world_size: int, **kwargs: object
+) -> None:
     kinds = (BagSharder, FeatureProcessedSharder)
     sharders = [kind(sharding, fused_params={"learning_rate": 0.1}) for kind in kinds]
-    processed.check(sharders, sharding, world_size, FeatureProcessedNN, processed_tables(), **kwargs)
+    processed.check(
+        sharders, sharding, world_size, FeatureProcessedNN, processed_tables(), **kwargs
+    )
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)

@@ -1,4 +1,6 @@
-"""TorchRec's pipelines over its test model, each beside a plain loop over the same batches."""
+"""TorchRec's pipelines over its test model, each beside a plain loop over the same
+batches.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.test_utils import test_model
 from torchrec.distributed.test_utils.pipeline_config import PipelineConfig
+
+# isort: skip
+from torchrec.distributed.test_utils.test_sharding import (
+    DistributedModelParallel,
+    create_test_sharder,
+)
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -18,11 +26,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from .models import PooledModels
 from .tables import KERNEL
 
-from torchrec.distributed.test_utils.test_sharding import DistributedModelParallel, create_test_sharder  # isort: skip
-
 CPU = torch.device("cpu")
 STEPS = 6
-SITE = {"site_fqn": "sparse.ebc"}  # the module in whose backward these pipelines do a part of their work
+# the module in whose backward these pipelines do a part of their work
+SITE = {"site_fqn": "sparse.ebc"}
 TRAINING: dict[str, dict[str, str]] = {
     "base": {},
     "sparse": {},
@@ -60,11 +67,17 @@ class Models(PooledModels):
             embedding_groups=self.embedding_groups,
             sparse_device=torch.device("meta"),
         )
-        sharder = create_test_sharder("embedding_bag_collection", self.sharding, KERNEL, {"learning_rate": 50.0})
+        sharder = create_test_sharder(
+            "embedding_bag_collection", self.sharding, KERNEL, {"learning_rate": 50.0}
+        )
         env = ShardingEnv.from_process_group(dist.group.WORLD)
-        sharded = DistributedModelParallel(model, env=env, sharders=[sharder], device=CPU)
+        sharded = DistributedModelParallel(
+            model, env=env, sharders=[sharder], device=CPU
+        )
         parameters = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-        dense = KeyedOptimizerWrapper(parameters, lambda params: torch.optim.SGD(params, lr=0.1))
+        dense = KeyedOptimizerWrapper(
+            parameters, lambda params: torch.optim.SGD(params, lr=0.1)
+        )
         return sharded, CombinedOptimizer([sharded.fused_optimizer, dense])
 
     def batches(self) -> list[test_model.ModelInput]:
@@ -111,9 +124,16 @@ def test_training(name: str, sharding: str) -> None:
         loss.backward()
         optimizer.step()
         expected.append(_prediction(prediction))
-    kwargs = {**TRAINING[name], **({"sharding_type": sharding} if TRAINING[name] else {})}
-    pipeline = PipelineConfig(name, kwargs=kwargs).generate_pipeline(*models.model(), CPU)
-    torch.testing.assert_close(progress(pipeline, models.batches()), expected, rtol=0, atol=0)
+    kwargs = {
+        **TRAINING[name],
+        **({"sharding_type": sharding} if TRAINING[name] else {}),
+    }
+    pipeline = PipelineConfig(name, kwargs=kwargs).generate_pipeline(
+        *models.model(), CPU
+    )
+    torch.testing.assert_close(
+        progress(pipeline, models.batches()), expected, rtol=0, atol=0
+    )
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -127,4 +147,6 @@ def test_evaluation(name: str) -> None:
     with torch.no_grad():  # in training mode, since these pipelines want the loss too
         expected = [_prediction(model(batch)) for batch in models.batches()]
     pipeline = PipelineConfig(name).generate_pipeline(model, optimizer, CPU)
-    torch.testing.assert_close(progress(pipeline, models.batches()), expected, rtol=0, atol=0)
+    torch.testing.assert_close(
+        progress(pipeline, models.batches()), expected, rtol=0, atol=0
+    )

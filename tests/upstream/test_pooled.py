@@ -1,4 +1,6 @@
-"""``EmbeddingBagCollection`` in TorchRec's shared test: shardings, poolings, weights, batches, optimizers."""
+"""``EmbeddingBagCollection`` in TorchRec's shared test: shardings, poolings, weights,
+batches, optimizers.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig
+
+# isort: skip
+from torchrec.distributed.test_utils.test_sharding import create_test_sharder
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from .models import PooledModels
 from .tables import KERNEL
-
-from torchrec.distributed.test_utils.test_sharding import create_test_sharder  # isort: skip
 
 SHARDINGS = [kind.value for kind in ShardingType if kind != ShardingType.DATA_PARALLEL]
 HALF = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
@@ -24,7 +27,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "mean": {"pooling": PoolingType.MEAN},
     "fp16": {"data_type": DataType.FP16},
     "varying batch per rank": {"variable_batch_size": True},
-    "varying batch per feature": {"variable_batch_per_feature": True, "has_weighted_tables": False},
+    "varying batch per feature": {
+        "variable_batch_per_feature": True,
+        "has_weighted_tables": False,
+    },
     "same batch on all ranks, varying per feature": {
         "variable_batch_per_feature": True,
         "has_weighted_tables": False,
@@ -32,10 +38,15 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "empty batch": {"allow_zero_batch_size": True},
     "offsets": {"use_offsets": True},
-    "int32": {"indices_dtype": torch.int32, "offsets_dtype": torch.int32, "lengths_dtype": torch.int32},
+    "int32": {
+        "indices_dtype": torch.int32,
+        "offsets_dtype": torch.int32,
+        "lengths_dtype": torch.int32,
+    },
     "qcomms": {"qcomms_config": HALF},
 }
-# The loss is nearly flat in the rows; eps, whose defaults differ from FBGEMM's, keeps signs of near-zeros out.
+# The loss is nearly flat in the rows; eps, whose defaults differ from FBGEMM's, keeps
+# signs of near-zeros out.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 50.0}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.2, "eps": 1e-6}),
@@ -79,12 +90,26 @@ def test_two_ranks_row_wise(pooled: PooledModels) -> None:
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
 def test_optimizers(pooled: PooledModels, sharding: str, optimizer: str) -> None:
     config = {"embedding_bags": OPTIMIZERS[optimizer]}
-    pooled.check(sharder(sharding), sharding, 1, apply_optimizer_in_backward_config=config, has_weighted_tables=False)
+    pooled.check(
+        sharder(sharding),
+        sharding,
+        1,
+        apply_optimizer_in_backward_config=config,
+        has_weighted_tables=False,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
-def test_optimizers_on_two_ranks(pooled: PooledModels, sharding: str, optimizer: str) -> None:
+def test_optimizers_on_two_ranks(
+    pooled: PooledModels, sharding: str, optimizer: str
+) -> None:
     config = {"embedding_bags": OPTIMIZERS[optimizer]}
-    pooled.check(sharder(sharding), sharding, 2, apply_optimizer_in_backward_config=config, has_weighted_tables=False)
+    pooled.check(
+        sharder(sharding),
+        sharding,
+        2,
+        apply_optimizer_in_backward_config=config,
+        has_weighted_tables=False,
+    )

@@ -16,7 +16,11 @@ from torchrec.distributed.tests import test_sequence_model  # isort: skip
 SHARDINGS = ["table_wise", "column_wise", "row_wise"]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "optimizer in backward": {"apply_optimizer_in_backward_config": {"embeddings": (torch.optim.SGD, {"lr": 0.2})}},
+    "optimizer in backward": {
+        "apply_optimizer_in_backward_config": {
+            "embeddings": (torch.optim.SGD, {"lr": 0.2})
+        }
+    },
     "varying batch per rank": {"variable_batch_size": True},
     "varying batch per feature": {"variable_batch_per_feature": True},
 }
@@ -30,10 +34,23 @@ def sequences() -> Iterator[OtherModels]:
     models.tearDown()
 
 
-def check(sequences: OtherModels, sharding: str, world_size: int, dedup: bool = False, **kwargs: Any) -> None:
-    sharder = test_sequence_model.TestEmbeddingCollectionSharder(sharding, KERNEL, use_index_dedup=dedup)
+def check(
+    sequences: OtherModels,
+    sharding: str,
+    world_size: int,
+    dedup: bool = False,
+    **kwargs: Any,
+) -> None:
+    sharder = test_sequence_model.TestEmbeddingCollectionSharder(
+        sharding, KERNEL, use_index_dedup=dedup
+    )
     sequences.check(
-        [sharder], sharding, world_size, test_sequence_model.TestSequenceSparseNN, sequence_tables(), **kwargs
+        [sharder],
+        sharding,
+        world_size,
+        test_sequence_model.TestSequenceSparseNN,
+        sequence_tables(),
+        **kwargs,
     )
 
 

@@ -1,4 +1,6 @@
-"""TorchRec's tests of one rank, which its wheel carries: state dicts, optimizer states, collections as models."""
+"""TorchRec's tests of one rank, which its wheel carries: state dicts, optimizer states,
+collections as models.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ class OneRank(ModelParallelSingleRankBase):
         super().setUp(backend="gloo")
 
     def _create_tables(self) -> None:
-        for kind, tables, count in (("feature", self.tables, 2), ("weighted", self.weighted_tables, 1)):
+        for kind, tables, count in (
+            ("feature", self.tables, 2),
+            ("weighted", self.weighted_tables, 1),
+        ):
             tables += [
                 EmbeddingBagConfig(
                     name=f"{kind}_table_{i}",
@@ -61,12 +66,16 @@ class OneRank(ModelParallelSingleRankBase):
 
 @pytest.mark.parametrize("sharding", ["table_wise", "column_wise", "row_wise"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizer_states_go_from_model_to_model(optimizer: EmbOptimType, sharding: str) -> None:
+def test_optimizer_states_go_from_model_to_model(
+    optimizer: EmbOptimType, sharding: str
+) -> None:
     case = OneRank()
     case.setUp()
     try:
         params = {"optimizer": optimizer, "learning_rate": 0.5}
-        (first, second), batch = case._generate_dmps_and_batch([BagSharder(sharding, fused_params=params)])
+        (first, second), batch = case._generate_dmps_and_batch(
+            [BagSharder(sharding, fused_params=params)]
+        )
         for _ in range(2):
             case._train_models(first, first, batch)
         second.load_state_dict(first.state_dict())

@@ -12,7 +12,8 @@ from .substitutes import SOURCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-# Those that shard tables: the others in these packages test TorchRec's own classes by mocks.
+# Those that shard tables: the others in these packages test TorchRec's own classes by
+# mocks.
 SUITES = {
     "torchrec.distributed.tests": (
         "test_model_parallel_gloo",
@@ -23,7 +24,10 @@ SUITES = {
         "test_apply_optim_per_param",
         "test_init_parameters",
     ),
-    "torchrec.distributed.composable.tests": ("test_fused_optim", "test_fused_optim_nccl"),
+    "torchrec.distributed.composable.tests": (
+        "test_fused_optim",
+        "test_fused_optim_nccl",
+    ),
     "torchrec.distributed.train_pipeline.tests": (
         "test_backward_injection",
         "test_postproc",

@@ -1,4 +1,5 @@
-"""Applies a delta of another trainer to a model that trains: writes and removes rows in place.
+"""Applies a delta of another trainer to a model that trains: writes and removes rows in
+place.
 
 Tests: tests/checkpoint/test_apply_delta.py.
 """
@@ -19,69 +20,98 @@ from torchrec_recstore.checkpoint.reader import blocks_by_rank, listed_ids, save
 from torchrec_recstore.checkpoint.sources import Source, check_sources, find_sources
 from torchrec_recstore.checkpoint.warm_start import WarmStart
 from torchrec_recstore.options import is_shared
-from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.sharders.gather import (
+    all_gathered,
+    refused_together,
+    whole_environment,
+)
 from torchrec_recstore.sharders.layout import LocalShard
-from torchrec_recstore.sharders.model_tables import EagerModelTable, ModelTable, recstore_tables
+from torchrec_recstore.sharders.model_tables import (
+    EagerModelTable,
+    ModelTable,
+    recstore_tables,
+)
 from torchrec_recstore.store import Part, TableState
 from torchrec_recstore.store.arguments import among
 
-_TIMES_HEADER = 7  # The numbers in TableState.times before the ticks. See csrc/wall_clock.h.
+# The numbers in TableState.times before the ticks. See csrc/wall_clock.h.
+_TIMES_HEADER = 7
 
 
-def apply_delta(model: nn.Module, path: str | Path, *, strict: bool = True) -> CheckpointInfo:
-    """Writes the rows of another trainer's delta into the tables of a model, which goes on training. Collective.
+def apply_delta(
+    model: nn.Module, path: str | Path, *, strict: bool = True
+) -> CheckpointInfo:
+    """Writes the rows of another trainer's delta into the tables of a model, which goes
+    on training.
 
-    The delta is a checkpoint of ``save_checkpoint(..., delta_of=base)``, of any world size and plan. Each row of it is
-    written with its weights and optimizer states, whether this model has the row or not: the delta's row replaces the
-    changes that this model has made to it. The ids that had left the other trainer's table since the base, for any
-    reason, are removed. All other rows stay, also those that this model has made or changed itself. Call it between
-    steps, on every rank. See docs/checkpoint.md.
+    Collective.
 
-    A row keeps its age in steps, but is never older than this table's own number of steps: ``last_step`` is moved by
-    the difference of the two clocks. ``frequency`` is written as it is. The table's own clock, its number of updates,
-    what its admission has counted, and the tensors of the model outside of RecStore tables stay as they are. The rows
-    need no admission. A table with ``max_rows`` evicts rows as it does when it trains. A delta that is saved later
-    contains the rows.
+    The delta is a checkpoint of ``save_checkpoint(..., delta_of=base)``, of any world
+    size and plan. Each row of it is written with its weights and optimizer states,
+    whether this model has the row or not: the delta's row replaces the changes that
+    this model has made to it. The ids that had left the other trainer's table since the
+    base, for any reason, are removed. All other rows stay, also those that this model
+    has made or changed itself. Call it between steps, on every rank. See
+    docs/checkpoint.md.
+
+    A row keeps its age in steps, but is never older than this table's own number of
+    steps: ``last_step`` is moved by the difference of the two clocks. ``frequency`` is
+    written as it is. The table's own clock, its number of updates, what its admission
+    has counted, and the tensors of the model outside of RecStore tables stay as they
+    are. The rows need no admission. A table with ``max_rows`` evicts rows as it does
+    when it trains. A delta that is saved later contains the rows.
 
     Args:
-        model: ``DistributedModelParallel``, or any module that contains sharded modules.
-        path: The directory of the delta. If it lists the ids that stay in place of those that left (``removal`` of the
-            table is ``"stay"``), its bases must be at their paths, too.
-        strict: Whether each table of the model must have had the rows of the base: it has saved or loaded the base, or
-            loaded or applied a delta whose chain contains the base, and its rows were not replaced since. Rows that
-            were changed or removed one by one, as ``load_dense_weights`` does, are not noticed. No table may have
-            saved, loaded or applied a delta of the delta, because its rows would go back; the newest delta can be
-            applied again. The delta must then have the same tables as the model, too. If False, none of this is
-            checked, so that ids that left in a delta that was not applied remain, and tables that only one of them has
-            are ignored. Default: True.
+        model: ``DistributedModelParallel``, or any module that contains sharded
+            modules.
+        path: The directory of the delta. If it lists the ids that stay in place of
+            those that left (``removal`` of the table is ``"stay"``), its bases must be
+            at their paths, too.
+        strict: Whether each table of the model must have had the rows of the base: it
+            has saved or loaded the base, or loaded or applied a delta whose chain
+            contains the base, and its rows were not replaced since. Rows that were
+            changed or removed one by one, as ``load_dense_weights`` does, are not
+            noticed. No table may have saved, loaded or applied a delta of the delta,
+            because its rows would go back; the newest delta can be applied again. The
+            delta must then have the same tables as the model, too. If False, none of
+            this is checked, so that ids that left in a delta that was not applied
+            remain, and tables that only one of them has are ignored. Default: True.
 
     Returns:
         The metadata of the delta, with ``training_state``.
 
     Raises:
-        FileNotFoundError: There is no checkpoint at ``path``, or a base that is needed is missing.
-        CheckpointError: A file is missing or damaged, or does not agree with the metadata.
-        ValueError: The checkpoint is not a delta; its base is unknown; it is older than one that the model has; a table
-            is missing or unknown, has another dim or another optimizer state, has a shared cold store, or cannot hold
-            the rows.
+        FileNotFoundError: There is no checkpoint at ``path``, or a base that is needed
+            is missing.
+        CheckpointError: A file is missing or damaged, or does not agree with the
+            metadata.
+        ValueError: The checkpoint is not a delta; its base is unknown; it is older than
+            one that the model has; a table is missing or unknown, has another dim or
+            another optimizer state, has a shared cold store, or cannot hold the rows.
         MemoryError: There is no memory for the rows.
-        ColdStoreError: A cold store fails. After any of these errors, which are raised on every rank, the rows are as
-            they were, except those that a bounded table has evicted meanwhile.
-        RuntimeError: The rows could not be restored after such an error. The message names the table. The call can be
-            repeated.
+        ColdStoreError: A cold store fails. After any of these errors, which are raised
+            on every rank, the rows are as they were, except those that a bounded table
+            has evicted meanwhile.
+        RuntimeError: The rows could not be restored after such an error. The message
+            names the table. The call can be repeated.
     """
     env = whole_environment()
     changes: list[_Change] = []
     with refused_together(env):
         info = read_info(path)
         if info.delta_of is None:
-            raise ValueError(f"apply_delta: {info.path} is a whole checkpoint: load it with load_checkpoint")
+            raise ValueError(
+                f"apply_delta: {info.path} is a whole checkpoint: load it with"
+                " load_checkpoint"
+            )
         warm = WarmStart()
         sources = find_sources(recstore_tables(model), warm, info, strict=strict)
         check_sources([info], sources, warm, hints=False)
         for source in sources:
             _check_table(source, info, strict=strict)
-        lists_those_that_stay = any(info.tables[source.name].removal == "stay" for source in sources)
+        lists_those_that_stay = any(
+            info.tables[source.name].removal == "stay" for source in sources
+        )
         bases = read_chain(path)[:-1] if lists_those_that_stay else []
         for source in sources:
             for shard in source.table.shards:
@@ -105,7 +135,10 @@ def apply_delta(model: nn.Module, path: str | Path, *, strict: bool = True) -> C
 
 
 def _note(table: ModelTable | EagerModelTable, info: CheckpointInfo) -> None:
-    """Notes that a table has the rows of a delta. It lacks some of them if it has not had those of the base."""
+    """Notes that a table has the rows of a delta.
+
+    It lacks some of them if it has not had those of the base.
+    """
     assert isinstance(table, ModelTable)
     assert info.delta_of is not None
     state = table.module.recstore_state
@@ -128,21 +161,34 @@ class _Change:
     @property
     def ids(self) -> Tensor:
         """The ids of the rows that are written: (N,) int64."""
-        return torch.cat([torch.empty(0, dtype=torch.int64), *(part.ids for part in self.parts)])
+        return torch.cat(
+            [torch.empty(0, dtype=torch.int64), *(part.ids for part in self.parts)]
+        )
 
     def check_room(self) -> None:
-        """Raises ValueError if the table has neither eviction nor a cold store, and no room for the new rows."""
+        """Raises ValueError if the table has neither eviction nor a cold store, and no
+        room for the new rows.
+        """
         table = self.shard.table
         options = table.options
-        if options.max_rows is None or options.eviction is not None or options.cold_store is not None:
+        if (
+            options.max_rows is None
+            or options.eviction is not None
+            or options.cold_store is not None
+        ):
             return
         ids = self.ids
         leaving = self.removed[~among(self.removed, ids.sort().values)]
-        rows = len(table) - int(table.contains(leaving).sum()) + int((~table.contains(ids)).sum())
+        rows = (
+            len(table)
+            - int(table.contains(leaving).sum())
+            + int((~table.contains(ids)).sum())
+        )
         if rows > options.max_rows:
             raise ValueError(
-                f"table {table.name!r} would have {rows} rows in this shard with the delta, and max_rows is "
-                f"{options.max_rows} here: set eviction or a cold_store, or a larger max_rows"
+                f"table {table.name!r} would have {rows} rows in this shard with the"
+                f" delta, and max_rows is {options.max_rows} here: set eviction or a"
+                " cold_store, or a larger max_rows"
             )
 
     def make(self) -> None:
@@ -150,7 +196,9 @@ class _Change:
         table = self.shard.table
         ids = self.ids
         # An id can have left and come back, so that it is in both.
-        touched = torch.cat([ids, self.removed[~among(self.removed, ids.sort().values)]])
+        touched = torch.cat(
+            [ids, self.removed[~among(self.removed, ids.sort().values)]]
+        )
         present = table.contains(touched)
         self.before = table.part(touched[present])
         self.added = touched[~present]
@@ -168,8 +216,9 @@ class _Change:
             table.write(self.before)
         except Exception as failure:
             raise RuntimeError(
-                f"table {table.name!r} has only some of the rows of the delta: apply it again, or load a checkpoint. "
-                f"The delta could not be applied ({error}), nor taken back ({failure})"
+                f"table {table.name!r} has only some of the rows of the delta: apply it"
+                " again, or load a checkpoint. The delta could not be applied"
+                f" ({error}), nor taken back ({failure})"
             ) from error
 
 
@@ -179,8 +228,8 @@ def _check_table(source: Source, info: CheckpointInfo, *, strict: bool) -> None:
     store = table.options.cold_store
     if is_shared(store):
         raise ValueError(
-            f"apply_delta: the rows of table {table.name!r} lie in {store!r}, which is shared: apply the delta to a "
-            "table with rows of its own"
+            f"apply_delta: the rows of table {table.name!r} lie in {store!r}, which is"
+            " shared: apply the delta to a table with rows of its own"
         )
     assert info.delta_of is not None
     if not strict:
@@ -188,19 +237,26 @@ def _check_table(source: Source, info: CheckpointInfo, *, strict: bool) -> None:
     state = table.module.recstore_state
     if not state.has_had_rows_of(table.config_name, info.delta_of.checksum):
         raise ValueError(
-            f"apply_delta: {info.path} is a delta of {info.base}, which table {table.name!r} of this model has neither "
-            "saved nor loaded, nor applied (or its rows were replaced since): load or apply that one first; "
-            "strict=False writes the rows of the delta all the same"
+            f"apply_delta: {info.path} is a delta of {info.base}, which table"
+            f" {table.name!r} of this model has neither saved nor loaded, nor applied"
+            " (or its rows were replaced since): load or apply that one first;"
+            " strict=False writes the rows of the delta all the same"
         )
     if state.has_had_delta_of(table.config_name, info.checksum):
         raise ValueError(
-            f"apply_delta: {info.path} is older than the rows of table {table.name!r} of this model, which has saved, "
-            "loaded or applied a delta of it: load_checkpoint goes back to it; strict=False writes the rows of the "
-            "older delta all the same"
+            f"apply_delta: {info.path} is older than the rows of table {table.name!r}"
+            " of this model, which has saved, loaded or applied a delta of it:"
+            " load_checkpoint goes back to it; strict=False writes the rows of the"
+            " older delta all the same"
         )
 
 
-def _change(source: Source, shard: LocalShard, info: CheckpointInfo, bases: Sequence[CheckpointInfo]) -> _Change:
+def _change(
+    source: Source,
+    shard: LocalShard,
+    info: CheckpointInfo,
+    bases: Sequence[CheckpointInfo],
+) -> _Change:
     """Reads and checks the files of a shard."""
     table = shard.table
     saved = saved_state(info, source.name)
@@ -213,13 +269,19 @@ def _change(source: Source, shard: LocalShard, info: CheckpointInfo, bases: Sequ
         part = part.with_frequencies_of(info.tables[source.name].options, table.options)
         stamps = moved_last_steps(part.rows["last_step"], saved, own)
         parts.append(replace(part, rows={**part.rows, "last_step": stamps}))
-    change = _Change(source.name, shard, _removed_ids(source.name, shard, info, bases), parts)
+    change = _Change(
+        source.name, shard, _removed_ids(source.name, shard, info, bases), parts
+    )
     if bool((change.ids.sort().values.diff() == 0).any()):
-        raise CheckpointError(f"{info.path}: table {source.name!r} has an id in several parts")
+        raise CheckpointError(
+            f"{info.path}: table {source.name!r} has an id in several parts"
+        )
     return change
 
 
-def _parts(name: str, shard: LocalShard, info: CheckpointInfo, *, states: bool) -> Iterator[Part]:
+def _parts(
+    name: str, shard: LocalShard, info: CheckpointInfo, *, states: bool
+) -> Iterator[Part]:
     columns = shard.table.columns
     owned = None if shard.routing is None else shard.owned
     for of_rank in blocks_by_rank(info, name):
@@ -229,7 +291,9 @@ def _parts(name: str, shard: LocalShard, info: CheckpointInfo, *, states: bool) 
                 yield block.part(columns, states=states).owned(owned)
 
 
-def _removed_ids(name: str, shard: LocalShard, info: CheckpointInfo, bases: Sequence[CheckpointInfo]) -> Tensor:
+def _removed_ids(
+    name: str, shard: LocalShard, info: CheckpointInfo, bases: Sequence[CheckpointInfo]
+) -> Tensor:
     """Returns the ids of a shard that left between the base and the delta: (N,) int64."""
     saved = info.tables[name]
     listed = [torch.empty(0, dtype=torch.int64)]
@@ -263,24 +327,40 @@ def _ids_of(name: str, shard: LocalShard, chain: Sequence[CheckpointInfo]) -> Te
     return ids
 
 
-def _check_rows(info: CheckpointInfo, changes: Sequence[_Change], env: ShardingEnv) -> None:
-    """Refuses the delta if the shards do not get as many rows as the metadata says. Collective."""
-    counts = [(change.name, len(change.ids)) for change in changes if change.shard.table.columns.start == 0]
+def _check_rows(
+    info: CheckpointInfo, changes: Sequence[_Change], env: ShardingEnv
+) -> None:
+    """Refuses the delta if the shards do not get as many rows as the metadata says.
+
+    Collective.
+    """
+    counts = [
+        (change.name, len(change.ids))
+        for change in changes
+        if change.shard.table.columns.start == 0
+    ]
     everywhere = [count for of_rank in all_gathered(counts, env) for count in of_rank]
     with refused_together(env):
         for name in {name for name, _ in everywhere}:
             rows = sum(count for of_table, count in everywhere if of_table == name)
             saved = info.tables[name]
-            expected = sum(part.rows for part in saved.parts if part.columns == saved.columns[0])
+            expected = sum(
+                part.rows for part in saved.parts if part.columns == saved.columns[0]
+            )
             if rows != expected:
-                raise CheckpointError(f"{info.path}: table {name!r} has {rows} rows, and should have {expected}")
+                raise CheckpointError(
+                    f"{info.path}: table {name!r} has {rows} rows, and should have"
+                    f" {expected}"
+                )
 
 
 def moved_last_steps(last_step: Tensor, saved: TableState, own: TableState) -> Tensor:
-    """Returns the last steps of rows, (N,) int64, by another table's clock, as steps of this table's clock.
+    """Returns the last steps of rows, (N,) int64, by another table's clock, as steps of
+    this table's clock.
 
-    A row keeps its age in steps, but is never older than ``own.steps``. If rows of both tables expire after a time,
-    the row is younger where it would otherwise expire earlier than there.
+    A row keeps its age in steps, but is never older than ``own.steps``. If rows of both
+    tables expire after a time, the row is younger where it would otherwise expire
+    earlier than there.
 
     Args:
         last_step: (N,) int64. The last steps by the clock of ``saved``.
@@ -291,7 +371,8 @@ def moved_last_steps(last_step: Tensor, saved: TableState, own: TableState) -> T
     if saved.times is None or own.times is None:
         return moved
     steps, times = _ticks(saved.times)
-    # All steps before a tick's step were made before its time, and all steps before the save.
+    # All steps before a tick's step were made before its time, and all steps before the
+    # save.
     upper = torch.cat([times, torch.tensor([saved.times[1]])])
     made_before = upper[torch.searchsorted(steps, last_step, right=True)]
     own_steps, own_times = _ticks(own.times)
@@ -302,6 +383,8 @@ def moved_last_steps(last_step: Tensor, saved: TableState, own: TableState) -> T
 
 
 def _ticks(times: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Returns the steps and the times of the ticks of a state: (T,) int64 each, ascending."""
+    """Returns the steps and the times of the ticks of a state: (T,) int64 each,
+    ascending.
+    """
     pairs = torch.tensor(times[_TIMES_HEADER:], dtype=torch.int64).view(-1, 2)
     return pairs[:, 0].contiguous(), pairs[:, 1].contiguous()

@@ -31,13 +31,20 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 class Destination(AbstractContextManager["Destination"]):
     """A locked path to which this process writes a checkpoint; also a context manager.
 
-    :meth:`stage` creates a hidden directory next to the path, the caller writes the files into it, and :meth:`publish`
-    renames it. Until :meth:`close` the path is locked, and so are the ``bases``, the checkpoints that the new one needs
-    or is made from. ``path`` has no links. The errors are those of ``save_checkpoint`` for its path and
-    its base.
+    :meth:`stage` creates a hidden directory next to the path, the caller writes the
+    files into it, and :meth:`publish` renames it. Until :meth:`close` the path is
+    locked, and so are the ``bases``, the checkpoints that the new one needs or is made
+    from. ``path`` has no links. The errors are those of ``save_checkpoint`` for its
+    path and its base.
     """
 
-    def __init__(self, path: Path, *, overwrite: bool = False, bases: Sequence[CheckpointInfo] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        overwrite: bool = False,
+        bases: Sequence[CheckpointInfo] = (),
+    ) -> None:
         self.path, self._overwrite, self._bases = path, overwrite, bases
         self._staging: Path | None = None
         self._check()
@@ -61,7 +68,9 @@ class Destination(AbstractContextManager["Destination"]):
         return self._staging
 
     def stage(self) -> Path:
-        """Creates the directory for the files, and removes the directories of dead processes."""
+        """Creates the directory for the files, and removes the directories of dead
+        processes.
+        """
         for rest in leftovers(self.path):
             shutil.rmtree(rest, ignore_errors=True)
         staging = self.path.with_name(staging_name(self.path))
@@ -70,7 +79,10 @@ class Destination(AbstractContextManager["Destination"]):
         return staging
 
     def publish(self) -> None:
-        """Renames the directory to the path in one atomic operation. After an error the path is as it was."""
+        """Renames the directory to the path in one atomic operation.
+
+        After an error the path is as it was.
+        """
         staging = self.staging
         _check_unchanged(self._bases)
         self._check()
@@ -79,7 +91,9 @@ class Destination(AbstractContextManager["Destination"]):
         move = _exchange if replaces else os.rename
         move(staging, self.path)
         try:
-            if replaces:  # The old checkpoint is checked again, now that no process can add a file to it by its path.
+            # The old checkpoint is checked again, now that no process can add a file to
+            # it by its path.
+            if replaces:
                 _check_own_files(staging, self.path)
             sync(self.path.parent)
         except BaseException:
@@ -87,7 +101,10 @@ class Destination(AbstractContextManager["Destination"]):
             raise
 
     def publish_prepared(self, directory: Path) -> None:
-        """Publishes a complete checkpoint of a directory next to the path. After an error, both are as they were."""
+        """Publishes a complete checkpoint of a directory next to the path.
+
+        After an error, both are as they were.
+        """
         self._staging = directory
         try:
             self.publish()
@@ -96,7 +113,9 @@ class Destination(AbstractContextManager["Destination"]):
             raise
 
     def close(self) -> None:
-        """Deletes the unpublished directory or the replaced checkpoint, and releases the locks."""
+        """Deletes the unpublished directory or the replaced checkpoint, and releases
+        the locks.
+        """
         with self._locks:
             if self._staging is not None:
                 remove(self._staging)  # A save that was replaced may have been a link.
@@ -109,61 +128,92 @@ class Destination(AbstractContextManager["Destination"]):
         if not os.path.lexists(self.path):
             return
         if not self._overwrite:
-            raise FileExistsError(f"{self.path} exists already: pass overwrite=True to replace it")
+            raise FileExistsError(
+                f"{self.path} exists already: pass overwrite=True to replace it"
+            )
         if not self.path.is_dir():
-            raise FileExistsError(f"{self.path} is no checkpoint: overwrite=True replaces checkpoints alone")
+            raise FileExistsError(
+                f"{self.path} is no checkpoint: overwrite=True replaces checkpoints"
+                " alone"
+            )
         _check_own_files(self.path, self.path)
         own = _metadata(self.path)
         for entry in self.path.parent.iterdir():
-            if own is not None and not is_staging(entry) and _needs(entry, self.path, own.checksum):
+            if (
+                own is not None
+                and not is_staging(entry)
+                and _needs(entry, self.path, own.checksum)
+            ):
                 raise FileExistsError(
-                    f"{self.path} is needed to load {entry}, which is a delta of it: save to another path, or fold "
-                    "that delta first (recstore compact) and delete it"
+                    f"{self.path} is needed to load {entry}, which is a delta of it:"
+                    " save to another path, or fold that delta first (recstore"
+                    " compact) and delete it"
                 )
 
 
 class _Metadata(NamedTuple):
-    """The part of a checkpoint's metadata that is the same in every version of the format."""
+    """The part of a checkpoint's metadata that is the same in every version of the
+    format.
+    """
 
     checksum: str
     files: frozenset[str]
-    base: tuple[str, str] | None  # The path of the base with links resolved, and its checksum.
+    # The path of the base with links resolved, and its checksum.
+    base: tuple[str, str] | None
 
 
 def _check_own_files(directory: Path, path: Path) -> None:
-    """Refuses to replace a checkpoint, now in ``directory``, with files that do not belong to it."""
+    """Refuses to replace a checkpoint, now in ``directory``, with files that do not
+    belong to it.
+    """
     there = set(os.listdir(directory))
     if not there:
         return
     if METADATA not in there:
-        raise FileExistsError(f"{path} is no checkpoint: overwrite=True replaces checkpoints alone")
+        raise FileExistsError(
+            f"{path} is no checkpoint: overwrite=True replaces checkpoints alone"
+        )
     metadata = _metadata(directory)
     if metadata is None:
         raise FileExistsError(
-            f"{path} has damaged metadata, so that its own files are not known: delete it, or save to another path"
+            f"{path} has damaged metadata, so that its own files are not known: delete"
+            " it, or save to another path"
         )
     foreign = sorted(there - metadata.files - {METADATA})
     if foreign:
-        names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        names = ", ".join(foreign[:3]) + (
+            f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+        )
         raise FileExistsError(
-            f"{path} contains files that do not belong to the checkpoint and would be deleted with it: {names}; move "
-            "them away, or save to another path"
+            f"{path} contains files that do not belong to the checkpoint and would be"
+            f" deleted with it: {names}; move them away, or save to another path"
         )
 
 
 def _check_unchanged(chain: Sequence[CheckpointInfo]) -> None:
-    """Refuses to use checkpoints if one of them has been replaced or deleted since its metadata was read."""
+    """Refuses to use checkpoints if one of them has been replaced or deleted since its
+    metadata was read.
+    """
     for info in chain:
         metadata = _metadata(info.path)
         if metadata is None or metadata.checksum != info.checksum:
-            raise CheckpointError(f"{info.path} has been replaced or deleted since it was read: begin again")
+            raise CheckpointError(
+                f"{info.path} has been replaced or deleted since it was read: begin"
+                " again"
+            )
 
 
 def _needs(delta: Path, path: Path, checksum: str) -> bool:
-    """Returns whether ``delta`` is a delta of the checkpoint at ``path``, or a delta of a delta of it."""
+    """Returns whether ``delta`` is a delta of the checkpoint at ``path``, or a delta of
+    a delta of it.
+    """
     seen: set[str] = set()
     metadata = _metadata(delta)
-    while metadata is not None and metadata.base is not None and metadata.base[0] not in seen:
+    while (
+        metadata is not None
+        and metadata.base is not None
+        and metadata.base[0] not in seen
+    ):
         if metadata.base == (os.fspath(path), checksum):
             return True
         seen.add(metadata.base[0])
@@ -172,22 +222,37 @@ def _needs(delta: Path, path: Path, checksum: str) -> bool:
 
 
 def _metadata(path: Path) -> _Metadata | None:
-    """Reads the metadata of a checkpoint; None if there is no checkpoint or its metadata cannot be read."""
+    """Reads the metadata of a checkpoint; None if there is no checkpoint or its
+    metadata cannot be read.
+    """
     try:
         path = path.resolve()
         document = json.loads((path / METADATA).read_bytes())
         of = document["delta_of"]
-        base = None if of is None else (os.path.realpath(path.parent / of["path"]), str(of["checksum"]))
+        base = (
+            None
+            if of is None
+            else (os.path.realpath(path.parent / of["path"]), str(of["checksum"]))
+        )
         return _Metadata(str(document["checksum"]), frozenset(document["files"]), base)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _exchange(one: Path, other: Path) -> None:
-    # rename() cannot replace a directory that contains files. If the directory were removed first, there would be no
-    # checkpoint for a moment.
+    # rename() cannot replace a directory that contains files. If the directory were
+    # removed first, there would be no checkpoint for a moment.
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+    if (
+        libc.renameat2(
+            _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
+        )
+        != 0
+    ):
         code = ctypes.get_errno()
-        hint = ": this filesystem cannot exchange directories, save to a new path" if code == errno.EINVAL else ""
+        hint = (
+            ": this filesystem cannot exchange directories, save to a new path"
+            if code == errno.EINVAL
+            else ""
+        )
         raise OSError(code, os.strerror(code) + hint, os.fspath(other))

@@ -1,4 +1,6 @@
-"""Locks paths, writes files completely or not at all, and checks files when they are read."""
+"""Locks paths, writes files completely or not at all, and checks files when they are
+read.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from torch import Tensor
 
 from torchrec_recstore.ownership import open_own
 
-_UNKNOWN_HOLDER_S = 1.0  # The time to wait until a new holder of a lock has written its name.
+# The time to wait until a new holder of a lock has written its name.
+_UNKNOWN_HOLDER_S = 1.0
 _STAGING = re.compile(r"\..+\.saving-[0-9a-f]{12}")
 _BLOCK = 1 << 20  # bytes
 
@@ -33,7 +36,8 @@ _held: WeakSet[FileLock] = WeakSet()
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds the path to an error of the system that names no file, such as that of a full disk.
+    """Adds the path to an error of the system that names no file, such as that of a
+    full disk.
 
     Args:
         path: The file or directory that the block writes or reads.
@@ -47,33 +51,52 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used: it is damaged, incomplete, or of another format. The message names the file."""
+    """A checkpoint cannot be used: it is damaged, incomplete, or of another format.
+
+    The message names the file.
+    """
 
 
 class FileLock(AbstractContextManager["FileLock"]):
-    """A lock of a file that one process holds, or several share if all set ``shared``; also a context manager.
+    """A lock of a file that one process holds, or several share if all set ``shared``;
+    also a context manager.
 
-    The lock is an ``flock``. The operating system releases it when the process ends for any reason, and a forked
-    process does not inherit it. On NFS it works between hosts, unless the filesystem is mounted with ``nolock`` or
-    ``local_lock``. The file, which is deleted at the end without ``keep``, names the processes that hold the lock.
+    The lock is an ``flock``. The operating system releases it when the process ends for
+    any reason, and a forked process does not inherit it. On NFS it works between hosts,
+    unless the filesystem is mounted with ``nolock`` or ``local_lock``. The file, which
+    is deleted at the end without ``keep``, names the processes that hold the lock.
 
-    Raises BlockingIOError if it is held, with the message that ``refusal`` makes of a description of the holder:
-    "process 12 on host h has been writing it since 2026-01-31T12:00:00Z", in which "writing it" is ``doing``.
+    Raises BlockingIOError if it is held, with the message that ``refusal`` makes of a
+    description of the holder: "process 12 on host h has been writing it since
+    2026-01-31T12:00:00Z", in which "writing it" is ``doing``.
     """
 
     def __init__(
-        self, file: Path, doing: str, refusal: Callable[[str], str], *, shared: bool = False, keep: bool = False
+        self,
+        file: Path,
+        doing: str,
+        refusal: Callable[[str], str],
+        *,
+        shared: bool = False,
+        keep: bool = False,
     ) -> None:
         self._descriptor: int | None = None
         self._file, self._shared, self._keep = file, shared, keep
         since = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        self._record = _Record(os.getpid(), socket.gethostname(), since, doing, secrets.token_hex(4))
+        self._record = _Record(
+            os.getpid(), socket.gethostname(), since, doing, secrets.token_hex(4)
+        )
         deadline = time.monotonic() + _UNKNOWN_HOLDER_S
         while not self._acquire():
-            holder = next((each for each in reversed(_records(file)) if each.may_be_alive()), None)
-            # An unknown holder has just taken the lock and not written its name yet, or has just died.
+            holder = next(
+                (each for each in reversed(_records(file)) if each.may_be_alive()), None
+            )
+            # An unknown holder has just taken the lock and not written its name yet, or
+            # has just died.
             if holder is not None or time.monotonic() > deadline:
-                raise BlockingIOError(refusal(str(holder or "another process has been using it")))
+                raise BlockingIOError(
+                    refusal(str(holder or "another process has been using it"))
+                )
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -83,10 +106,14 @@ class FileLock(AbstractContextManager["FileLock"]):
             return
         _held.discard(self)
         try:
-            # A process that has opened the file and then gets the lock finds that the file is gone, and tries again.
+            # A process that has opened the file and then gets the lock finds that the
+            # file is gone, and tries again.
             with suppress(OSError):
                 if self._shared and not _is_alone(descriptor):
-                    _write_records(descriptor, [each for each in _records(self._file) if each != self._record])
+                    _write_records(
+                        descriptor,
+                        [each for each in _records(self._file) if each != self._record],
+                    )
                 elif not self._keep and self._is_at_its_path(descriptor):
                     self._file.unlink()
         finally:
@@ -103,13 +130,19 @@ class FileLock(AbstractContextManager["FileLock"]):
         while True:
             descriptor = open_own(self._file, os.O_RDWR | os.O_CREAT)
             try:
-                fcntl.flock(descriptor, (fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-                if self._is_at_its_path(descriptor):  # Otherwise the previous holder has removed the file: try again.
+                fcntl.flock(
+                    descriptor,
+                    (fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX) | fcntl.LOCK_NB,
+                )
+                # Otherwise the previous holder has removed the file: try again.
+                if self._is_at_its_path(descriptor):
                     others = _records(self._file) if self._shared else []
                     try:
                         _write_records(descriptor, [*others, self._record])
                     except OSError:
-                        if not self._keep and (not self._shared or _is_alone(descriptor)):
+                        if not self._keep and (
+                            not self._shared or _is_alone(descriptor)
+                        ):
                             self._file.unlink()
                         raise
                     self._descriptor = descriptor
@@ -119,7 +152,11 @@ class FileLock(AbstractContextManager["FileLock"]):
                 return False
             except OSError as error:
                 without = error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-                reason = "its filesystem has no file locks" if without else f"cannot be locked: {error.strerror}"
+                reason = (
+                    "its filesystem has no file locks"
+                    if without
+                    else f"cannot be locked: {error.strerror}"
+                )
                 raise OSError(error.errno, reason, os.fspath(self._file)) from error
             finally:
                 if self._descriptor is None:
@@ -138,10 +175,16 @@ def lock_file(path: Path) -> Path:
 
 
 def path_lock(path: Path, needed_by: Path | None = None) -> FileLock:
-    """Takes the lock of a process that writes to ``path``, or shares it to write a delta of it to ``needed_by``."""
+    """Takes the lock of a process that writes to ``path``, or shares it to write a
+    delta of it to ``needed_by``.
+    """
     doing, refused, remedy = "writing it", "cannot be written", ", or use another path"
     if needed_by is not None:
-        doing, refused, remedy = f"writing {needed_by}, which needs it,", f"which {needed_by} needs, cannot be used", ""
+        doing, refused, remedy = (
+            f"writing {needed_by}, which needs it,",
+            f"which {needed_by} needs, cannot be used",
+            "",
+        )
     who = path if needed_by is None else f"{path},"
     return FileLock(
         lock_file(path),
@@ -152,7 +195,10 @@ def path_lock(path: Path, needed_by: Path | None = None) -> FileLock:
 
 
 def _is_alone(descriptor: int) -> bool:
-    """Returns whether no other process shares the lock. If another process does, this process loses the lock."""
+    """Returns whether no other process shares the lock.
+
+    If another process does, this process loses the lock.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -171,7 +217,10 @@ class _Record:
     token: str  # distinguishes the locks of one process
 
     def __str__(self) -> str:
-        return f"process {self.pid} on host {self.host} has been {self.doing} since {self.since}"
+        return (
+            f"process {self.pid} on host {self.host} has been {self.doing} since"
+            f" {self.since}"
+        )
 
     def may_be_alive(self) -> bool:
         """Returns whether the process may be alive: a process on another host may."""
@@ -185,7 +234,9 @@ class _Record:
 
 
 def _records(file: Path) -> list[_Record]:
-    """Returns the holders, without one that took a shared lock at the moment when another one released it."""
+    """Returns the holders, without one that took a shared lock at the moment when
+    another one released it.
+    """
     try:
         return [_Record(**json.loads(line)) for line in file.read_bytes().splitlines()]
     except (OSError, ValueError, TypeError):
@@ -199,7 +250,9 @@ def _write_records(descriptor: int, records: Sequence[_Record]) -> None:
 
 
 def _forget_all() -> None:
-    """Closes the files in a forked process, which does not unlock them: the parent process still holds the locks."""
+    """Closes the files in a forked process, which does not unlock them: the parent
+    process still holds the locks.
+    """
     for lock in list(_held):
         assert lock._descriptor is not None
         os.close(lock._descriptor)
@@ -221,35 +274,56 @@ def is_staging(path: Path) -> bool:
 
 
 def leftovers(path: Path) -> Iterator[Path]:
-    """Yields what unfinished writes to ``path``, whose lock the caller holds, have left: their processes are dead."""
+    """Yields what unfinished writes to ``path``, whose lock the caller holds, have
+    left: their processes are dead.
+    """
     for entry in path.parent.iterdir():
-        if entry.name.startswith(f".{path.name}.saving-") and is_staging(entry) and not entry.is_symlink():
+        if (
+            entry.name.startswith(f".{path.name}.saving-")
+            and is_staging(entry)
+            and not entry.is_symlink()
+        ):
             yield entry
 
 
 @dataclass(frozen=True)
 class FileInfo:
-    """The size of a file in bytes and its XXH3 checksum, in the hexadecimal form that ``xxhsum -H2`` prints."""
+    """The size of a file in bytes and its XXH3 checksum, in the hexadecimal form that
+    ``xxhsum -H2`` prints.
+    """
 
     bytes: int
     xxh3_128: str
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
-    """Writes a safetensors file of tensors that share no memory, syncs it, and returns its size and checksum."""
+    """Writes a safetensors file of tensors that share no memory, syncs it, and returns
+    its size and checksum.
+    """
     try:
-        safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # safetensors raises it in the place of an OSError.
+        safetensors.torch.save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, path
+        )
+    except (
+        SafetensorError
+    ) as error:  # safetensors raises it in the place of an OSError.
         code = re.search(r"os error (\d+)", str(error))
         number = int(code[1]) if code else errno.EIO
-        raise OSError(number, f"cannot be written: {os.strerror(number)}", os.fspath(path)) from error
-    path.chmod(path.parent.stat().st_mode & 0o666)  # Files of safetensors 0.8 are readable by their owner only.
+        raise OSError(
+            number, f"cannot be written: {os.strerror(number)}", os.fspath(path)
+        ) from error
+    # Files of safetensors 0.8 are readable by their owner only.
+    path.chmod(path.parent.stat().st_mode & 0o666)
     sync(path)
     return file_info(path)
 
 
-def file_info(path: Path, on_bytes: Callable[[int], object] = lambda count: None) -> FileInfo:
-    """Reads a file, calls ``on_bytes`` with the size of each block, and returns the file's size and checksum."""
+def file_info(
+    path: Path, on_bytes: Callable[[int], object] = lambda count: None
+) -> FileInfo:
+    """Reads a file, calls ``on_bytes`` with the size of each block, and returns the
+    file's size and checksum.
+    """
     digest = xxhash.xxh3_128()
     block = memoryview(bytearray(_BLOCK))
     size = 0
@@ -261,22 +335,35 @@ def file_info(path: Path, on_bytes: Callable[[int], object] = lambda count: None
     return FileInfo(size, digest.hexdigest())
 
 
-def check_file(path: Path, expected: FileInfo, on_bytes: Callable[[int], object] = lambda count: None) -> None:
-    """Refuses a file that is missing or has another size or another checksum. See :func:`file_info`."""
-    if path.exists() and not path.is_file():  # a pipe would never be opened, and a device never end
+def check_file(
+    path: Path,
+    expected: FileInfo,
+    on_bytes: Callable[[int], object] = lambda count: None,
+) -> None:
+    """Refuses a file that is missing or has another size or another checksum.
+
+    See :func:`file_info`.
+    """
+    # a pipe would never be opened, and a device never end
+    if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is no regular file")
     try:
         found = file_info(path, on_bytes)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     if found.bytes != expected.bytes:
-        raise CheckpointError(f"{path} is damaged: it has {found.bytes} bytes instead of {expected.bytes}")
+        raise CheckpointError(
+            f"{path} is damaged: it has {found.bytes} bytes instead of {expected.bytes}"
+        )
     if found != expected:
         raise CheckpointError(f"{path} is damaged: its checksum does not fit")
 
 
 def read_tensors(path: Path, expected: FileInfo) -> dict[str, Tensor]:
-    """Checks a safetensors file and returns its tensors. Their memory is mapped from the file."""
+    """Checks a safetensors file and returns its tensors.
+
+    Their memory is mapped from the file.
+    """
     check_file(path, expected)
     return safetensors.torch.load_file(path)
 
@@ -292,7 +379,9 @@ def sync(path: Path) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Writes a file with a name of this package, and syncs it to the disk. A file or a link there is replaced.
+    """Writes a file with a name of this package, and syncs it to the disk.
+
+    A file or a link there is replaced.
 
     Raises:
         OSError: The file cannot be written. The error names it.
@@ -306,20 +395,27 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Creates a directory and its parents if they do not exist, and syncs the new entries to the disk."""
+    """Creates a directory and its parents if they do not exist, and syncs the new
+    entries to the disk.
+    """
     if path.is_dir():
         return
     make_directory(path.parent)
     try:
         path.mkdir()
     except FileExistsError:
-        if not path.is_dir():  # Otherwise another process has created the directory at the same time.
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(path)) from None
+        # Otherwise another process has created the directory at the same time.
+        if not path.is_dir():
+            raise NotADirectoryError(
+                errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(path)
+            ) from None
     sync(path.parent)
 
 
 def check_path(path: Path) -> None:
-    """Refuses the path of a file if it is a directory, or its parent is not a directory."""
+    """Refuses the path of a file if it is a directory, or its parent is not a
+    directory.
+    """
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory")
     if not path.parent.is_dir():
@@ -328,10 +424,12 @@ def check_path(path: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path, *, keeps_mode: bool = False) -> Iterator[Path]:
-    """Yields the path of an empty file for the body to write, and then renames that file to ``path``.
+    """Yields the path of an empty file for the body to write, and then renames that
+    file to ``path``.
 
-    ``path`` is locked meanwhile, and after an error it is as it was. Raises BlockingIOError if it is locked already.
-    With ``keeps_mode``, the file has the mode of the one that it replaces.
+    ``path`` is locked meanwhile, and after an error it is as it was. Raises
+    BlockingIOError if it is locked already. With ``keeps_mode``, the file has the mode
+    of the one that it replaces.
     """
     check_path(path)
     beside = path.with_name(staging_name(path))
@@ -344,7 +442,8 @@ def whole_file(path: Path, *, keeps_mode: bool = False) -> Iterator[Path]:
                 mode = (path if keeps_mode else beside).stat().st_mode
                 yield beside
                 sync(beside)
-                beside.chmod(mode)  # Files of safetensors are readable by their owner only.
+                # Files of safetensors are readable by their owner only.
+                beside.chmod(mode)
                 beside.replace(path)
                 sync(path.parent)
             finally:

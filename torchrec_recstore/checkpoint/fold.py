@@ -1,6 +1,8 @@
-"""Folds a chain of checkpoints: reads its newest rows, one window of ids after the other, and compacts the chain.
+"""Folds a chain of checkpoints: reads its newest rows, one window of ids after the
+other, and compacts the chain.
 
-All functions raise ``CheckpointError`` if a file is missing or damaged, or does not agree with the metadata.
+All functions raise ``CheckpointError`` if a file is missing or damaged, or does not
+agree with the metadata.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from torch import Tensor
 
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import CheckpointError, FileInfo, check_file
-from torchrec_recstore.checkpoint.info import DENSE, TRAINING_STATE, CheckpointInfo, PartInfo, TableInfo, read_chain
+from torchrec_recstore.checkpoint.info import (
+    DENSE,
+    TRAINING_STATE,
+    CheckpointInfo,
+    PartInfo,
+    TableInfo,
+    read_chain,
+)
 from torchrec_recstore.checkpoint.reader import Block, blocks_by_rank, listed_ids
 from torchrec_recstore.checkpoint.writer import PartWriter, finish, part_rows
 from torchrec_recstore.encoding import encode
@@ -30,29 +39,45 @@ _WINDOW_BYTES = 16 << 20
 _LEAST_ROWS = 64  # The minimum number of rows of each run in a window.
 
 
-def check_files(chain: Iterable[CheckpointInfo], on_bytes: Callable[[int], object] = lambda count: None) -> None:
-    """Compares every file of several checkpoints with its checksum. ``on_bytes`` gets the size of each block read."""
+def check_files(
+    chain: Iterable[CheckpointInfo],
+    on_bytes: Callable[[int], object] = lambda count: None,
+) -> None:
+    """Compares every file of several checkpoints with its checksum.
+
+    ``on_bytes`` gets the size of each block read.
+    """
     for info in chain:
         for name, file in info.files.items():
             check_file(info.path / name, file, on_bytes)
 
 
 def common_columns(name: str, checkpoints: Iterable[CheckpointInfo]) -> list[range]:
-    """Returns the widest ranges of columns such that no column shard of the table begins or ends within a range."""
+    """Returns the widest ranges of columns such that no column shard of the table
+    begins or ends within a range.
+    """
     tables = [info.tables[name] for info in checkpoints if name in info.tables]
-    edges = sorted({edge for table in tables for columns in table.columns for edge in columns})
+    edges = sorted(
+        {edge for table in tables for columns in table.columns for edge in columns}
+    )
     return [range(first, last) for first, last in pairwise(edges)]
 
 
 class FoldedTable:
     """A reader of one table of a chain of checkpoints, in ascending order of the ids.
 
-    It needs memory for one window of rows, because the files, which must have passed :func:`check_files`, are mapped.
-    Weights have the data type of the last checkpoint. The rows are split into ``columns``, by default the
-    :func:`common_columns` of the chain; a part of a saved column shard gets a copy of its row-wise states.
+    It needs memory for one window of rows, because the files, which must have passed
+    :func:`check_files`, are mapped. Weights have the data type of the last checkpoint.
+    The rows are split into ``columns``, by default the :func:`common_columns` of the
+    chain; a part of a saved column shard gets a copy of its row-wise states.
     """
 
-    def __init__(self, chain: Sequence[CheckpointInfo], name: str, columns: Sequence[range] | None = None) -> None:
+    def __init__(
+        self,
+        chain: Sequence[CheckpointInfo],
+        name: str,
+        columns: Sequence[range] | None = None,
+    ) -> None:
         newest = chain[-1].tables[name]
         self.columns = common_columns(name, chain) if columns is None else columns
         self.states = state_names(newest.optimizer)
@@ -67,29 +92,47 @@ class FoldedTable:
             if table is None:
                 continue
             if (table.dim, state_names(table.optimizer)) != (newest.dim, self.states):
-                raise CheckpointError(f"table {name!r} of {info.path} has another dim or optimizer state later on")
-            runs = [_Run(level, blocks, self.columns, table.dim) for blocks in blocks_by_rank(info, name)]
-            self._runs = runs + self._runs  # The newest runs come first: the stable sort in take() keeps them first.
+                raise CheckpointError(
+                    f"table {name!r} of {info.path} has another dim or optimizer state"
+                    " later on"
+                )
+            runs = [
+                _Run(level, blocks, self.columns, table.dim)
+                for blocks in blocks_by_rank(info, name)
+            ]
+            # The newest runs come first: the stable sort in take() keeps them first.
+            self._runs = runs + self._runs
             self._removals.append(_Removal(info, level, table))
         self._check_end()
 
     def bound(self) -> int | None:
-        """Returns an id such that the rows up to it fill about one window; None if no rows are left."""
-        rows = max(_LEAST_ROWS, _WINDOW_BYTES // self._row_bytes // max(1, len(self._runs)))
+        """Returns an id such that the rows up to it fill about one window; None if no
+        rows are left.
+        """
+        rows = max(
+            _LEAST_ROWS, _WINDOW_BYTES // self._row_bytes // max(1, len(self._runs))
+        )
         return min((run.bound(rows) for run in self._runs), default=None)
 
     def take(self, bound: int) -> list[Part]:
-        """Reads the rows up to an id that :meth:`bound` allows: a part for each range of columns, [] at the end."""
+        """Reads the rows up to an id that :meth:`bound` allows: a part for each range
+        of columns, [] at the end.
+        """
         if not self._runs:
             return []
         taken = [self._taken(run, bound) for run in self._runs]
         self._runs = [run for run in self._runs if run.left]
         ids, order = torch.cat([ids for _, ids, _ in taken]).sort(stable=True)
-        levels = torch.cat([torch.full_like(ids, level) for level, ids, _ in taken])[order]
+        levels = torch.cat([torch.full_like(ids, level) for level, ids, _ in taken])[
+            order
+        ]
         same = ids[1:] == ids[:-1]
         for place in (same & (levels[1:] == levels[:-1])).nonzero().flatten().tolist():
             path = self._chain[int(levels[place])].path
-            raise CheckpointError(f"table {self._name!r} of {path} has the id {int(ids[place])} in several parts")
+            raise CheckpointError(
+                f"table {self._name!r} of {path} has the id {int(ids[place])} in"
+                " several parts"
+            )
         kept = torch.ones_like(ids, dtype=torch.bool)
         kept[1:] = ~same
         for removal in self._removals:
@@ -98,16 +141,24 @@ class FoldedTable:
         self._rows += len(order)
         self._check_end()
         return [
-            Part.concatenated([part.stored_as(self._dtype) for part in of_columns]).take(order)
+            Part.concatenated(
+                [part.stored_as(self._dtype) for part in of_columns]
+            ).take(order)
             for of_columns in zip(*(parts for _, _, parts in taken), strict=True)
         ]
 
     def _taken(self, run: _Run, bound: int) -> tuple[int, Tensor, list[Part]]:
-        """Returns the level of a run, and its ids and parts up to an id, with frequencies as in the last checkpoint."""
+        """Returns the level of a run, and its ids and parts up to an id, with
+        frequencies as in the last checkpoint.
+        """
         ids, parts = run.take(bound)
         saved = self._chain[run.level].tables[self._name].options
         options = self._chain[-1].tables[self._name].options
-        return run.level, ids, [part.with_frequencies_of(saved, options) for part in parts]
+        return (
+            run.level,
+            ids,
+            [part.with_frequencies_of(saved, options) for part in parts],
+        )
 
     def __iter__(self) -> Iterator[list[Part]]:
         while (bound := self.bound()) is not None:
@@ -119,20 +170,29 @@ class FoldedTable:
         wanted = newest.tables[self._name].rows
         if not self._runs and self._rows != wanted:
             raise CheckpointError(
-                f"table {self._name!r} of {newest.path} folds into {self._rows} rows and should have {wanted}"
+                f"table {self._name!r} of {newest.path} folds into {self._rows} rows"
+                f" and should have {wanted}"
             )
 
 
-def together(one: FoldedTable, other: FoldedTable) -> Iterator[tuple[list[Part], list[Part]]]:
-    """Yields windows of two tables with the same range of ids; an empty list after the last row of a table."""
-    while bounds := [bound for bound in (one.bound(), other.bound()) if bound is not None]:
+def together(
+    one: FoldedTable, other: FoldedTable
+) -> Iterator[tuple[list[Part], list[Part]]]:
+    """Yields windows of two tables with the same range of ids; an empty list after the
+    last row of a table.
+    """
+    while bounds := [
+        bound for bound in (one.bound(), other.bound()) if bound is not None
+    ]:
         yield one.take(min(bounds)), other.take(min(bounds))
 
 
 class _Run:
     """The blocks that one rank has written of one checkpoint. Their ids ascend."""
 
-    def __init__(self, level: int, blocks: Sequence[Block], columns: Sequence[range], dim: int) -> None:
+    def __init__(
+        self, level: int, blocks: Sequence[Block], columns: Sequence[range], dim: int
+    ) -> None:
         self.level = level
         self._columns = columns
         self._whole = range(dim)
@@ -168,22 +228,30 @@ class _Removal:
     def __init__(self, info: CheckpointInfo, level: int, table: TableInfo) -> None:
         self.level = level
         self._those_that_stay = table.removal == "stay"
-        self._listed = [(part.first_id, part.last_id, listed_ids(info, part, verify=False)) for part in table.removed]
+        self._listed = [
+            (part.first_id, part.last_id, listed_ids(info, part, verify=False))
+            for part in table.removed
+        ]
 
     def stays(self, ids: Tensor) -> Tensor:
         """Returns whether each id remains: (N,) bool for (N,) ids in ascending order."""
         listed = torch.zeros_like(ids, dtype=torch.bool)
         for first, last, part in self._listed:
             if len(ids) and first <= ids[-1] and ids[0] <= last:
-                begin, end = torch.searchsorted(part, ids[0]), torch.searchsorted(part, ids[-1], right=True)
+                begin, end = (
+                    torch.searchsorted(part, ids[0]),
+                    torch.searchsorted(part, ids[-1], right=True),
+                )
                 listed |= among(ids, part[begin:end])
         return listed if self._those_that_stay else ~listed
 
 
 def check_rows(chain: Sequence[CheckpointInfo], name: str, held: int | None) -> None:
-    """Compares the number of rows that the shards of the first column hold with the metadata; None: no room for some.
+    """Compares the number of rows that the shards of the first column hold with the
+    metadata; None: no room for some.
 
-    A missing part, or one with ids of another part, changes the number. All ids are then read again to find that id.
+    A missing part, or one with ids of another part, changes the number. All ids are
+    then read again to find that id.
     """
     wanted = chain[-1].tables[name].rows
     if held == wanted:
@@ -192,25 +260,31 @@ def check_rows(chain: Sequence[CheckpointInfo], name: str, held: int | None) -> 
         pass
     if held is not None:
         raise CheckpointError(
-            f"table {name!r} of {chain[-1].path} has {held} rows when loaded, and should have {wanted}"
+            f"table {name!r} of {chain[-1].path} has {held} rows when loaded, and"
+            f" should have {wanted}"
         )
 
 
 def compact_checkpoint(path: str | Path, output: str | Path) -> CheckpointInfo:
-    """Folds a delta and its bases into one full checkpoint, which loads to the same bits, and returns its metadata.
+    """Folds a delta and its bases into one full checkpoint, which loads to the same
+    bits, and returns its metadata.
 
-    The function needs no model, no process group and no memory for a table. The checkpoints of the chain are not
-    changed. A model that has saved or loaded the chain must load ``output`` before it can save deltas of ``output``.
+    The function needs no model, no process group and no memory for a table. The
+    checkpoints of the chain are not changed. A model that has saved or loaded the chain
+    must load ``output`` before it can save deltas of ``output``.
 
     Args:
         path: The delta's directory. A full checkpoint is copied.
         output: The directory of the new checkpoint. It is complete or does not exist.
 
     Raises:
-        FileNotFoundError: There is no checkpoint at ``path``, or the base of a delta is missing.
+        FileNotFoundError: There is no checkpoint at ``path``, or the base of a delta is
+            missing.
         FileExistsError: ``output`` exists.
-        BlockingIOError: Another process is writing to ``output``, or is replacing a checkpoint of the chain.
-        CheckpointError: A file is missing or damaged, or the format is that of another version.
+        BlockingIOError: Another process is writing to ``output``, or is replacing a
+            checkpoint of the chain.
+        CheckpointError: A file is missing or damaged, or the format is that of another
+            version.
         OSError: A file cannot be written.
     """
     with folding(path, output) as (chain, destination):
@@ -219,8 +293,12 @@ def compact_checkpoint(path: str | Path, output: str | Path) -> CheckpointInfo:
 
 
 @contextmanager
-def folding(path: str | Path, output: str | Path) -> Iterator[tuple[list[CheckpointInfo], Destination]]:
-    """Yields the chain of ``path``, locked against changes, and the destination at ``output``."""
+def folding(
+    path: str | Path, output: str | Path
+) -> Iterator[tuple[list[CheckpointInfo], Destination]]:
+    """Yields the chain of ``path``, locked against changes, and the destination at
+    ``output``.
+    """
     if os.path.lexists(output):
         raise FileExistsError(f"{output} exists already: name a path that does not")
     chain = read_chain(path)
@@ -229,13 +307,21 @@ def folding(path: str | Path, output: str | Path) -> Iterator[tuple[list[Checkpo
 
 
 def compact_chain(
-    chain: Sequence[CheckpointInfo], destination: Destination, on_rows: Callable[[int], object] = lambda count: None
+    chain: Sequence[CheckpointInfo],
+    destination: Destination,
+    on_rows: Callable[[int], object] = lambda count: None,
 ) -> CheckpointInfo:
-    """Folds what :func:`folding` yields, after :func:`check_files`. ``on_rows`` gets each part's number of rows."""
+    """Folds what :func:`folding` yields, after :func:`check_files`.
+
+    ``on_rows`` gets each part's number of rows.
+    """
     staging = destination.stage()
     writer = PartWriter(staging, rank=0)
     try:
-        tables = {name: _compact_table(chain, name, writer, on_rows) for name in chain[-1].tables}
+        tables = {
+            name: _compact_table(chain, name, writer, on_rows)
+            for name in chain[-1].tables
+        }
     finally:
         files = writer.close()
     newest = chain[-1]
@@ -244,12 +330,17 @@ def compact_chain(
         if name in newest.files:
             files[name] = newest.files[name]
             _copy(newest.path / name, staging / name, files[name])
-    info = replace(newest, path=destination.path, tables=tables, files=files, delta_of=None)
+    info = replace(
+        newest, path=destination.path, tables=tables, files=files, delta_of=None
+    )
     return finish(destination, info, encode(newest.training_state, {}))
 
 
 def _compact_table(
-    chain: Sequence[CheckpointInfo], name: str, writer: PartWriter, on_rows: Callable[[int], object]
+    chain: Sequence[CheckpointInfo],
+    name: str,
+    writer: PartWriter,
+    on_rows: Callable[[int], object],
 ) -> TableInfo:
     table = chain[-1].tables[name]
     folded = FoldedTable(chain, name)
@@ -263,7 +354,9 @@ def _compact_table(
 
 
 def _resized(folded: FoldedTable, size: int) -> Iterator[list[Part]]:
-    """Yields the rows in windows of ``size`` rows, so that the parts are those of a save by one rank."""
+    """Yields the rows in windows of ``size`` rows, so that the parts are those of a
+    save by one rank.
+    """
     held: list[list[Part]] = []
     count = 0
     for window in folded:
@@ -290,5 +383,7 @@ def _copy(source: Path, target: Path, expected: FileInfo) -> None:
                 to.flush()
                 os.fsync(to.fileno())
         except OSError as error:
-            raise OSError(error.errno, f"cannot be written: {error.strerror}", os.fspath(target)) from error
+            raise OSError(
+                error.errno, f"cannot be written: {error.strerror}", os.fspath(target)
+            ) from error
     check_file(target, expected)

@@ -17,7 +17,12 @@ from typing import Any, Literal, TypeVar
 
 import xxhash
 
-from torchrec_recstore.checkpoint.files import CheckpointError, FileInfo, read_tensors, write_synced
+from torchrec_recstore.checkpoint.files import (
+    CheckpointError,
+    FileInfo,
+    read_tensors,
+    write_synced,
+)
 from torchrec_recstore.encoding import check_fields, decode, encode, not_known
 from torchrec_recstore.file_names import FileName
 from torchrec_recstore.optim import Optimizer
@@ -45,7 +50,8 @@ _Entry = TypeVar("_Entry")
 
 @dataclass(frozen=True)
 class PartInfo:
-    """A file that holds ids of one shard in ascending order, with their rows or without.
+    """A file that holds ids of one shard in ascending order, with their rows or
+    without.
 
     Args:
         file: The file's name.
@@ -65,7 +71,9 @@ class PartInfo:
 
     @property
     def block(self) -> tuple[int, int, int]:
-        """A key that is equal for the parts of different column shards that hold the same rows."""
+        """A key that is equal for the parts of different column shards that hold the
+        same rows.
+        """
         return self.first_id, self.last_id, self.rows
 
 
@@ -75,19 +83,27 @@ class TableInfo:
 
     Args:
         dim: The number of columns of the whole table.
-        dtype: The data type of the weights: ``"float32"``, ``"float16"``, ``"bfloat16"`` or ``"int8"``.
-        optimizer: The optimizer as it was created, without the learning rate that a scheduler has set.
-        options: The table's options without its cold store, because rows can be loaded into any cold store.
+        dtype: The data type of the weights: ``"float32"``, ``"float16"``,
+            ``"bfloat16"`` or ``"int8"``.
+        optimizer: The optimizer as it was created, without the learning rate that a
+            scheduler has set.
+        options: The table's options without its cold store, because rows can be loaded
+            into any cold store.
         rows: The number of rows of the whole table.
         steps: The number of training lookups. A row's ``last_step`` refers to it.
-        optimizer_steps: The number of updates. The bias correction of Adam and LAMB uses it.
+        optimizer_steps: The number of updates. The bias correction of Adam and LAMB
+            uses it.
         columns: For each column shard, its first column and the column after its last.
-        parts: The files with rows: with all rows, or in a delta with the rows that have changed since ``delta_of``.
-        removal: The ids that the files in ``removed`` list: the ids that have left since ``delta_of`` (``"left"``), or
-            all ids that the table has at the delta (``"stay"``).
+        parts: The files with rows: with all rows, or in a delta with the rows that have
+            changed since ``delta_of``.
+        removal: The ids that the files in ``removed`` list: the ids that have left
+            since ``delta_of`` (``"left"``), or all ids that the table has at the delta
+            (``"stay"``).
         removed: The files with ids and no rows. Empty if no id left.
-        sightings: The files with the counts of admission, one for each shard. A delta has all counts, too.
-        times: The times of the steps, see ``ops.table_times``. None if rows do not expire after a time.
+        sightings: The files with the counts of admission, one for each shard. A delta
+            has all counts, too.
+        times: The times of the steps, see ``ops.table_times``. None if rows do not
+            expire after a time.
     """
 
     dim: int
@@ -107,7 +123,8 @@ class TableInfo:
 
 @dataclass(frozen=True)
 class DeltaOf:
-    """A reference from a delta to its base, the checkpoint that is loaded before the delta.
+    """A reference from a delta to its base, the checkpoint that is loaded before the
+    delta.
 
     Args:
         path: The path of the base, relative to the delta's parent directory.
@@ -131,7 +148,8 @@ class CheckpointInfo:
         dense: The names of the model's other tensors.
         delta_of: The base of a delta. None for a full checkpoint.
         training_state: The training state that was saved with the model.
-        checksum: The checksum of ``metadata.json``, which contains the checksums of all other files.
+        checksum: The checksum of ``metadata.json``, which contains the checksums of all
+            other files.
     """
 
     path: Path
@@ -152,13 +170,23 @@ class CheckpointInfo:
     @property
     def base(self) -> Path | None:
         """The path of a delta's base; None for a full checkpoint."""
-        return None if self.delta_of is None else Path(os.path.normpath(self.path.parent / self.delta_of.path))
+        return (
+            None
+            if self.delta_of is None
+            else Path(os.path.normpath(self.path.parent / self.delta_of.path))
+        )
 
 
 def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -> str:
-    """Writes ``metadata.json`` with a state that :func:`encode` has returned, syncs it, and returns its checksum."""
+    """Writes ``metadata.json`` with a state that :func:`encode` has returned, syncs it,
+    and returns its checksum.
+    """
     tables = {
-        name: {**asdict(table), "optimizer": encode(table.optimizer, {}), "options": encode(table.options, {})}
+        name: {
+            **asdict(table),
+            "optimizer": encode(table.optimizer, {}),
+            "options": encode(table.options, {}),
+        }
         for name, table in sorted(info.tables.items())
     }
     document = {
@@ -175,18 +203,25 @@ def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -
     }
     text = (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
     checksum = xxhash.xxh3_128_hexdigest(text)
-    write_synced(directory / METADATA, text[: -len(_NO_CHECKSUM) - 4] + checksum.encode() + text[-4:])
+    write_synced(
+        directory / METADATA,
+        text[: -len(_NO_CHECKSUM) - 4] + checksum.encode() + text[-4:],
+    )
     return checksum
 
 
 def read_info(path: str | Path) -> CheckpointInfo:
-    """Reads the metadata and the training state of a checkpoint. Files with rows are not read.
+    """Reads the metadata and the training state of a checkpoint.
+
+    Files with rows are not read.
 
     Raises:
         FileNotFoundError: There is no checkpoint at ``path``.
-        CheckpointError: The metadata is damaged or inconsistent, or has a format that this version does not know.
+        CheckpointError: The metadata is damaged or inconsistent, or has a format that
+            this version does not know.
     """
-    path = Path(os.path.realpath(path))  # The path of a base is relative to the directory itself, not to a link.
+    # The path of a base is relative to the directory itself, not to a link.
+    path = Path(os.path.realpath(path))
     file = path / METADATA
     if not file.is_file():
         reason = f"it has no {METADATA}" if path.exists() else "no such directory"
@@ -198,11 +233,19 @@ def read_info(path: str | Path) -> CheckpointInfo:
         if document["format"] != FORMAT:
             raise ValueError(f"it is of the format {document['format']!r}")
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is damaged: it is no {FORMAT}'s metadata") from error
+        raise CheckpointError(
+            f"{file} is damaged: it is no {FORMAT}'s metadata"
+        ) from error
     if version != VERSION:
-        raise CheckpointError(not_known(f"{file} is of version {version} of the format {FORMAT!r}"))
+        raise CheckpointError(
+            not_known(f"{file} is of version {version} of the format {FORMAT!r}")
+        )
     found = _CHECKSUM.search(text)
-    without = b"" if found is None else text[: found.start(1)] + _NO_CHECKSUM + text[found.end(1) :]
+    without = (
+        b""
+        if found is None
+        else text[: found.start(1)] + _NO_CHECKSUM + text[found.end(1) :]
+    )
     checksum = xxhash.xxh3_128_hexdigest(without)
     if found is None or found[1].decode() != checksum:
         raise CheckpointError(f"{file} is damaged: its checksum does not fit")
@@ -221,15 +264,22 @@ def _info(path: Path, document: dict[str, Any], checksum: str) -> CheckpointInfo
     _integers("step and world_size", (document["step"], document["world_size"]))
     # Every other name of a file in the metadata is one of these, see _check_info().
     files: dict[str, FileInfo] = {
-        FileName(name): _entry(f"the file {name}", FileInfo, entry) for name, entry in document["files"].items()
+        FileName(name): _entry(f"the file {name}", FileInfo, entry)
+        for name, entry in document["files"].items()
     }
-    tensors = read_tensors(path / TRAINING_STATE, files[TRAINING_STATE]) if TRAINING_STATE in files else {}
+    tensors = (
+        read_tensors(path / TRAINING_STATE, files[TRAINING_STATE])
+        if TRAINING_STATE in files
+        else {}
+    )
     delta_of = document["delta_of"]
     return CheckpointInfo(
         path=path,
         step=document["step"],
         world_size=document["world_size"],
-        tables={name: _table(name, entry) for name, entry in document["tables"].items()},
+        tables={
+            name: _table(name, entry) for name, entry in document["tables"].items()
+        },
         files=files,
         dense=tuple(document["dense"]),
         delta_of=None if delta_of is None else _entry("delta_of", DeltaOf, delta_of),
@@ -239,9 +289,11 @@ def _info(path: Path, document: dict[str, Any], checksum: str) -> CheckpointInfo
 
 
 def read_chain(path: str | Path) -> list[CheckpointInfo]:
-    """Reads the metadata of a full checkpoint, of the deltas of it, and of the checkpoint at ``path``, in this order.
+    """Reads the metadata of a full checkpoint, of the deltas of it, and of the
+    checkpoint at ``path``, in this order.
 
-    Raises FileNotFoundError if a base is missing, CheckpointError if it was replaced, and those of :func:`read_info`.
+    Raises FileNotFoundError if a base is missing, CheckpointError if it was replaced,
+    and those of :func:`read_info`.
     """
     chain = [read_info(path)]
     while (delta_of := chain[-1].delta_of) is not None:
@@ -250,9 +302,14 @@ def read_chain(path: str | Path) -> list[CheckpointInfo]:
         try:
             chain.append(read_info(base))
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{delta.path} is a delta of {base}, which is not there: {error}") from None
+            raise FileNotFoundError(
+                f"{delta.path} is a delta of {base}, which is not there: {error}"
+            ) from None
         if chain[-1].checksum != delta_of.checksum:
-            raise CheckpointError(f"{delta.path} is a delta of another checkpoint than the one that is now at {base}")
+            raise CheckpointError(
+                f"{delta.path} is a delta of another checkpoint than the one that is"
+                f" now at {base}"
+            )
     return chain[::-1]
 
 
@@ -262,13 +319,16 @@ def _table(name: str, entry: dict[str, Any]) -> TableInfo:
     times = entry["times"]
     options = _of_type(TableOptions, f"the options of {where}", entry["options"])
     if options.cold_store is not None:
-        # A table with these options would open files at the path of the cold store, and delete old ones.
+        # A table with these options would open files at the path of the cold store, and
+        # delete old ones.
         raise ValueError(
-            f"the options of {where} name the cold store {options.cold_store!r}, which checkpoints never "
-            "have: the file was not written by this package"
+            f"the options of {where} name the cold store {options.cold_store!r}, which"
+            " checkpoints never have: the file was not written by this package"
         )
     values = {
-        "optimizer": _of_type(Optimizer, f"the optimizer of {where}", entry["optimizer"]),
+        "optimizer": _of_type(
+            Optimizer, f"the optimizer of {where}", entry["optimizer"]
+        ),
         "options": options,
         "columns": tuple(_columns(where, columns) for columns in entry["columns"]),
         "parts": tuple(_part(where, part) for part in entry["parts"]),
@@ -293,7 +353,11 @@ def _of_type(kind: type[_Entry], what: str, encoded: Any) -> _Entry:
 
 
 def _part(table: str, entry: dict[str, Any]) -> PartInfo:
-    return _entry(f"a part of {table}", PartInfo, {**entry, "columns": _columns(table, entry["columns"])})
+    return _entry(
+        f"a part of {table}",
+        PartInfo,
+        {**entry, "columns": _columns(table, entry["columns"])},
+    )
 
 
 def _entry(where: str, kind: type[_Entry], entry: dict[str, Any]) -> _Entry:
@@ -312,7 +376,10 @@ def _check_plain(where: str, kind: Any, values: Mapping[str, Any]) -> None:
         wanted = _PLAIN_TYPES.get(plain.type)
         if wanted is not None and type(values[plain.name]) is not wanted:
             value = values[plain.name]
-            raise ValueError(f"the {plain.name!r} of {where} must be of the type {plain.type}, got {value!r}")
+            raise ValueError(
+                f"the {plain.name!r} of {where} must be of the type {plain.type}, got"
+                f" {value!r}"
+            )
 
 
 def _integers(where: str, values: Iterable[Any]) -> tuple[int, ...]:
@@ -335,51 +402,92 @@ def _columns(where: str, values: Iterable[Any]) -> tuple[int, int]:
 
 def _check_info(info: CheckpointInfo) -> None:
     """Checks that the metadata of the files, of the tables and of the parts agree."""
-    of_no_table = {DENSE: bool(info.dense), TRAINING_STATE: TRAINING_STATE in info.files}
+    of_no_table = {
+        DENSE: bool(info.dense),
+        TRAINING_STATE: TRAINING_STATE in info.files,
+    }
     named = Counter(name for name, needed in of_no_table.items() if needed)
     for table in info.tables.values():
         named.update(part.file for part in (*table.parts, *table.removed))
         named.update(table.sightings)
     for file, count in named.items():
         if file not in info.files:
-            raise CheckpointError(f"{info.path} has no checksum of {file}, which belongs to it")
+            raise CheckpointError(
+                f"{info.path} has no checksum of {file}, which belongs to it"
+            )
         if count > 1:
             raise CheckpointError(f"{info.path} lists the file {file} {count} times")
     for file in info.files:
         if file not in named:
-            raise CheckpointError(f"{info.path} has the file {file}, which belongs to no table: a part is not listed")
+            raise CheckpointError(
+                f"{info.path} has the file {file}, which belongs to no table: a part is"
+                " not listed"
+            )
     for name, table in info.tables.items():
         _check_table(f"{info.path}: table {name!r}", info, table)
 
 
 def _check_table(table_name: str, info: CheckpointInfo, table: TableInfo) -> None:
     if table.dtype not in DTYPES:
-        raise CheckpointError(f"{table_name} has weights of an unknown data type {table.dtype!r}")
+        raise CheckpointError(
+            f"{table_name} has weights of an unknown data type {table.dtype!r}"
+        )
     edges = [0, *(end for _, end in table.columns)]
-    if [begin for begin, _ in table.columns] != edges[:-1] or edges[-1] != table.dim or edges != sorted(set(edges)):
-        raise CheckpointError(f"{table_name} has dim {table.dim}, and column shards {list(table.columns)}")
+    if (
+        [begin for begin, _ in table.columns] != edges[:-1]
+        or edges[-1] != table.dim
+        or edges != sorted(set(edges))
+    ):
+        raise CheckpointError(
+            f"{table_name} has dim {table.dim}, and column shards {list(table.columns)}"
+        )
     first = table.columns[0]
     for parts, shards in ((table.parts, table.columns), (table.removed, (first,))):
         for part in parts:
             if part.columns not in shards or not 0 <= part.rank < info.world_size:
                 raise CheckpointError(
-                    f"{table_name} has no shard of rank {part.rank} and columns {part.columns}: {part.file}"
+                    f"{table_name} has no shard of rank {part.rank} and columns"
+                    f" {part.columns}: {part.file}"
                 )
             if part.rows < 1 or part.rows - 1 > part.last_id - part.first_id:
-                raise CheckpointError(f"{table_name}: {part.file} cannot have {part.rows} ids in its range")
-        for one, other in pairwise(sorted(parts, key=lambda part: (part.rank, part.columns, part.block))):
-            if (one.rank, one.columns) == (other.rank, other.columns) and other.first_id <= one.last_id:
-                raise CheckpointError(f"{table_name}: {one.file} and {other.file} have ids in the same range")
-    blocks = {each: Counter(part.block for part in table.parts if part.columns == each) for each in table.columns}
+                raise CheckpointError(
+                    f"{table_name}: {part.file} cannot have {part.rows} ids in its"
+                    " range"
+                )
+        for one, other in pairwise(
+            sorted(parts, key=lambda part: (part.rank, part.columns, part.block))
+        ):
+            if (one.rank, one.columns) == (
+                other.rank,
+                other.columns,
+            ) and other.first_id <= one.last_id:
+                raise CheckpointError(
+                    f"{table_name}: {one.file} and {other.file} have ids in the same"
+                    " range"
+                )
+    blocks = {
+        each: Counter(part.block for part in table.parts if part.columns == each)
+        for each in table.columns
+    }
     for columns in table.columns:
         for part in table.parts:
             if blocks[columns][part.block] != blocks[first][part.block]:
-                raise CheckpointError(f"{table_name} has no part of the columns {columns} for the rows of {part.file}")
+                raise CheckpointError(
+                    f"{table_name} has no part of the columns {columns} for the rows of"
+                    f" {part.file}"
+                )
     rows = sum(part.rows for part in table.parts if part.columns == first)
     if rows > table.rows or (info.delta_of is None and rows != table.rows):
-        raise CheckpointError(f"{table_name} has {table.rows} rows, and its parts have {rows}")
+        raise CheckpointError(
+            f"{table_name} has {table.rows} rows, and its parts have {rows}"
+        )
     listed = sum(part.rows for part in table.removed)
     if info.delta_of is None and listed:
-        raise CheckpointError(f"{table_name} lists ids that left, and the checkpoint is no delta")
+        raise CheckpointError(
+            f"{table_name} lists ids that left, and the checkpoint is no delta"
+        )
     if info.delta_of is not None and table.removal == "stay" and listed != table.rows:
-        raise CheckpointError(f"{table_name} has {table.rows} rows, and its files list {listed} ids that stay")
+        raise CheckpointError(
+            f"{table_name} has {table.rows} rows, and its files list {listed} ids that"
+            " stay"
+        )

@@ -1,4 +1,6 @@
-"""Loads a checkpoint: reads its rows into new tables, which replace the model's when every rank has succeeded."""
+"""Loads a checkpoint: reads its rows into new tables, which replace the model's when
+every rank has succeeded.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,22 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec_recstore.checkpoint.files import check_file, read_tensors
 from torchrec_recstore.checkpoint.fold import check_rows
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, read_chain
-from torchrec_recstore.checkpoint.reader import held_rows, load_rows, rows_to_read, saved_state
+from torchrec_recstore.checkpoint.reader import (
+    held_rows,
+    load_rows,
+    rows_to_read,
+    saved_state,
+)
 from torchrec_recstore.checkpoint.sources import Source, check_sources, find_sources
 from torchrec_recstore.checkpoint.warm_start import RowFunction, WarmStart
 from torchrec_recstore.checkpoint.writer import Progress, reporting
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.options import is_shared
-from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.sharders.gather import (
+    all_gathered,
+    refused_together,
+    whole_environment,
+)
 from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.model_tables import (
     EagerModelTable,
@@ -44,53 +55,69 @@ def load_checkpoint(
     rows: Mapping[str, RowFunction] | None = None,
     progress: Progress | None = None,
 ) -> CheckpointInfo:
-    """Loads a checkpoint that ``save_checkpoint`` wrote, at any world size and with any sharding plan. Collective.
+    """Loads a checkpoint that ``save_checkpoint`` wrote, at any world size and with any
+    sharding plan.
 
-    Afterwards the model holds the rows of the checkpoint and no other rows. If the rows of a table exceed its
-    ``max_rows``, the excess rows are written to the table's cold store, and a table without a cold store keeps the rows
-    that its eviction policy would keep. The whole checkpoint is read and checked before the model changes. Until then
-    the old rows and the new rows are both in memory. The result is the metadata, with ``training_state``.
+    Collective.
 
-    With ``optimizer``, ``tables``, ``rename`` or ``rows``, the load is a warm start: it takes over a part of the
-    checkpoint. See docs/checkpoint.md. A delta of the checkpoint can then only be saved if all tables were loaded with
-    their optimizer states and under their own names.
+    Afterwards the model holds the rows of the checkpoint and no other rows. If the rows
+    of a table exceed its ``max_rows``, the excess rows are written to the table's cold
+    store, and a table without a cold store keeps the rows that its eviction policy
+    would keep. The whole checkpoint is read and checked before the model changes. Until
+    then the old rows and the new rows are both in memory. The result is the metadata,
+    with ``training_state``.
+
+    With ``optimizer``, ``tables``, ``rename`` or ``rows``, the load is a warm start: it
+    takes over a part of the checkpoint. See docs/checkpoint.md. A delta of the
+    checkpoint can then only be saved if all tables were loaded with their optimizer
+    states and under their own names.
 
     Args:
-        model: ``DistributedModelParallel``, or any module that contains sharded modules or the modules without sharding
-            of :mod:`torchrec_recstore.modules`. Each rank loads all rows of the latter.
-        path: The checkpoint's directory. The base of a delta must be at the same path relative to the delta as when
-            it was saved.
-        strict: Whether the checkpoint and the model must have the same RecStore tables and the same other tensors. If
-            False, tables and tensors that only one of them has are ignored, and a table with a shared cold store keeps
-            its rows and loads only its clocks and the counts of its admission. Default: True.
-        optimizer: Whether the optimizer states of the rows and the numbers of updates are loaded. If False, the states
-            of all rows and the number of updates start at zero, as in a new table, and the optimizer of the checkpoint
-            may be another one. Default: True.
-        tables: The names of the model's tables that are loaded. All other tables and all other tensors of the model
-            stay as they are, and ``strict`` does not compare them. Default: None, which means all tables and the
-            other tensors.
-        rename: Tables with another name in the checkpoint: ``{"name in the checkpoint": "name in the model"}``. A
-            table of the checkpoint that is renamed is not loaded under its own name. Default: None.
-        rows: Functions that make the rows of a table, which may have another dim in the checkpoint, by the name of the
-            table in the model. Each is called with weights, (n, dim of the checkpoint) float32, n at most 65,536, and
-            returns weights, (n, dim of the model) float32, that are finite. It is called without gradients, on every
-            rank with a shard of the table, with the rows of this rank; it must return the same row for the same
-            weights. It needs ``optimizer=False``. Default: None.
-        progress: A callback that is called after each part of 32 MB with the number of rows that are read and the
-            number of all rows in the parts that this rank reads. Both include rows of other ranks' shards.
+        model: ``DistributedModelParallel``, or any module that contains sharded modules
+            or the modules without sharding of :mod:`torchrec_recstore.modules`. Each
+            rank loads all rows of the latter.
+        path: The checkpoint's directory. The base of a delta must be at the same path
+            relative to the delta as when it was saved.
+        strict: Whether the checkpoint and the model must have the same RecStore tables
+            and the same other tensors. If False, tables and tensors that only one of
+            them has are ignored, and a table with a shared cold store keeps its rows
+            and loads only its clocks and the counts of its admission. Default: True.
+        optimizer: Whether the optimizer states of the rows and the numbers of updates
+            are loaded. If False, the states of all rows and the number of updates start
+            at zero, as in a new table, and the optimizer of the checkpoint may be
+            another one. Default: True.
+        tables: The names of the model's tables that are loaded. All other tables and
+            all other tensors of the model stay as they are, and ``strict`` does not
+            compare them. Default: None, which means all tables and the other tensors.
+        rename: Tables with another name in the checkpoint: ``{"name in the checkpoint":
+            "name in the model"}``. A table of the checkpoint that is renamed is not
+            loaded under its own name. Default: None.
+        rows: Functions that make the rows of a table, which may have another dim in the
+            checkpoint, by the name of the table in the model. Each is called with
+            weights, (n, dim of the checkpoint) float32, n at most 65,536, and returns
+            weights, (n, dim of the model) float32, that are finite. It is called
+            without gradients, on every rank with a shard of the table, with the rows of
+            this rank; it must return the same row for the same weights. It needs
+            ``optimizer=False``. Default: None.
+        progress: A callback that is called after each part of 32 MB with the number of
+            rows that are read and the number of all rows in the parts that this rank
+            reads. Both include rows of other ranks' shards.
 
     Raises:
-        FileNotFoundError: There is no checkpoint at ``path``, or the base of a delta is missing.
-        CheckpointError: A file is missing or damaged, the files do not agree with the metadata, or the format is that
-            of another version.
-        TypeError: ``optimizer``, ``tables``, ``rename`` or ``rows`` is of another type, or a function returns no
-            tensor.
-        ValueError: The model does not fit: a table is missing or unknown, or has another dim or another optimizer
-            state; a dense tensor has another shape; or a save of the model is still being written. A name in
-            ``tables``, ``rename`` or ``rows`` is unknown, or two tables would be loaded into one. A function returns
-            weights of another shape or dtype, or weights that are not finite.
+        FileNotFoundError: There is no checkpoint at ``path``, or the base of a delta is
+            missing.
+        CheckpointError: A file is missing or damaged, the files do not agree with the
+            metadata, or the format is that of another version.
+        TypeError: ``optimizer``, ``tables``, ``rename`` or ``rows`` is of another type,
+            or a function returns no tensor.
+        ValueError: The model does not fit: a table is missing or unknown, or has
+            another dim or another optimizer state; a dense tensor has another shape; or
+            a save of the model is still being written. A name in ``tables``, ``rename``
+            or ``rows`` is unknown, or two tables would be loaded into one. A function
+            returns weights of another shape or dtype, or weights that are not finite.
         MemoryError: There is no memory for the rows.
-        ColdStoreError: A cold store fails. All of these errors are raised on every rank, and the model is unchanged.
+        ColdStoreError: A cold store fails. All of these errors are raised on every
+            rank, and the model is unchanged.
     """
     env = whole_environment()
     loaded: list[_LoadedShard] = []
@@ -109,17 +136,29 @@ def load_checkpoint(
             if DENSE in info.files:
                 dense = read_tensors(info.path / DENSE, info.files[DENSE])
             check_dense(dense, own, strict=strict)
-            for base in chain[:-1]:  # The dense tensors of a base are not used, but every file of a chain is checked.
+            # The dense tensors of a base are not used, but every file of a chain is
+            # checked.
+            for base in chain[:-1]:
                 if env.rank == 0 and DENSE in base.files:
                     check_file(base.path / DENSE, base.files[DENSE])
-        left_alone = [source for source in sources if is_shared(source.table.options.cold_store)]
+        left_alone = [
+            source for source in sources if is_shared(source.table.options.cold_store)
+        ]
         _check_shared(left_alone, strict=strict)
         present = [source for source in sources if source not in left_alone]
-        shards = [(source, shard) for source in present for shard in source.table.shards]
-        on_rows = reporting(progress, sum(rows_to_read(chain, source.name) for source, _ in shards))
+        shards = [
+            (source, shard) for source in present for shard in source.table.shards
+        ]
+        on_rows = reporting(
+            progress, sum(rows_to_read(chain, source.name) for source, _ in shards)
+        )
         for source, shard in shards:
             fresh = shard.table.empty_copy()
-            loaded.append(_LoadedShard(source.name, shard, fresh, isinstance(source.table, EagerModelTable)))
+            loaded.append(
+                _LoadedShard(
+                    source.name, shard, fresh, isinstance(source.table, EagerModelTable)
+                )
+            )
             owned = None if shard.routing is None else shard.owned
             row_shards = 1 if shard.routing is None else shard.routing.world_size
             load_rows(
@@ -151,7 +190,9 @@ def load_checkpoint(
 
 @dataclass(frozen=True)
 class _LoadedShard:
-    """A shard of the model, and a table with the rows of the checkpoint that replace its rows."""
+    """A shard of the model, and a table with the rows of the checkpoint that replace
+    its rows.
+    """
 
     name: str  # of the table in the checkpoint
     shard: LocalShard
@@ -164,29 +205,45 @@ def _check_shared(shared: Sequence[Source], *, strict: bool) -> None:
     for source in shared:
         if strict or source.given_name is not None:
             raise ValueError(
-                f"table {source.table.name!r}: its rows lie in {source.table.options.cold_store!r}, which is "
-                "shared, and cannot be replaced at once: strict=False leaves them as they are"
+                f"table {source.table.name!r}: its rows lie in"
+                f" {source.table.options.cold_store!r}, which is shared, and cannot be"
+                " replaced at once: strict=False leaves them as they are"
             )
 
 
-def _check_rows(chain: Sequence[CheckpointInfo], loaded: Sequence[_LoadedShard], env: ShardingEnv) -> None:
-    """Refuses the loaded rows if their number on all ranks differs from the metadata. Collective."""
+def _check_rows(
+    chain: Sequence[CheckpointInfo], loaded: Sequence[_LoadedShard], env: ShardingEnv
+) -> None:
+    """Refuses the loaded rows if their number on all ranks differs from the metadata.
+
+    Collective.
+    """
     # All column shards hold the same ids: one of them is counted.
     held = [
-        (each.name, held_rows(each.fresh)) for each in loaded if each.fresh.columns.start == 0 and not each.is_whole
+        (each.name, held_rows(each.fresh))
+        for each in loaded
+        if each.fresh.columns.start == 0 and not each.is_whole
     ]
     everywhere = [each for of_rank in all_gathered(held, env) for each in of_rank]
     with refused_together(env):
         for name in sorted({name for name, _ in everywhere}) if env.rank == 0 else ():
             counts = [count for other, count in everywhere if other == name]
-            check_rows(chain, name, None if None in counts else sum(count or 0 for count in counts))
+            check_rows(
+                chain,
+                name,
+                None if None in counts else sum(count or 0 for count in counts),
+            )
         for each in loaded:
             if each.is_whole:
                 check_rows(chain, each.name, held_rows(each.fresh))
 
 
-def _mark(table: ModelTable, name: str, chain: Sequence[CheckpointInfo], warm: WarmStart) -> None:
-    """Marks the moment of the load for deltas of the checkpoint, if the table holds what the checkpoint has."""
+def _mark(
+    table: ModelTable, name: str, chain: Sequence[CheckpointInfo], warm: WarmStart
+) -> None:
+    """Marks the moment of the load for deltas of the checkpoint, if the table holds
+    what the checkpoint has.
+    """
     info = chain[-1]
     state = table.module.recstore_state
     state.forget_replaced(table.config_name)

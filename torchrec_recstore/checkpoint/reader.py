@@ -1,6 +1,8 @@
-"""Reads the files of a table of a checkpoint, and reads a chain of checkpoints into shards.
+"""Reads the files of a table of a checkpoint, and reads a chain of checkpoints into
+shards.
 
-All functions raise ``CheckpointError`` if a file is missing or damaged, or does not agree with the metadata.
+All functions raise ``CheckpointError`` if a file is missing or damaged, or does not
+agree with the metadata.
 """
 
 from __future__ import annotations
@@ -28,21 +30,31 @@ _T = TypeVar("_T")
 
 
 class Block:
-    """The files of a checkpoint that hold the same rows: the part of each column shard, in the order of the columns."""
+    """The files of a checkpoint that hold the same rows: the part of each column shard,
+    in the order of the columns.
+    """
 
-    def __init__(self, info: CheckpointInfo, table: TableInfo, parts: Sequence[PartInfo]) -> None:
+    def __init__(
+        self, info: CheckpointInfo, table: TableInfo, parts: Sequence[PartInfo]
+    ) -> None:
         self._info, self._table, self._parts = info, table, parts
         self._opened: list[tuple[PartInfo, Any]] = []
         self.rows = parts[0].rows
 
     def ids(self, columns: range) -> Tensor:
-        """Returns the ids, (N,) int64, of the first file that holds some of the columns, without any check."""
-        return _opened(self._info.path / self._covering(columns)[0].file).get_tensor("ids")  # type: ignore[no-any-return]
+        """Returns the ids, (N,) int64, of the first file that holds some of the
+        columns, without any check.
+        """
+        return _opened(self._info.path / self._covering(columns)[0].file).get_tensor(  # type: ignore[no-any-return]
+            "ids"
+        )
 
     def open(self, columns: range, *, verify: bool) -> Tensor:
-        """Opens and checks the files that hold some of the columns, and returns the ids of their rows.
+        """Opens and checks the files that hold some of the columns, and returns the ids
+        of their rows.
 
-        Without ``verify``, the files must have been compared with their checksums before.
+        Without ``verify``, the files must have been compared with their checksums
+        before.
         """
         every = []
         for part in self._covering(columns):
@@ -51,12 +63,17 @@ class Block:
             _check_shapes(path, part, self._table, file)
             every.append(ids)
             if not torch.equal(ids, every[0]):
-                raise CheckpointError(f"{path} does not hold the rows that {self._opened[0][0].file} has")
+                raise CheckpointError(
+                    f"{path} does not hold the rows that {self._opened[0][0].file} has"
+                )
             self._opened.append((part, file))
         return every[0]
 
-    def part(self, columns: range, rows: slice = slice(None), *, states: bool = True) -> Part:
-        """Returns some of the rows after :meth:`open`, mapped from the files where nothing must be cut or joined.
+    def part(
+        self, columns: range, rows: slice = slice(None), *, states: bool = True
+    ) -> Part:
+        """Returns some of the rows after :meth:`open`, mapped from the files where
+        nothing must be cut or joined.
 
         Without ``states``, the part does not have the states of the optimizer.
         """
@@ -67,7 +84,9 @@ class Block:
         for part, file in self._opened:
             if overlap(range(*part.columns), columns):
                 read = {name: file.get_slice(name)[rows] for name in names}
-                parts.append(Part(file.get_slice("ids")[rows], range(*part.columns), read))
+                parts.append(
+                    Part(file.get_slice("ids")[rows], range(*part.columns), read)
+                )
         return Part.joined(parts, columns)
 
     def _covering(self, columns: range) -> list[PartInfo]:
@@ -75,7 +94,9 @@ class Block:
 
 
 def blocks_by_rank(info: CheckpointInfo, name: str) -> list[list[Block]]:
-    """Returns the blocks of a table for each rank that wrote some, rank by rank, in ascending order of the ids."""
+    """Returns the blocks of a table for each rank that wrote some, rank by rank, in
+    ascending order of the ids.
+    """
     table = info.tables[name]
     found: dict[tuple[int, int, int], list[PartInfo]] = defaultdict(list)
     for part in table.parts:
@@ -84,23 +105,35 @@ def blocks_by_rank(info: CheckpointInfo, name: str) -> list[list[Block]]:
     for _, parts in sorted(found.items()):
         parts.sort(key=lambda part: part.columns)
         if [part.columns for part in parts] != sorted(table.columns):
-            raise CheckpointError(f"{info.path}: table {name!r} has no part of a column shard for some rows")
+            raise CheckpointError(
+                f"{info.path}: table {name!r} has no part of a column shard for some"
+                " rows"
+            )
         by_rank[parts[0].rank].append(Block(info, table, parts))
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def listed_ids(info: CheckpointInfo, part: PartInfo, *, verify: bool) -> Tensor:
-    """Returns the ids of a file that holds no rows, (N,) int64, ascending. See :meth:`Block.open`."""
+    """Returns the ids of a file that holds no rows, (N,) int64, ascending.
+
+    See :meth:`Block.open`.
+    """
     return _checked(info, part, verify=verify)[1]
 
 
 def saved_state(info: CheckpointInfo, name: str) -> TableState:
-    """Returns the state of a whole table: its clocks, and what the admission of all its shards has counted."""
+    """Returns the state of a whole table: its clocks, and what the admission of all its
+    shards has counted.
+    """
     table = info.tables[name]
     states = [TableState(table.steps, table.optimizer_steps, table.times)]
     for file in table.sightings:
         try:
-            states.append(TableState.from_tensors(read_tensors(info.path / file, info.files[file])))
+            states.append(
+                TableState.from_tensors(
+                    read_tensors(info.path / file, info.files[file])
+                )
+            )
         except ValueError as error:
             raise CheckpointError(f"{info.path / file}: {error}") from error
     return TableState.merged(states)
@@ -118,29 +151,49 @@ def _opened(path: Path) -> Any:
         raise CheckpointError(f"{path} is missing or damaged: {error}") from error
 
 
-def _checked(info: CheckpointInfo, part: PartInfo, *, verify: bool) -> tuple[Any, Tensor]:
-    """Opens a file, compares its ids with the metadata, and returns the file and the ids."""
+def _checked(
+    info: CheckpointInfo, part: PartInfo, *, verify: bool
+) -> tuple[Any, Tensor]:
+    """Opens a file, compares its ids with the metadata, and returns the file and the
+    ids.
+    """
     path = info.path / part.file
     if verify:
         check_file(path, info.files[part.file])
     file = _opened(path)
     ids: Tensor = file.get_tensor("ids") if "ids" in file.keys() else torch.empty(0)  # noqa: SIM118
     if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) != part.rows:
-        raise CheckpointError(f"{path} has ids of shape {tuple(ids.shape)}, and metadata.json says {part.rows}")
-    if (int(ids[0]), int(ids[-1])) != (part.first_id, part.last_id) or bool((ids[1:] <= ids[:-1]).any()):
-        raise CheckpointError(f"{path} does not have the ids from {part.first_id} to {part.last_id}, each once")
+        raise CheckpointError(
+            f"{path} has ids of shape {tuple(ids.shape)}, and metadata.json says"
+            f" {part.rows}"
+        )
+    if (int(ids[0]), int(ids[-1])) != (part.first_id, part.last_id) or bool(
+        (ids[1:] <= ids[:-1]).any()
+    ):
+        raise CheckpointError(
+            f"{path} does not have the ids from {part.first_id} to {part.last_id}, each"
+            " once"
+        )
     return file, ids
 
 
 def _check_shapes(path: Path, part: PartInfo, table: TableInfo, file: Any) -> None:
     columns = part.columns[1] - part.columns[0]
-    wanted = {"weight": [part.rows, stored_columns(getattr(torch, table.dtype), columns)]}
+    wanted = {
+        "weight": [part.rows, stored_columns(getattr(torch, table.dtype), columns)]
+    }
     for name, kind in state_names(table.optimizer).items():
         wanted[name] = [part.rows, columns] if kind == "element" else [part.rows]
     wanted |= {name: [part.rows] for name in STAMPS}
-    found = {name: list(file.get_slice(name).get_shape()) for name in file.keys() if name != "ids"}  # noqa: SIM118
+    found = {
+        name: list(file.get_slice(name).get_shape())
+        for name in file.keys()  # noqa: SIM118
+        if name != "ids"
+    }
     if found != wanted:
-        raise CheckpointError(f"{path} has tensors of the shapes {found} instead of {wanted}")
+        raise CheckpointError(
+            f"{path} has tensors of the shapes {found} instead of {wanted}"
+        )
 
 
 def check_fits(
@@ -153,15 +206,22 @@ def check_fits(
     *,
     hints: bool = True,
 ) -> None:
-    """Raises ValueError if a saved table has another dim or other optimizer states than the table of ``owner``.
+    """Raises ValueError if a saved table has another dim or other optimizer states than
+    the table of ``owner``.
 
-    ``optimizer`` is None if the states are not loaded. ``hints`` tells whether the messages name the arguments of a
-    load that would help.
+    ``optimizer`` is None if the states are not loaded. ``hints`` tells whether the
+    messages name the arguments of a load that would help.
     """
     if saved.dim != dim:
         raise ValueError(
-            f"table {name!r} has dim {saved.dim} in the checkpoint {path}, {dim} in {owner}"
-            + (": a function in rows={...}, with optimizer=False, can make rows of the other dim" if hints else "")
+            f"table {name!r} has dim {saved.dim} in the checkpoint {path}, {dim} in"
+            f" {owner}"
+            + (
+                ": a function in rows={...}, with optimizer=False, can make rows of the"
+                " other dim"
+                if hints
+                else ""
+            )
         )
     if optimizer is not None and state_names(saved.optimizer) != state_names(optimizer):
         raise ValueError(
@@ -174,7 +234,9 @@ def check_fits(
 def rows_to_read(chain: Sequence[CheckpointInfo], name: str) -> int:
     """Returns the number of a table's rows that :func:`load_rows` reports in all."""
     tables = (info.tables[name] for info in chain if name in info.tables)
-    return sum(part.rows for table in tables for part in table.parts if part.columns[0] == 0)
+    return sum(
+        part.rows for table in tables for part in table.parts if part.columns[0] == 0
+    )
 
 
 def load_rows(
@@ -186,35 +248,58 @@ def load_rows(
     without_state: RowsWithoutState | None = None,
     expected_rows: int = 0,
 ) -> None:
-    """Reads the rows and columns of an empty shard from a full checkpoint and its deltas, part by part.
+    """Reads the rows and columns of an empty shard from a full checkpoint and its
+    deltas, part by part.
 
-    Rows of another data type are converted: exactly to float32, otherwise rounded to nearest. ``on_rows`` gets the
-    number of rows of each part, those of other shards included. ``without_state`` is given if the states of the
-    optimizer are not loaded. ``expected_rows`` is about the number of rows that the shard will have, or 0 if it is not
-    known: the index is made for them first, because an index that grows moves its entries.
+    Rows of another data type are converted: exactly to float32, otherwise rounded to
+    nearest. ``on_rows`` gets the number of rows of each part, those of other shards
+    included. ``without_state`` is given if the states of the optimizer are not loaded.
+    ``expected_rows`` is about the number of rows that the shard will have, or 0 if it
+    is not known: the index is made for them first, because an index that grows moves
+    its entries.
     """
     table.reserve(expected_rows)
     # The state comes first: eviction computes the age of the rows from it.
     state = saved_state(chain[-1], name).owned(owned)
     table.set_state(state if without_state is None else without_state.state(state))
-    columns = table.columns if without_state is None else without_state.source_columns(table.columns)
+    columns = (
+        table.columns
+        if without_state is None
+        else without_state.source_columns(table.columns)
+    )
     for info in chain:
         if name not in info.tables:
             continue  # The table was added after this checkpoint was saved.
         _remove_rows(table, info.tables[name], info)
-        for count, part in _one_ahead(_parts_of(info, name, columns, owned, states=without_state is None)):
+        for count, part in _one_ahead(
+            _parts_of(info, name, columns, owned, states=without_state is None)
+        ):
             if part is not None:
-                part = part.with_frequencies_of(info.tables[name].options, table.options)
-                table.write(part if without_state is None else without_state.part(part, table.columns))
+                part = part.with_frequencies_of(
+                    info.tables[name].options, table.options
+                )
+                table.write(
+                    part
+                    if without_state is None
+                    else without_state.part(part, table.columns)
+                )
             on_rows(count)
 
 
 def _parts_of(
-    info: CheckpointInfo, name: str, columns: range, owned: Owned | None, *, states: bool
+    info: CheckpointInfo,
+    name: str,
+    columns: range,
+    owned: Owned | None,
+    *,
+    states: bool,
 ) -> Iterator[tuple[int, Part | None]]:
-    """Yields for each block its number of rows, and the rows of the block that belong to the shard."""
+    """Yields for each block its number of rows, and the rows of the block that belong
+    to the shard.
+    """
     for block in (block for of_rank in blocks_by_rank(info, name) for block in of_rank):
-        # The ids are not checked yet. The shard that owns a damaged id reads the file too, and finds the damage.
+        # The ids are not checked yet. The shard that owns a damaged id reads the file
+        # too, and finds the damage.
         if owned is not None and not owned(block.ids(columns)).any():
             yield block.rows, None
             continue
@@ -223,7 +308,10 @@ def _parts_of(
 
 
 def _one_ahead(items: Iterator[_T]) -> Iterator[_T]:
-    """Yields the items. Another thread makes the next item while the caller uses the current one."""
+    """Yields the items.
+
+    Another thread makes the next item while the caller uses the current one.
+    """
     end = object()
     with ThreadPoolExecutor(1, "checkpoint-files") as thread:
         coming = thread.submit(next, items, end)
@@ -248,5 +336,11 @@ def _remove_rows(table: Table, contents: TableInfo, info: CheckpointInfo) -> Non
 
 
 def held_rows(table: Table) -> int | None:
-    """Returns the number of rows of a shard after :func:`load_rows`; None if the shard had no room for some of them."""
-    return None if table.stats().evicted and table.options.cold_store is None else len(table)
+    """Returns the number of rows of a shard after :func:`load_rows`; None if the shard
+    had no room for some of them.
+    """
+    return (
+        None
+        if table.stats().evicted and table.options.cold_store is None
+        else len(table)
+    )

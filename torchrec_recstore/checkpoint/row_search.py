@@ -1,6 +1,8 @@
-"""Looks at the rows of a table or of a checkpoint: the hottest, the longest, the most changed, and the nearest ones.
+"""Looks at the rows of a table or of a checkpoint: the hottest, the longest, the most
+changed, and the nearest ones.
 
-A look needs memory for one block of rows, and for one float32 of each row for the quantiles.
+A look needs memory for one block of rows, and for one float32 of each row for the
+quantiles.
 """
 
 from __future__ import annotations
@@ -39,12 +41,16 @@ class TopRows:
     Args:
         rows: The number of rows of the table.
         steps: The number of its training lookups.
-        added: The number of rows that the checkpoint ``since`` does not have. None without ``since``.
+        added: The number of rows that the checkpoint ``since`` does not have. None
+            without ``since``.
         gone: The number of rows of ``since`` that have left. None without ``since``.
-        ids: (n,) int64, by the value in descending order, and by the id where values are equal.
-        columns: By name, (n,) tensors of the same rows: ``frequency`` and ``last_step``, int64, ``norm``, float32, and
-            with ``since`` also ``drift``, float32, NaN for rows that ``since`` does not have.
-        quantiles: By name of a column, its quantiles over all rows: of 0.5, 0.9, 0.99 and 1.
+        ids: (n,) int64, by the value in descending order, and by the id where values
+            are equal.
+        columns: By name, (n,) tensors of the same rows: ``frequency`` and
+            ``last_step``, int64, ``norm``, float32, and with ``since`` also ``drift``,
+            float32, NaN for rows that ``since`` does not have.
+        quantiles: By name of a column, its quantiles over all rows: of 0.5, 0.9, 0.99
+            and 1.
     """
 
     rows: int
@@ -65,21 +71,26 @@ def top_rows(
     since: str | os.PathLike[str] | None = None,
     advance: Callable[[int], object] = lambda rows: None,
 ) -> TopRows:
-    """Returns the rows with the largest frequency, last step, norm or drift. Nothing is changed.
+    """Returns the rows with the largest frequency, last step, norm or drift.
+
+    Nothing is changed.
 
     Args:
-        source: A table, or the directory of a checkpoint. The files of a checkpoint are verified.
+        source: A table, or the directory of a checkpoint. The files of a checkpoint are
+            verified.
         table: The name of a table of the checkpoint, needed if there are several.
-        by: The value: ``"frequency"``, the number of steps that looked the row up (see :class:`LFU`, which may count
-            occurrences; 0 with :class:`Scored`, which does not count); ``"last_step"``, the last such step; ``"norm"``,
-            the L2 norm of the weights; ``"drift"``, the L2 norm of the change since ``since``.
+        by: The value: ``"frequency"``, the number of steps that looked the row up (see
+            :class:`LFU`, which may count occurrences; 0 with :class:`Scored`, which
+            does not count); ``"last_step"``, the last such step; ``"norm"``, the L2
+            norm of the weights; ``"drift"``, the L2 norm of the change since ``since``.
         count: The number of rows to return.
         since: The directory of an earlier checkpoint with the same table.
-        advance: A callback that is called with the number of rows read since the last call.
+        advance: A callback that is called with the number of rows read since the last
+            call.
 
     Raises:
-        ValueError: The table is not in the checkpoint or has another dim in ``since``, an argument is invalid, or
-            ``by="drift"`` has no ``since``.
+        ValueError: The table is not in the checkpoint or has another dim in ``since``,
+            an argument is invalid, or ``by="drift"`` has no ``since``.
         CheckpointError: A file is missing or damaged.
     """
     _check_arguments("by", by, By, count)
@@ -89,9 +100,18 @@ def top_rows(
     earlier = None if since is None else _Earlier(since, opened)
     best = torch.empty(0, dtype=torch.int64)
     shown: dict[str, Tensor] = {}
-    measured: dict[str, list[Tensor]] = {"frequency": [], "norm": [], **({"drift": []} if earlier else {})}
-    for block, drift in zip(opened.blocks(), repeat(None)) if earlier is None else earlier.blocks():
-        columns = {**{name: block.rows[name] for name in STAMPS}, "norm": block.weights.norm(dim=1)}
+    measured: dict[str, list[Tensor]] = {
+        "frequency": [],
+        "norm": [],
+        **({"drift": []} if earlier else {}),
+    }
+    for block, drift in (
+        zip(opened.blocks(), repeat(None)) if earlier is None else earlier.blocks()
+    ):
+        columns = {
+            **{name: block.rows[name] for name in STAMPS},
+            "norm": block.weights.norm(dim=1),
+        }
         if isinstance(opened.options.eviction, Scored):
             columns["frequency"] = torch.zeros_like(columns["frequency"])
         if drift is not None:
@@ -99,7 +119,10 @@ def top_rows(
         for name, parts in measured.items():
             parts.append(columns[name][~columns[name].isnan()].float())
         best = torch.cat([best, block.ids])
-        shown = {name: torch.cat([shown[name], each]) if shown else each for name, each in columns.items()}
+        shown = {
+            name: torch.cat([shown[name], each]) if shown else each
+            for name, each in columns.items()
+        }
         order = descending(shown[by].double().nan_to_num(nan=-torch.inf), best)[:count]
         best, shown = best[order], {name: each[order] for name, each in shown.items()}
         advance(len(block.ids))
@@ -110,7 +133,11 @@ def top_rows(
         gone=earlier.rows - earlier.kept if earlier else None,
         ids=best,
         columns=shown,
-        quantiles={name: _quantiles(torch.cat(parts)) for name, parts in measured.items() if parts},
+        quantiles={
+            name: _quantiles(torch.cat(parts))
+            for name, parts in measured.items()
+            if parts
+        },
     )
 
 
@@ -123,18 +150,24 @@ def neighbours(
     metric: Metric = "cosine",
     advance: Callable[[int], object] = lambda rows: None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the rows that are nearest to the row of an id. All rows are compared; nothing is changed.
+    """Returns the rows that are nearest to the row of an id.
+
+    All rows are compared; nothing is changed.
 
     Args:
-        source: A table, or the directory of a checkpoint. The files of a checkpoint are verified.
+        source: A table, or the directory of a checkpoint. The files of a checkpoint are
+            verified.
         id: The id. Its own row is not among the results.
         table: The name of a table of the checkpoint, needed if there are several.
         count: The number of rows to return.
-        metric: ``"cosine"`` or ``"dot"``, the larger the nearer, or ``"l2"``, the Euclidean distance.
-        advance: A callback that is called with the number of rows read since the last call, in two passes.
+        metric: ``"cosine"`` or ``"dot"``, the larger the nearer, or ``"l2"``, the
+            Euclidean distance.
+        advance: A callback that is called with the number of rows read since the last
+            call, in two passes.
 
     Returns:
-        ids, (n,) int64, the nearest first, and their cosines, products or distances, (n,) float32.
+        ids, (n,) int64, the nearest first, and their cosines, products or distances,
+        (n,) float32.
 
     Raises:
         ValueError: The id has no row, or a reason of :func:`top_rows`.
@@ -155,7 +188,9 @@ def neighbours(
 def nearest(
     table: Table, row: Tensor, *, but: int, count: int = 10, metric: Metric = "cosine"
 ) -> tuple[Tensor, Tensor]:
-    """Returns the rows of a table that are nearest to ``row``, (dim,) float32, without that of ``but``, as above."""
+    """Returns the rows of a table that are nearest to ``row``, (dim,) float32, without
+    that of ``but``, as above.
+    """
     _check_arguments("metric", metric, Metric, count)
     return _nearest(_OfTable(table), row, but, metric, count, lambda rows: None)
 
@@ -168,7 +203,12 @@ def _check_arguments(name: str, value: str, known: Any, count: int) -> None:
 
 
 def _nearest(
-    opened: _Opened, row: Tensor, but: int, metric: Metric, count: int, advance: Callable[[int], object]
+    opened: _Opened,
+    row: Tensor,
+    but: int,
+    metric: Metric,
+    count: int,
+    advance: Callable[[int], object],
 ) -> tuple[Tensor, Tensor]:
     nearness: dict[Metric, Callable[[Tensor], Tensor]] = {
         "cosine": lambda weights: cosine_similarity(weights, row, dim=1),
@@ -180,14 +220,18 @@ def _nearest(
         others = block.ids != but
         ids = torch.cat([ids, block.ids[others]])
         near = torch.cat([near, nearness[metric](block.weights[others])])
-        order = descending(near.double() if metric != "l2" else -near.double(), ids)[:count]
+        order = descending(near.double() if metric != "l2" else -near.double(), ids)[
+            :count
+        ]
         ids, near = ids[order], near[order]
         advance(len(block.ids))
     return ids, near
 
 
 def descending(keys: Tensor, ids: Tensor) -> Tensor:
-    """Returns the positions by ``keys`` in descending order, and by ``ids`` in ascending order where keys are equal."""
+    """Returns the positions by ``keys`` in descending order, and by ``ids`` in
+    ascending order where keys are equal.
+    """
     by_id = ids.argsort()
     return by_id[keys[by_id].argsort(descending=True, stable=True)]
 
@@ -196,7 +240,10 @@ def _quantiles(measured: Tensor) -> dict[float, float]:
     if not len(measured):
         return {}
     ascending = measured.sort().values
-    return {q: float(ascending[min(len(ascending) - 1, int(q * len(ascending)))]) for q in _QUANTILES}
+    return {
+        q: float(ascending[min(len(ascending) - 1, int(q * len(ascending)))])
+        for q in _QUANTILES
+    }
 
 
 class _OfTable:
@@ -215,7 +262,8 @@ class _OfTable:
                     part = self._table.part(here)
                     break
                 except ValueError:
-                    if self._table.contains(here).all():  # else rows have left since, in another thread
+                    # else rows have left since, in another thread
+                    if self._table.contains(here).all():
                         raise
             yield part
 
@@ -231,7 +279,10 @@ class _OfCheckpoint:
         self.name = f"table {table!r} of {chain[-1].path}"
 
     def blocks(self) -> Parts:
-        return (Part.joined(window, range(self.dim)) for window in FoldedTable(self.chain, self.table))
+        return (
+            Part.joined(window, range(self.dim))
+            for window in FoldedTable(self.chain, self.table)
+        )
 
 
 _Opened = _OfTable | _OfCheckpoint
@@ -246,22 +297,33 @@ class _Earlier:
         before = _open(path, later.table)
         assert isinstance(before, _OfCheckpoint)
         if before.dim != later.dim:
-            raise ValueError(f"{later.name} has dim {later.dim}, and {before.name} has dim {before.dim}")
+            raise ValueError(
+                f"{later.name} has dim {later.dim}, and {before.name} has dim"
+                f" {before.dim}"
+            )
         self.rows, self.kept = before.rows, 0
         self._later, self._before = later, before
 
     def blocks(self) -> Iterator[tuple[Part, Tensor]]:
-        """Yields the rows of the later checkpoint, and the L2 norm of each row's change, which is NaN for new rows."""
+        """Yields the rows of the later checkpoint, and the L2 norm of each row's
+        change, which is NaN for new rows.
+        """
         whole = range(self._later.dim)
-        tables = (FoldedTable(each.chain, each.table) for each in (self._later, self._before))
+        tables = (
+            FoldedTable(each.chain, each.table) for each in (self._later, self._before)
+        )
         for windows in together(*tables):
-            block, before = (Part.joined(window, whole) if window else None for window in windows)
+            block, before = (
+                Part.joined(window, whole) if window else None for window in windows
+            )
             if block is None:
                 return
             changes = torch.full((len(block),), torch.nan)
             if before is not None:
                 known, here = among(block.ids, before.ids), among(before.ids, block.ids)
-                changes[known] = (block.weights[known] - before.weights[here]).norm(dim=1)
+                changes[known] = (block.weights[known] - before.weights[here]).norm(
+                    dim=1
+                )
                 self.kept += int(known.sum())
             yield block, changes
 
@@ -269,7 +331,9 @@ class _Earlier:
 def _open(source: Source, table: str | None) -> _Opened:
     if isinstance(source, Table):
         if table is not None:
-            raise ValueError("table= names a table of a checkpoint, and the source is a table")
+            raise ValueError(
+                "table= names a table of a checkpoint, and the source is a table"
+            )
         return _OfTable(source)
     chain = read_chain(Path(source))
     check_files(chain)
@@ -277,6 +341,10 @@ def _open(source: Source, table: str | None) -> _Opened:
     if table is None and len(names) == 1:
         (table,) = names
     if table not in names:
-        named = "name one of its tables" if table is None else f"there is no table {table!r}"
+        named = (
+            "name one of its tables"
+            if table is None
+            else f"there is no table {table!r}"
+        )
         raise ValueError(f"{chain[-1].path}: {named}: {', '.join(sorted(names))}")
     return _OfCheckpoint(list(chain), table)

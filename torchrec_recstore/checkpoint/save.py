@@ -1,4 +1,6 @@
-"""Saves a model: writes a snapshot of one moment in parts, and renames the checkpoint when it is complete."""
+"""Saves a model: writes a snapshot of one moment in parts, and renames the checkpoint
+when it is complete.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,40 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import FileInfo
-from torchrec_recstore.checkpoint.info import DENSE, TRAINING_STATE, CheckpointInfo, DeltaOf, TableInfo, read_chain
-from torchrec_recstore.checkpoint.writer import PartWriter, Progress, SavedShard, finish, reporting, write_shard
+from torchrec_recstore.checkpoint.info import (
+    DENSE,
+    TRAINING_STATE,
+    CheckpointInfo,
+    DeltaOf,
+    TableInfo,
+    read_chain,
+)
+from torchrec_recstore.checkpoint.writer import (
+    PartWriter,
+    Progress,
+    SavedShard,
+    finish,
+    reporting,
+    write_shard,
+)
 from torchrec_recstore.encoding import encode
-from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.sharders.gather import (
+    all_gathered,
+    refused_together,
+    whole_environment,
+)
 from torchrec_recstore.sharders.model_tables import dense_tensors, recstore_tables
 from torchrec_recstore.store import TableState
 from torchrec_recstore.store.table import check_applied
 
-# The saves that are being written, and the failed saves whose error has not been raised yet.
+# The saves that are being written, and the failed saves whose error has not been raised
+# yet.
 _open: set[AsyncSave] = set()
-# By the model's process group: the same ranks with a group that only writing threads use.
-_background_groups: WeakKeyDictionary[dist.ProcessGroup, ShardingEnv] = WeakKeyDictionary()
+# By the model's process group: the same ranks with a group that only writing threads
+# use.
+_background_groups: WeakKeyDictionary[dist.ProcessGroup, ShardingEnv] = (
+    WeakKeyDictionary()
+)
 
 
 def save_checkpoint(
@@ -45,37 +69,46 @@ def save_checkpoint(
 ) -> CheckpointInfo:
     """Saves every RecStore table and the rest of the model's state. Collective.
 
-    A checkpoint is complete or does not exist: the files are written into a hidden directory next to ``path``, synced
-    to the disk, and then the directory is renamed. A save that fails changes nothing and can be repeated. Rank 0 locks
-    the path meanwhile.
+    A checkpoint is complete or does not exist: the files are written into a hidden
+    directory next to ``path``, synced to the disk, and then the directory is renamed. A
+    save that fails changes nothing and can be repeated. Rank 0 locks the path
+    meanwhile.
 
     Args:
-        model: ``DistributedModelParallel``, or any module that contains sharded modules.
+        model: ``DistributedModelParallel``, or any module that contains sharded
+            modules.
         path: The checkpoint's directory, on a filesystem that all ranks share.
-        delta_of: The path of a checkpoint that this model has saved or loaded. If it is given, only the rows that have
-            changed since that checkpoint and the ids that have left are written. Loading the delta needs that
-            checkpoint, at the same path relative to the delta. Default: None, a full checkpoint.
-        overwrite: Whether an existing checkpoint at ``path`` may be replaced, in one atomic operation. Default: False.
-        training_state: The state that the training loop needs to resume, in addition to the model: the
-            ``state_dict`` of the dense optimizer and of the scheduler, the position in the data. It consists of
-            tensors, None, bool, int, float, str, and lists, tuples and dicts of these, and is the same on every rank.
-        progress: A callback that is called after each part of 32 MB with the number of rows that are written and the
-            number of all rows of this rank's shards.
+        delta_of: The path of a checkpoint that this model has saved or loaded. If it is
+            given, only the rows that have changed since that checkpoint and the ids
+            that have left are written. Loading the delta needs that checkpoint, at the
+            same path relative to the delta. Default: None, a full checkpoint.
+        overwrite: Whether an existing checkpoint at ``path`` may be replaced, in one
+            atomic operation. Default: False.
+        training_state: The state that the training loop needs to resume, in addition to
+            the model: the ``state_dict`` of the dense optimizer and of the scheduler,
+            the position in the data. It consists of tensors, None, bool, int, float,
+            str, and lists, tuples and dicts of these, and is the same on every rank.
+        progress: A callback that is called after each part of 32 MB with the number of
+            rows that are written and the number of all rows of this rank's shards.
 
     Raises:
-        FileExistsError: ``path`` exists. With ``overwrite``: ``path`` is not a checkpoint, a delta in the same
-            directory needs it, or it holds files that do not belong to the checkpoint.
-        BlockingIOError: Another process is saving to ``path``, or is replacing a checkpoint that the delta needs. The
-            message names the process.
-        ValueError: This model has neither saved nor loaded ``delta_of``, a table uses one of TorchRec's own sharded
-            kernels, or another save of the model is still being written.
+        FileExistsError: ``path`` exists. With ``overwrite``: ``path`` is not a
+            checkpoint, a delta in the same directory needs it, or it holds files that
+            do not belong to the checkpoint.
+        BlockingIOError: Another process is saving to ``path``, or is replacing a
+            checkpoint that the delta needs. The message names the process.
+        ValueError: This model has neither saved nor loaded ``delta_of``, a table uses
+            one of TorchRec's own sharded kernels, or another save of the model is still
+            being written.
         TypeError: ``training_state`` contains a value of another type.
         OSError: A file cannot be written.
         RuntimeError: A rank has died. All of these errors are raised on every rank.
-        Exception: The error of an earlier :func:`async_save` that failed and was not waited for. Nothing has been
-            saved, and the call can be repeated.
+        Exception: The error of an earlier :func:`async_save` that failed and was not
+            waited for. Nothing has been saved, and the call can be repeated.
     """
-    return _Save(model, path, delta_of, overwrite, training_state, progress, polite=False).write()
+    return _Save(
+        model, path, delta_of, overwrite, training_state, progress, polite=False
+    ).write()
 
 
 def async_save(
@@ -87,21 +120,30 @@ def async_save(
     training_state: Any = None,
     progress: Progress | None = None,
 ) -> AsyncSave:
-    """Takes a snapshot of the model, returns, and writes the checkpoint while training continues. Collective.
+    """Takes a snapshot of the model, returns, and writes the checkpoint while training
+    continues.
 
-    See :func:`save_checkpoint`; the arguments are the same. The checkpoint holds the model at the moment of the call.
-    A row that changes while the checkpoint is being written is copied first, so memory grows by the rows that change.
-    Dense tensors are copied at the call. A thread of low priority writes the files and calls ``progress``. The backend
-    gloo must be available, because the writing threads use a process group of gloo.
+    Collective.
 
-    A process that ends before its checkpoint is written waits for it. If the checkpoint cannot be written, ``wait()``
-    raises the error, or the next ``save_checkpoint`` or ``async_save`` does. If none of them is called, the error is
-    printed when the process ends, and its exit status is 1.
+    See :func:`save_checkpoint`; the arguments are the same. The checkpoint holds the
+    model at the moment of the call. A row that changes while the checkpoint is being
+    written is copied first, so memory grows by the rows that change. Dense tensors are
+    copied at the call. A thread of low priority writes the files and calls
+    ``progress``. The backend gloo must be available, because the writing threads use a
+    process group of gloo.
+
+    A process that ends before its checkpoint is written waits for it. If the checkpoint
+    cannot be written, ``wait()`` raises the error, or the next ``save_checkpoint`` or
+    ``async_save`` does. If none of them is called, the error is printed when the
+    process ends, and its exit status is 1.
 
     Raises:
-        FileExistsError, BlockingIOError, ValueError, TypeError, OSError, Exception: See :func:`save_checkpoint`.
+        FileExistsError, BlockingIOError, ValueError, TypeError, OSError, Exception: See
+            :func:`save_checkpoint`.
     """
-    save = _Save(model, path, delta_of, overwrite, training_state, progress, polite=True)
+    save = _Save(
+        model, path, delta_of, overwrite, training_state, progress, polite=True
+    )
     try:
         return AsyncSave(save.path, save.write)
     except RuntimeError:  # The system cannot start a thread.
@@ -110,19 +152,27 @@ def async_save(
 
 
 def is_saving() -> bool:
-    """Returns whether this process writes a checkpoint of :func:`async_save`. Tables have snapshots meanwhile."""
+    """Returns whether this process writes a checkpoint of :func:`async_save`.
+
+    Tables have snapshots meanwhile.
+    """
     return any(not save.done() for save in list(_open))
 
 
 class AsyncSave:
-    """A checkpoint that is being written while training continues; see :func:`torchrec_recstore.async_save`."""
+    """A checkpoint that is being written while training continues; see
+    :func:`torchrec_recstore.async_save`.
+    """
 
     def __init__(self, path: Path, write: Callable[[], CheckpointInfo]) -> None:
         self._path = path
         self._info: CheckpointInfo | None = None
         self._error: BaseException | None = None
-        # The thread is a daemon. Otherwise the interpreter would wait for it again after an interrupt at exit.
-        self._thread = threading.Thread(target=self._write, args=(write,), name="checkpoint", daemon=True)
+        # The thread is a daemon. Otherwise the interpreter would wait for it again
+        # after an interrupt at exit.
+        self._thread = threading.Thread(
+            target=self._write, args=(write,), name="checkpoint", daemon=True
+        )
         _open.add(self)
         try:
             self._thread.start()
@@ -135,11 +185,14 @@ class AsyncSave:
         return not self._thread.is_alive()
 
     def wait(self) -> CheckpointInfo:
-        """Waits until the checkpoint is complete on every rank, and returns its metadata.
+        """Waits until the checkpoint is complete on every rank, and returns its
+        metadata.
 
         Raises:
-            OSError, RuntimeError: The checkpoint could not be written. Its path is as it was before the save.
-            MemoryError: There was no memory for copies of the rows that training changed. The path is as it was.
+            OSError, RuntimeError: The checkpoint could not be written. Its path is as
+                it was before the save.
+            MemoryError: There was no memory for copies of the rows that training
+                changed. The path is as it was.
         """
         self._thread.join()
         _open.discard(self)
@@ -153,21 +206,30 @@ class AsyncSave:
             self._info = write()
             _open.discard(self)
         except BaseException as error:  # wait(), the next save or the end of the process reports the error.
-            traceback.clear_frames(error.__traceback__)  # The frames hold copies of tensors.
+            # The frames hold copies of tensors.
+            traceback.clear_frames(error.__traceback__)
             self._error = error
 
     def unreported_error(self) -> BaseException | None:
-        """Returns the error of a save that has ended without :meth:`wait`, with a note that names the save."""
+        """Returns the error of a save that has ended without :meth:`wait`, with a note
+        that names the save.
+        """
         if self._error is not None:
-            note = f"This is the error of async_save to {self._path}, whose wait() had not been called."
+            note = (
+                f"This is the error of async_save to {self._path}, whose wait() had not"
+                " been called."
+            )
             self._error.__notes__ = [note]  # Python 3.10 lacks add_note.
         return self._error
 
 
 class _Save:
-    """A save that has taken its snapshot. Its construction and :meth:`write` are collective.
+    """A save that has taken its snapshot.
 
-    A ``polite`` save is written by a thread of low priority, with a process group that training does not use.
+    Its construction and :meth:`write` are collective.
+
+    A ``polite`` save is written by a thread of low priority, with a process group that
+    training does not use.
     """
 
     def __init__(
@@ -192,57 +254,99 @@ class _Save:
         with ExitStack() as undo:
             with refused_together(env):
                 for save in list(_open):
-                    if (error := save.unreported_error()) is not None:  # It is raised once.
+                    # It is raised once.
+                    if (error := save.unreported_error()) is not None:
                         _open.discard(save)
                         raise error
                 self._tables = recstore_tables(model)
                 for table in self._tables:
                     table.state.copies.check()
-                check_applied((shard.table for table in self._tables for shard in table.shards), saves=True)
+                check_applied(
+                    (shard.table for table in self._tables for shard in table.shards),
+                    saves=True,
+                )
                 bases = [] if delta_of is None else read_chain(delta_of)
                 marks = self._marks_since(bases)
                 if env.rank == 0:  # Rank 0 holds the lock of the path for all ranks.
-                    self._destination = undo.enter_context(Destination(self.path, overwrite=overwrite, bases=bases))
+                    self._destination = undo.enter_context(
+                        Destination(self.path, overwrite=overwrite, bases=bases)
+                    )
                 self._training_state = encode(training_state, self._tensors)
                 self._dense = dense_tensors(model, self._tables)
                 for table in self._tables:
-                    # Where rows are kept, and whether this model trains them, are no properties of the rows.
-                    options = replace(table.state.options, cold_store=None, frozen=False)
+                    # Where rows are kept, and whether this model trains them, are no
+                    # properties of the rows.
+                    options = replace(
+                        table.state.options, cold_store=None, frozen=False
+                    )
                     self._shards[table.name] = []
                     for number, shard in enumerate(table.shards):
-                        snapshot = shard.table.snapshot(None if marks is None else marks[table.name][number])
+                        snapshot = shard.table.snapshot(
+                            None if marks is None else marks[table.name][number]
+                        )
                         undo.enter_context(snapshot)
-                        saved = SavedShard(table.name, shard.table, snapshot, options, shard.table.state())
+                        saved = SavedShard(
+                            table.name,
+                            shard.table,
+                            snapshot,
+                            options,
+                            shard.table.state(),
+                        )
                         self._shards[table.name].append(saved)
                 if polite:  # Training changes the tensors while the copies are written.
-                    self._dense = {key: value.clone() for key, value in self._dense.items()}
-                    self._tensors = {key: value.detach().clone() for key, value in self._tensors.items()}
+                    self._dense = {
+                        key: value.clone() for key, value in self._dense.items()
+                    }
+                    self._tensors = {
+                        key: value.detach().clone()
+                        for key, value in self._tensors.items()
+                    }
             self._choose_removals(env)
             self.snapshots = undo.pop_all()  # and the lock of the path
 
-    def _marks_since(self, chain: Sequence[CheckpointInfo]) -> Mapping[str, Sequence[int]] | None:
-        """Returns for each table the change marks of its shards that the base of a delta has set; None without base."""
+    def _marks_since(
+        self, chain: Sequence[CheckpointInfo]
+    ) -> Mapping[str, Sequence[int]] | None:
+        """Returns for each table the change marks of its shards that the base of a
+        delta has set; None without base.
+        """
         if not chain:
             return None
         base = chain[-1]
         if any(self.path in (each.path, *each.path.parents) for each in chain):
-            raise ValueError(f"a delta of {base.path} cannot replace {self.path}, which is needed to load it")
+            raise ValueError(
+                f"a delta of {base.path} cannot replace {self.path}, which is needed to"
+                " load it"
+            )
         marks = {}
         for table in self._tables:
             of_module = table.module.recstore_state.marks.get(base.checksum, {})
             if table.config_name in of_module and table.name in base.tables:
                 marks[table.name] = of_module[table.config_name]
         if len(marks) < len(self._tables):
-            raise ValueError(f"delta_of: this model has neither saved nor loaded {base.path}: save without delta_of")
-        self._delta_of = DeltaOf(os.path.relpath(base.path, self.path.parent), base.checksum)
+            raise ValueError(
+                f"delta_of: this model has neither saved nor loaded {base.path}: save"
+                " without delta_of"
+            )
+        self._delta_of = DeltaOf(
+            os.path.relpath(base.path, self.path.parent), base.checksum
+        )
         return marks
 
     def _choose_removals(self, env: ShardingEnv) -> None:
-        """Lets each table of a delta list the ids that left or the ids that stay, whichever are fewer."""
+        """Lets each table of a delta list the ids that left or the ids that stay,
+        whichever are fewer.
+        """
         if self._delta_of is None:
             return
         local = {
-            name: [(None if s.snapshot.left is None else len(s.snapshot.left), s.snapshot.table_rows) for s in shards]
+            name: [
+                (
+                    None if s.snapshot.left is None else len(s.snapshot.left),
+                    s.snapshot.table_rows,
+                )
+                for s in shards
+            ]
             for name, shards in self._shards.items()
         }
         gathered = all_gathered(local, env)
@@ -257,7 +361,9 @@ class _Save:
                     shard.listed = shard.snapshot.left if few else shard.table.ids()
 
     def write(self) -> CheckpointInfo:
-        """Writes the checkpoint, keeps its change marks for a later delta, and returns its metadata."""
+        """Writes the checkpoint, keeps its change marks for a later delta, and returns
+        its metadata.
+        """
         with self.snapshots:
             info = self._write()
         for table in self._tables:
@@ -265,11 +371,16 @@ class _Save:
             base = None if info.delta_of is None else info.delta_of.checksum
             state.note_rows_of(table.config_name, info.checksum, base)
             marks = state.marks.setdefault(info.checksum, {})
-            marks[table.config_name] = [shard.snapshot.mark for shard in self._shards[table.name]]
+            marks[table.config_name] = [
+                shard.snapshot.mark for shard in self._shards[table.name]
+            ]
         return info
 
     def _write(self) -> CheckpointInfo:
-        """Writes this rank's files. Rank 0 then adds the metadata and publishes the checkpoint."""
+        """Writes this rank's files.
+
+        Rank 0 then adds the metadata and publishes the checkpoint.
+        """
         with refused_together(self.env):
             made = None if self._destination is None else self._destination.stage()
         staging = all_gathered(made, self.env)[0]
@@ -278,11 +389,17 @@ class _Save:
         files: dict[str, FileInfo] = {}
         with refused_together(self.env):
             writer = PartWriter(staging, self.env.rank, polite=self._polite)
-            total = sum(len(shard.snapshot) for shards in self._shards.values() for shard in shards)
+            total = sum(
+                len(shard.snapshot)
+                for shards in self._shards.values()
+                for shard in shards
+            )
             on_rows = reporting(self._progress, total)
             try:
                 for name, shards in self._shards.items():
-                    contents[name] = [write_shard(writer, shard, on_rows) for shard in shards]
+                    contents[name] = [
+                        write_shard(writer, shard, on_rows) for shard in shards
+                    ]
                 if self.env.rank == 0:
                     writer.tensors(DENSE, self._dense)
                     writer.tensors(TRAINING_STATE, self._tensors)
@@ -292,16 +409,28 @@ class _Save:
         info: CheckpointInfo | None = None
         with refused_together(self.env):
             if self._destination is not None:
-                all_files = {file: info for _, of_rank in gathered for file, info in of_rank.items()}
-                info = self._published(self._destination, [of_rank for of_rank, _ in gathered], all_files)
+                all_files = {
+                    file: info
+                    for _, of_rank in gathered
+                    for file, info in of_rank.items()
+                }
+                info = self._published(
+                    self._destination, [of_rank for of_rank, _ in gathered], all_files
+                )
         info = all_gathered(info, self.env)[0]
         assert info is not None
         return info
 
     def _published(
-        self, destination: Destination, contents: Sequence[Mapping[str, list[TableInfo]]], files: Mapping[str, FileInfo]
+        self,
+        destination: Destination,
+        contents: Sequence[Mapping[str, list[TableInfo]]],
+        files: Mapping[str, FileInfo],
     ) -> CheckpointInfo:
-        """Writes the metadata of all ranks' files, and publishes the checkpoint. Rank 0 calls it."""
+        """Writes the metadata of all ranks' files, and publishes the checkpoint.
+
+        Rank 0 calls it.
+        """
         for name, file in files.items():
             written = destination.staging / name
             if not written.is_file() or written.stat().st_size != file.bytes:
@@ -310,7 +439,12 @@ class _Save:
                     f"all ranks must share the filesystem of {self.path.parent}"
                 )
         names = [table.name for table in self._tables]
-        tables = {name: _merged([info for of_rank in contents for info in of_rank.get(name, ())]) for name in names}
+        tables = {
+            name: _merged(
+                [info for of_rank in contents for info in of_rank.get(name, ())]
+            )
+            for name in names
+        }
         info = CheckpointInfo(
             path=self.path,
             step=max((table.steps for table in tables.values()), default=0),
@@ -325,7 +459,9 @@ class _Save:
 
 def _merged(infos: Sequence[TableInfo]) -> TableInfo:
     """Merges the metadata of the shards of a table."""
-    state = TableState.merged(TableState(info.steps, info.optimizer_steps, info.times) for info in infos)
+    state = TableState.merged(
+        TableState(info.steps, info.optimizer_steps, info.times) for info in infos
+    )
     return replace(
         infos[0],
         rows=sum(info.rows for info in infos),
@@ -340,7 +476,10 @@ def _merged(infos: Sequence[TableInfo]) -> TableInfo:
 
 
 def _background_environment(env: ShardingEnv) -> ShardingEnv:
-    """Returns an environment of the same ranks with a group that training does not use. The first call makes it."""
+    """Returns an environment of the same ranks with a group that training does not use.
+
+    The first call makes it.
+    """
     if env.process_group is None:
         return env
     if env.process_group not in _background_groups:
@@ -350,7 +489,9 @@ def _background_environment(env: ShardingEnv) -> ShardingEnv:
 
 
 def _finish() -> None:
-    """Waits at the end of the process until its checkpoints are written, and prints the errors of those that fail."""
+    """Waits at the end of the process until its checkpoints are written, and prints the
+    errors of those that fail.
+    """
     failed = False
     for save in list(_open):
         why = ""
@@ -361,14 +502,21 @@ def _finish() -> None:
         except KeyboardInterrupt:
             why = "It was being written when the process was interrupted.\n"
         if why:
-            print(f"async_save: the checkpoint {save._path} has not been written.\n{why}", file=sys.stderr, flush=True)
+            print(
+                f"async_save: the checkpoint {save._path} has not been written.\n{why}",
+                file=sys.stderr,
+                flush=True,
+            )
             failed = True
     if failed:
         atexit.register(_leave)
 
 
 def _leave() -> None:
-    """Ends the process with status 1, after all other exit functions. Only os._exit changes the status so late."""
+    """Ends the process with status 1, after all other exit functions.
+
+    Only os._exit changes the status so late.
+    """
     atexit.unregister(_leave)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -376,8 +524,9 @@ def _leave() -> None:
     os._exit(1)
 
 
-# atexit would be too late: concurrent.futures, whose threads write the files, ends its threads before the functions of
-# atexit are called, in a function that it registers with threading._register_atexit. The function that was registered
-# last is called first. _register_atexit is private; checked on Python 3.11, 3.12 and 3.13.
+# atexit would be too late: concurrent.futures, whose threads write the files, ends its
+# threads before the functions of atexit are called, in a function that it registers
+# with threading._register_atexit. The function that was registered last is called
+# first. _register_atexit is private; checked on Python 3.11, 3.12 and 3.13.
 threading._register_atexit(_finish)  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=_open.clear)

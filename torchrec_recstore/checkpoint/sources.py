@@ -1,4 +1,5 @@
-"""The tables of a model that a checkpoint is loaded into, and their names in the checkpoint.
+"""The tables of a model that a checkpoint is loaded into, and their names in the
+checkpoint.
 
 Tests: tests/checkpoint/test_warm_start.py, tests/checkpoint/test_apply_delta.py.
 """
@@ -11,32 +12,52 @@ from dataclasses import dataclass
 from torchrec_recstore.checkpoint.info import CheckpointInfo
 from torchrec_recstore.checkpoint.reader import check_fits
 from torchrec_recstore.checkpoint.warm_start import RowsWithoutState, WarmStart, named
-from torchrec_recstore.sharders.model_tables import EagerModelTable, ModelTable, named_among
+from torchrec_recstore.sharders.model_tables import (
+    EagerModelTable,
+    ModelTable,
+    named_among,
+)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A table of the model, and the name of the table in the checkpoint that is loaded into it."""
+    """A table of the model, and the name of the table in the checkpoint that is loaded
+    into it.
+    """
 
     table: ModelTable | EagerModelTable
     name: str
-    given_name: str | None  # The name by which the argument ``rows`` names the table, if it does.
+    # The name by which the argument ``rows`` names the table, if it does.
+    given_name: str | None
 
-    def without_state(self, info: CheckpointInfo, warm: WarmStart) -> RowsWithoutState | None:
+    def without_state(
+        self, info: CheckpointInfo, warm: WarmStart
+    ) -> RowsWithoutState | None:
         """Returns how the rows are read if their optimizer states are not loaded."""
         if warm.optimizer and not self.table.options.frozen:
             return None
         function = None if self.given_name is None else warm.rows[self.given_name]
         saved_dim = info.tables[self.name].dim
-        return RowsWithoutState(self.table.name, self.table.optimizer, saved_dim, self.table.dim, function)
+        return RowsWithoutState(
+            self.table.name, self.table.optimizer, saved_dim, self.table.dim, function
+        )
 
 
 def find_sources(
-    every_table: Sequence[ModelTable | EagerModelTable], warm: WarmStart, info: CheckpointInfo, *, strict: bool
+    every_table: Sequence[ModelTable | EagerModelTable],
+    warm: WarmStart,
+    info: CheckpointInfo,
+    *,
+    strict: bool,
 ) -> list[Source]:
-    """Returns the tables of a model that are loaded. Raises ValueError for names that are unknown or missing."""
+    """Returns the tables of a model that are loaded.
+
+    Raises ValueError for names that are unknown or missing.
+    """
     targets = named_among(every_table, warm.rename.values())
-    functions = {table: name for name, table in named_among(every_table, warm.rows).items()}
+    functions = {
+        table: name for name, table in named_among(every_table, warm.rows).items()
+    }
     chosen = every_table
     if warm.tables is not None:
         chosen = list(named_among(every_table, warm.tables).values())
@@ -44,7 +65,9 @@ def find_sources(
         for table in of_argument:
             if table not in chosen:
                 raise warm.not_chosen(argument, table.name)
-    saved_names = warm.saved_names([(table.name, table.full_name) for table in chosen], info.tables)
+    saved_names = warm.saved_names(
+        [(table.name, table.full_name) for table in chosen], info.tables
+    )
     sources = []
     missing = []
     for table, saved_name in zip(chosen, saved_names, strict=True):
@@ -58,36 +81,60 @@ def find_sources(
             continue
         if must_be_loaded:
             raise ValueError(
-                f"the checkpoint {info.path} has no table {table.name!r}; it has {named(info.tables)}: "
-                "rename={'name in the checkpoint': 'name in the model'} loads a table of another name"
+                f"the checkpoint {info.path} has no table {table.name!r}; it has"
+                f" {named(info.tables)}: rename={{'name in the checkpoint': 'name in"
+                " the model'} loads a table of another name"
             )
         # A module without sharding may have made up the name of its table.
-        missing.append(table.full_name if isinstance(table, EagerModelTable) else table.name)
+        missing.append(
+            table.full_name if isinstance(table, EagerModelTable) else table.name
+        )
     if strict and missing:
         raise ValueError(
-            f"the checkpoint {info.path} has no table {min(missing)!r}: strict=False leaves the model's as it is"
+            f"the checkpoint {info.path} has no table {min(missing)!r}: strict=False"
+            " leaves the model's as it is"
         )
     loaded_names = {source.name for source in sources}
     for unknown in sorted(info.tables.keys() - loaded_names):
         if strict and warm.tables is None:
             raise ValueError(
-                f"the model has no RecStore table {unknown!r}, which the checkpoint {info.path} has: strict=False "
-                "ignores the checkpoint's table"
+                f"the model has no RecStore table {unknown!r}, which the checkpoint"
+                f" {info.path} has: strict=False ignores the checkpoint's table"
             )
     return sources
 
 
 def check_sources(
-    chain: Sequence[CheckpointInfo], sources: Sequence[Source], warm: WarmStart, *, hints: bool = True
+    chain: Sequence[CheckpointInfo],
+    sources: Sequence[Source],
+    warm: WarmStart,
+    *,
+    hints: bool = True,
 ) -> None:
-    """Refuses tables with another dim or other optimizer states in one of the checkpoints. See ``check_fits``."""
+    """Refuses tables with another dim or other optimizer states in one of the
+    checkpoints.
+
+    See ``check_fits``.
+    """
     newest = chain[-1]
     for info in chain:
         for source in sources:
             if source.name not in info.tables:
                 continue
             table = source.table
-            dim = table.dim if source.given_name is None else newest.tables[source.name].dim
+            dim = (
+                table.dim
+                if source.given_name is None
+                else newest.tables[source.name].dim
+            )
             takes_states = warm.optimizer and not table.options.frozen
             optimizer = table.optimizer if takes_states else None
-            check_fits(source.name, info.tables[source.name], info.path, dim, optimizer, "the model", hints=hints)
+            check_fits(
+                source.name,
+                info.tables[source.name],
+                info.path,
+                dim,
+                optimizer,
+                "the model",
+                hints=hints,
+            )

@@ -1,4 +1,6 @@
-"""Converts RecStore tables to and from dense tensors and TorchRec's own tables, in which row i is id i."""
+"""Converts RecStore tables to and from dense tensors and TorchRec's own tables, in
+which row i is id i.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,18 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore import optim
 from torchrec_recstore.options import check_int
-from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.sharders.gather import (
+    all_gathered,
+    refused_together,
+    whole_environment,
+)
 from torchrec_recstore.sharders.layout import ShardLayout, WholeRows
-from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out, tables_named
+from torchrec_recstore.sharders.model_tables import (
+    ModelTable,
+    recstore_tables,
+    rows_left_out,
+    tables_named,
+)
 from torchrec_recstore.sharders.row_state import WEIGHTS, check_not_shared, replace_rows
 from torchrec_recstore.store import TableState
 
@@ -31,25 +42,35 @@ _CHUNK = 1 << 18  # rows with their states
 def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Writes dense weights into RecStore tables: row i becomes id i. Collective.
 
-    Other rows do not change. New rows start with zero optimizer state, and existing rows keep their optimizer state.
+    Other rows do not change. New rows start with zero optimizer state, and existing
+    rows keep their optimizer state.
 
     Args:
-        model: ``DistributedModelParallel``, a sharded module, or any module that contains them.
-        weights: (rows, dim) floating-point tensors by table name, the same on every rank. If several collections have
-            a table of the same name, the key is the collection's path in the model, a dot, and the table's name.
+        model: ``DistributedModelParallel``, a sharded module, or any module that
+            contains them.
+        weights: (rows, dim) floating-point tensors by table name, the same on every
+            rank. If several collections have a table of the same name, the key is the
+            collection's path in the model, a dot, and the table's name.
 
     Raises:
-        ValueError: A table is unknown, several tables have the name, or a tensor has another shape. No row has changed.
-        TypeError: A value is not a floating-point tensor. Both errors are raised on every rank.
+        ValueError: A table is unknown, several tables have the name, or a tensor has
+            another shape. No row has changed.
+        TypeError: A value is not a floating-point tensor. Both errors are raised on
+            every rank.
     """
     tables = tables_named(model, weights)
     for name, tensor in weights.items():
         dim = tables[name].dim
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"weights of table {name!r} must be a floating-point tensor, got {kind}")
+            raise TypeError(
+                f"weights of table {name!r} must be a floating-point tensor, got {kind}"
+            )
         if tensor.dim() != 2 or tensor.shape[1] != dim:
-            raise ValueError(f"weights of table {name!r} must have the shape (rows, {dim}), got {tuple(tensor.shape)}")
+            raise ValueError(
+                f"weights of table {name!r} must have the shape (rows, {dim}), got"
+                f" {tuple(tensor.shape)}"
+            )
     for name, tensor in weights.items():
         for shard in tables[name].shards:
             columns = shard.table.columns
@@ -57,21 +78,28 @@ def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 part = tensor[begin : begin + _CHUNK].detach()
                 ids = torch.arange(begin, begin + part.shape[0])
                 owned = shard.owned(ids)
-                rows = part[owned, columns.start : columns.stop].to("cpu", torch.float32)
+                rows = part[owned, columns.start : columns.stop].to(
+                    "cpu", torch.float32
+                )
                 shard.table.insert_all(ids[owned], rows)
         tables[name].state.copies.forget(tables[name].config_name, WEIGHTS)
 
 
 def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Tensor:
-    """Returns the rows of the ids below ``num_rows``, (num_rows, dim) float32, zeros without a row. Collective.
+    """Returns the rows of the ids below ``num_rows``, (num_rows, dim) float32, zeros
+    without a row.
+
+    Collective.
 
     Args:
-        model: ``DistributedModelParallel``, a sharded module, or any module that contains them.
+        model: ``DistributedModelParallel``, a sharded module, or any module that
+            contains them.
         table_name: The name of a RecStore table; see :func:`load_dense_weights`.
         num_rows: The number of rows, at least 0.
 
     Raises:
-        ValueError: The table is unknown, several tables have the name, or ``num_rows`` is negative, on every rank.
+        ValueError: The table is unknown, several tables have the name, or ``num_rows``
+            is negative, on every rank.
     """
     table = tables_named(model, [table_name])[table_name]
     check_int("num_rows", num_rows, 0)
@@ -80,68 +108,106 @@ def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Te
     return _exported(table, num_rows, {"weight": "element"})["weight"]
 
 
-def stock_state_dict(model: nn.Module, num_rows: Mapping[str, int], *, leave_out: bool = False) -> dict[str, Any]:
-    """Returns the ``state_dict`` of the unsharded model with TorchRec's own tables, on every rank. Collective.
+def stock_state_dict(
+    model: nn.Module, num_rows: Mapping[str, int], *, leave_out: bool = False
+) -> dict[str, Any]:
+    """Returns the ``state_dict`` of the unsharded model with TorchRec's own tables, on
+    every rank.
 
-    ``unsharded_model.load_state_dict(result)`` loads it, and :func:`load_into_stock` loads it into a sharded model.
+    Collective.
+
+    ``unsharded_model.load_state_dict(result)`` loads it, and :func:`load_into_stock`
+    loads it into a sharded model.
 
     Args:
-        model: ``DistributedModelParallel``, a sharded module, or any module that contains them.
-        num_rows: The number of rows of each RecStore table in the result, which is ``num_embeddings`` of TorchRec's
-            table, by table name. See :func:`load_dense_weights` for the names.
-        leave_out: Whether rows of ids outside [0, num_rows) are left out. Otherwise they are an error. Default: False.
+        model: ``DistributedModelParallel``, a sharded module, or any module that
+            contains them.
+        num_rows: The number of rows of each RecStore table in the result, which is
+            ``num_embeddings`` of TorchRec's table, by table name. See
+            :func:`load_dense_weights` for the names.
+        leave_out: Whether rows of ids outside [0, num_rows) are left out. Otherwise
+            they are an error. Default: False.
 
     Returns:
-        For each RecStore table a (num_rows, dim) tensor of the table's dtype, with zeros for ids without a row; for
-        tables of TorchRec's kernels whole tensors; all other entries as in ``model.state_dict()``.
+        For each RecStore table a (num_rows, dim) tensor of the table's dtype, with
+        zeros for ids without a row; for tables of TorchRec's kernels whole tensors; all
+        other entries as in ``model.state_dict()``.
 
     Raises:
-        ValueError: A table is unknown or has no number of rows, a number is negative, or a table has ids outside
-            [0, num_rows), on every rank.
+        ValueError: A table is unknown or has no number of rows, a number is negative,
+            or a table has ids outside [0, num_rows), on every rank.
     """
     counts = _counted_tables(model, num_rows, leave_out)
     with rows_left_out(model):
         state = model.state_dict()
-    state.update(gathered({key: value for key, value in state.items() if _is_sharded(value)}, _env(counts)))
+    state.update(
+        gathered(
+            {key: value for key, value in state.items() if _is_sharded(value)},
+            _env(counts),
+        )
+    )
     for table, rows in counts.items():
         dtype = ShardLayout(table.name, table.state.shards, table.state.env).dtype
-        state[table.weight_key] = export_dense_weights(model, table.name, rows).to(dtype)
+        state[table.weight_key] = export_dense_weights(model, table.name, rows).to(
+            dtype
+        )
     return state
 
 
 def stock_optimizer_state_dict(
-    model: DistributedModelParallel, num_rows: Mapping[str, int], *, leave_out: bool = False
+    model: DistributedModelParallel,
+    num_rows: Mapping[str, int],
+    *,
+    leave_out: bool = False,
 ) -> dict[str, Any]:
-    """Returns ``fused_optimizer.state_dict()`` of TorchRec's own tables in plain tensors, on every rank. Collective.
+    """Returns ``fused_optimizer.state_dict()`` of TorchRec's own tables in plain
+    tensors, on every rank.
 
-    Element-wise states are (num_rows, dim), and row-wise states are (num_rows,). The row-wise state of a table with
-    column shards is their column-weighted mean. An id without a row has zeros. The number of updates, which Adam and
-    LAMB use, is not part of the result.
+    Collective.
+
+    Element-wise states are (num_rows, dim), and row-wise states are (num_rows,). The
+    row-wise state of a table with column shards is their column-weighted mean. An id
+    without a row has zeros. The number of updates, which Adam and LAMB use, is not part
+    of the result.
 
     Args:
         model: The model.
-        num_rows: The number of rows of each RecStore table; see :func:`stock_state_dict`.
+        num_rows: The number of rows of each RecStore table; see
+            :func:`stock_state_dict`.
         leave_out: See :func:`stock_state_dict`. Default: False.
 
     Returns:
-        ``{"state": states}``, where ``states[key][name]`` is the state of that name of the table whose weights have
-        that key in ``state_dict``.
+        ``{"state": states}``, where ``states[key][name]`` is the state of that name of
+        the table whose weights have that key in ``state_dict``.
 
     Raises:
-        ValueError: See :func:`stock_state_dict`; or a table's optimizer is not one of TorchRec's fused optimizers.
+        ValueError: See :func:`stock_state_dict`; or a table's optimizer is not one of
+            TorchRec's fused optimizers.
     """
     counts = _counted_tables(model, num_rows, leave_out)
     env = _env(counts)
     names = {table.weight_key: _stock_names(table) for table in counts}
     with rows_left_out(model):
-        own = {key: states for key, states in model.fused_optimizer.state_dict()["state"].items() if key not in names}
-    state: dict[str, dict[str, Tensor]] = {key: {} for keys in all_gathered(list(own), env) for key in keys}
-    parts = {(key, name): value for key, states in own.items() for name, value in states.items()}
+        own = {
+            key: states
+            for key, states in model.fused_optimizer.state_dict()["state"].items()
+            if key not in names
+        }
+    state: dict[str, dict[str, Tensor]] = {
+        key: {} for keys in all_gathered(list(own), env) for key in keys
+    }
+    parts = {
+        (key, name): value
+        for key, states in own.items()
+        for name, value in states.items()
+    }
     for (key, name), value in gathered(parts, env).items():
         state[key][name] = value
     for table, rows in counts.items():
         states = _exported(table, rows, optim.state_names(table.state.optimizer))
-        state[table.weight_key] = {stock: states[name] for name, stock in names[table.weight_key].items()}
+        state[table.weight_key] = {
+            stock: states[name] for name, stock in names[table.weight_key].items()
+        }
     return {"state": state}
 
 
@@ -152,29 +218,37 @@ def load_stock_state_dict(
     *,
     optimizer_steps: int | None = None,
 ) -> None:
-    """Loads the state of the same model with TorchRec's own tables: row i becomes id i. Collective.
+    """Loads the state of the same model with TorchRec's own tables: row i becomes id i.
 
-    The rows of each table are replaced. Without ``optimizer_state_dict`` their optimizer state starts at zero. After an
-    error the model is unchanged.
+    Collective.
+
+    The rows of each table are replaced. Without ``optimizer_state_dict`` their
+    optimizer state starts at zero. After an error the model is unchanged.
 
     Args:
         model: The model with RecStore tables.
-        state_dict: The ``state_dict`` of the unsharded model, or of a sharded model of which this process holds all
-            shards. It is the same on every rank.
-        optimizer_state_dict: ``fused_optimizer.state_dict()`` of the sharded model, or the result of
-            :func:`stock_optimizer_state_dict`. Default: None.
-        optimizer_steps: The number of updates so far, which the bias correction of Adam and LAMB uses. TorchRec's state
-            does not contain it.
+        state_dict: The ``state_dict`` of the unsharded model, or of a sharded model of
+            which this process holds all shards. It is the same on every rank.
+        optimizer_state_dict: ``fused_optimizer.state_dict()`` of the sharded model, or
+            the result of :func:`stock_optimizer_state_dict`. Default: None.
+        optimizer_steps: The number of updates so far, which the bias correction of Adam
+            and LAMB uses. TorchRec's state does not contain it.
 
     Raises:
-        ValueError: An entry is missing, unknown or of another shape, a table has another dim or optimizer, or
-            ``optimizer_steps`` is needed and missing.
+        ValueError: An entry is missing, unknown or of another shape, a table has
+            another dim or optimizer, or ``optimizer_steps`` is needed and missing.
     """
     tables = {table.weight_key: table for table in recstore_tables(model)}
     if optimizer_state_dict is not None and "state" not in optimizer_state_dict:
-        raise ValueError('the stock optimizer state has no "state": pass model.fused_optimizer.state_dict()')
+        raise ValueError(
+            'the stock optimizer state has no "state": pass'
+            " model.fused_optimizer.state_dict()"
+        )
     with rows_left_out(model):
-        own, own_states = model.state_dict(), model.fused_optimizer.state_dict()["state"]
+        own, own_states = (
+            model.state_dict(),
+            model.fused_optimizer.state_dict()["state"],
+        )
     states: dict[str, dict[str, Tensor]] = {}
     fused: list[tuple[Any, Tensor]] = []
     with refused_together(_env(tables.values())):
@@ -184,9 +258,15 @@ def load_stock_state_dict(
         if optimizer_state_dict is not None:
             given = optimizer_state_dict["state"]
             for key, table in tables.items():
-                starts = sorted({offsets[1] for offsets, _ in _local_parts(state_dict[key])})
-                states[key] = _checked_states(table, given.get(key, {}), len(plain[key]), starts, optimizer_steps)
-            fused = _checked_pairs(given, {key: own_states[key] for key in own_states.keys() - tables}, own)
+                starts = sorted(
+                    {offsets[1] for offsets, _ in _local_parts(state_dict[key])}
+                )
+                states[key] = _checked_states(
+                    table, given.get(key, {}), len(plain[key]), starts, optimizer_steps
+                )
+            fused = _checked_pairs(
+                given, {key: own_states[key] for key in own_states.keys() - tables}, own
+            )
     rest = {key: value for key, value in plain.items() if key not in tables}
     for key, value in rest.items():
         if _is_sharded(own[key]):
@@ -210,19 +290,25 @@ def load_into_stock(
 ) -> None:
     """Loads plain tensors into a sharded model with TorchRec's own tables. Collective.
 
-    After an error the model is unchanged. The number of updates that Adam and LAMB count does not change; call
-    ``model.fused_optimizer.set_optimizer_step(steps)`` to set it.
+    After an error the model is unchanged. The number of updates that Adam and LAMB
+    count does not change; call ``model.fused_optimizer.set_optimizer_step(steps)`` to
+    set it.
 
     Args:
         model: The model without RecStore tables, sharded in any way.
         state_dict: The result of :func:`stock_state_dict`, the same on every rank.
-        optimizer_state_dict: The result of :func:`stock_optimizer_state_dict`. Default: None, no change of it.
+        optimizer_state_dict: The result of :func:`stock_optimizer_state_dict`. Default:
+            None, no change of it.
 
     Raises:
-        ValueError: An entry is missing, unknown or of another shape, or the model has RecStore tables.
+        ValueError: An entry is missing, unknown or of another shape, or the model has
+            RecStore tables.
     """
     if names := sorted(table.name for table in recstore_tables(model)):
-        raise ValueError(f"{', '.join(map(repr, names))} are RecStore tables: call load_stock_state_dict")
+        raise ValueError(
+            f"{', '.join(map(repr, names))} are RecStore tables: call"
+            " load_stock_state_dict"
+        )
     load_stock_state_dict(model, state_dict, optimizer_state_dict)
 
 
@@ -231,38 +317,58 @@ def _is_sharded(value: object) -> bool:
 
 
 def _local_parts(value: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yields this rank's parts of a tensor: the offsets of each part, and the part. The parts share its memory."""
+    """Yields this rank's parts of a tensor: the offsets of each part, and the part.
+
+    The parts share its memory.
+    """
     if isinstance(value, ShardedTensor):
         for shard in value.local_shards():
             yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
     elif isinstance(value, DTensor):
         local = value.to_local()
         if not isinstance(local, LocalShardsWrapper):
-            raise ValueError("a DTensor without TorchRec's LocalShardsWrapper is not a table of TorchRec")
-        for offsets, part in zip(local.local_offsets(), local.local_shards(), strict=True):
+            raise ValueError(
+                "a DTensor without TorchRec's LocalShardsWrapper is not a table of"
+                " TorchRec"
+            )
+        for offsets, part in zip(
+            local.local_offsets(), local.local_shards(), strict=True
+        ):
             yield tuple(offsets), part.detach()
     else:
         yield (0,) * value.dim(), value.detach()
 
 
 def whole(what: str, value: Any) -> Tensor:
-    """Returns a plain tensor for a sharded one, or raises a ValueError that names ``what`` if a part is elsewhere."""
+    """Returns a plain tensor for a sharded one, or raises a ValueError that names
+    ``what`` if a part is elsewhere.
+    """
     if not _is_sharded(value):
         return value.detach()  # type: ignore[no-any-return]
     out, held = _filled(value)
     if held != out.numel():
-        raise ValueError(f"{what} is sharded over several processes: convert it in a process that holds all its shards")
+        raise ValueError(
+            f"{what} is sharded over several processes: convert it in a process that"
+            " holds all its shards"
+        )
     return out
 
 
 def gathered(values: Mapping[_Key, Any], env: ShardingEnv) -> dict[_Key, Tensor]:
     """Gathers plain tensors from the parts of all ranks, on every rank. Collective."""
-    # A rank without a part of a tensor may lack its key, which is the case in TorchRec's optimizer states.
+    # A rank without a part of a tensor may lack its key, which is the case in
+    # TorchRec's optimizer states.
     sizes = {key: (tuple(value.size()), value.dtype) for key, value in values.items()}
-    everywhere = {key: size for of_rank in all_gathered(sizes, env) for key, size in of_rank.items()}
+    everywhere = {
+        key: size
+        for of_rank in all_gathered(sizes, env)
+        for key, size in of_rank.items()
+    }
     out: dict[_Key, Tensor] = {}
     for key, (size, dtype) in everywhere.items():
-        out[key] = _filled(values[key])[0] if key in values else torch.zeros(size, dtype=dtype)
+        out[key] = (
+            _filled(values[key])[0] if key in values else torch.zeros(size, dtype=dtype)
+        )
         _summed(out[key], env)
     return out
 
@@ -274,15 +380,21 @@ def _summed(value: Tensor, env: ShardingEnv) -> None:
 
 
 def fill(value: Any, plain: Tensor) -> None:
-    """Copies a plain tensor into this rank's parts of ``value``. Each column shard gets a copy of a row-wise state."""
+    """Copies a plain tensor into this rank's parts of ``value``.
+
+    Each column shard gets a copy of a row-wise state.
+    """
     for offsets, part in _local_parts(value):
-        if part.dim() == 1:  # TorchRec 1.8.0 concatenates the row-wise states of column shards.
+        # TorchRec 1.8.0 concatenates the row-wise states of column shards.
+        if part.dim() == 1:
             offsets = (offsets[0] % max(1, plain.shape[0]),)
         part.copy_(plain[_cut(offsets, part)])
 
 
 def _filled(value: Any) -> tuple[Tensor, int]:
-    """Returns a plain tensor with this rank's parts and zeros, and the number of its cells on this rank."""
+    """Returns a plain tensor with this rank's parts and zeros, and the number of its
+    cells on this rank.
+    """
     out = torch.zeros(value.size(), dtype=value.dtype)
     held = 0
     for offsets, part in _local_parts(value):
@@ -292,27 +404,52 @@ def _filled(value: Any) -> tuple[Tensor, int]:
 
 
 def _cut(offsets: tuple[int, ...], part: Tensor) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + size) for begin, size in zip(offsets, part.shape, strict=True))
+    return tuple(
+        slice(begin, begin + size)
+        for begin, size in zip(offsets, part.shape, strict=True)
+    )
 
 
 def _stock_names(table: ModelTable) -> dict[str, str]:
-    """Returns TorchRec's names of a table's optimizer states by our names. TorchRec lacks some optimizers."""
+    """Returns TorchRec's names of a table's optimizer states by our names.
+
+    TorchRec lacks some optimizers.
+    """
     optimizer = table.state.optimizer
     names = list(optim.state_names(optimizer))
-    lacking = isinstance(optimizer, optim.AdamW) or (isinstance(optimizer, optim.SGD) and names)
+    lacking = isinstance(optimizer, optim.AdamW) or (
+        isinstance(optimizer, optim.SGD) and names
+    )
     if lacking or not isinstance(optimizer, _STOCK):
-        raise ValueError(f"table {table.name!r}: TorchRec's fused tables have no optimizer {optimizer}")
-    return {name: f"{table.config_name}.{name if i else 'momentum1'}" for i, name in enumerate(names)}
+        raise ValueError(
+            f"table {table.name!r}: TorchRec's fused tables have no optimizer"
+            f" {optimizer}"
+        )
+    return {
+        name: f"{table.config_name}.{name if i else 'momentum1'}"
+        for i, name in enumerate(names)
+    }
 
 
 def _checked_states(
-    table: ModelTable, given: Mapping[str, Any], num_rows: int, starts: Sequence[int], optimizer_steps: int | None
+    table: ModelTable,
+    given: Mapping[str, Any],
+    num_rows: int,
+    starts: Sequence[int],
+    optimizer_steps: int | None,
 ) -> dict[str, Tensor]:
-    """Checks TorchRec's state of a table whose column shards have these ``starts``, and converts it to a RowState's."""
+    """Checks TorchRec's state of a table whose column shards have these ``starts``, and
+    converts it to a RowState's.
+    """
     names = _stock_names(table)
-    _check_keys(f"table {table.name!r}: the stock optimizer state", given, names.values())
+    _check_keys(
+        f"table {table.name!r}: the stock optimizer state", given, names.values()
+    )
     if optimizer_steps is None and isinstance(table.state.optimizer, optim.Adam):
-        raise ValueError(f"table {table.name!r}: {type(table.state.optimizer).__name__} needs optimizer_steps")
+        raise ValueError(
+            f"table {table.name!r}: {type(table.state.optimizer).__name__} needs"
+            " optimizer_steps"
+        )
     # TorchRec's tables have no clock: the rows count as new in the present step.
     steps = max((shard.table.steps for shard in table.state.shards), default=0)
     state = {
@@ -325,18 +462,28 @@ def _checked_states(
     }
     for name, kind in optim.state_names(table.state.optimizer).items():
         value = whole(names[name], given[names[name]])
-        shape = (num_rows, table.dim) if kind == "element" else (num_rows * len(starts),)
+        shape = (
+            (num_rows, table.dim) if kind == "element" else (num_rows * len(starts),)
+        )
         if kind == "row" and tuple(value.shape) == (num_rows,):
             value = value.repeat(len(starts))
         if tuple(value.shape) != shape:
-            raise ValueError(f"{names[name]} is of shape {tuple(value.shape)}, the table needs {shape}")
+            raise ValueError(
+                f"{names[name]} is of shape {tuple(value.shape)}, the table needs"
+                f" {shape}"
+            )
         # TorchRec 1.8.0 concatenates the row-wise states of column shards.
-        state[name] = value if kind == "element" else value.view(len(starts), num_rows).T
+        state[name] = (
+            value if kind == "element" else value.view(len(starts), num_rows).T
+        )
     return state
 
 
 def _check_keys(what: str, given: Iterable[str], expected: Iterable[str]) -> None:
-    missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected))
+    missing, unknown = (
+        sorted(set(expected) - set(given)),
+        sorted(set(given) - set(expected)),
+    )
     keys = missing or unknown
     some = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
     if missing:
@@ -352,31 +499,49 @@ def _env(tables: Iterable[ModelTable]) -> ShardingEnv:
 def _checked_weights(
     tables: Mapping[str, ModelTable], given: Mapping[str, Any], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Checks that a stock ``state_dict`` fits the model, and returns it with plain tensors."""
+    """Checks that a stock ``state_dict`` fits the model, and returns it with plain
+    tensors.
+    """
     _check_keys("the stock state_dict", given, own)
-    plain = {key: whole(key, value) if isinstance(value, Tensor) else value for key, value in given.items()}
+    plain = {
+        key: whole(key, value) if isinstance(value, Tensor) else value
+        for key, value in given.items()
+    }
     for key, value in plain.items():
         if key not in tables:
             if isinstance(own[key], Tensor):
                 _check_shape(key, value, own[key])
         elif value.dim() != 2 or value.shape[1] != tables[key].dim:
             name, dim = tables[key].name, tables[key].dim
-            raise ValueError(f"table {name!r}: {key} is of shape {tuple(value.shape)}, and the table's dim is {dim}")
+            raise ValueError(
+                f"table {name!r}: {key} is of shape {tuple(value.shape)}, and the"
+                f" table's dim is {dim}"
+            )
     return plain
 
 
 def _checked_pairs(
-    given: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]], known: Iterable[str]
+    given: Mapping[str, Mapping[str, Any]],
+    own: Mapping[str, Mapping[str, Any]],
+    known: Iterable[str],
 ) -> list[tuple[Any, Tensor]]:
-    """Pairs this rank's states of TorchRec's fused tables, by the keys of their weights, with the tensors to copy."""
-    _check_keys("the stock optimizer state", [key for key in given if key not in set(known)], [])
+    """Pairs this rank's states of TorchRec's fused tables, by the keys of their
+    weights, with the tensors to copy.
+    """
+    _check_keys(
+        "the stock optimizer state", [key for key in given if key not in set(known)], []
+    )
     pairs = []
     for key, states in own.items():
         _check_keys(f"{key}: the stock optimizer state", given.get(key, {}), states)
         for name, value in states.items():
             plain = whole(name, given[key][name])
             # The row-wise states of C column shards are C times as long.
-            if not (plain.dim() == value.dim() == 1 and len(plain) and value.size()[0] % len(plain) == 0):
+            if not (
+                plain.dim() == value.dim() == 1
+                and len(plain)
+                and value.size()[0] % len(plain) == 0
+            ):
                 _check_shape(name, plain, value)
             pairs.append((value, plain))
     return pairs
@@ -385,37 +550,63 @@ def _checked_pairs(
 def _check_shape(key: str, value: Any, own: Any) -> None:
     shape, expected = tuple(value.size()), tuple(own.size())
     if shape != expected:
-        raise ValueError(f"{key} is of shape {shape}, and of shape {expected} in the model")
+        raise ValueError(
+            f"{key} is of shape {shape}, and of shape {expected} in the model"
+        )
 
 
-def _counted_tables(model: nn.Module, num_rows: Mapping[str, int], leave_out: bool) -> dict[ModelTable, int]:
-    """Returns the model's RecStore tables with their numbers of rows, after a check that no id is outside."""
-    counts = {table: num_rows[name] for name, table in tables_named(model, num_rows).items()}
+def _counted_tables(
+    model: nn.Module, num_rows: Mapping[str, int], leave_out: bool
+) -> dict[ModelTable, int]:
+    """Returns the model's RecStore tables with their numbers of rows, after a check
+    that no id is outside.
+    """
+    counts = {
+        table: num_rows[name] for name, table in tables_named(model, num_rows).items()
+    }
     tables = recstore_tables(model)
     missing = [repr(table.name) for table in tables if table not in counts]
     if missing:
-        raise ValueError(f"num_rows has no number for RecStore table {', '.join(missing)}")
+        raise ValueError(
+            f"num_rows has no number for RecStore table {', '.join(missing)}"
+        )
     for table, rows in counts.items():
         check_int(f"num_rows of table {table.name!r}", rows, 0)
         state = table.state
-        ids = [shard.table.ids() for shard in state.shards if shard.table.columns.start == 0]
-        outside = sum(all_gathered(sum(int(((i < 0) | (i >= rows)).sum()) for i in ids), state.env))
+        ids = [
+            shard.table.ids()
+            for shard in state.shards
+            if shard.table.columns.start == 0
+        ]
+        outside = sum(
+            all_gathered(
+                sum(int(((i < 0) | (i >= rows)).sum()) for i in ids), state.env
+            )
+        )
         if outside and not leave_out:
             raise ValueError(
-                f"table {table.name!r} has {outside} ids outside [0, {rows}): leave_out=True leaves out their rows"
+                f"table {table.name!r} has {outside} ids outside [0, {rows}):"
+                " leave_out=True leaves out their rows"
             )
     return {table: counts[table] for table in tables}
 
 
-def _exported(table: ModelTable, num_rows: int, kinds: Mapping[str, optim.StateKind]) -> dict[str, Tensor]:
+def _exported(
+    table: ModelTable, num_rows: int, kinds: Mapping[str, optim.StateKind]
+) -> dict[str, Tensor]:
     sizes = {"element": (num_rows, table.dim), "row": (num_rows,)}
-    out = {name: torch.zeros(sizes[kind]) for name, kind in kinds.items()}  # Cells of other ranks' shards stay 0.
+    # Cells of other ranks' shards stay 0.
+    out = {name: torch.zeros(sizes[kind]) for name, kind in kinds.items()}
     for shard in table.state.shards:
         columns = shard.table.columns
         ids = shard.table.ids()
         ids = ids[shard.owned(ids)]  # A shared cold store contains rows of all ranks.
         for part in torch.split(ids[(ids >= 0) & (ids < num_rows)], _CHUNK):
-            rows = {"weight": shard.table.lookup(part).float()} if "weight" in kinds else shard.table.read_rows(part)
+            rows = (
+                {"weight": shard.table.lookup(part).float()}
+                if "weight" in kinds
+                else shard.table.read_rows(part)
+            )
             for name, kind in kinds.items():
                 if kind == "element":
                     out[name][part, columns.start : columns.stop] = rows[name]

@@ -1,4 +1,5 @@
-"""What a load takes over from a checkpoint: a choice of tables, other names, rows without states.
+"""What a load takes over from a checkpoint: a choice of tables, other names, rows
+without states.
 
 Tests: tests/checkpoint/test_warm_start.py.
 """
@@ -16,20 +17,25 @@ from torchrec_recstore.store import Part, TableState
 from torchrec_recstore.store.parts import STAMPS, zero_states
 
 RowFunction = Callable[[Tensor], Tensor]
-"""A function of weights, (n, dim of the checkpoint) float32, that returns (n, dim of the model) float32."""
+"""A function of weights, (n, dim of the checkpoint) float32, that returns (n, dim of
+the model) float32.
+"""
 
 _BATCH_ROWS = 1 << 16  # The largest number of rows in one call of a user's function.
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """The arguments of a load that say what it takes over. See :func:`torchrec_recstore.load_checkpoint`.
+    """The arguments of a load that say what it takes over.
+
+    See :func:`torchrec_recstore.load_checkpoint`.
 
     Args:
         optimizer: Whether the optimizer states and the number of updates are loaded.
         tables: The names of the tables that are loaded. None: all tables.
         rename: The names in the model, by the names in the checkpoint.
-        rows: The functions that make the rows of a table, by the name of the table in the model.
+        rows: The functions that make the rows of a table, by the name of the table in
+            the model.
     """
 
     optimizer: bool = True
@@ -44,7 +50,10 @@ class WarmStart:
         rename: Mapping[str, str] | None,
         rows: Mapping[str, RowFunction] | None,
     ) -> WarmStart:
-        """Checks the arguments of a load. Raises TypeError or ValueError, which names the argument."""
+        """Checks the arguments of a load.
+
+        Raises TypeError or ValueError, which names the argument.
+        """
         if not isinstance(optimizer, bool):
             raise TypeError(f"optimizer must be a bool, got {type(optimizer).__name__}")
         names = None if tables is None else _checked_names(tables)
@@ -54,51 +63,75 @@ class WarmStart:
         functions = dict(rows or {})
         for target in renamed.values():
             if not isinstance(target, str):
-                raise TypeError(f"rename must map names to names, got the value {target!r}")
+                raise TypeError(
+                    f"rename must map names to names, got the value {target!r}"
+                )
         targets = list(renamed.values())
         for target in targets:
             if targets.count(target) > 1:
-                sources = [source for source, renamed_to in renamed.items() if renamed_to == target]
+                sources = [
+                    source
+                    for source, renamed_to in renamed.items()
+                    if renamed_to == target
+                ]
                 raise ValueError(
-                    f"rename: {sources[0]!r} and {sources[1]!r} of the checkpoint cannot both be loaded into {target!r}"
+                    f"rename: {sources[0]!r} and {sources[1]!r} of the checkpoint"
+                    f" cannot both be loaded into {target!r}"
                 )
         for name, function in functions.items():
             if not callable(function):
-                raise TypeError(f"rows[{name!r}] must be a function, got {type(function).__name__}")
+                raise TypeError(
+                    f"rows[{name!r}] must be a function, got {type(function).__name__}"
+                )
         if functions and optimizer:
             raise ValueError(
-                f"rows: the optimizer states in the checkpoint do not fit the rows that a function makes for table "
-                f"{next(iter(functions))!r}: set optimizer=False (with tables=[...] for these tables alone)"
+                "rows: the optimizer states in the checkpoint do not fit the rows that"
+                f" a function makes for table {next(iter(functions))!r}: set"
+                " optimizer=False (with tables=[...] for these tables alone)"
             )
         return WarmStart(optimizer, names, renamed, functions)
 
     def not_chosen(self, argument: str, name: str) -> ValueError:
-        """Returns the error for a table of ``rename`` or ``rows`` that ``tables`` does not have."""
-        return ValueError(f"{argument} has table {name!r}, which is not in tables={list(self.tables or ())}")
-
-    def without_source(self, name: str) -> ValueError:
-        """Returns the error for a table whose namesake in the checkpoint is loaded into another table."""
+        """Returns the error for a table of ``rename`` or ``rows`` that ``tables`` does
+        not have.
+        """
         return ValueError(
-            f"rename: the checkpoint's table {name!r} is renamed, so that nothing is loaded into the table {name!r} "
-            "here: rename another table to it, or leave it out with tables=[...]"
+            f"{argument} has table {name!r}, which is not in"
+            f" tables={list(self.tables or ())}"
         )
 
-    def saved_names(self, names: Sequence[tuple[str, ...]], saved: Iterable[str]) -> list[str | None]:
-        """Returns the name in the checkpoint of each table of the model; None if the checkpoint does not have it.
+    def without_source(self, name: str) -> ValueError:
+        """Returns the error for a table whose namesake in the checkpoint is loaded into
+        another table.
+        """
+        return ValueError(
+            f"rename: the checkpoint's table {name!r} is renamed, so that nothing is"
+            f" loaded into the table {name!r} here: rename another table to it, or"
+            " leave it out with tables=[...]"
+        )
+
+    def saved_names(
+        self, names: Sequence[tuple[str, ...]], saved: Iterable[str]
+    ) -> list[str | None]:
+        """Returns the name in the checkpoint of each table of the model; None if the
+        checkpoint does not have it.
 
         Args:
-            names: For each table its names. The first one that the checkpoint has is used.
+            names: For each table its names. The first one that the checkpoint has is
+                used.
             saved: The names of the tables in the checkpoint.
 
         Raises:
-            ValueError: The checkpoint does not have a table that is renamed. The message names the known ones.
+            ValueError: The checkpoint does not have a table that is renamed. The
+                message names the known ones.
         """
         known = set(saved)
         for source in self.rename:
             if source not in known:
                 raise ValueError(
-                    f"rename: the checkpoint has no table {source!r}; it has {named(known)}. The keys of rename are "
-                    "names in the checkpoint, and the values are names in the model"
+                    f"rename: the checkpoint has no table {source!r}; it has"
+                    f" {named(known)}. The keys of rename are names in the checkpoint,"
+                    " and the values are names in the model"
                 )
         by_target = {target: source for source, target in self.rename.items()}
         free = known - self.rename.keys()
@@ -112,14 +145,16 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class RowsWithoutState:
-    """The rows of a saved table for a table whose optimizer states start as those of new rows.
+    """The rows of a saved table for a table whose optimizer states start as those of
+    new rows.
 
     Args:
         name: The name of the table in the model.
         optimizer: The optimizer of the table in the model.
         saved_dim: The number of columns in the checkpoint.
         dim: The number of columns in the model.
-        function: The function that makes the rows. None: the rows are those of the checkpoint.
+        function: The function that makes the rows. None: the rows are those of the
+            checkpoint.
     """
 
     name: str
@@ -129,14 +164,20 @@ class RowsWithoutState:
     function: RowFunction | None = None
 
     def source_columns(self, columns: range) -> range:
-        """Returns the columns of the checkpoint that a shard with these columns is made of."""
+        """Returns the columns of the checkpoint that a shard with these columns is made
+        of.
+        """
         return columns if self.function is None else range(self.saved_dim)
 
     def part(self, saved: Part, columns: range) -> Part:
-        """Returns the rows of a shard, from rows of the checkpoint with :meth:`source_columns` and their stamps."""
+        """Returns the rows of a shard, from rows of the checkpoint with
+        :meth:`source_columns` and their stamps.
+        """
         weight = saved.rows["weight"]
         if self.function is not None:
-            weight = self._made(self.function, saved.weights)[:, columns.start : columns.stop]
+            weight = self._made(self.function, saved.weights)[
+                :, columns.start : columns.stop
+            ]
         rows = zero_states(self.optimizer, len(saved), len(columns))
         rows["weight"] = weight
         for name in STAMPS:
@@ -144,7 +185,9 @@ class RowsWithoutState:
         return Part(saved.ids, columns, rows)
 
     def state(self, saved: TableState) -> TableState:
-        """Returns the state of the table: the clocks and the sightings of the checkpoint, and no updates."""
+        """Returns the state of the table: the clocks and the sightings of the
+        checkpoint, and no updates.
+        """
         return replace(saved, optimizer_steps=0)
 
     def _made(self, function: RowFunction, weights: Tensor) -> Tensor:
@@ -152,14 +195,18 @@ class RowsWithoutState:
         results = [torch.empty(0, self.dim)]
         for batch in torch.split(weights, _BATCH_ROWS) if len(weights) else ():
             with torch.no_grad():
-                # A copy, because the weights can be a mapped file, and the function can write to its argument.
+                # A copy, because the weights can be a mapped file, and the function can
+                # write to its argument.
                 result = function(batch.to(torch.float32, copy=True))
             self._check(result, len(batch))
             results.append(result)
         return torch.cat(results)
 
     def _check(self, result: object, rows: int) -> None:
-        expected = f"rows[{self.name!r}] must return a float32 tensor of shape ({rows}, {self.dim}) on the CPU"
+        expected = (
+            f"rows[{self.name!r}] must return a float32 tensor of shape ({rows},"
+            f" {self.dim}) on the CPU"
+        )
         if not isinstance(result, Tensor):
             raise TypeError(f"{expected}, got {type(result).__name__}")
         if tuple(result.shape) != (rows, self.dim):
@@ -167,7 +214,9 @@ class RowsWithoutState:
         if result.dtype is not torch.float32 or result.device.type != "cpu":
             raise ValueError(f"{expected}, got {result.dtype} on {result.device}")
         if not bool(result.isfinite().all()):
-            raise ValueError(f"rows[{self.name!r}] has returned weights that are NaN or infinite")
+            raise ValueError(
+                f"rows[{self.name!r}] has returned weights that are NaN or infinite"
+            )
 
 
 def named(names: Iterable[str]) -> str:
@@ -191,7 +240,13 @@ def _check_mapping(argument: str, value: object) -> None:
     if value is None:
         return
     if not isinstance(value, Mapping):
-        raise TypeError(f"{argument} must be a dict by the names of tables, got {type(value).__name__}")
+        raise TypeError(
+            f"{argument} must be a dict by the names of tables, got"
+            f" {type(value).__name__}"
+        )
     for name in value:
         if not isinstance(name, str):
-            raise TypeError(f"{argument} must be a dict by the names of tables, got the key {name!r}")
+            raise TypeError(
+                f"{argument} must be a dict by the names of tables, got the key"
+                f" {name!r}"
+            )

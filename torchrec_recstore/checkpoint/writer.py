@@ -17,17 +17,25 @@ from torch import Tensor
 
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import FileInfo, write_tensors
-from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo, write_metadata
+from torchrec_recstore.checkpoint.info import (
+    CheckpointInfo,
+    PartInfo,
+    TableInfo,
+    write_metadata,
+)
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.store import Part, Snapshot, Table, TableState
 from torchrec_recstore.store.parts import PART_BYTES, rows_in
 
 Progress = Callable[[int, int], object]
-"""A callback with two arguments: the number of rows that are done, and the number of all rows of this rank's shards."""
+"""A callback with two arguments: the number of rows that are done, and the number of
+all rows of this rank's shards.
+"""
 
 _LONGEST_NAME = 100
-_POLITE_NICENESS = 15  # docs/performance.md compares the time of a training step at several values.
+# docs/performance.md compares the time of a training step at several values.
+_POLITE_NICENESS = 15
 
 
 def part_rows(dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:
@@ -36,7 +44,9 @@ def part_rows(dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:
 
 
 def reporting(progress: Progress | None, total: int) -> Callable[[int], object]:
-    """Returns a function that adds to the number of rows that are done, of ``total``, and calls ``progress``."""
+    """Returns a function that adds to the number of rows that are done, of ``total``,
+    and calls ``progress``.
+    """
     done = 0
 
     def add(rows: int) -> None:
@@ -49,19 +59,30 @@ def reporting(progress: Progress | None, total: int) -> Callable[[int], object]:
 
 
 class PartWriter:
-    """A writer of one rank's files. A thread, of low priority if ``polite``, writes one while the next is prepared."""
+    """A writer of one rank's files.
+
+    A thread, of low priority if ``polite``, writes one while the next is prepared.
+    """
 
     def __init__(self, directory: Path, rank: int, *, polite: bool = False) -> None:
         self._files: dict[str, FileInfo] = {}
         self._directory, self._rank, self._polite = directory, rank, polite
         initializer = lower_priority if polite else None
-        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "checkpoint-files", initializer=initializer)
+        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(
+            1, "checkpoint-files", initializer=initializer
+        )
         self._pending: Future[None] | None = None
 
     def rows(
-        self, name: str, table: Table, snapshot: Snapshot, on_rows: Callable[[int], object] = lambda count: None
+        self,
+        name: str,
+        table: Table,
+        snapshot: Snapshot,
+        on_rows: Callable[[int], object] = lambda count: None,
     ) -> tuple[PartInfo, ...]:
-        """Writes all rows of a snapshot, and calls ``on_rows`` with each part's number of rows."""
+        """Writes all rows of a snapshot, and calls ``on_rows`` with each part's number
+        of rows.
+        """
         size = part_rows(table.dim, table.dtype, table.optimizer)
         parts: list[PartInfo] = []
         while left := len(snapshot):
@@ -70,14 +91,28 @@ class PartWriter:
             on_rows(len(part))
         return tuple(parts)
 
-    def ids(self, name: str, table: Table, kind: str, ids: Tensor) -> tuple[PartInfo, ...]:
+    def ids(
+        self, name: str, table: Table, kind: str, ids: Tensor
+    ) -> tuple[PartInfo, ...]:
         """Writes ids without rows. The ids are in ascending order."""
-        pieces = enumerate(torch.split(ids, PART_BYTES // ids.element_size()) if len(ids) else ())
-        return tuple(self._ids_file(name, table.columns, f"{i:05d}-{kind}", {"ids": piece}) for i, piece in pieces)
+        pieces = enumerate(
+            torch.split(ids, PART_BYTES // ids.element_size()) if len(ids) else ()
+        )
+        return tuple(
+            self._ids_file(name, table.columns, f"{i:05d}-{kind}", {"ids": piece})
+            for i, piece in pieces
+        )
 
     def sightings(self, name: str, table: Table, state: TableState) -> tuple[str, ...]:
-        """Writes the counts of a shard's admission, and returns the name of the file. Without counts there is none."""
-        tensors = {key: value for key, value in state.tensors().items() if key.startswith("sighting_")}
+        """Writes the counts of a shard's admission, and returns the name of the file.
+
+        Without counts there is none.
+        """
+        tensors = {
+            key: value
+            for key, value in state.tensors().items()
+            if key.startswith("sighting_")
+        }
         if not tensors:
             return ()
         file = f"{_file_name(name)}-{self._rank:05d}-{table.columns.start}-sightings.safetensors"
@@ -85,14 +120,26 @@ class PartWriter:
         return (file,)
 
     def part(self, name: str, number: int, part: Part) -> PartInfo:
-        """Writes the part with this number of a shard. Its ids ascend, and it must not change before :meth:`close`."""
+        """Writes the part with this number of a shard.
+
+        Its ids ascend, and it must not change before :meth:`close`.
+        """
         return self._ids_file(name, part.columns, f"{number:05d}", part.tensors())
 
-    def _ids_file(self, name: str, columns: range, number: str, tensors: dict[str, Tensor]) -> PartInfo:
+    def _ids_file(
+        self, name: str, columns: range, number: str, tensors: dict[str, Tensor]
+    ) -> PartInfo:
         file = f"{_file_name(name)}-{self._rank:05d}-{columns.start}-{columns.stop}-{number}.safetensors"
         self._submit(file, tensors)
         ids = tensors["ids"]
-        return PartInfo(file, self._rank, (columns.start, columns.stop), len(ids), int(ids[0]), int(ids[-1]))
+        return PartInfo(
+            file,
+            self._rank,
+            (columns.start, columns.stop),
+            len(ids),
+            int(ids[0]),
+            int(ids[-1]),
+        )
 
     def tensors(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Writes the tensors into a file. Without tensors there is no file."""
@@ -100,7 +147,9 @@ class PartWriter:
             self._submit(name, _unshared(tensors))
 
     def close(self) -> dict[str, FileInfo]:
-        """Waits until all files are written, and returns their sizes and checksums by name."""
+        """Waits until all files are written, and returns their sizes and checksums by
+        name.
+        """
         try:
             self._collect()
         finally:
@@ -114,8 +163,11 @@ class PartWriter:
             try:
                 self._pending = self._thread.submit(self._write, name, tensors)
                 return
-            except RuntimeError:  # Python 3.12 starts no thread once the process is ending.
-                self._thread = None  # It is not used again, because its queue still has this call.
+            except (
+                RuntimeError
+            ):  # Python 3.12 starts no thread once the process is ending.
+                # It is not used again, because its queue still has this call.
+                self._thread = None
         self._write(name, tensors)
 
     def _write(self, name: str, tensors: dict[str, Tensor]) -> None:
@@ -129,13 +181,20 @@ class PartWriter:
 
 def lower_priority() -> None:
     """Lowers the priority of the calling thread."""
-    # On Linux each thread has its own niceness. POSIX defines one niceness for the whole process.
+    # On Linux each thread has its own niceness. POSIX defines one niceness for the
+    # whole process.
     thread = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread, max(_POLITE_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+    os.setpriority(
+        os.PRIO_PROCESS,
+        thread,
+        max(_POLITE_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)),
+    )
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies each tensor that shares memory with an earlier one, such as tied weights: safetensors refuses them."""
+    """Copies each tensor that shares memory with an earlier one, such as tied weights:
+    safetensors refuses them.
+    """
     found: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
@@ -161,15 +220,23 @@ class SavedShard:
     options: TableOptions  # without the cold store
     state: TableState
     removal: Literal["left", "stay"] = "left"
-    listed: Tensor | None = None  # (N,) int64, ascending: the ids of a delta that left or stay
+    # (N,) int64, ascending: the ids of a delta that left or stay
+    listed: Tensor | None = None
 
 
 def write_shard(
-    writer: PartWriter, shard: SavedShard, on_rows: Callable[[int], object] = lambda count: None
+    writer: PartWriter,
+    shard: SavedShard,
+    on_rows: Callable[[int], object] = lambda count: None,
 ) -> TableInfo:
-    """Writes a shard's rows, the ids that a delta lists, and the counts of its admission. Returns its metadata."""
+    """Writes a shard's rows, the ids that a delta lists, and the counts of its
+    admission.
+
+    Returns its metadata.
+    """
     table = shard.table
-    first = table.columns.start == 0  # All column shards hold the same ids: the first one writes what belongs to ids.
+    # All column shards hold the same ids: the first one writes what belongs to ids.
+    first = table.columns.start == 0
     listed = shard.listed if first else None
     return TableInfo(
         dim=table.dim,
@@ -182,14 +249,22 @@ def write_shard(
         columns=((table.columns.start, table.columns.stop),),
         parts=writer.rows(shard.name, table, shard.snapshot, on_rows),
         removal=shard.removal,
-        removed=() if listed is None else writer.ids(shard.name, table, shard.removal, listed),
+        removed=(
+            ()
+            if listed is None
+            else writer.ids(shard.name, table, shard.removal, listed)
+        ),
         sightings=writer.sightings(shard.name, table, shard.state) if first else (),
         times=shard.state.times,
     )
 
 
-def finish(destination: Destination, info: CheckpointInfo, training_state: Any) -> CheckpointInfo:
-    """Writes the metadata, publishes the checkpoint, and returns the metadata with its checksum."""
+def finish(
+    destination: Destination, info: CheckpointInfo, training_state: Any
+) -> CheckpointInfo:
+    """Writes the metadata, publishes the checkpoint, and returns the metadata with its
+    checksum.
+    """
     checksum = write_metadata(destination.staging, info, training_state)
     destination.publish()
     return replace(info, checksum=checksum)

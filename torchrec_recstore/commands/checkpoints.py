@@ -1,4 +1,6 @@
-"""The commands on checkpoints: ``recstore inspect``, ``recstore diff`` and ``recstore compact``."""
+"""The commands on checkpoints: ``recstore inspect``, ``recstore diff`` and ``recstore
+compact``.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,22 @@ if TYPE_CHECKING:
     from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
 
 
-# The import of torch takes seconds. Commands import the modules that use torch themselves, so that --help is fast.
+# The import of torch takes seconds. Commands import the modules that use torch
+# themselves, so that --help is fast.
 
 Checkpoint = Annotated[Path, argument("DIR", "Directory of a checkpoint.")]
-_INSPECTED = "Directory of a checkpoint, of the checkpoints of a run or of cold stores, or an exported file."
+_INSPECTED = (
+    "Directory of a checkpoint, of the checkpoints of a run or of cold stores, or an"
+    " exported file."
+)
 
 
 def _verify(checkpoints: Sequence[CheckpointInfo]) -> None:
     from torchrec_recstore.checkpoint.fold import check_files
 
-    with progress("verifying", sum(info.bytes for info in checkpoints), "bytes") as advance:
+    with progress(
+        "verifying", sum(info.bytes for info in checkpoints), "bytes"
+    ) as advance:
         check_files(checkpoints, advance)
 
 
@@ -50,30 +58,41 @@ def _rows_of(checkpoints: Sequence[CheckpointInfo]) -> int:
 
 def inspect(
     path: Annotated[Path, argument("PATH", _INSPECTED)],
-    verify: Annotated[bool, typer.Option(help="Read every file and verify its checksum.")] = True,
+    verify: Annotated[
+        bool, typer.Option(help="Read every file and verify its checksum.")
+    ] = True,
     key: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="File with the secret key that must have signed the exported model, the delta or the package.",
+            help=(
+                "File with the secret key that must have signed the exported model, the"
+                " delta or the package."
+            ),
             show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the contents of a checkpoint, of an exported model or of an exported delta, and verify all checksums.
+    """Show the contents of a checkpoint, of an exported model or of an exported delta,
+    and verify all checksums.
 
-    If a checkpoint is a delta, the checkpoints that it is based on are verified too. The checkpoints of a run are
-    listed, and their files are not read. Cold stores on an SSD below the directory are listed, with the processes that
-    use them, and with a command that removes those of processes that have ended.
+    If a checkpoint is a delta, the checkpoints that it is based on are verified too.
+    The checkpoints of a run are listed, and their files are not read. Cold stores on an
+    SSD below the directory are listed, with the processes that use them, and with a
+    command that removes those of processes that have ended.
 
     Example: recstore inspect run/step-000001000
 
-    Exit status: 0, or 2 if a file is damaged or missing. One line on stderr then names the file.
+    Exit status: 0, or 2 if a file is damaged or missing. One line on stderr then names
+    the file.
     """
     if key is not None and not (path.is_file() and verify):
         with errors_in_one_line():
-            raise ValueError("--key needs the file of an exported model, a delta or a package, and no --no-verify")
+            raise ValueError(
+                "--key needs the file of an exported model, a delta or a package, and"
+                " no --no-verify"
+            )
     if path.is_file():
         _inspect_served_file(path, verify, key, as_json)
         return
@@ -82,7 +101,10 @@ def inspect(
 
     with errors_in_one_line():
         if path.is_dir() and not (path / METADATA).exists():
-            inside = sorted((read_info(each.parent) for each in path.glob(f"*/{METADATA}")), key=lambda each: each.step)
+            inside = sorted(
+                (read_info(each.parent) for each in path.glob(f"*/{METADATA}")),
+                key=lambda each: each.step,
+            )
             cold = run_directories(path)
             if inside or cold:
                 _print_run(path, inside, cold, as_json)
@@ -90,9 +112,19 @@ def inspect(
         chain = read_chain(path)
         if verify:
             _verify(chain)
-        nonfinite = {name: nonfinite_rows(chain, name) for name in chain[-1].tables} if verify else {}
+        nonfinite = (
+            {name: nonfinite_rows(chain, name) for name in chain[-1].tables}
+            if verify
+            else {}
+        )
     if as_json:
-        print_json({**_as_json(chain), "verified": verify, "nonfinite_rows": nonfinite if verify else None})
+        print_json(
+            {
+                **_as_json(chain),
+                "verified": verify,
+                "nonfinite_rows": nonfinite if verify else None,
+            }
+        )
         return
     _print_checkpoint(chain)
     if bad := [f"{count:,} of {name}" for name, count in in_order(nonfinite) if count]:
@@ -101,10 +133,19 @@ def inspect(
     print_line(f"checksums       {f'{files} files good' if verify else 'not verified'}")
 
 
-def _print_run(path: Path, checkpoints: Sequence[CheckpointInfo], cold: Sequence[Run], as_json: bool) -> None:
+def _print_run(
+    path: Path,
+    checkpoints: Sequence[CheckpointInfo],
+    cold: Sequence[Run],
+    as_json: bool,
+) -> None:
     if as_json:
         told = [
-            {**_facts(info), "rows": _rows_of([info]), "delta_of": None if info.base is None else str(info.base)}
+            {
+                **_facts(info),
+                "rows": _rows_of([info]),
+                "delta_of": None if info.base is None else str(info.base),
+            }
             for info in checkpoints
         ]
         stores = [{**asdict(run), "path": str(run.path)} for run in cold]
@@ -113,17 +154,37 @@ def _print_run(path: Path, checkpoints: Sequence[CheckpointInfo], cold: Sequence
     if checkpoints:
         rows = []
         for info in checkpoints:
-            numbers = [f"{number:,}" for number in (info.step, _rows_of([info]), info.world_size)]
-            rows.append([info.path.name, *numbers, decimal(info.bytes), "" if info.base is None else info.base.name])
+            numbers = [
+                f"{number:,}"
+                for number in (info.step, _rows_of([info]), info.world_size)
+            ]
+            rows.append(
+                [
+                    info.path.name,
+                    *numbers,
+                    decimal(info.bytes),
+                    "" if info.base is None else info.base.name,
+                ]
+            )
         print_table(["checkpoint", "step", "rows", "ranks", "bytes", "delta of"], rows)
     if cold:
-        of = [(str(run.path.relative_to(path)), run.shard, run.owner or "ended", decimal(run.bytes)) for run in cold]
+        of = [
+            (
+                str(run.path.relative_to(path)),
+                run.shard,
+                run.owner or "ended",
+                decimal(run.bytes),
+            )
+            for run in cold
+        ]
         print_table(["cold store", "shard", "process", "bytes"], of)
     if command := removal(cold):
         print_line(f"remove those of processes that have ended: {command}")
 
 
-def _inspect_served_file(path: Path, verify: bool, key: Path | None, as_json: bool) -> None:
+def _inspect_served_file(
+    path: Path, verify: bool, key: Path | None, as_json: bool
+) -> None:
     with errors_in_one_line(), missing_in_one_line():
         serving = plugin("serving")
         if verify:
@@ -148,22 +209,41 @@ def _inspect_served_file(path: Path, verify: bool, key: Path | None, as_json: bo
 def _print_served_tables(tables: dict[str, dict[str, int]]) -> None:
     rows = []
     for name, table in in_order(tables):
-        rows.append([name, *(decimal(n) if key == "bytes" else f"{n:,}" for key, n in table.items())])
+        rows.append(
+            [
+                name,
+                *(
+                    decimal(n) if key == "bytes" else f"{n:,}"
+                    for key, n in table.items()
+                ),
+            ]
+        )
     print_table(["table", *(next(iter(tables.values()), {}))], rows)
 
 
 def sign(
-    package: Annotated[Path, argument("PACKAGE.pt2", "Package of AOTInductor, or exported program of torch.")],
-    key: Annotated[Path, typer.Option(metavar="FILE", help="File with the secret key.", show_default=False)],
+    package: Annotated[
+        Path,
+        argument(
+            "PACKAGE.pt2", "Package of AOTInductor, or exported program of torch."
+        ),
+    ],
+    key: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="File with the secret key.", show_default=False
+        ),
+    ],
 ) -> None:
     """Sign a package, so that those who have the key know who has written it.
 
-    The package is replaced by one with a checksum and a signature, which torch and Triton load as before. Exported
-    models are signed by recstore export --key.
+    The package is replaced by one with a checksum and a signature, which torch and
+    Triton load as before. Exported models are signed by recstore export --key.
 
     Example: recstore sign model.pt2 --key publish.key
 
-    Exit status: 0, or 2 if the file is no package or cannot be written. One line on stderr then says why.
+    Exit status: 0, or 2 if the file is no package or cannot be written. One line on
+    stderr then says why.
     """
     with errors_in_one_line(), missing_in_one_line():
         plugin("serving").sign_package(package, key=key)
@@ -175,23 +255,39 @@ def _print_checkpoint(chain: Sequence[CheckpointInfo]) -> None:
     print_line(f"checkpoint      {info.path}")
     print_line(f"step            {info.step:,}")
     print_line(f"world size      {info.world_size}")
-    print_line(f"delta of        {', a delta of '.join(str(each.base) for each in chain[:0:-1]) or 'nothing: full'}")
+    print_line(
+        "delta of       "
+        f" {', a delta of '.join(str(each.base) for each in chain[:0:-1]) or 'nothing: full'}"
+    )
     print_line(f"dense tensors   {len(info.dense)}")
-    print_line(f"training state  {state if isinstance(state, str) else ', '.join(state)}")
+    print_line(
+        f"training state  {state if isinstance(state, str) else ', '.join(state)}"
+    )
     print_line(f"size            {decimal(info.bytes)} in {len(info.files) + 1} files")
     # A delta holds only a part of the rows of each table.
     here = ["here"] if info.delta_of else []
     rows = []
     for name, each in in_order(info.tables):
         values = _table_as_json(info, each)
-        counts = [f"{each.rows:,}", *(f"{values['rows_here']:,}" for _ in here), str(each.dim)]
+        counts = [
+            f"{each.rows:,}",
+            *(f"{values['rows_here']:,}" for _ in here),
+            str(each.dim),
+        ]
         optimizer, size = type(each.optimizer).__name__, decimal(values["bytes"])
         rows.append([name, *counts, each.dtype, optimizer, size, str(len(each.parts))])
-    print_table(["table", "rows", *here, "dim", "dtype", "optimizer", "bytes", "parts"], rows)
+    print_table(
+        ["table", "rows", *here, "dim", "dtype", "optimizer", "bytes", "parts"], rows
+    )
 
 
 def _facts(info: CheckpointInfo) -> dict[str, Any]:
-    return {"path": str(info.path), "step": info.step, "world_size": info.world_size, "bytes": info.bytes}
+    return {
+        "path": str(info.path),
+        "step": info.step,
+        "world_size": info.world_size,
+        "bytes": info.bytes,
+    }
 
 
 def _as_json(chain: Sequence[CheckpointInfo]) -> dict[str, Any]:
@@ -201,12 +297,16 @@ def _as_json(chain: Sequence[CheckpointInfo]) -> dict[str, Any]:
         "chain": [str(each.path) for each in chain],
         "dense": list(info.dense),
         "training_state": _state_keys(info),
-        "tables": {name: _table_as_json(info, table) for name, table in info.tables.items()},
+        "tables": {
+            name: _table_as_json(info, table) for name, table in info.tables.items()
+        },
     }
 
 
 def _state_keys(info: CheckpointInfo) -> list[str] | str:
-    """Returns the keys of the training state, or the name of its type if it is not a dict."""
+    """Returns the keys of the training state, or the name of its type if it is not a
+    dict.
+    """
     state = info.training_state
     if isinstance(state, dict):
         return [str(key) for key in state]
@@ -215,11 +315,18 @@ def _state_keys(info: CheckpointInfo) -> list[str] | str:
 
 def _table_as_json(info: CheckpointInfo, table: TableInfo) -> dict[str, Any]:
     return {
-        **{name: getattr(table, name) for name in ("rows", "dim", "dtype", "steps", "optimizer_steps", "columns")},
+        **{
+            name: getattr(table, name)
+            for name in ("rows", "dim", "dtype", "steps", "optimizer_steps", "columns")
+        },
         **{name: repr(getattr(table, name)) for name in ("optimizer", "options")},
         "parts": len(table.parts),
-        "rows_here": sum(part.rows for part in table.parts if part.columns == table.columns[0]),
-        "bytes": sum(info.files[part.file].bytes for part in (*table.parts, *table.removed)),
+        "rows_here": sum(
+            part.rows for part in table.parts if part.columns == table.columns[0]
+        ),
+        "bytes": sum(
+            info.files[part.file].bytes for part in (*table.parts, *table.removed)
+        ),
     }
 
 
@@ -230,11 +337,13 @@ def diff(
 ) -> None:
     """Compare the contents of two checkpoints.
 
-    The checkpoints may have different numbers of ranks and different sharding, and may be deltas.
+    The checkpoints may have different numbers of ranks and different sharding, and may
+    be deltas.
 
     Example: recstore diff run/step-000001000 run/step-000002000
 
-    Exit status: 0 if the contents are equal, 1 if they differ, 2 if the checkpoints cannot be compared.
+    Exit status: 0 if the contents are equal, 1 if they differ, 2 if the checkpoints
+    cannot be compared.
     """
     from torchrec_recstore.checkpoint.compare import compare_chains
     from torchrec_recstore.checkpoint.info import read_chain
@@ -255,18 +364,31 @@ def _print_difference(difference: CheckpointDifference) -> None:
     differences = [*in_order(difference.tables), ("dense tensors", difference.dense)]
     rows = []
     for name, each in differences:
-        counts = [f"{count:,}" for count in (each.both, each.added, each.gone, each.changed)]
+        counts = [
+            f"{count:,}" for count in (each.both, each.added, each.gone, each.changed)
+        ]
         states = [change for key, change in each.largest.items() if key != "weight"]
-        state = max(states, key=lambda change: math.inf if math.isnan(change) else change, default=None)
-        largest = ["" if change is None else f"{change:.3g}" for change in (each.largest.get("weight"), state)]
+        state = max(
+            states,
+            key=lambda change: math.inf if math.isnan(change) else change,
+            default=None,
+        )
+        largest = [
+            "" if change is None else f"{change:.3g}"
+            for change in (each.largest.get("weight"), state)
+        ]
         rows.append([name, *counts, *largest])
-    print_table(["", "in both", "added", "gone", "changed", "weights by", "state by"], rows)
+    print_table(
+        ["", "in both", "added", "gone", "changed", "weights by", "state by"], rows
+    )
     of_tables: dict[str, list[str]] = defaultdict(list)
     for name, each in differences:
         for fact, (before, after) in each.facts.items():
             of_tables[f"{fact} {before} -> {after}"].append(name)
     for fact, names in of_tables.items():
-        which = "all tables" if len(names) == len(difference.tables) else ", ".join(names)
+        which = (
+            "all tables" if len(names) == len(difference.tables) else ", ".join(names)
+        )
         print_line(f"{fact} ({which})")
     if difference.training_state:
         print_line("training state differs")
@@ -278,9 +400,15 @@ def _difference_as_json(difference: CheckpointDifference) -> dict[str, Any]:
         return {
             **asdict(between),
             # JSON has neither NaN nor infinity.
-            "largest": {key: value if math.isfinite(value) else None for key, value in between.largest.items()},
+            "largest": {
+                key: value if math.isfinite(value) else None
+                for key, value in between.largest.items()
+            },
             "facts": {
-                name: [value if isinstance(value, int | str) else repr(value) for value in pair]
+                name: [
+                    value if isinstance(value, int | str) else repr(value)
+                    for value in pair
+                ]
                 for name, pair in between.facts.items()
             },
         }
@@ -294,13 +422,17 @@ def _difference_as_json(difference: CheckpointDifference) -> dict[str, Any]:
 
 
 def compact(
-    checkpoint: Checkpoint, output: Annotated[Path, argument("OUTPUT", "Directory to create.")], as_json: AsJson = False
+    checkpoint: Checkpoint,
+    output: Annotated[Path, argument("OUTPUT", "Directory to create.")],
+    as_json: AsJson = False,
 ) -> None:
-    """Fold a delta and the checkpoints that it is based on into one full checkpoint with the same contents.
+    """Fold a delta and the checkpoints that it is based on into one full checkpoint
+    with the same contents.
 
     Example: recstore compact run/step-000002000 full
 
-    Exit status: 0, or 2 with one line on stderr. In that case nothing is created at OUTPUT.
+    Exit status: 0, or 2 with one line on stderr. In that case nothing is created at
+    OUTPUT.
     """
     from torchrec_recstore.checkpoint.fold import compact_chain, folding
 
@@ -311,6 +443,13 @@ def compact(
     rows = _rows_of([info])
     if as_json:
         tables = {name: table.rows for name, table in info.tables.items()}
-        print_json({"path": str(info.path), "rows": rows, "bytes": info.bytes, "tables": tables})
+        print_json(
+            {
+                "path": str(info.path),
+                "rows": rows,
+                "bytes": info.bytes,
+                "tables": tables,
+            }
+        )
         return
     print_line(f"{info.path}: {rows:,} rows, {decimal(info.bytes)}")

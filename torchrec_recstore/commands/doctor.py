@@ -19,14 +19,20 @@ _WIDTH = 28  # of the columns status and name
 
 def doctor(
     data: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory on the disk for checkpoints and cold rows.")
+        Path,
+        typer.Option(
+            metavar="DIR", help="Directory on the disk for checkpoints and cold rows."
+        ),
     ] = Path(),
     cold_store: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="DIR",
-            help="Path of a cold store on an SSD, or a directory above it: list the directories that killed processes "
-            "have left there. May be repeated.",
+            help=(
+                "Path of a cold store on an SSD, or a directory above it: list the"
+                " directories that killed processes "
+                "have left there. May be repeated."
+            ),
             show_default=False,
         ),
     ] = None,
@@ -34,9 +40,10 @@ def doctor(
 ) -> None:
     """Check the packages and settings of this machine and suggest fixes.
 
-    The packages are imported in a separate process, to check that their versions fit each other. Then the processor,
-    the memory and its limits, overcommit, huge pages, threads, open files and the disk are checked, and the cold stores
-    that are named. The command changes nothing.
+    The packages are imported in a separate process, to check that their versions fit
+    each other. Then the processor, the memory and its limits, overcommit, huge pages,
+    threads, open files and the disk are checked, and the cold stores that are named.
+    The command changes nothing.
 
     Example: recstore doctor --data /ssd/checkpoints --cold-store /ssd/cold
 
@@ -49,18 +56,34 @@ def doctor(
                 stdout().print(Text(section, style="bold"))
             _print(finding)
         findings.append((section, finding))
-    counts = {status: sum(finding.status == status for _, finding in findings) for status in _STYLES}
+    counts = {
+        status: sum(finding.status == status for _, finding in findings)
+        for status in _STYLES
+    }
     if as_json:
-        rows = [{"section": section, **asdict(finding)} for section, finding in findings]
-        print_json({"problems": counts["problem"], "warnings": counts["warning"], "findings": rows})
+        rows = [
+            {"section": section, **asdict(finding)} for section, finding in findings
+        ]
+        print_json(
+            {
+                "problems": counts["problem"],
+                "warnings": counts["warning"],
+                "findings": rows,
+            }
+        )
     else:
-        said = (f"{counts[status]} {status}{'' if counts[status] == 1 else 's'}" for status in ("problem", "warning"))
+        said = (
+            f"{counts[status]} {status}{'' if counts[status] == 1 else 's'}"
+            for status in ("problem", "warning")
+        )
         print_line(", ".join(said))
     raise typer.Exit(1 if counts["problem"] else 0)
 
 
 def _print(finding: Finding) -> None:
-    head = Text.assemble("  ", (f"{finding.status:<8}", _STYLES[finding.status]), f"{finding.name:<18}")
+    head = Text.assemble(
+        "  ", (f"{finding.status:<8}", _STYLES[finding.status]), f"{finding.name:<18}"
+    )
     lines = Text(finding.found)
     if finding.fix:
         lines.append(f"\n{finding.fix}", style="cyan")

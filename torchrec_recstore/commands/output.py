@@ -1,4 +1,6 @@
-"""Prints the output of commands: tables and lines on stdout, and errors as one line on stderr."""
+"""Prints the output of commands: tables and lines on stdout, and errors as one line on
+stderr.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from torchrec_recstore.utils import StorageError
 
 _Value = TypeVar("_Value")
 
-# Typer contains a copy of click, whose base class of usage errors has no public name in typer.
+# Typer contains a copy of click, whose base class of usage errors has no public name in
+# typer.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -32,33 +35,46 @@ def argument(metavar: str, help: str) -> Any:
 
 # The columns that hold text, and are aligned to the left.
 _TEXTS = re.compile(
-    "|table|checkpoint|cold store|shard|process|delta of|server|set|state|saves?|dtype|optimizer|figure|"
-    "kernel, over FBGEMM's|option|over|sharding type|limit"
+    "|table|checkpoint|cold store|shard|process|delta"
+    " of|server|set|state|saves?|dtype|optimizer|figure|kernel, over"
+    " FBGEMM's|option|over|sharding type|limit"
 )
 
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Ends the command with status 2 and one line on stderr if the body raises an error of the input."""
+    """Ends the command with status 2 and one line on stderr if the body raises an error
+    of the input.
+    """
     try:
         yield
     except (OSError, ValueError, MemoryError, StorageError) as error:
         if isinstance(error, OSError) and error.strerror:
-            message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+            message = (
+                f"{error.filename}: {error.strerror}"
+                if error.filename
+                else error.strerror
+            )
         else:
-            message = str(error) or "out of memory"  # a MemoryError of Python has no message
+            # a MemoryError of Python has no message
+            message = str(error) or "out of memory"
         print_error(message)
         raise typer.Exit(2) from None
 
 
 def status_of(app: Callable[[], object]) -> int:
-    """Calls a typer app, and returns its exit status: 2 for invalid flags, with one line on the first rank's stderr."""
+    """Calls a typer app, and returns its exit status: 2 for invalid flags, with one
+    line on the first rank's stderr.
+    """
     try:
         status = app()
     except _UsageError as error:
         if os.environ.get("RANK", "0") == "0":
             message = " ".join(error.format_message().split()).rstrip(".")
-            print_error(f"{message}: see {error.ctx.command_path if error.ctx else 'recstore'} --help")
+            print_error(
+                f"{message}: see {error.ctx.command_path if error.ctx else 'recstore'}"
+                " --help"
+            )
         return 2
     except typer.Exit as end:
         return int(end.exit_code)
@@ -73,7 +89,10 @@ def print_error(message: str) -> None:
 
 
 def stdout() -> Console:
-    """Returns a console on stdout. Lines are wrapped only on a terminal, so that other programs can read them."""
+    """Returns a console on stdout.
+
+    Lines are wrapped only on a terminal, so that other programs can read them.
+    """
     return Console() if sys.stdout.isatty() else Console(width=1000)
 
 
@@ -86,7 +105,11 @@ def table_of(columns: Sequence[str]) -> Table:
     """Returns an empty table. Columns of numbers are aligned to the right."""
     table = Table()
     for column in columns:
-        table.add_column(column, justify="left" if _TEXTS.fullmatch(column) else "right", overflow="fold")
+        table.add_column(
+            column,
+            justify="left" if _TEXTS.fullmatch(column) else "right",
+            overflow="fold",
+        )
     return table
 
 
@@ -104,9 +127,14 @@ def print_line(text: str) -> None:
 
 
 def in_order(tables: Mapping[str, _Value]) -> list[tuple[str, _Value]]:
-    """Returns the items of ``tables`` sorted by name, with numbers compared by value: t_2 before t_10."""
+    """Returns the items of ``tables`` sorted by name, with numbers compared by value:
+    t_2 before t_10.
+    """
 
     def key(item: tuple[str, _Value]) -> list[str | int]:
-        return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", item[0]))]
+        return [
+            int(part) if i % 2 else part
+            for i, part in enumerate(re.split(r"(\d+)", item[0]))
+        ]
 
     return sorted(tables.items(), key=key)

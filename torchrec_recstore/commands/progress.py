@@ -1,4 +1,7 @@
-"""Progress bars on stderr with the rate and the remaining time. Nothing is shown if stderr is not a terminal."""
+"""Progress bars on stderr with the rate and the remaining time.
+
+Nothing is shown if stderr is not a terminal.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +28,27 @@ class _RateColumn(bars.ProgressColumn):
 
     def render(self, task: bars.Task) -> Text:
         speed = task.finished_speed or task.speed
-        return Text("" if speed is None else rate(speed, self._unit), style="progress.data.speed")
+        return Text(
+            "" if speed is None else rate(speed, self._unit),
+            style="progress.data.speed",
+        )
 
 
 class TimeLeftColumn(bars.ProgressColumn):
-    """A column with the elapsed time and the remaining time, which is estimated from the completed steps."""
+    """A column with the elapsed time and the remaining time, which is estimated from
+    the completed steps.
+    """
 
     def render(self, task: bars.Task) -> Text:
         """Returns the elapsed time, and the remaining time if it is known."""
         elapsed = task.elapsed or 0.0
         said = str(timedelta(seconds=int(elapsed)))
         if task.completed and task.total is not None:
-            # The rate is that at the end of the last step: the current rate falls until the next one ends.
-            left = max(0.0, task.fields["done_after"] / task.completed * task.total - elapsed)
+            # The rate is that at the end of the last step: the current rate falls until
+            # the next one ends.
+            left = max(
+                0.0, task.fields["done_after"] / task.completed * task.total - elapsed
+            )
             said += f", about {timedelta(seconds=int(left))} left"
         return Text(said, style="progress.remaining")
 
@@ -53,10 +64,13 @@ def rate(per_second: float, unit: Unit) -> str:
 
 
 @contextmanager
-def progress(what: str, total: int, unit: Unit = "rows") -> Iterator[Callable[[int], object]]:
+def progress(
+    what: str, total: int, unit: Unit = "rows"
+) -> Iterator[Callable[[int], object]]:
     """Shows a bar with the rate and the remaining time of ``what`` while the body runs.
 
-    Yields a function to be called with the number of rows or bytes that were completed since its last call.
+    Yields a function to be called with the number of rows or bytes that were completed
+    since its last call.
     """
     count = bars.DownloadColumn() if unit == "bytes" else bars.MofNCompleteColumn()
     with _bar(count, _RateColumn(unit), bars.TimeRemainingColumn()) as bar:
@@ -76,14 +90,22 @@ def steps(total: int) -> Iterator[Callable[[str], object]]:
 
         def begin(name: str) -> None:
             nonlocal begun
-            bar.update(task, description=name, advance=1 if begun else 0, done_after=bar.tasks[0].elapsed)
+            bar.update(
+                task,
+                description=name,
+                advance=1 if begun else 0,
+                done_after=bar.tasks[0].elapsed,
+            )
             begun = True
 
         yield begin
 
 
 def _bar(*columns: bars.ProgressColumn) -> bars.Progress:
-    # rich must not decide whether stderr is a terminal: with FORCE_COLOR it would write bars to files.
+    # rich must not decide whether stderr is a terminal: with FORCE_COLOR it would write
+    # bars to files.
     quiet = not sys.stderr.isatty()
     every = (bars.TextColumn("{task.description}"), bars.BarColumn(), *columns)
-    return bars.Progress(*every, console=Console(stderr=True), transient=True, disable=quiet)
+    return bars.Progress(
+        *every, console=Console(stderr=True), transient=True, disable=quiet
+    )

@@ -1,4 +1,5 @@
-"""The commands that run scripts of the project: ``recstore train`` and ``recstore bench``.
+"""The commands that run scripts of the project: ``recstore train`` and ``recstore
+bench``.
 
 Tests: tests/commands/test_bench.py, tests/commands/test_train.py.
 """
@@ -17,15 +18,28 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, print_line, print_table
+from torchrec_recstore.commands.output import (
+    AsJson,
+    errors_in_one_line,
+    print_json,
+    print_line,
+    print_table,
+)
 from torchrec_recstore.commands.progress import steps
 from torchrec_recstore.triples import DEFAULT
 
 # The extra in setup.cfg that installs each package.
-_EXTRAS = {"rocksdict": "rocksdb", "redis": "redis", "hiredis": "redis"} | dict.fromkeys(
-    ("matplotlib", "polars", "rich", "tensorboard", "torchmetrics", "tqdm", "typer"), "examples"
+_EXTRAS = {
+    "rocksdict": "rocksdb",
+    "redis": "redis",
+    "hiredis": "redis",
+} | dict.fromkeys(
+    ("matplotlib", "polars", "rich", "tensorboard", "torchmetrics", "tqdm", "typer"),
+    "examples",
 )
-_EXTRAS |= dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "google", "prometheus_client"), "service")
+_EXTRAS |= dict.fromkeys(
+    ("grpc", "grpc_health", "grpc_reflection", "google", "prometheus_client"), "service"
+)
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -34,20 +48,27 @@ def _folder_of(name: str) -> Path:
     for folder in (_PACKAGE / name, _PACKAGE.parent / name):
         if folder.is_dir():
             return folder
-    raise FileNotFoundError(f"this installation of torchrec_recstore has no {name}: install the wheel")
+    raise FileNotFoundError(
+        f"this installation of torchrec_recstore has no {name}: install the wheel"
+    )
 
 
 @contextmanager
 def missing_in_one_line() -> Iterator[None]:
-    """Turns a failed import in the body into a ``ValueError`` that names the command to install the package."""
+    """Turns a failed import in the body into a ``ValueError`` that names the command to
+    install the package.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("torchrec_recstore"):
             raise
-        raise ValueError(f"{error.name} is missing: {how_to_install(error.name)}") from None
+        raise ValueError(
+            f"{error.name} is missing: {how_to_install(error.name)}"
+        ) from None
     except ImportError as error:
-        if not (error.name or "").startswith("torchrec-recstore-"):  # not that of plugins.missing
+        # not that of plugins.missing
+        if not (error.name or "").startswith("torchrec-recstore-"):
             raise
         raise ValueError(str(error)) from None
 
@@ -57,44 +78,68 @@ def how_to_install(module: str) -> str:
     package = module.partition(".")[0]
     if package in ("torchrec", "fbgemm_gpu", "tensordict", "iopath", "pyre_extensions"):
         with_cuda = "with CUDA: pip install 'torchrec-recstore[torchrec]'"
-        return f"{DEFAULT.install_on_cpu} ({with_cuda}; for another torch: recstore doctor)"
-    return f"pip install 'torchrec-recstore[{_EXTRAS.get(package, 'cli,examples,service')}]'"
+        return (
+            f"{DEFAULT.install_on_cpu} ({with_cuda}; for another torch: recstore"
+            " doctor)"
+        )
+    return (
+        "pip install"
+        f" 'torchrec-recstore[{_EXTRAS.get(package, 'cli,examples,service')}]'"
+    )
 
 
 def train(context: typer.Context) -> None:
-    """Train TorchRec's DLRM with RecStore tables on a Criteo click log or on generated data.
+    """Train TorchRec's DLRM with RecStore tables on a Criteo click log or on generated
+    data.
 
     The command runs examples/dlrm/train.py and takes its flags.
 
     Example: recstore train --data train.txt --dim 64 --checkpoint run
 
-    On several processes: torchrun --nproc-per-node 2 --no-python recstore train --sharding row_wise
+    On several processes: torchrun --nproc-per-node 2 --no-python recstore train
+    --sharding row_wise
 
     Exit status: 0, or 2 with one line on stderr for invalid input.
     """
     with errors_in_one_line(), missing_in_one_line():
         script = _folder_of("examples") / "dlrm" / "train.py"
-        sys.path.insert(0, str(script.parent))  # train.py imports the other modules of its folder by their plain names
+        # train.py imports the other modules of its folder by their plain names
+        sys.path.insert(0, str(script.parent))
         sys.argv[1:] = context.args
-        runpy.run_path(str(script), init_globals={"COMMAND": "recstore train"}, run_name="__main__")
+        runpy.run_path(
+            str(script), init_globals={"COMMAND": "recstore train"}, run_name="__main__"
+        )
 
 
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Names of the benchmarks to run.", show_default="all")
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME", help="Names of the benchmarks to run.", show_default="all"
+        ),
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Run small sizes, to test the benchmarks in seconds. Do not quote the results."),
+        typer.Option(
+            "--quick",
+            help=(
+                "Run small sizes, to test the benchmarks in seconds. Do not quote the"
+                " results."
+            ),
+        ),
     ] = False,
-    list_: Annotated[bool, typer.Option("--list", help="List the benchmarks and exit.")] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", help="List the benchmarks and exit.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the speed of RecStore tables on this machine with FBGEMM tables and with the limits of the hardware.
+    """Compare the speed of RecStore tables on this machine with FBGEMM tables and with
+    the limits of the hardware.
 
-    Each benchmark runs in a separate process and measures both sides of a ratio in the same run. Files are written to
-    the working directory or the directory for temporary files, and are deleted at the end. The benchmark kernel needs
-    g++. All benchmarks together take about an hour.
+    Each benchmark runs in a separate process and measures both sides of a ratio in the
+    same run. Files are written to the working directory or the directory for temporary
+    files, and are deleted at the end. The benchmark kernel needs g++. All benchmarks
+    together take about an hour.
 
     Example: recstore bench kernel store
 
@@ -102,10 +147,16 @@ def bench(
     """
     with errors_in_one_line():
         folder = _folder_of("benchmarks")
-    sys.path.insert(0, str(folder))  # the scripts import each other by their plain names
+    # the scripts import each other by their plain names
+    sys.path.insert(0, str(folder))
     scripts = importlib.import_module("scripts")
-    first_lines = {name: (folder / f"{name}.py").read_text().partition("\n")[0] for name in scripts.SCRIPTS}
-    known = {name: line.strip('"').replace("``", "") for name, line in first_lines.items()}
+    first_lines = {
+        name: (folder / f"{name}.py").read_text().partition("\n")[0]
+        for name in scripts.SCRIPTS
+    }
+    known = {
+        name: line.strip('"').replace("``", "") for name, line in first_lines.items()
+    }
     if list_ and as_json:
         print_json(known)
         return
@@ -126,14 +177,20 @@ def bench(
             begin(name)
             lanes = ("shipped",) if quick else scripts.lanes_of(name)
             flags = scripts.QUICK[name] if quick else ()
-            with tempfile.TemporaryFile("w+") as errors:  # messages of libraries on stderr would break the bar
+            # messages of libraries on stderr would break the bar
+            with tempfile.TemporaryFile("w+") as errors:
                 try:
-                    rows += measure.run_lanes(str(folder / f"{name}.py"), lanes, flags, errors)
+                    rows += measure.run_lanes(
+                        str(folder / f"{name}.py"), lanes, flags, errors
+                    )
                 except subprocess.CalledProcessError as error:
                     failed.append(name)
                     errors.seek(0)
                     last = errors.read().splitlines()[-20:]
-                    said = f"error: the benchmark {name} ended with status {error.returncode}"
+                    said = (
+                        f"error: the benchmark {name} ended with status"
+                        f" {error.returncode}"
+                    )
                     print("\n".join([*last, said]), file=sys.stderr)
     if as_json:
         print_json(rows)
@@ -143,9 +200,17 @@ def bench(
 
 
 def print_figures(rows: list[dict[str, Any]], quick: bool) -> None:
-    """Prints tables of the measurements, and the conditions of the run. The benchmarks must be on the import path."""
+    """Prints tables of the measurements, and the conditions of the run.
+
+    The benchmarks must be on the import path.
+    """
     for columns, figures in importlib.import_module("figures").tables(rows):
-        print_table(columns, ([cell.replace("`", "") for cell in figure] for figure in figures))
+        print_table(
+            columns, ([cell.replace("`", "") for cell in figure] for figure in figures)
+        )
     first = rows[0]
-    where = f"{first['cpu']}, {first['threads']} threads, torch {first['torch']}, {first['commit']}; medians"
+    where = (
+        f"{first['cpu']}, {first['threads']} threads, torch {first['torch']},"
+        f" {first['commit']}; medians"
+    )
     print_line(where + (". Quick sizes: do not quote these results." if quick else "."))

@@ -1,6 +1,8 @@
-"""The checks of ``recstore doctor``: installed packages that must fit each other, and settings of the machine.
+"""The checks of ``recstore doctor``: installed packages that must fit each other, and
+settings of the machine.
 
-This package imports neither torch nor torchrec nor the native extension, because it reports failures of these imports.
+This package imports neither torch nor torchrec nor the native extension, because it
+reports failures of these imports.
 """
 
 from __future__ import annotations
@@ -10,13 +12,21 @@ from pathlib import Path
 
 from torchrec_recstore.doctor import machine as checks
 from torchrec_recstore.doctor.machine import Finding, Machine
-from torchrec_recstore.doctor.packages import MODULES, optional_packages, packages, probe
+from torchrec_recstore.doctor.packages import (
+    MODULES,
+    optional_packages,
+    packages,
+    probe,
+)
 
 
 def examine(data: Path, cold: Sequence[Path] = ()) -> Iterator[tuple[str, Finding]]:
-    """Checks the packages and this machine. Yields the section and the finding of each check, section by section.
+    """Checks the packages and this machine.
 
-    ``data`` is a directory on the disk for checkpoints and cold rows, and ``cold`` are directories of cold stores.
+    Yields the section and the finding of each check, section by section.
+
+    ``data`` is a directory on the disk for checkpoints and cold rows, and ``cold`` are
+    directories of cold stores.
     """
     machine = Machine.here()
     imported = probe(MODULES)
@@ -24,7 +34,13 @@ def examine(data: Path, cold: Sequence[Path] = ()) -> Iterator[tuple[str, Findin
     for finding in (*packages(imported), *optional_packages()):
         yield "packages", finding
     yield "processor", checks.instruction_set(machine, facts)
-    for look in (checks.available, checks.control_group, checks.overcommit, checks.huge_pages, checks.address_space):
+    for look in (
+        checks.available,
+        checks.control_group,
+        checks.overcommit,
+        checks.huge_pages,
+        checks.address_space,
+    ):
         yield "memory", look(machine)
     yield "memory", checks.buffers(facts)
     for look in (checks.threads, checks.spinning):

@@ -1,4 +1,6 @@
-"""The machine, the finding that a check returns, and the checks of the machine's settings."""
+"""The machine, the finding that a check returns, and the checks of the machine's
+settings.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,21 @@ _FILES = 4096  # the least number of open files that is ok
 _GOOD = 65536  # the number to set
 _LITTLE_DISK = 1 << 30
 _LITTLE_MEMORY = 2 << 30
-# The processor flags that csrc/row_kernels.cpp checks for each instruction set, the best set first.
-_NEEDS = {"avx512": "avx512f avx512dq avx512vl avx512bw", "avx2": "avx2 f16c", "neon": "asimd", "baseline": ""}
-# The implementer and the part of processors of Arm: Graviton 2 and 3, and Graviton 4 and Grace.
-_CORES = {"0x41 0xd0c": "Neoverse N1", "0x41 0xd40": "Neoverse V1", "0x41 0xd4f": "Neoverse V2"}
+# The processor flags that csrc/row_kernels.cpp checks for each instruction set, the
+# best set first.
+_NEEDS = {
+    "avx512": "avx512f avx512dq avx512vl avx512bw",
+    "avx2": "avx2 f16c",
+    "neon": "asimd",
+    "baseline": "",
+}
+# The implementer and the part of processors of Arm: Graviton 2 and 3, and Graviton 4
+# and Grace.
+_CORES = {
+    "0x41 0xd0c": "Neoverse N1",
+    "0x41 0xd40": "Neoverse V1",
+    "0x41 0xd4f": "Neoverse V2",
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +44,9 @@ class Finding:
     """The result of one check, which is one line of the report."""
 
     name: str
-    status: Status  # "problem": a part of the package does not work. "warning": it is slow, or may fail later.
+    # "problem": a part of the package does not work. "warning": it is slow, or may fail
+    # later.
+    status: Status
     found: str
     fix: str = ""  # the command to type or the action to take
 
@@ -72,34 +87,58 @@ class Machine:
             return None
 
     def number(self, path: str) -> int | None:
-        """Returns the number in a file, or None if the file contains anything else, for example ``max``."""
+        """Returns the number in a file, or None if the file contains anything else, for
+        example ``max``.
+        """
         text = self.read(path)
         return int(text) if text is not None and text.lstrip("-").isdigit() else None
 
     def memory(self) -> dict[str, int]:
         """Returns the values of ``/proc/meminfo`` in bytes."""
         lines = map(str.split, (self.read("proc/meminfo") or "").splitlines())
-        return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3}
+        return {
+            words[0].rstrip(":"): int(words[1]) * 1024
+            for words in lines
+            if len(words) == 3
+        }
 
     def groups(self, controller: str) -> list[Path]:
-        """Returns the directories of the control groups that limit this process, from its own group to the root."""
+        """Returns the directories of the control groups that limit this process, from
+        its own group to the root.
+        """
         mount = Path("sys/fs/cgroup")
         for line in (self.read("proc/self/cgroup") or "").splitlines():
             number, controllers, path = line.split(":", 2)
-            of_version_1 = controller in controllers.split(",")  # which has a tree for each controller
-            if of_version_1 or (number == "0" and (self.root / mount / "cgroup.controllers").exists()):
+            # which has a tree for each controller
+            of_version_1 = controller in controllers.split(",")
+            if of_version_1 or (
+                number == "0" and (self.root / mount / "cgroup.controllers").exists()
+            ):
                 top = mount / controller if of_version_1 else mount
                 own = top / path.lstrip("/")
-                return [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
+                return [
+                    folder
+                    for folder in (own, *own.parents)
+                    if folder.is_relative_to(top)
+                ]
         return []
 
 
 def open_files(machine: Machine) -> Finding:
-    """Checks the limit of open files: RocksDB keeps all of its files open, and a server one for each connection."""
+    """Checks the limit of open files: RocksDB keeps all of its files open, and a server
+    one for each connection.
+    """
     soft, hard = machine.open_files
     if soft == UNLIMITED or soft >= _FILES:
-        return Finding("open files", "ok", f"ulimit -n: {'unlimited' if soft == UNLIMITED else soft}")
-    found = f"ulimit -n: {soft}; a large cold store in RocksDB and a server with many clients need more"
+        return Finding(
+            "open files",
+            "ok",
+            f"ulimit -n: {'unlimited' if soft == UNLIMITED else soft}",
+        )
+    found = (
+        f"ulimit -n: {soft}; a large cold store in RocksDB and a server with many"
+        " clients need more"
+    )
     if hard == UNLIMITED or hard >= _GOOD:
         return Finding("open files", "warning", found, f"ulimit -n {_GOOD}")
     fix = f"sudo prlimit --pid $$ --nofile={_GOOD}"
@@ -112,14 +151,28 @@ def disk(folder: Path) -> Finding:
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return Finding("disk", "problem", f"{folder}: {error.strerror}", f"mkdir -p {folder}")
+        return Finding(
+            "disk", "problem", f"{folder}: {error.strerror}", f"mkdir -p {folder}"
+        )
     if not folder.is_dir():
-        return Finding("disk", "problem", f"{path} is not a folder", "name a folder: --data DIR")
+        return Finding(
+            "disk", "problem", f"{path} is not a folder", "name a folder: --data DIR"
+        )
     if not os.access(folder, os.W_OK):
-        return Finding("disk", "problem", f"{path} cannot be written", "name another folder: --data DIR")
+        return Finding(
+            "disk",
+            "problem",
+            f"{path} cannot be written",
+            "name another folder: --data DIR",
+        )
     found = f"{size(free)} free at {path}"
     if free < _LITTLE_DISK:
-        return Finding("disk", "warning", found, "name another disk for checkpoints and cold stores")
+        return Finding(
+            "disk",
+            "warning",
+            found,
+            "name another disk for checkpoints and cold stores",
+        )
     return Finding("disk", "ok", found)
 
 
@@ -130,14 +183,28 @@ def cold_stores(folder: Path) -> Finding:
         os.listdir(folder)
         runs = run_directories(folder)
     except OSError as error:
-        return Finding(name, "problem", f"{error.filename}: {error.strerror}", "name another folder: --cold-store DIR")
-    sizes = {alive: [run.bytes for run in runs if run.alive is alive] for alive in (True, False)}
+        return Finding(
+            name,
+            "problem",
+            f"{error.filename}: {error.strerror}",
+            "name another folder: --cold-store DIR",
+        )
+    sizes = {
+        alive: [run.bytes for run in runs if run.alive is alive]
+        for alive in (True, False)
+    }
     owners = ", ".join(sorted({run.owner for run in runs if run.alive}))
-    found = f"{os.path.abspath(folder)}: {len(sizes[True])} directories in use ({size(sum(sizes[True]))})"
+    found = (
+        f"{os.path.abspath(folder)}: {len(sizes[True])} directories in use"
+        f" ({size(sum(sizes[True]))})"
+    )
     found += f" by {owners}" if owners else ""
     if not sizes[False]:
         return Finding(name, "ok", found)
-    found += f", and {len(sizes[False])} of processes that have ended ({size(sum(sizes[False]))}), which the next "
+    found += (
+        f", and {len(sizes[False])} of processes that have ended"
+        f" ({size(sum(sizes[False]))}), which the next "
+    )
     found += "process with the same path removes"
     return Finding(name, "warning", found, removal(runs))
 
@@ -146,7 +213,11 @@ def available(machine: Machine) -> Finding:
     """Checks the memory that is available for rows."""
     memory = machine.memory()
     if "MemAvailable" not in memory:
-        return Finding("memory", "problem", "no MemAvailable in /proc/meminfo: the free memory is unknown")
+        return Finding(
+            "memory",
+            "problem",
+            "no MemAvailable in /proc/meminfo: the free memory is unknown",
+        )
     found = f"{size(memory['MemAvailable'])} available of {size(memory['MemTotal'])}"
     if memory["MemAvailable"] < _LITTLE_MEMORY:
         fix = "end other programs, or limit the tables: TableOptions(max_rows=...)"
@@ -155,23 +226,42 @@ def available(machine: Machine) -> Finding:
 
 
 def buffers(facts: Mapping[str, str]) -> Finding:
-    """Reports the memory that a process keeps for its next steps. ``facts`` are those of the native extension."""
+    """Reports the memory that a process keeps for its next steps.
+
+    ``facts`` are those of the native extension.
+    """
     if "kept_bytes" not in facts:
         return Finding("buffers", "ok", "not known without the native extension")
     found = (
-        f"each process keeps up to {size(int(facts['kept_bytes']))} of outputs and gradients for its next steps, and "
+        f"each process keeps up to {size(int(facts['kept_bytes']))} of outputs and"
+        " gradients for its next steps, and "
     )
-    found += "more if recent steps used more; torchrec_recstore.ops.buffer_pool_bytes() returns the current size"
+    found += (
+        "more if recent steps used more; torchrec_recstore.ops.buffer_pool_bytes()"
+        " returns the current size"
+    )
     return Finding("buffers", "ok", found)
 
 
 def control_group(machine: Machine) -> Finding:
-    """Checks the memory limits of control groups, which the native store also reads before a table grows."""
+    """Checks the memory limits of control groups, which the native store also reads
+    before a table grows.
+    """
     total = machine.memory().get("MemTotal", 0)
-    files = (folder / name for folder in machine.groups("memory") for name in ("memory.max", "memory.limit_in_bytes"))
-    limits = [(limit, file) for file in files if (limit := machine.number(str(file))) is not None and limit < total]
+    files = (
+        folder / name
+        for folder in machine.groups("memory")
+        for name in ("memory.max", "memory.limit_in_bytes")
+    )
+    limits = [
+        (limit, file)
+        for file in files
+        if (limit := machine.number(str(file))) is not None and limit < total
+    ]
     if not limits:
-        return Finding("memory limit", "ok", "no control group limits the memory of this process")
+        return Finding(
+            "memory limit", "ok", "no control group limits the memory of this process"
+        )
     limit, tightest = min(limits, key=lambda each: each[0])
     found = f"{size(limit)} in /{tightest}: tables refuse to grow past it"
     if limit < _LITTLE_MEMORY:
@@ -181,10 +271,14 @@ def control_group(machine: Machine) -> Finding:
 
 
 def overcommit(machine: Machine) -> Finding:
-    """Checks whether the kernel allows a process to reserve more address space than there is memory."""
+    """Checks whether the kernel allows a process to reserve more address space than
+    there is memory.
+    """
     mode = machine.number("proc/sys/vm/overcommit_memory")
     if mode is None:
-        return Finding("overcommit", "warning", "/proc/sys/vm/overcommit_memory cannot be read")
+        return Finding(
+            "overcommit", "warning", "/proc/sys/vm/overcommit_memory cannot be read"
+        )
     if mode != 2:
         return Finding("overcommit", "ok", f"vm.overcommit_memory = {mode}")
     memory = machine.memory()
@@ -192,23 +286,36 @@ def overcommit(machine: Machine) -> Finding:
     return Finding(
         "overcommit",
         "problem" if left < _LITTLE_MEMORY else "warning",
-        f"vm.overcommit_memory = 2: reserved address space counts as memory, {size(max(left, 0))} is left, and a table "
-        "that grows reserves three times its size",
+        "vm.overcommit_memory = 2: reserved address space counts as memory,"
+        f" {size(max(left, 0))} is left, and a table that grows reserves three times"
+        " its size",
         "sudo sysctl vm.overcommit_memory=0  # until the next boot; to keep it: "
         "echo vm.overcommit_memory=0 | sudo tee /etc/sysctl.d/90-recstore.conf",
     )
 
 
 def huge_pages(machine: Machine) -> Finding:
-    """Checks whether rows can use huge pages of 2 MiB, whose addresses the processor translates faster."""
+    """Checks whether rows can use huge pages of 2 MiB, whose addresses the processor
+    translates faster.
+    """
     text = machine.read("sys/kernel/mm/transparent_hugepage/enabled")
     if text is None:
-        return Finding("huge pages", "warning", "this kernel has no transparent huge pages: lookups are slower")
+        return Finding(
+            "huge pages",
+            "warning",
+            "this kernel has no transparent huge pages: lookups are slower",
+        )
     chosen = text[text.find("[") + 1 : text.find("]")]
     if chosen in ("always", "madvise"):
         return Finding("huge pages", "ok", f"transparent_hugepage/enabled: {chosen}")
-    found = f"transparent_hugepage/enabled: {chosen}: rows use small pages, and lookups are slower"
-    fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled  # until the next boot; "
+    found = (
+        f"transparent_hugepage/enabled: {chosen}: rows use small pages, and lookups are"
+        " slower"
+    )
+    fix = (
+        "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled  # until"
+        " the next boot; "
+    )
     fix += "to keep it: add transparent_hugepage=madvise to the kernel's command line"
     return Finding("huge pages", "warning", found, fix)
 
@@ -217,60 +324,115 @@ def address_space(machine: Machine) -> Finding:
     """Checks the limit of the address space."""
     if machine.address_space == UNLIMITED:
         return Finding("address space", "ok", "ulimit -v: unlimited")
-    found = f"ulimit -v: {size(machine.address_space)}; a table that grows reserves three times its size"
+    found = (
+        f"ulimit -v: {size(machine.address_space)}; a table that grows reserves three"
+        " times its size"
+    )
     return Finding("address space", "warning", found, "ulimit -v unlimited")
 
 
 def instruction_set(machine: Machine, facts: Mapping[str, str]) -> Finding:
-    """Checks whether the native extension uses the best instruction set that the processor has."""
+    """Checks whether the native extension uses the best instruction set that the
+    processor has.
+    """
     text = machine.read("proc/cpuinfo") or ""
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
-    part = " ".join(fields[name] for name in ("CPU implementer", "CPU part") if name in fields)  # only on aarch64
-    model = _CORES.get(part) or fields.get("model name") or f"a processor without a name {part}".strip()
+    fields = {
+        name.strip(): value.strip()
+        for name, _, value in (line.partition(":") for line in text.splitlines())
+    }
+    # only on aarch64
+    part = " ".join(
+        fields[name] for name in ("CPU implementer", "CPU part") if name in fields
+    )
+    model = (
+        _CORES.get(part)
+        or fields.get("model name")
+        or f"a processor without a name {part}".strip()
+    )
     flags = set(fields.get("flags", fields.get("Features", "")).split())
-    best = next(name for name, needed in _NEEDS.items() if flags.issuperset(needed.split()))
+    best = next(
+        name for name, needed in _NEEDS.items() if flags.issuperset(needed.split())
+    )
     if "instruction_set" not in facts:
         return Finding("processor", "ok", f"{model}, {best}")
     chosen = facts["instruction_set"]
     found = f"{model}: the loops over rows use {chosen}"
     if list(_NEEDS).index(chosen) > list(_NEEDS).index(best):
-        found, forced = f"{found}, and the processor has {best}", machine.environ.get("RECSTORE_ISA")
+        found, forced = (
+            f"{found}, and the processor has {best}",
+            machine.environ.get("RECSTORE_ISA"),
+        )
         if forced is None:
             return Finding("processor", "warning", found, "reinstall torchrec-recstore")
-        return Finding("processor", "warning", f"{found}; RECSTORE_ISA={forced} is set", "unset RECSTORE_ISA")
+        return Finding(
+            "processor",
+            "warning",
+            f"{found}; RECSTORE_ISA={forced} is set",
+            "unset RECSTORE_ISA",
+        )
     if chosen == "baseline":
-        fix = "use a processor with AVX2; in a virtual machine, enable AVX2 for the guest"
-        return Finding("processor", "warning", f"{found}; without AVX2 they take several times as long", fix)
+        fix = (
+            "use a processor with AVX2; in a virtual machine, enable AVX2 for the guest"
+        )
+        return Finding(
+            "processor",
+            "warning",
+            f"{found}; without AVX2 they take several times as long",
+            fix,
+        )
     return Finding("processor", "ok", found)
 
 
 def threads(machine: Machine) -> Finding:
     """Checks whether torch starts as many threads as there are usable cores."""
     cores = usable_cores(machine)
-    limited = "" if cores == machine.cores else f", and a control group limits the CPU time to that of {cores}"
+    limited = (
+        ""
+        if cores == machine.cores
+        else f", and a control group limits the CPU time to that of {cores}"
+    )
     where, fix = f"{machine.cores} cores{limited}", f"export OMP_NUM_THREADS={cores}"
     set_to = machine.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not set_to and cores < machine.cores:
-        return Finding("threads", "warning", f"{where}, and torch starts {machine.cores} threads", fix)
+        return Finding(
+            "threads",
+            "warning",
+            f"{where}, and torch starts {machine.cores} threads",
+            fix,
+        )
     if not set_to:
-        ranks = "for several ranks, set the threads of each rank (torchrun's default: 1): "
+        ranks = (
+            "for several ranks, set the threads of each rank (torchrun's default: 1): "
+        )
         ranks += f"OMP_NUM_THREADS={cores // 2} torchrun --nproc-per-node 2 ..."
         return Finding("threads", "ok", where, ranks if cores > 2 else "")
     if not set_to.isdigit() or int(set_to) < 1:
-        return Finding("threads", "warning", f"OMP_NUM_THREADS={set_to} is not a number of threads", fix)
+        return Finding(
+            "threads",
+            "warning",
+            f"OMP_NUM_THREADS={set_to} is not a number of threads",
+            fix,
+        )
     found = f"OMP_NUM_THREADS={set_to} on {where}"
     if int(set_to) > cores:
-        return Finding("threads", "warning", f"{found}: the threads wait for each other", fix)
+        return Finding(
+            "threads", "warning", f"{found}: the threads wait for each other", fix
+        )
     if int(set_to) == 1 < cores:
         return Finding("threads", "warning", f"{found}: one process uses one core", fix)
     return Finding("threads", "ok", found)
 
 
 def usable_cores(machine: Machine) -> int:
-    """Returns the number of cores that this process may use, within the CPU time that its control groups allow."""
+    """Returns the number of cores that this process may use, within the CPU time that
+    its control groups allow.
+    """
     shares = [float(machine.cores)]
     for folder in machine.groups("cpu"):
-        quota, period = machine.number(f"{folder}/cpu.cfs_quota_us"), machine.number(f"{folder}/cpu.cfs_period_us")
+        quota, period = (
+            machine.number(f"{folder}/cpu.cfs_quota_us"),
+            machine.number(f"{folder}/cpu.cfs_period_us"),
+        )
         words = (machine.read(f"{folder}/cpu.max") or "").split()
         if len(words) == 2 and words[0].isdigit():
             quota, period = int(words[0]), int(words[1])
@@ -280,21 +442,37 @@ def usable_cores(machine: Machine) -> int:
 
 
 def spinning(machine: Machine) -> Finding:
-    """Checks whether waiting threads of OpenMP leave their cores to other threads. See docs/operations.md."""
+    """Checks whether waiting threads of OpenMP leave their cores to other threads.
+
+    See docs/operations.md.
+    """
     name = "waiting threads"
     count, policy = (machine.environ.get(variable, "") for variable in VARIABLES)
     short = f"export GOMP_SPINCOUNT={SPIN_COUNT}"
     if count:
         if count.strip().isdigit() and int(count) <= MOST_SPINS:
             return Finding(name, "ok", f"GOMP_SPINCOUNT={count}")
-        return Finding(name, "warning", f"GOMP_SPINCOUNT={count}: waiting threads keep their cores for long", short)
+        return Finding(
+            name,
+            "warning",
+            f"GOMP_SPINCOUNT={count}: waiting threads keep their cores for long",
+            short,
+        )
     if policy:
         if policy.strip().lower() == "passive":
             return Finding(name, "ok", f"OMP_WAIT_POLICY={policy}")
-        found = f"OMP_WAIT_POLICY={policy}: waiting threads keep their cores for minutes"
+        found = (
+            f"OMP_WAIT_POLICY={policy}: waiting threads keep their cores for minutes"
+        )
         return Finding(name, "warning", found, "export OMP_WAIT_POLICY=passive")
-    if usable_cores(machine) == 1 or machine.environ.get("OMP_NUM_THREADS", "").strip() == "1":
+    if (
+        usable_cores(machine) == 1
+        or machine.environ.get("OMP_NUM_THREADS", "").strip() == "1"
+    ):
         return Finding(name, "ok", "one thread waits for no other")
-    found = "waiting threads spin for milliseconds; if other programs use the cores, training takes ten times as long"
+    found = (
+        "waiting threads spin for milliseconds; if other programs use the cores,"
+        " training takes ten times as long"
+    )
     fix = f"call torchrec_recstore.tune_threads() at the top of each script, or {short}"
     return Finding(name, "warning", found, fix)

@@ -1,11 +1,14 @@
-"""Copies between the host, where the rows are, and an accelerator, where the batches and the dense layers are.
+"""Copies between the host, where the rows are, and an accelerator, where the batches
+and the dense layers are.
 
-All copies go through page-locked ("pinned") host memory and do not block. torch's allocator of pinned memory keeps the
-buffers, in sizes of powers of two, and does not hand out a buffer again before the copies that use it have ended and no
-tensor refers to it. The host waits for the event of a copy, and never for a stream or for the device.
+All copies go through page-locked ("pinned") host memory and do not block. torch's
+allocator of pinned memory keeps the buffers, in sizes of powers of two, and does not
+hand out a buffer again before the copies that use it have ended and no tensor refers to
+it. The host waits for the event of a copy, and never for a stream or for the device.
 
-A copy to the host runs on the current stream, or on a stream of its own (``aside``), so that the current stream goes on
-in the meantime. A copy to the device runs on the current stream, whose next kernels therefore see its result.
+A copy to the host runs on the current stream, or on a stream of its own (``aside``), so
+that the current stream goes on in the meantime. A copy to the device runs on the
+current stream, whose next kernels therefore see its result.
 
 Tests: tests/device/test_device.py.
 """
@@ -30,7 +33,9 @@ class CopyTarget(NamedTuple):
 
 
 class DeviceStreams:
-    """The streams, the events and the pinned memory of a device, as torch provides them."""
+    """The streams, the events and the pinned memory of a device, as torch provides
+    them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,7 +56,9 @@ class DeviceStreams:
 
 
 streams_by_type: dict[str, Callable[[torch.device], DeviceStreams]] = {}
-"""The streams of device types for which torch has none: of devices that are written in Python."""
+"""The streams of device types for which torch has none: of devices that are written in
+Python.
+"""
 
 
 @cache
@@ -60,14 +67,18 @@ def _streams_of(device: torch.device) -> DeviceStreams:
 
 
 class Arriving:
-    """A tensor that is being copied to the host. The tensor on the device is kept until the copy has ended.
+    """A tensor that is being copied to the host.
 
-    With ``aside`` the copy runs on a stream of its own, after what the current stream has been given so far.
+    The tensor on the device is kept until the copy has ended.
+
+    With ``aside`` the copy runs on a stream of its own, after what the current stream
+    has been given so far.
     """
 
     def __init__(self, tensor: Tensor, *, aside: bool = False) -> None:
         streams = _streams_of(tensor.device)
-        # The tensor itself, and not an alias: autograd does not give away a gradient that somebody holds.
+        # The tensor itself, and not an alias: autograd does not give away a gradient
+        # that somebody holds.
         self._source: Tensor | None = tensor.contiguous()
         self._version = self._source._version if aside else None
         self._host = streams.pinned(self._source.shape, self._source.dtype)
@@ -85,29 +96,41 @@ class Arriving:
     def wait(self) -> Tensor:
         """Waits for the copy, and returns the tensor on the host.
 
-        Raises RuntimeError if the tensor has been changed since, on a stream that does not wait for the copy.
+        Raises RuntimeError if the tensor has been changed since, on a stream that does
+        not wait for the copy.
         """
         self._arrived.synchronize()
-        if self._source is not None and self._version not in (None, self._source._version):
+        if self._source is not None and self._version not in (
+            None,
+            self._source._version,
+        ):
             raise RuntimeError(
-                "the gradient of RecStore rows was changed in place after backward, while it was copied to the host, "
-                "so that the rows cannot be updated with it: change a clone of the gradient"
+                "the gradient of RecStore rows was changed in place after backward,"
+                " while it was copied to the host, so that the rows cannot be updated"
+                " with it: change a clone of the gradient"
             )
         self._source = None
         return self._host
 
 
 def up(rows: Tensor, to: CopyTarget) -> Tensor:
-    """Returns a copy of rows on a device. The copy has been queued on the current stream."""
+    """Returns a copy of rows on a device.
+
+    The copy has been queued on the current stream.
+    """
     staged = _streams_of(to.device).pinned(rows.shape, to.dtype).copy_(rows)
-    return torch.empty(rows.shape, dtype=to.dtype, device=to.device).copy_(staged, non_blocking=True)
+    return torch.empty(rows.shape, dtype=to.dtype, device=to.device).copy_(
+        staged, non_blocking=True
+    )
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns tensors of one device on the host. They are copied together, in one copy, for which the call waits.
+    """Returns tensors of one device on the host.
 
-    The tensors have one dimension, and a dtype of 4 or 8 bytes each. Those that are on the host are returned as they
-    are.
+    They are copied together, in one copy, for which the call waits.
+
+    The tensors have one dimension, and a dtype of 4 or 8 bytes each. Those that are on
+    the host are returned as they are.
     """
     if tensors[0].device.type == "cpu":
         return list(tensors)
@@ -115,11 +138,19 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.to("cpu") for tensor in tensors]
     if len(tensors) == 1:
         return [Arriving(tensors[0]).wait()]
-    # Elements of 8 bytes come first, so that each part begins where its dtype may begin.
+    # Elements of 8 bytes come first, so that each part begins where its dtype may
+    # begin.
     order = sorted(range(len(tensors)), key=lambda number: -tensors[number].itemsize)
-    words = [tensors[number].detach().contiguous().view(torch.int32) for number in order]
-    parts = torch.split(Arriving(torch.cat(words)).wait(), [len(some) for some in words])
-    found = {number: part.view(tensors[number].dtype) for number, part in zip(order, parts, strict=True)}
+    words = [
+        tensors[number].detach().contiguous().view(torch.int32) for number in order
+    ]
+    parts = torch.split(
+        Arriving(torch.cat(words)).wait(), [len(some) for some in words]
+    )
+    found = {
+        number: part.view(tensors[number].dtype)
+        for number, part in zip(order, parts, strict=True)
+    }
     return [found[number] for number in range(len(tensors))]
 
 
@@ -131,14 +162,19 @@ def to_device(rows: Tensor, to: CopyTarget) -> Tensor:
 
 
 def weights_to_host(weights: Tensor) -> Tensor:
-    """Returns the weights of ids, (N,), on the host. In backward, their gradients are copied to the device."""
+    """Returns the weights of ids, (N,), on the host.
+
+    In backward, their gradients are copied to the device.
+    """
     if weights.device.type == "cpu" or traced():
         return weights.to("cpu")
     return _ToHost.apply(weights)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def traced() -> bool:
-    """Returns whether a graph is being made, which has plain copies, because it has no streams."""
+    """Returns whether a graph is being made, which has plain copies, because it has no
+    streams.
+    """
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 

@@ -1,9 +1,10 @@
 """The base class of the kernels: how a lookup works with autograd and in graphs.
 
-In eager mode a lookup is one autograd function, which is the fastest way. In a graph (``torch.compile``, ``make_fx``)
-it consists of the four operators at the end of this module, which call the same kernels. The rows that these operators
-change are not tensors of the graph. The operators are therefore ordered effects: compilers do not drop, repeat or
-reorder them.
+In eager mode a lookup is one autograd function, which is the fastest way. In a graph
+(``torch.compile``, ``make_fx``) it consists of the four operators at the end of this
+module, which call the same kernels. The rows that these operators change are not
+tensors of the graph. The operators are therefore ordered effects: compilers do not
+drop, repeat or reorder them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from torchrec_recstore import ops
 from torchrec_recstore.fake_ops import PYTHON_OPS, register_python_op
-from torchrec_recstore.kernels.device_copies import Arriving, CopyTarget, to_device, traced, up
+from torchrec_recstore.kernels.device_copies import (
+    Arriving,
+    CopyTarget,
+    to_device,
+    traced,
+    up,
+)
 from torchrec_recstore.kernels.row_service import RemoteTable
 from torchrec_recstore.store import Table
 from torchrec_recstore.utils import warn_user
@@ -30,64 +37,93 @@ from torchrec_recstore.utils import warn_user
 _handles = itertools.count(1)
 _kernels: weakref.WeakValueDictionary[int, LookupKernel] = weakref.WeakValueDictionary()
 _ops = torch.ops.recstore_ops
-_WEIGHTS = 6  # the place of the per-sample weights among the inputs of _Lookup and _Read
+# the place of the per-sample weights among the inputs of _Lookup and _Read
+_WEIGHTS = 6
 
 
 class LookupKernel(nn.Module):
-    """The base class of the kernels of tables. ``passes`` is the number of native passes of a training lookup.
+    """The base class of the kernels of tables.
 
-    In all methods, ``ids``, (N,) int64, are those of a batch, ``offsets``, (F * B + 1,) int32 or int64, those of the
-    bags, None if the kernel does not pool, ``counts`` the number of ids of each table, empty if it pools, and
-    ``weights``, (N,) float32 or None, the per-sample weights.
+    ``passes`` is the number of native passes of a training lookup.
+
+    In all methods, ``ids``, (N,) int64, are those of a batch, ``offsets``, (F * B + 1,)
+    int32 or int64, those of the bags, None if the kernel does not pool, ``counts`` the
+    number of ids of each table, empty if it pools, and ``weights``, (N,) float32 or
+    None, the per-sample weights.
     """
 
     learning_rate: Callable[[], float] | None
-    """Returns the learning rate. It is called in each backward. None: each table's ``optimizer.lr``."""
+    """Returns the learning rate.
+
+    It is called in each backward. None: each table's ``optimizer.lr``.
+    """
 
     frozen = False
-    """Whether the rows are not to be trained, so that a backward in evaluation mode is not a mistake."""
+    """Whether the rows are not to be trained, so that a backward in evaluation mode is
+    not a mistake.
+    """
 
     read_only = False
-    """Whether the tables are frozen (``TableOptions.frozen``): every lookup is one for evaluation, also in training."""
+    """Whether the tables are frozen (``TableOptions.frozen``): every lookup is one for
+    evaluation, also in training.
+    """
 
     updates_late = True
     """Whether backward on an accelerator returns before the rows have been updated."""
 
-    def __init__(self, tables: Sequence[Table] | Sequence[RemoteTable], passes: int) -> None:
+    def __init__(
+        self, tables: Sequence[Table] | Sequence[RemoteTable], passes: int
+    ) -> None:
         super().__init__()
         self.passes = passes
         self._anchor = torch.empty(0, requires_grad=True)
-        self._who = f"tables {', '.join(table.name for table in tables)}"  # names the tables in errors
-        self.read_only = _all_frozen([table for table in tables if isinstance(table, Table)])
+        # names the tables in errors
+        self._who = f"tables {', '.join(table.name for table in tables)}"
+        self.read_only = _all_frozen(
+            [table for table in tables if isinstance(table, Table)]
+        )
         self._warned = False
         self._handle = next(_handles)
         _kernels[self._handle] = self
 
     def look_up(
-        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        counts: Sequence[int],
+        weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Looks up a batch for training.
 
-        Returns the output, float32, and the context for ``update``, (passes,) int64. The slots of the rows are not
-        reused as long as the context lives.
+        Returns the output, float32, and the context for ``update``, (passes,) int64.
+        The slots of the rows are not reused as long as the context lives.
         """
         raise NotImplementedError
 
     def update(
-        self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = (), rate: float | None = None
+        self,
+        context: Tensor,
+        grad: Tensor,
+        weight_grads: bool,
+        counts: Sequence[int] = (),
+        rate: float | None = None,
     ) -> Tensor | None:
-        """Updates the rows of one training lookup, whose output has the gradient ``grad``, float32.
+        """Updates the rows of one training lookup, whose output has the gradient
+        ``grad``, float32.
 
-        ``rate`` is the learning rate, None the current one. Returns the gradient of the per-sample weights, (N,)
-        float32, or None without ``weight_grads``.
+        ``rate`` is the learning rate, None the current one. Returns the gradient of the
+        per-sample weights, (N,) float32, or None without ``weight_grads``.
         """
         raise NotImplementedError
 
     def wait_for_updates(self) -> None:
         """Waits for updates that are carried out elsewhere, or raises the error of one."""
 
-    def update_later(self, context: Tensor, arriving: Arriving, counts: Sequence[int]) -> None:
-        """Calls :meth:`update` when the gradient is on the host, with the learning rate of now.
+    def update_later(
+        self, context: Tensor, arriving: Arriving, counts: Sequence[int]
+    ) -> None:
+        """Calls :meth:`update` when the gradient is on the host, with the learning rate
+        of now.
 
         The update is carried out before the next call that reads or changes a table.
         """
@@ -100,36 +136,56 @@ class LookupKernel(nn.Module):
 
         ops.waiting_updates.append(update)
 
-    def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
+    def read(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        counts: Sequence[int],
+        weights: Tensor | None,
+    ) -> Tensor:
         """Looks up a batch for evaluation, and returns the output, float32."""
         raise NotImplementedError
 
-    def weight_gradients(self, ids: Tensor, offsets: Tensor | None, grad: Tensor) -> Tensor:
-        """Returns the gradient of the per-sample weights of an evaluation lookup, (N,) float32, with the rows of now.
+    def weight_gradients(
+        self, ids: Tensor, offsets: Tensor | None, grad: Tensor
+    ) -> Tensor:
+        """Returns the gradient of the per-sample weights of an evaluation lookup, (N,)
+        float32, with the rows of now.
 
         ``grad``, float32, is the gradient of the lookup's output.
         """
         raise NotImplementedError
 
     def read_backward(
-        self, ids: Tensor, offsets: Tensor | None, grad: Tensor, *, warns: bool, weight_grads: bool
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        grad: Tensor,
+        *,
+        warns: bool,
+        weight_grads: bool,
     ) -> Tensor | None:
-        """The backward of an evaluation lookup, which updates no row. It may warn of that, once for each kernel.
+        """The backward of an evaluation lookup, which updates no row.
+
+        It may warn of that, once for each kernel.
 
         Returns :meth:`weight_gradients`, or None without ``weight_grads``.
         """
         if warns and not self._warned and not self.read_only:
             self._warned = True
             warn_user(
-                f"{self._who}: backward of a lookup in evaluation mode updates no row, although TorchRec's own tables "
-                "are updated in this mode: call train() of the model before a training step"
+                f"{self._who}: backward of a lookup in evaluation mode updates no row,"
+                " although TorchRec's own tables are updated in this mode: call"
+                " train() of the model before a training step"
             )
         if not weight_grads:
             return None
         with ops.native_errors(self._who):
             return self.weight_gradients(ids, offsets, grad)
 
-    def output_shape(self, offsets: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
+    def output_shape(
+        self, offsets: Tensor | None, counts: Sequence[int]
+    ) -> tuple[int, ...]:
         """Returns the shape of the output. Its sizes may be symbolic."""
         raise NotImplementedError
 
@@ -148,13 +204,19 @@ class LookupKernel(nn.Module):
         anchor = self._anchor if grads and not self.frozen else None
         if traced():
             if train:
-                out = _ops.kernel_lookup(self._handle, self._anchor, ids, offsets, counts, weights)[0]
+                out = _ops.kernel_lookup(
+                    self._handle, self._anchor, ids, offsets, counts, weights
+                )[0]
             else:
-                out = _ops.kernel_read(self._handle, anchor, ids, offsets, counts, weights)
+                out = _ops.kernel_read(
+                    self._handle, anchor, ids, offsets, counts, weights
+                )
             return out if to is None else to_device(out, to)
         with ops.native_errors(self._who):
             if train:
-                return _Lookup.apply(self._anchor, self, to, ids, offsets, counts, weights)  # type: ignore[no-any-return, no-untyped-call]
+                return _Lookup.apply(  # type: ignore[no-any-return, no-untyped-call]
+                    self._anchor, self, to, ids, offsets, counts, weights
+                )
             if wanted:
                 _refuse_reentrant_checkpoint(self._who)
             if grads:
@@ -164,42 +226,63 @@ class LookupKernel(nn.Module):
 
 
 def _all_frozen(tables: Sequence[Table]) -> bool:
-    """Returns whether the tables are frozen. Raises ValueError, which names two tables, if only some of them are."""
+    """Returns whether the tables are frozen.
+
+    Raises ValueError, which names two tables, if only some of them are.
+    """
     frozen = [table.name for table in tables if table.options.frozen]
     trained = [table.name for table in tables if not table.options.frozen]
     if frozen and trained:
         raise ValueError(
-            f"table {frozen[0]!r} is frozen, and table {trained[0]!r} is not: use a kernel for each of them"
+            f"table {frozen[0]!r} is frozen, and table {trained[0]!r} is not: use a"
+            " kernel for each of them"
         )
     return bool(frozen)
 
 
 class _Lookup(torch.autograd.Function):
-    """A training lookup in eager mode. The backward updates the rows, and returns the gradient of the weights."""
+    """A training lookup in eager mode.
+
+    The backward updates the rows, and returns the gradient of the weights.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, kernel: LookupKernel, to: CopyTarget | None, *batch: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        kernel: LookupKernel,
+        to: CopyTarget | None,
+        *batch: Any,
+    ) -> Tensor:
         # The batch: ids, offsets, counts, weights. See LookupKernel.look_up.
         out, context = kernel.look_up(*batch)
-        # The backward reads the weights again. They are saved, so that autograd raises if they are changed in place.
+        # The backward reads the weights again. They are saved, so that autograd raises
+        # if they are changed in place.
         ctx.save_for_backward(batch[3])
-        # The context is not saved for backward: a saved-tensor hook could replace it by a copy, and the native pass
-        # lives only as long as this tensor.
+        # The context is not saved for backward: a saved-tensor hook could replace it by
+        # a copy, and the native pass lives only as long as this tensor.
         ctx.kernel, ctx.counts, ctx.context = kernel, batch[2], context
         return out if to is None else up(out, to)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Grad is enabled if the backward itself may be differentiated, which raises. Otherwise the decorator would do
-        # nothing, and it takes a tenth of the backward of a small batch.
-        update = once_differentiable(_Lookup._update) if torch.is_grad_enabled() else _Lookup._update
+        # Grad is enabled if the backward itself may be differentiated, which raises.
+        # Otherwise the decorator would do nothing, and it takes a tenth of the backward
+        # of a small batch.
+        update = (
+            once_differentiable(_Lookup._update)
+            if torch.is_grad_enabled()
+            else _Lookup._update
+        )
         return update(ctx, *grads)
 
     @staticmethod
     def _update(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors  # raises if the weights have been changed or the graph has been freed
+        # raises if the weights have been changed or the graph has been freed
+        _ = ctx.saved_tensors
         kernel, context = ctx.kernel, ctx.context
-        # The context is freed when autograd frees saved tensors. The function is private in torch 2.13.
+        # The context is freed when autograd frees saved tensors. The function is
+        # private in torch 2.13.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.context = None
         grad, weight_grads = grads[0], ctx.needs_input_grad[_WEIGHTS]
@@ -216,10 +299,19 @@ class _Lookup(torch.autograd.Function):
 
 
 class _Read(torch.autograd.Function):
-    """An evaluation lookup in eager mode, while grad is enabled. See ``LookupKernel.read_backward``."""
+    """An evaluation lookup in eager mode, while grad is enabled.
+
+    See ``LookupKernel.read_backward``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor | None, kernel: LookupKernel, to: CopyTarget | None, *batch: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        anchor: Tensor | None,
+        kernel: LookupKernel,
+        to: CopyTarget | None,
+        *batch: Any,
+    ) -> Tensor:
         ctx.kernel = kernel
         if ctx.needs_input_grad[_WEIGHTS]:
             ctx.save_for_backward(*batch[:2])
@@ -232,18 +324,23 @@ class _Read(torch.autograd.Function):
         warns, weight_grads = ctx.needs_input_grad[0], ctx.needs_input_grad[_WEIGHTS]
         ids, offsets = ctx.saved_tensors if weight_grads else (grads[0], None)
         grad = grads[0].to("cpu", torch.float32) if weight_grads else grads[0]
-        of_weights = ctx.kernel.read_backward(ids, offsets, grad, warns=warns, weight_grads=weight_grads)
+        of_weights = ctx.kernel.read_backward(
+            ids, offsets, grad, warns=warns, weight_grads=weight_grads
+        )
         return None, None, None, None, None, None, of_weights
 
 
 def _refuse_reentrant_checkpoint(who: str) -> None:
-    """Raises in the first forward of a reentrant checkpoint: it runs without grad, although it is a training step."""
+    """Raises in the first forward of a reentrant checkpoint: it runs without grad,
+    although it is a training step.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
             raise RuntimeError(
-                f"{who}: a reentrant checkpoint runs its first forward without grad, so that ids without a "
-                "row do not get one: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                f"{who}: a reentrant checkpoint runs its first forward without grad, so"
+                " that ids without a row do not get one: use"
+                " torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         frame = frame.f_back
 
@@ -252,8 +349,9 @@ def _kernel_of(handle: int) -> LookupKernel:
     kernel = _kernels.get(handle)
     if kernel is None:
         raise ValueError(
-            f"no kernel of this process has the handle {handle}: a graph with RecStore tables runs only in the process "
-            "that made it, and only as long as its model lives; use export_for_inference for other processes"
+            f"no kernel of this process has the handle {handle}: a graph with RecStore"
+            " tables runs only in the process that made it, and only as long as its"
+            " model lives; use export_for_inference for other processes"
         )
     return kernel
 
@@ -264,17 +362,28 @@ def _kernel_of(handle: int) -> LookupKernel:
 def _lookup(handle: int, anchor: Tensor, *batch: Any) -> tuple[Tensor, Tensor]:
     kernel = _kernel_of(handle)
     ids, offsets, counts, weights = batch
-    # The backward reads ids and weights again, and a compiled graph may reuse their memory before the backward.
+    # The backward reads ids and weights again, and a compiled graph may reuse their
+    # memory before the backward.
     ids, weights = ids.clone(), None if weights is None else weights.clone()
     with ops.native_errors(kernel._who):
         return kernel.look_up(ids, offsets, counts, weights)
 
 
-def _fake_lookup(handle: int, anchor: Tensor, ids: Tensor, *batch: Any) -> tuple[Tensor, Tensor]:
-    return _fake_read(handle, anchor, ids, *batch), ids.new_empty(_kernel_of(handle).passes)
+def _fake_lookup(
+    handle: int, anchor: Tensor, ids: Tensor, *batch: Any
+) -> tuple[Tensor, Tensor]:
+    return _fake_read(handle, anchor, ids, *batch), ids.new_empty(
+        _kernel_of(handle).passes
+    )
 
 
-def _update(handle: int, context: Tensor, grad: Tensor, counts: Sequence[int], weight_grads: int | None) -> Tensor:
+def _update(
+    handle: int,
+    context: Tensor,
+    grad: Tensor,
+    counts: Sequence[int],
+    weight_grads: int | None,
+) -> Tensor:
     kernel = _kernel_of(handle)
     with ops.native_errors(kernel._who):
         grad_weights = kernel.update(context, grad, weight_grads is not None, counts)
@@ -288,22 +397,35 @@ def _read(handle: int, anchor: Tensor | None, *batch: Any) -> Tensor:
 
 
 def _fake_read(
-    handle: int, anchor: Tensor | None, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Any
+    handle: int,
+    anchor: Tensor | None,
+    ids: Tensor,
+    offsets: Tensor | None,
+    counts: Sequence[int],
+    weights: Any,
 ) -> Tensor:
     kernel = _kernel_of(handle)
     if torch.compiler.is_exporting():
         raise NotImplementedError(
-            f"{kernel._who}: torch.export cannot hold the rows of RecStore tables in its program: export the "
-            "model that torchrec_recstore.inference.export_for_inference returns"
+            f"{kernel._who}: torch.export cannot hold the rows of RecStore tables in"
+            " its program: export the model that"
+            " torchrec_recstore.inference.export_for_inference returns"
         )
     return ids.new_empty(kernel.output_shape(offsets, counts), dtype=torch.float32)
 
 
 def _read_backward(
-    handle: int, ids: Tensor, offsets: Tensor | None, grad: Tensor, warns: bool, weight_grads: int | None
+    handle: int,
+    ids: Tensor,
+    offsets: Tensor | None,
+    grad: Tensor,
+    warns: bool,
+    weight_grads: int | None,
 ) -> Tensor:
     kernel = _kernel_of(handle)
-    of_weights = kernel.read_backward(ids, offsets, grad, warns=warns, weight_grads=weight_grads is not None)
+    of_weights = kernel.read_backward(
+        ids, offsets, grad, warns=warns, weight_grads=weight_grads is not None
+    )
     return grad.new_empty(0) if of_weights is None else of_weights
 
 
@@ -311,7 +433,9 @@ def _fake_weight_gradients(handle: int, like: Tensor, *more: Any) -> Tensor:
     return like.new_empty(0 if more[-1] is None else more[-1], dtype=torch.float32)
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep_for_backward(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
+) -> None:
     _keep_for_read_backward(ctx, inputs, output)
     ctx.save_for_backward(output[1])
     ctx.mark_non_differentiable(output[1])
@@ -319,7 +443,9 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     weight_grads = ctx.weights if ctx.needs_input_grad[5] else None
-    grad_weights = _ops.kernel_update(ctx.handle, ctx.saved_tensors[0], grad, ctx.counts, weight_grads)
+    grad_weights = _ops.kernel_update(
+        ctx.handle, ctx.saved_tensors[0], grad, ctx.counts, weight_grads
+    )
     return None, None, None, None, None, None if weight_grads is None else grad_weights
 
 
@@ -331,29 +457,44 @@ def _keep_for_read_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> N
 
 def _backward_of_read(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     weight_grads = ctx.weights if ctx.needs_input_grad[5] else None
-    of_weights = _ops.kernel_read_backward(ctx.handle, *ctx.saved_tensors, grad, ctx.needs_input_grad[1], weight_grads)
+    of_weights = _ops.kernel_read_backward(
+        ctx.handle, *ctx.saved_tensors, grad, ctx.needs_input_grad[1], weight_grads
+    )
     return None, None, None, None, None, None if weight_grads is None else of_weights
 
 
-# A training lookup returns its output and the context of its backward. weight_grads is the number of per-sample
-# weights, or None if the weights need no gradient.
+# A training lookup returns its output and the context of its backward. weight_grads is
+# the number of per-sample weights, or None if the weights need no gradient.
 _BATCH = "Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights"
-register_python_op(f"kernel_lookup(int kernel, Tensor anchor, {_BATCH}) -> (Tensor, Tensor)", _lookup, _fake_lookup)
 register_python_op(
-    "kernel_update(int kernel, Tensor context, Tensor grad, SymInt[] counts, SymInt? weight_grads) -> Tensor",
+    f"kernel_lookup(int kernel, Tensor anchor, {_BATCH}) -> (Tensor, Tensor)",
+    _lookup,
+    _fake_lookup,
+)
+register_python_op(
+    "kernel_update(int kernel, Tensor context, Tensor grad, SymInt[] counts, SymInt?"
+    " weight_grads) -> Tensor",
     _update,
     _fake_weight_gradients,
 )
-register_python_op(f"kernel_read(int kernel, Tensor? anchor, {_BATCH}) -> Tensor", _read, _fake_read)
 register_python_op(
-    "kernel_read_backward(int kernel, Tensor ids, Tensor? offsets, Tensor grad, bool warns, SymInt? weight_grads) "
-    "-> Tensor",
+    f"kernel_read(int kernel, Tensor? anchor, {_BATCH}) -> Tensor", _read, _fake_read
+)
+register_python_op(
+    "kernel_read_backward(int kernel, Tensor ids, Tensor? offsets, Tensor grad, bool"
+    " warns, SymInt? weight_grads) -> Tensor",
     _read_backward,
     _fake_weight_gradients,
 )
 torch.library.register_autograd(
-    "recstore_ops::kernel_lookup", _backward, setup_context=_keep_for_backward, lib=PYTHON_OPS
+    "recstore_ops::kernel_lookup",
+    _backward,
+    setup_context=_keep_for_backward,
+    lib=PYTHON_OPS,
 )
 torch.library.register_autograd(
-    "recstore_ops::kernel_read", _backward_of_read, setup_context=_keep_for_read_backward, lib=PYTHON_OPS
+    "recstore_ops::kernel_read",
+    _backward_of_read,
+    setup_context=_keep_for_read_backward,
+    lib=PYTHON_OPS,
 )

@@ -1,4 +1,6 @@
-"""The kernel that pools, the rows of its tables in cold stores, and the gradients of per-sample weights."""
+"""The kernel that pools, the rows of its tables in cold stores, and the gradients of
+per-sample weights.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,29 @@ from torchrec_recstore.store.memory_tier import holding
 
 
 class PooledKernel(LookupKernel):
-    """A kernel that pools the rows of a group of tables. Forward is one native call, and so is backward.
+    """A kernel that pools the rows of a group of tables.
 
-    Symbols: ``F`` is the number of features, ``B`` the batch size, ``N`` the number of ids in the batch.
+    Forward is one native call, and so is backward.
+
+    Symbols: ``F`` is the number of features, ``B`` the batch size, ``N`` the number of
+    ids in the batch.
 
     Args:
         tables: The tables of the group.
-        feature_tables: The index of each feature's table in ``tables``, in the order of the features in the batch.
+        feature_tables: The index of each feature's table in ``tables``, in the order of
+            the features in the batch.
         pooling: The way in which the rows of a bag are pooled.
-        routings: For each table, the mapping that TorchRec's input distribution has applied to its ids. An entry is
-            None if its ids are raw ids. Default: None, which means that all ids are raw ids.
-        accumulation_steps: The number of backward passes after which the rows are updated, once, with the sum of the
-            gradients and the learning rate of the last pass. Until then, lookups read the rows unchanged. A forward
-            without a backward does not count. Default: 1.
+        routings: For each table, the mapping that TorchRec's input distribution has
+            applied to its ids. An entry is None if its ids are raw ids. Default: None,
+            which means that all ids are raw ids.
+        accumulation_steps: The number of backward passes after which the rows are
+            updated, once, with the sum of the gradients and the learning rate of the
+            last pass. Until then, lookups read the rows unchanged. A forward without a
+            backward does not count. Default: 1.
 
     Raises:
-        ValueError: An argument has an invalid value or does not fit the other arguments.
+        ValueError: An argument has an invalid value or does not fit the other
+            arguments.
     """
 
     def __init__(
@@ -56,60 +65,84 @@ class PooledKernel(LookupKernel):
         check_int("accumulation_steps", accumulation_steps, 1)
         self.tables = list(tables)
         self.accumulation_steps = accumulation_steps
-        self._pending: list[tuple[Tensor, Tensor]] = []  # context and gradient of each pass before the next update
+        # context and gradient of each pass before the next update
+        self._pending: list[tuple[Tensor, Tensor]] = []
         if accumulation_steps > 1:
             for table in self.tables:
                 table.pending_passes = self._pending
         self.learning_rate = None
         numbers = [(0, 0, 0, False) if r is None else astuple(r) for r in routings]
-        self.group = ops.group_create([t.handle for t in self.tables], feature_tables, numbers, pooling == "mean")
-        """The handle of the native group, for other lookups of the same tables. It is valid as long as the kernel."""
+        self.group = ops.group_create(
+            [t.handle for t in self.tables], feature_tables, numbers, pooling == "mean"
+        )
+        """The handle of the native group, for other lookups of the same tables.
+
+        It is valid as long as the kernel.
+        """
         self._free = weakref.finalize(self, ops.group_destroy, self.group)
         self.cold_rows = ColdRows(self.tables, self.group)
         self._features = len(feature_tables)
         self._feature_tables, self._pooling = list(feature_tables), pooling
-        self._columns = sum(len(self.tables[number].columns) for number in feature_tables)
+        self._columns = sum(
+            len(self.tables[number].columns) for number in feature_tables
+        )
 
     def forward(
-        self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, train: bool, to: CopyTarget | None = None
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        *,
+        train: bool,
+        to: CopyTarget | None = None,
     ) -> Tensor:
         """Looks up a batch and pools it.
 
         Args:
             ids: (N,) int64, feature by feature. The ids of the batch.
-            offsets: (F * B + 1,) int32 or int64. The position in ``ids`` where each bag begins, and N at the end.
-            weights: (N,) float32. The per-sample weights. Their gradient is computed if they require one. Default:
-                None.
-            train: Whether the lookup is a training step. If it is, and grad is enabled, each id without a row gets one,
-                and the backward updates the rows. Otherwise nothing changes, and a backward warns once, unless
-                ``frozen`` is set.
-            to: The device and the data type of the output. The gradient of the output is then copied from this device,
-                and the rows are updated before the next call that reads or changes a table. Default: None, the host and
+            offsets: (F * B + 1,) int32 or int64. The position in ``ids`` where each bag
+                begins, and N at the end.
+            weights: (N,) float32. The per-sample weights. Their gradient is computed if
+                they require one. Default: None.
+            train: Whether the lookup is a training step. If it is, and grad is enabled,
+                each id without a row gets one, and the backward updates the rows.
+                Otherwise nothing changes, and a backward warns once, unless ``frozen``
+                is set.
+            to: The device and the data type of the output. The gradient of the output
+                is then copied from this device, and the rows are updated before the
+                next call that reads or changes a table. Default: None, the host and
                 float32.
 
         Returns:
-            (B, sum of the features' columns) float32, for rows of every data type, or of the dtype of ``to``.
+            (B, sum of the features' columns) float32, for rows of every data type, or
+            of the dtype of ``to``.
 
         Raises:
             TypeError: A tensor has the wrong dtype. The message names the tensor.
-            ValueError: A tensor has the wrong shape, the offsets do not ascend, a table is closed, or the batch needs
-                more rows of a table at once than its ``max_rows``.
-            ColdStoreError: A cold store fails. Every row is where it was before the call.
+            ValueError: A tensor has the wrong shape, the offsets do not ascend, a table
+                is closed, or the batch needs more rows of a table at once than its
+                ``max_rows``.
+            ColdStoreError: A cold store fails. Every row is where it was before the
+                call.
             MemoryError: There is no memory for the new rows. Nothing has changed.
         """
         self.check(ids, offsets, weights)
         return self._run(ids, offsets, (), weights, train, to)
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
-        """Prepares a batch for its training forward: creates missing rows, resolves ids to slots and reads cold rows.
+        """Prepares a batch for its training forward: creates missing rows, resolves ids
+        to slots and reads cold rows.
 
-        It may run in a separate thread while other calls run. It creates no rows in tables with ``max_rows`` or
-        ``admission``, and does nothing if the tables are frozen.
+        It may run in a separate thread while other calls run. It creates no rows in
+        tables with ``max_rows`` or ``admission``, and does nothing if the tables are
+        frozen.
 
-        The kernel keeps a copy of the ids and their slots, 12 bytes for each id. The next training forward of the same
-        ids takes the slots, and does not look them up again. The slots do not pin the rows: the forward looks up the
-        ids whose rows have been evicted, removed or moved since. The kernel keeps the four newest batches. It frees a
-        batch when a later one is used, or when four training forwards have not used it.
+        The kernel keeps a copy of the ids and their slots, 12 bytes for each id. The
+        next training forward of the same ids takes the slots, and does not look them up
+        again. The slots do not pin the rows: the forward looks up the ids whose rows
+        have been evicted, removed or moved since. The kernel keeps the four newest
+        batches. It frees a batch when a later one is used, or when four training
+        forwards have not used it.
 
         Args:
             ids: (N,) int64, feature by feature. The ids of the batch.
@@ -127,7 +160,10 @@ class PooledKernel(LookupKernel):
             self.cold_rows.prefetch(ids, counts)
 
     def check(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
-        """Raises TypeError if an argument of :meth:`forward` has the wrong dtype. The message names the argument."""
+        """Raises TypeError if an argument of :meth:`forward` has the wrong dtype.
+
+        The message names the argument.
+        """
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
         if offsets.dtype not in (torch.int32, torch.int64):
@@ -136,7 +172,11 @@ class PooledKernel(LookupKernel):
             raise TypeError(f"weights must be float32, got {weights.dtype}")
 
     def look_up(
-        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        counts: Sequence[int],
+        weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """See ``LookupKernel.look_up``."""
         assert offsets is not None
@@ -145,39 +185,71 @@ class PooledKernel(LookupKernel):
         with self.cold_rows.resident(ids, offsets):
             return ops.group_forward(self.group, ids, offsets, weights, True)
 
-    def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
+    def read(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        counts: Sequence[int],
+        weights: Tensor | None,
+    ) -> Tensor:
         """See ``LookupKernel.read``."""
         assert offsets is not None
         if self.cold_rows.tiers:
             return self.cold_rows.read(ids, offsets, weights)
         return ops.group_forward(self.group, ids, offsets, weights, False)[0]
 
-    def weight_gradients(self, ids: Tensor, offsets: Tensor | None, grad: Tensor) -> Tensor:
+    def weight_gradients(
+        self, ids: Tensor, offsets: Tensor | None, grad: Tensor
+    ) -> Tensor:
         """See ``LookupKernel.weight_gradients``."""
         of_tables = ops.group_table_ids(self.group, ids, offsets)
-        rows = [table.lookup(some) for table, some in zip(self.tables, of_tables, strict=True)]
+        rows = [
+            table.lookup(some)
+            for table, some in zip(self.tables, of_tables, strict=True)
+        ]
         return self.weight_gradients_of(rows, offsets, grad)
 
-    def weight_gradients_of(self, rows: Sequence[Tensor], offsets: Tensor | None, grad: Tensor) -> Tensor:
-        """Returns the gradient of per-sample weights, (N,) float32. See :func:`weight_gradients` for the arguments."""
-        assert offsets is not None
-        return weight_gradients(rows, self._feature_tables, self._pooling, offsets, grad)
+    def weight_gradients_of(
+        self, rows: Sequence[Tensor], offsets: Tensor | None, grad: Tensor
+    ) -> Tensor:
+        """Returns the gradient of per-sample weights, (N,) float32.
 
-    def output_shape(self, offsets: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
+        See :func:`weight_gradients` for the arguments.
+        """
+        assert offsets is not None
+        return weight_gradients(
+            rows, self._feature_tables, self._pooling, offsets, grad
+        )
+
+    def output_shape(
+        self, offsets: Tensor | None, counts: Sequence[int]
+    ) -> tuple[int, ...]:
         """See ``LookupKernel.output_shape``."""
         assert offsets is not None
         return (offsets.shape[0] - 1) // max(self._features, 1), self._columns
 
     def update(
-        self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = (), rate: float | None = None
+        self,
+        context: Tensor,
+        grad: Tensor,
+        weight_grads: bool,
+        counts: Sequence[int] = (),
+        rate: float | None = None,
     ) -> Tensor | None:
-        """See ``LookupKernel.update``. With ``accumulation_steps`` above 1, most calls only keep the gradient."""
+        """See ``LookupKernel.update``.
+
+        With ``accumulation_steps`` above 1, most calls only keep the gradient.
+        """
         if self.accumulation_steps == 1:
-            grad_weights = ops.group_backward(context, grad, self._learning_rates(rate), weight_grads)
+            grad_weights = ops.group_backward(
+                context, grad, self._learning_rates(rate), weight_grads
+            )
             return grad_weights if weight_grads else None
-        # The gradient of the weights depends on the rows of the forward, so it is computed before the update.
+        # The gradient of the weights depends on the rows of the forward, so it is
+        # computed before the update.
         later = ops.group_weight_gradients(context, grad) if weight_grads else None
-        self._pending.append((context, grad.clone()))  # a copy, because the caller may reuse the memory of grad
+        # a copy, because the caller may reuse the memory of grad
+        self._pending.append((context, grad.clone()))
         if len(self._pending) == self.accumulation_steps:
             contexts, grads = zip(*self._pending, strict=True)
             self._pending.clear()
@@ -195,43 +267,64 @@ class PooledKernel(LookupKernel):
 class ColdRows:
     """The rows of a group of tables that are in cold stores.
 
-    In all methods, ``ids``, (N,) int64, are those of a batch, as they are passed to the native group, and ``offsets``,
-    (F * B + 1,) int32 or int64, are None if the group does not pool.
+    In all methods, ``ids``, (N,) int64, are those of a batch, as they are passed to the
+    native group, and ``offsets``, (F * B + 1,) int32 or int64, are None if the group
+    does not pool.
     """
 
     def __init__(self, tables: Sequence[Table], group: int) -> None:
         self._tables = tables
         self._group = group
-        self.tiers = [table.tier for table in tables if isinstance(table.tier, ColdTier)]
+        self.tiers = [
+            table.tier for table in tables if isinstance(table.tier, ColdTier)
+        ]
 
     @contextmanager
     def resident(self, ids: Tensor, offsets: Tensor | None) -> Iterator[None]:
-        """Brings the rows of a training step to memory, and keeps them there while the caller runs the step."""
+        """Brings the rows of a training step to memory, and keeps them there while the
+        caller runs the step.
+        """
         with holding(self.tiers):
             if self.tiers:
-                for table, raw in zip(self._tables, ops.group_table_ids(self._group, ids, offsets), strict=True):
+                for table, raw in zip(
+                    self._tables,
+                    ops.group_table_ids(self._group, ids, offsets),
+                    strict=True,
+                ):
                     table.tier.bring(raw, "lookup")
             yield
             for tier in self.tiers:
                 tier.end_step()
 
-    def read(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
-        """Looks up a batch for evaluation, with the per-sample weights. Cold rows stay in their cold store.
+    def read(
+        self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> Tensor:
+        """Looks up a batch for evaluation, with the per-sample weights.
 
-        Returns the pooled rows, (B, columns) float32, or (N, columns) if ``offsets`` is None.
+        Cold rows stay in their cold store.
+
+        Returns the pooled rows, (B, columns) float32, or (N, columns) if ``offsets`` is
+        None.
         """
         with holding(self.tiers):
             raw_ids = ops.group_table_ids(self._group, ids, offsets)
-            cold = [table.tier.read(raw) for table, raw in zip(self._tables, raw_ids, strict=True)]
+            cold = [
+                table.tier.read(raw)
+                for table, raw in zip(self._tables, raw_ids, strict=True)
+            ]
             cold_ids, images = zip(*cold, strict=True)
             return ops.group_read(self._group, ids, offsets, weights, cold_ids, images)
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
-        """Reads the cold rows of a coming batch with ``counts`` ids of each feature, so that its lookup is fast."""
+        """Reads the cold rows of a coming batch with ``counts`` ids of each feature, so
+        that its lookup is fast.
+        """
         if not self.tiers:
             return
         offsets = torch.tensor([0, *counts]).cumsum(0)
-        for table, raw in zip(self._tables, ops.group_table_ids(self._group, ids, offsets), strict=True):
+        for table, raw in zip(
+            self._tables, ops.group_table_ids(self._group, ids, offsets), strict=True
+        ):
             table.tier.prefetch(raw)
 
 
@@ -244,15 +337,20 @@ def weight_gradients(
 ) -> Tensor:
     """Returns the gradient of the per-sample weights of a pooled lookup, (N,) float32.
 
-    ``rows`` are those of each table's ids, (n, columns), feature by feature. ``feature_tables`` is the index of each
-    feature's table in ``rows``. ``offsets``, (F * B + 1,), are where each bag begins, and N. ``grad``, (B, sum of the
-    features' columns) float32, is the gradient of the lookup's output.
+    ``rows`` are those of each table's ids, (n, columns), feature by feature.
+    ``feature_tables`` is the index of each feature's table in ``rows``. ``offsets``, (F
+    * B + 1,), are where each bag begins, and N. ``grad``, (B, sum of the features'
+    columns) float32, is the gradient of the lookup's output.
     """
     bags = grad.shape[0]
     taken = [0] * len(rows)
     parts = [grad.new_empty(0)]
-    columns = torch.split(grad, [rows[table].shape[1] for table in feature_tables], dim=1)
-    for number, (table, of_bags) in enumerate(zip(feature_tables, columns, strict=True)):
+    columns = torch.split(
+        grad, [rows[table].shape[1] for table in feature_tables], dim=1
+    )
+    for number, (table, of_bags) in enumerate(
+        zip(feature_tables, columns, strict=True)
+    ):
         own = offsets[number * bags : (number + 1) * bags + 1]
         begin, taken[table] = taken[table], taken[table] + int(own[-1] - own[0])
         scales = bag_scales(own, pooling)
@@ -262,13 +360,18 @@ def weight_gradients(
 
 
 def bag_scales(offsets: Tensor, pooling: Literal["sum", "mean"]) -> Tensor | None:
-    """Returns the factor of each bag's sum, (bags,) float32: 1 / length for a mean. Returns None for a sum."""
+    """Returns the factor of each bag's sum, (bags,) float32: 1 / length for a mean.
+
+    Returns None for a sum.
+    """
     if pooling == "sum":
         return None
     return 1.0 / (offsets[1:] - offsets[:-1]).clamp(min=1).float()
 
 
 def bag_of(offsets: Tensor) -> Tensor:
-    """Returns the number of each id's bag, (n,) int64, for bags that begin at ``offsets``."""
+    """Returns the number of each id's bag, (n,) int64, for bags that begin at
+    ``offsets``.
+    """
     lengths = offsets[1:] - offsets[:-1]
     return torch.repeat_interleave(torch.arange(len(lengths)), lengths)

@@ -14,17 +14,20 @@ from torchrec_recstore.store import Table
 class BlockRouting:
     """The inverse of TorchRec's row-wise split, so that every shard stores raw ids.
 
-    TorchRec maps the ids of a rank to local ids. The raw id is ``local + rank * block_rows`` if
-    ``0 <= local < block_rows``, otherwise ``local * world_size + rank``, mod 2**64. With ``mixed``, the result then
-    passes through the inverse of ``ops.mix_ids``.
+    TorchRec maps the ids of a rank to local ids. The raw id is ``local + rank *
+    block_rows`` if ``0 <= local < block_rows``, otherwise ``local * world_size +
+    rank``, mod 2**64. With ``mixed``, the result then passes through the inverse of
+    ``ops.mix_ids``.
 
-    Source: ``block_bucketize_sparse_features`` of fbgemm 1.8.0, as torchrec 1.8.0's ``RwSparseFeaturesDist`` calls it.
+    Source: ``block_bucketize_sparse_features`` of fbgemm 1.8.0, as torchrec 1.8.0's
+    ``RwSparseFeaturesDist`` calls it.
 
     Args:
         block_rows: The number of ids in a block, ``ceil(num_embeddings / world_size)``.
         world_size: The number of ranks among which the table's rows are split.
         rank: The index of this shard among these ranks.
-        mixed: Whether ids passed through ``ops.mix_ids`` before the split. Default: False.
+        mixed: Whether ids passed through ``ops.mix_ids`` before the split. Default:
+            False.
 
     Raises:
         ValueError: A number is out of range.
@@ -36,31 +39,55 @@ class BlockRouting:
     mixed: bool = False
 
     def __post_init__(self) -> None:
-        if self.block_rows < 0 or self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise ValueError(f"BlockRouting needs block_rows >= 0 and 0 <= rank < world_size, got {self}")
+        if (
+            self.block_rows < 0
+            or self.world_size < 1
+            or not 0 <= self.rank < self.world_size
+        ):
+            raise ValueError(
+                "BlockRouting needs block_rows >= 0 and 0 <= rank < world_size, got"
+                f" {self}"
+            )
 
     def raw(self, ids: Tensor) -> Tensor:
-        """Returns the raw ids, (N,) int64, of this rank's local ids ``ids``, (N,) int64."""
+        """Returns the raw ids, (N,) int64, of this rank's local ids ``ids``, (N,)
+        int64.
+        """
         local = (ids >= 0) & (ids < self.block_rows)
-        raw = torch.where(local, ids + self.rank * self.block_rows, ids * self.world_size + self.rank)
+        raw = torch.where(
+            local, ids + self.rank * self.block_rows, ids * self.world_size + self.rank
+        )
         return ops.mix_ids(raw, True) if self.mixed else raw
 
     def owned(self, ids: Tensor) -> Tensor:
-        """Returns which raw ``ids``, (N,) int64, TorchRec's split sends to this rank: (N,) bool."""
+        """Returns which raw ``ids``, (N,) int64, TorchRec's split sends to this rank:
+        (N,) bool.
+        """
         if self.mixed:
             ids = ops.mix_ids(ids, False)
         in_blocks = (ids >= 0) & (ids < self.block_rows * self.world_size)
-        # TorchRec's split takes the remainder of ids as uint64, in which a negative id is id + 2**64.
-        wrapped = (ids % self.world_size + (ids < 0) * (2**64 % self.world_size)) % self.world_size
-        return ((ids // max(self.block_rows, 1) == self.rank) & in_blocks) | ((wrapped == self.rank) & ~in_blocks)
+        # TorchRec's split takes the remainder of ids as uint64, in which a negative id
+        # is id + 2**64.
+        wrapped = (
+            ids % self.world_size + (ids < 0) * (2**64 % self.world_size)
+        ) % self.world_size
+        return ((ids // max(self.block_rows, 1) == self.rank) & in_blocks) | (
+            (wrapped == self.rank) & ~in_blocks
+        )
 
 
 def one_routing_each(
     tables: Sequence[Table], routings: Sequence[BlockRouting | None] | None
 ) -> Sequence[BlockRouting | None]:
-    """Returns the routing of each table, None for raw ids. Raises ValueError if the lengths differ."""
+    """Returns the routing of each table, None for raw ids.
+
+    Raises ValueError if the lengths differ.
+    """
     if routings is None:
         return [None] * len(tables)
     if len(routings) != len(tables):
-        raise ValueError(f"routings must have one entry per table, got {len(routings)} for {len(tables)}")
+        raise ValueError(
+            f"routings must have one entry per table, got {len(routings)} for"
+            f" {len(tables)}"
+        )
     return routings

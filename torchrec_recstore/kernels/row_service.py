@@ -1,6 +1,8 @@
-"""What the kernels of this package know of tables whose rows a client reads and updates elsewhere.
+"""What the kernels of this package know of tables whose rows a client reads and updates
+elsewhere.
 
-``torchrec-recstore-service`` has such a client, ``RecStoreClient``, and the kernels of its tables.
+``torchrec-recstore-service`` has such a client, ``RecStoreClient``, and the kernels of
+its tables.
 
 Tests: tests/service/test_remote_kernels.py.
 """
@@ -36,7 +38,10 @@ class RemoteTable(Protocol):
 
 
 class RowService(Protocol):
-    """A client of named tables, as models use it. The methods may be called from any thread."""
+    """A client of named tables, as models use it.
+
+    The methods may be called from any thread.
+    """
 
     def table(
         self,
@@ -49,11 +54,17 @@ class RowService(Protocol):
     ) -> RemoteTable:
         """Returns a table, and creates it if it does not exist."""
 
-    def pooled_kernel(self, tables: Sequence[Any], feature_tables: Sequence[int], pooling: Any) -> Any:
-        """Returns a kernel for tables of this client that is called as a ``PooledKernel`` is."""
+    def pooled_kernel(
+        self, tables: Sequence[Any], feature_tables: Sequence[int], pooling: Any
+    ) -> Any:
+        """Returns a kernel for tables of this client that is called as a
+        ``PooledKernel`` is.
+        """
 
     def sequence_kernel(self, tables: Sequence[Any]) -> Any:
-        """Returns a kernel for tables of this client that is called as a ``SequenceKernel`` is."""
+        """Returns a kernel for tables of this client that is called as a
+        ``SequenceKernel`` is.
+        """
 
     def stats(self, name: str) -> TableStats:
         """Returns the statistics of a table."""

@@ -1,7 +1,8 @@
-"""Eager modules: RecStore tables in a model that is not sharded and has no process group.
+"""Eager modules: RecStore tables in a model that is not sharded and has no process
+group.
 
-``RecStoreEmbedding`` and ``RecStoreEmbeddingBag`` need torch only. The collections import torchrec when they are first
-used.
+``RecStoreEmbedding`` and ``RecStoreEmbeddingBag`` need torch only. The collections
+import torchrec when they are first used.
 """
 
 from __future__ import annotations
@@ -9,11 +10,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchrec_recstore.modules.drop_in import RecStoreEmbedding, RecStoreEmbeddingBag
-from torchrec_recstore.modules.sparse_optimizers import SparseAdamW, SparseRowWiseAdagrad, SparseSGD
+from torchrec_recstore.modules.sparse_optimizers import (
+    SparseAdamW,
+    SparseRowWiseAdagrad,
+    SparseSGD,
+)
 from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
-    from torchrec_recstore.modules.embedding_modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
+    from torchrec_recstore.modules.embedding_modules import (
+        RecStoreEmbeddingBagCollection,
+        RecStoreEmbeddingCollection,
+    )
 
 __all__ = [
     "RecStoreEmbedding",

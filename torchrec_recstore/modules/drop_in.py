@@ -13,10 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchrec_recstore.kernels.device_copies import CopyTarget, to_device, to_host, weights_to_host
+from torchrec_recstore.kernels.device_copies import (
+    CopyTarget,
+    to_device,
+    to_host,
+    weights_to_host,
+)
 from torchrec_recstore.modules.eager_kernels import Bags, EagerKernels
 from torchrec_recstore.modules.owned_table import load_table_state
-from torchrec_recstore.modules.table_module import LearningRate, TableModule, optimizer_of
+from torchrec_recstore.modules.table_module import (
+    LearningRate,
+    TableModule,
+    optimizer_of,
+)
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import NormalInit, TableOptions, check_int
 from torchrec_recstore.row_types import value_dtype
@@ -37,7 +46,12 @@ class DropIn(TableModule):
         kept: tuple[float | None, float, bool, bool],
     ) -> None:
         _check_shape(num_embeddings, arguments["dim"], kept[0], weight)
-        super().__init__(arguments, LearningRate(arguments["optimizer"].lr), fused=fused, device=device)
+        super().__init__(
+            arguments,
+            LearningRate(arguments["optimizer"].lr),
+            fused=fused,
+            device=device,
+        )
         self.num_embeddings = num_embeddings
         self.embedding_dim: int = arguments["dim"]
         self.padding_idx = _padding_id(padding_idx, num_embeddings)
@@ -50,7 +64,9 @@ class DropIn(TableModule):
     def extra_repr(self) -> str:
         """Returns the arguments that the module's repr shows, as in torch."""
         own = {"mode": getattr(self, "mode", None), "padding_idx": self.padding_idx}
-        shown = [f"{name}={value!r}" for name, value in own.items() if value is not None]
+        shown = [
+            f"{name}={value!r}" for name, value in own.items() if value is not None
+        ]
         return ", ".join([str(self.num_embeddings), str(self.embedding_dim), *shown])
 
     @property
@@ -65,7 +81,9 @@ class DropIn(TableModule):
         """Returns the rows, (N, dim) float32, of ids (N,) int64."""
         (rows,) = self._kernels.rows([self], ids, [len(ids)], train=self._trains)
         if self.scale_grad_by_freq and rows.requires_grad:
-            _, place, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+            _, place, counts = torch.unique(
+                ids, return_inverse=True, return_counts=True
+            )
             rows = _ScaledGradient.apply(rows, counts[place])  # type: ignore[no-untyped-call]
         return rows
 
@@ -76,39 +94,51 @@ class DropIn(TableModule):
 
 
 class RecStoreEmbedding(DropIn):
-    """A replacement for ``torch.nn.Embedding`` that accepts any int64 id and makes rows when ids are first trained.
+    """A replacement for ``torch.nn.Embedding`` that accepts any int64 id and makes rows
+    when ids are first trained.
 
-    In training, the forward pass makes a row for each new id, and the backward pass updates the rows with the fused
-    optimizer. In evaluation, or if ``weight.requires_grad`` is False, nothing changes, and ``options.missing``
+    In training, the forward pass makes a row for each new id, and the backward pass
+    updates the rows with the fused optimizer. In evaluation, or if
+    ``weight.requires_grad`` is False, nothing changes, and ``options.missing``
     determines the output for an id without a row.
 
     Args:
         num_embeddings: The expected number of rows. It does not limit the ids.
         embedding_dim: The number of columns of a row.
-        padding_idx: The id that never gets a row or an update. Its output is zeros, or its row in ``_weight`` or in a
-            loaded ``state_dict``. A negative value counts from ``num_embeddings``, as in torch.
+        padding_idx: The id that never gets a row or an update. Its output is zeros, or
+            its row in ``_weight`` or in a loaded ``state_dict``. A negative value
+            counts from ``num_embeddings``, as in torch.
         max_norm: Must be None. Other values raise an error.
         norm_type: Has no effect, as in torch without ``max_norm``.
-        scale_grad_by_freq: Whether the gradient of an id is divided by the number of times that the id is in the batch.
+        scale_grad_by_freq: Whether the gradient of an id is divided by the number of
+            times that the id is in the batch.
         sparse: Has no effect. Only the rows of the batch have gradients.
-        _weight: (num_embeddings, embedding_dim). Row i becomes the row of id i. Default: None, an empty table.
+        _weight: (num_embeddings, embedding_dim). Row i becomes the row of id i.
+            Default: None, an empty table.
         _freeze: Whether ``weight.requires_grad`` is False.
-        device: ``cpu`` or ``meta``. Input on another device is copied to the CPU, and the output is copied back.
-            Default: None, ``meta`` if it is torch's default device, else ``cpu``.
-        dtype: The dtype of rows and output: float32, float16, bfloat16 or int8, with float32 output. Arithmetic is
-            float32. Default: None, the dtype of ``_weight``, or float32 without ``_weight``.
+        device: ``cpu`` or ``meta``. Input on another device is copied to the CPU, and
+            the output is copied back. Default: None, ``meta`` if it is torch's default
+            device, else ``cpu``.
+        dtype: The dtype of rows and output: float32, float16, bfloat16 or int8, with
+            float32 output. Arithmetic is float32. Default: None, the dtype of
+            ``_weight``, or float32 without ``_weight``.
         lr: The learning rate of the default optimizer.
-        optimizer: The optimizer, from ``torchrec_recstore.optim``. Default: None, ``RowWiseAdagrad(lr)``.
-        options: The table's options. If they have no initializer, new rows are drawn from the normal distribution with
-            mean 0 and standard deviation 1, as in torch.
-        fused: Whether the backward pass updates the rows. If False, it collects gradients for a sparse optimizer, for
-            example ``SparseSGD``.
-        name: The table's name. The name and ``options.seed`` determine new rows. Default: None, a name drawn from
-            torch's generator, so that two modules have different rows and ``torch.manual_seed`` reproduces them.
-        state_dtype: The data type of stored optimizer state. See :class:`torchrec_recstore.store.Table`.
+        optimizer: The optimizer, from ``torchrec_recstore.optim``. Default: None,
+            ``RowWiseAdagrad(lr)``.
+        options: The table's options. If they have no initializer, new rows are drawn
+            from the normal distribution with mean 0 and standard deviation 1, as in
+            torch.
+        fused: Whether the backward pass updates the rows. If False, it collects
+            gradients for a sparse optimizer, for example ``SparseSGD``.
+        name: The table's name. The name and ``options.seed`` determine new rows.
+            Default: None, a name drawn from torch's generator, so that two modules have
+            different rows and ``torch.manual_seed`` reproduces them.
+        state_dtype: The data type of stored optimizer state. See
+            :class:`torchrec_recstore.store.Table`.
 
     Raises:
-        TypeError, ValueError: An argument has an unsupported type or value; the message names the argument.
+        TypeError, ValueError: An argument has an unsupported type or value; the message
+            names the argument.
         ColdStoreError: The cold store cannot be opened.
         ImportError: The package of the cold store is not installed.
 
@@ -140,9 +170,25 @@ class RecStoreEmbedding(DropIn):
         name: str | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        rows = (embedding_dim, _weight, dtype, optimizer_of(optimizer, lr), options, name, state_dtype)
+        rows = (
+            embedding_dim,
+            _weight,
+            dtype,
+            optimizer_of(optimizer, lr),
+            options,
+            name,
+            state_dtype,
+        )
         kept = (max_norm, norm_type, scale_grad_by_freq, sparse)
-        super().__init__(_table_arguments(*rows), num_embeddings, padding_idx, _weight, fused, device, kept)
+        super().__init__(
+            _table_arguments(*rows),
+            num_embeddings,
+            padding_idx,
+            _weight,
+            fused,
+            device,
+            kept,
+        )
         self.weight.requires_grad_(not (_freeze or self.is_frozen))
 
     @classmethod
@@ -157,15 +203,25 @@ class RecStoreEmbedding(DropIn):
         sparse: bool = False,
         **more: object,
     ) -> RecStoreEmbedding:
-        """Returns a module with the rows ``embeddings``, (n, dim), as ``torch.nn.Embedding.from_pretrained`` does.
+        """Returns a module with the rows ``embeddings``, (n, dim), as
+        ``torch.nn.Embedding.from_pretrained`` does.
 
-        Row i of ``embeddings`` becomes the row of id i. If ``freeze`` is True, the rows are not trained. The other
-        arguments, including ``more``, are those of the constructor.
+        Row i of ``embeddings`` becomes the row of id i. If ``freeze`` is True, the rows
+        are not trained. The other arguments, including ``more``, are those of the
+        constructor.
 
         Raises:
             ValueError: ``embeddings`` does not have two dimensions.
         """
-        torchs = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, embeddings, freeze)
+        torchs = (
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            embeddings,
+            freeze,
+        )
         return cls(*_shape_of(embeddings), *torchs, **more)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -175,18 +231,28 @@ class RecStoreEmbedding(DropIn):
             input: Any shape, int32 or int64. The ids.
 
         Returns:
-            (``*input.shape``, embedding_dim), the module's dtype, on the device of ``input``.
+            (``*input.shape``, embedding_dim), the module's dtype, on the device of
+            ``input``.
 
         Raises:
             TypeError: ``input`` has another dtype.
             RuntimeError: The module is on the meta device and ``input`` is not.
-            ValueError, MemoryError, ColdStoreError: See :meth:`torchrec_recstore.store.Table.lookup`.
+            ValueError, MemoryError, ColdStoreError: See
+                :meth:`torchrec_recstore.store.Table.lookup`.
         """
         if self._owned is None and input.is_meta:
-            return input.new_empty((*input.shape, self.embedding_dim), dtype=self._output_dtype)
+            return input.new_empty(
+                (*input.shape, self.embedding_dim), dtype=self._output_dtype
+            )
         ids = _int64_input(input).reshape(-1)
-        out = self._rows(ids) if self.padding_idx is None else self._with_padding(ids, self.padding_idx)
-        return to_device(out, CopyTarget(input.device, self._output_dtype)).view(*input.shape, self.embedding_dim)
+        out = (
+            self._rows(ids)
+            if self.padding_idx is None
+            else self._with_padding(ids, self.padding_idx)
+        )
+        return to_device(out, CopyTarget(input.device, self._output_dtype)).view(
+            *input.shape, self.embedding_dim
+        )
 
     def _with_padding(self, ids: Tensor, padding: int) -> Tensor:
         places = (ids != padding).nonzero().squeeze(1)
@@ -194,29 +260,34 @@ class RecStoreEmbedding(DropIn):
         given = torch.tensor([padding])
         out = torch.zeros(len(ids), self.embedding_dim)
         if len(places) < len(ids) and bool(self.table.contains(given)):
-            # The id has a row. (Without a row, and with missing="init", the lookup would not return zeros.)
+            # The id has a row. (Without a row, and with missing="init", the lookup
+            # would not return zeros.)
             out += self.table.lookup(given)
         return out.index_copy(0, places, rows)
 
 
 class RecStoreEmbeddingBag(DropIn):
-    """A replacement for ``torch.nn.EmbeddingBag`` that accepts any int64 id and makes rows when ids are first trained.
+    """A replacement for ``torch.nn.EmbeddingBag`` that accepts any int64 id and makes
+    rows when ids are first trained.
 
     Rows are made, updated and read as by :class:`RecStoreEmbedding`.
 
     Args:
-        num_embeddings, embedding_dim, max_norm, norm_type: See :class:`RecStoreEmbedding`.
-        scale_grad_by_freq: Whether the gradient of an id is divided by the number of times that the id is in the batch.
-            Must be False with ``mode="max"``.
+        num_embeddings, embedding_dim, max_norm, norm_type: See
+            :class:`RecStoreEmbedding`.
+        scale_grad_by_freq: Whether the gradient of an id is divided by the number of
+            times that the id is in the batch. Must be False with ``mode="max"``.
         mode: The pooling: ``"sum"``, ``"mean"`` or ``"max"``.
         sparse: Has no effect. Must be False with ``mode="max"``.
         include_last_offset: Whether ``offsets`` include the end of the last bag.
-        padding_idx: The id that is left out of its bags and never gets a row. A negative value counts from
-            ``num_embeddings``, as in torch.
-        _weight, device, dtype, lr, optimizer, options, fused, name, state_dtype: See :class:`RecStoreEmbedding`.
+        padding_idx: The id that is left out of its bags and never gets a row. A
+            negative value counts from ``num_embeddings``, as in torch.
+        _weight, device, dtype, lr, optimizer, options, fused, name, state_dtype: See
+            :class:`RecStoreEmbedding`.
 
     Raises:
-        TypeError, ValueError, ColdStoreError, ImportError: See :class:`RecStoreEmbedding`.
+        TypeError, ValueError, ColdStoreError, ImportError: See
+            :class:`RecStoreEmbedding`.
 
     Example::
 
@@ -249,12 +320,33 @@ class RecStoreEmbeddingBag(DropIn):
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode must be 'sum', 'mean' or 'max', got {mode!r}")
-        for argument, value in (("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
+        for argument, value in (
+            ("scale_grad_by_freq", scale_grad_by_freq),
+            ("sparse", sparse),
+        ):
             if mode == "max" and value:
-                raise ValueError(f"{argument} must be False with mode='max', as in torch")
-        rows = (embedding_dim, _weight, dtype, optimizer_of(optimizer, lr), options, name, state_dtype)
+                raise ValueError(
+                    f"{argument} must be False with mode='max', as in torch"
+                )
+        rows = (
+            embedding_dim,
+            _weight,
+            dtype,
+            optimizer_of(optimizer, lr),
+            options,
+            name,
+            state_dtype,
+        )
         kept = (max_norm, norm_type, scale_grad_by_freq, sparse)
-        super().__init__(_table_arguments(*rows), num_embeddings, padding_idx, _weight, fused, device, kept)
+        super().__init__(
+            _table_arguments(*rows),
+            num_embeddings,
+            padding_idx,
+            _weight,
+            fused,
+            device,
+            kept,
+        )
         self.mode = mode
         self.include_last_offset = include_last_offset
 
@@ -272,41 +364,68 @@ class RecStoreEmbeddingBag(DropIn):
         padding_idx: int | None = None,
         **more: object,
     ) -> RecStoreEmbeddingBag:
-        """Returns a module with the rows ``embeddings``, (n, dim), as ``torch.nn.EmbeddingBag.from_pretrained`` does.
+        """Returns a module with the rows ``embeddings``, (n, dim), as
+        ``torch.nn.EmbeddingBag.from_pretrained`` does.
 
         See :meth:`RecStoreEmbedding.from_pretrained`.
         """
         pooling = (mode, sparse, embeddings, include_last_offset, padding_idx)
-        module = cls(*_shape_of(embeddings), max_norm, norm_type, scale_grad_by_freq, *pooling, **more)  # type: ignore[arg-type]
+        module = cls(
+            *_shape_of(embeddings),
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            *pooling,  # type: ignore[arg-type]
+            **more,  # type: ignore[arg-type]
+        )
         module.weight.requires_grad_(not freeze)
         return module
 
-    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
         """Returns the pooled rows of bags of ids. The output for an empty bag is zeros.
 
         Args:
-            input: (B, L), or (N,) with ``offsets``; int32 or int64. The ids. Each row of a (B, L) tensor and each
-                component of a nested tensor is a bag.
-            offsets: (B,), or (B + 1,) with ``include_last_offset``; int32 or int64. The positions in ``input`` where
-                the bags begin; the first is 0. In the second case, ids after the last offset belong to no bag.
-            per_sample_weights: The shape of ``input``, floating point. The weight of each id; ``mode`` must be
-                ``"sum"``. The weights get a gradient if they require one.
+            input: (B, L), or (N,) with ``offsets``; int32 or int64. The ids. Each row
+                of a (B, L) tensor and each component of a nested tensor is a bag.
+            offsets: (B,), or (B + 1,) with ``include_last_offset``; int32 or int64. The
+                positions in ``input`` where the bags begin; the first is 0. In the
+                second case, ids after the last offset belong to no bag.
+            per_sample_weights: The shape of ``input``, floating point. The weight of
+                each id; ``mode`` must be ``"sum"``. The weights get a gradient if they
+                require one.
 
         Returns:
             (B, embedding_dim), the module's dtype, on the device of ``input``.
 
         Raises:
             TypeError: A tensor has an unsupported dtype.
-            ValueError: A tensor has an unsupported shape, or the offsets do not ascend within the input.
-            NotImplementedError: ``per_sample_weights`` are given and ``mode`` is not ``"sum"``, as in torch.
+            ValueError: A tensor has an unsupported shape, or the offsets do not ascend
+                within the input.
+            NotImplementedError: ``per_sample_weights`` are given and ``mode`` is not
+                ``"sum"``, as in torch.
             RuntimeError: The module is on the meta device and ``input`` is not.
-            MemoryError, ColdStoreError: See :meth:`torchrec_recstore.store.Table.lookup`.
+            MemoryError, ColdStoreError: See
+                :meth:`torchrec_recstore.store.Table.lookup`.
         """
         if per_sample_weights is not None and self.mode != "sum":
-            raise NotImplementedError(f"per_sample_weights require mode='sum', as in torch, got mode={self.mode!r}")
+            raise NotImplementedError(
+                "per_sample_weights require mode='sum', as in torch, got"
+                f" mode={self.mode!r}"
+            )
         if self._owned is None and input.is_meta:
             return self._meta_output(input, offsets)
-        bags = _bags_of(input, offsets, per_sample_weights, self.include_last_offset, self.padding_idx)
+        bags = _bags_of(
+            input,
+            offsets,
+            per_sample_weights,
+            self.include_last_offset,
+            self.padding_idx,
+        )
         if self.mode == "max" or self.scale_grad_by_freq:
             out = self._pooled_by_torch(bags)
         else:
@@ -314,12 +433,21 @@ class RecStoreEmbeddingBag(DropIn):
         return to_device(out, CopyTarget(input.device, self._output_dtype))
 
     def _pooled_by_torch(self, bags: Bags) -> Tensor:
-        """Returns the rows of the batch pooled by torch, for the cases that the native kernel does not support."""
+        """Returns the rows of the batch pooled by torch, for the cases that the native
+        kernel does not support.
+        """
         rows = self._rows(bags.ids)
         if len(bags.ids) == 0:
-            # torch's pooling refuses an empty batch. The sum keeps the rows in the graph: backward counts as an update.
-            return rows.new_zeros(len(bags.offsets) - 1, self.embedding_dim) + rows.sum(0)
-        how: dict[str, Any] = {"mode": self.mode, "per_sample_weights": bags.weights, "include_last_offset": True}
+            # torch's pooling refuses an empty batch. The sum keeps the rows in the
+            # graph: backward counts as an update.
+            return rows.new_zeros(len(bags.offsets) - 1, self.embedding_dim) + rows.sum(
+                0
+            )
+        how: dict[str, Any] = {
+            "mode": self.mode,
+            "per_sample_weights": bags.weights,
+            "include_last_offset": True,
+        }
         return F.embedding_bag(torch.arange(len(rows)), rows, bags.offsets, **how)
 
     def _meta_output(self, input: Tensor, offsets: Tensor | None) -> Tensor:
@@ -331,7 +459,12 @@ class RecStoreEmbeddingBag(DropIn):
         return input.new_empty((count, self.embedding_dim), dtype=self._output_dtype)
 
 
-def _check_shape(num_embeddings: int, embedding_dim: int, max_norm: float | None, weight: Tensor | None) -> None:
+def _check_shape(
+    num_embeddings: int,
+    embedding_dim: int,
+    max_norm: float | None,
+    weight: Tensor | None,
+) -> None:
     check_int("num_embeddings", num_embeddings, 0)
     check_int("embedding_dim", embedding_dim, 1)
     if max_norm is not None:
@@ -341,7 +474,9 @@ def _check_shape(num_embeddings: int, embedding_dim: int, max_norm: float | None
         )
     shape = (num_embeddings, embedding_dim)
     if weight is not None and tuple(weight.shape) != shape:
-        raise ValueError(f"_weight must have the shape {shape}, got {tuple(weight.shape)}")
+        raise ValueError(
+            f"_weight must have the shape {shape}, got {tuple(weight.shape)}"
+        )
 
 
 def _table_arguments(
@@ -361,13 +496,21 @@ def _table_arguments(
         # New rows depend on the name, and two modules have different rows, as in torch.
         name = f"embedding_{int(torch.randint(2**62, (), device='cpu')):016x}"
     options = replace(options, initializer=options.initializer or NormalInit(0.0, 1.0))
-    given = {"dim": dim, "dtype": dtype, "optimizer": optimizer, "options": options, "name": name}
+    given = {
+        "dim": dim,
+        "dtype": dtype,
+        "optimizer": optimizer,
+        "options": options,
+        "name": name,
+    }
     return {**given, "state_dtype": state_dtype}
 
 
 def _shape_of(embeddings: Tensor) -> tuple[int, int]:
     if embeddings.dim() != 2:
-        raise ValueError(f"embeddings must have the shape (n, dim), got {tuple(embeddings.shape)}")
+        raise ValueError(
+            f"embeddings must have the shape (n, dim), got {tuple(embeddings.shape)}"
+        )
     return embeddings.shape[0], embeddings.shape[1]
 
 
@@ -379,7 +522,9 @@ def _padding_id(padding_idx: int | None, num_embeddings: int) -> int | None:
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Returns rows (N, dim) unchanged in forward, and divides their gradients by counts (N,) in backward."""
+    """Returns rows (N, dim) unchanged in forward, and divides their gradients by counts
+    (N,) in backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: Tensor) -> Tensor:
@@ -400,18 +545,35 @@ def _bags_of(
     include_last_offset: bool,
     padding_idx: int | None,
 ) -> Bags:
-    """Returns the bags of an input of :class:`RecStoreEmbeddingBag`, without the padding id, or raises its errors."""
+    """Returns the bags of an input of :class:`RecStoreEmbeddingBag`, without the
+    padding id, or raises its errors.
+    """
     input, offsets, per_sample_weights = _on_host(input, offsets, per_sample_weights)
     ids = _int64_input(input)
     if input.is_nested:
-        ids, offsets, include_last_offset = _int64_input(input.values()), input.offsets(), True  # type: ignore[attr-defined]
+        ids, offsets, include_last_offset = (
+            _int64_input(input.values()),
+            input.offsets(),  # type: ignore[attr-defined]
+            True,
+        )
         if per_sample_weights is not None and not per_sample_weights.is_nested:
-            raise ValueError("per_sample_weights must be a nested tensor if input is one")
-        per_sample_weights = None if per_sample_weights is None else per_sample_weights.values()
-    weights = None if per_sample_weights is None else _weights_on_host(per_sample_weights, ids)
+            raise ValueError(
+                "per_sample_weights must be a nested tensor if input is one"
+            )
+        per_sample_weights = (
+            None if per_sample_weights is None else per_sample_weights.values()
+        )
+    weights = (
+        None
+        if per_sample_weights is None
+        else _weights_on_host(per_sample_weights, ids)
+    )
     if ids.dim() == 2:
         if offsets is not None:
-            raise ValueError("offsets must be None if input has the shape (B, L): each row of input is a bag")
+            raise ValueError(
+                "offsets must be None if input has the shape (B, L): each row of input"
+                " is a bag"
+            )
         # arange with a step cannot make these bounds: L may be 0.
         bounds = torch.arange(ids.shape[0] + 1) * ids.shape[1]
         ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
@@ -438,7 +600,8 @@ def _int64_input(input: Tensor) -> Tensor:
 def _on_host(*tensors: Tensor | None) -> list[Any]:
     """Returns the tensors on the CPU, copied together.
 
-    Nested tensors, and weights whose gradient or dtype needs a copy of its own, are returned as they are.
+    Nested tensors, and weights whose gradient or dtype needs a copy of its own, are
+    returned as they are.
     """
     together = {
         number: tensor
@@ -458,7 +621,9 @@ def _on_host(*tensors: Tensor | None) -> list[Any]:
 
 def _weights_on_host(weights: Tensor, ids: Tensor) -> Tensor:
     if not weights.is_floating_point():
-        raise TypeError(f"per_sample_weights must be of a floating-point dtype, got {weights.dtype}")
+        raise TypeError(
+            f"per_sample_weights must be of a floating-point dtype, got {weights.dtype}"
+        )
     if weights.shape != ids.shape:
         shapes = f"{tuple(ids.shape)}, got {tuple(weights.shape)}"
         raise ValueError(f"per_sample_weights must have the shape of input, {shapes}")
@@ -466,21 +631,35 @@ def _weights_on_host(weights: Tensor, ids: Tensor) -> Tensor:
 
 
 def _bounds(ids: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:
-    """Returns the positions where the bags begin and where the last bag ends, (B + 1,) int64, on the CPU."""
+    """Returns the positions where the bags begin and where the last bag ends, (B + 1,)
+    int64, on the CPU.
+    """
     if ids.dim() != 1:
-        raise ValueError(f"input must have the shape (B, L) or (N,), got {tuple(ids.shape)}")
+        raise ValueError(
+            f"input must have the shape (B, L) or (N,), got {tuple(ids.shape)}"
+        )
     if offsets is None:
         raise ValueError("offsets must be given if input has the shape (N,)")
     if offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"offsets must be an int32 or int64 tensor, got {offsets.dtype}")
+        raise TypeError(
+            f"offsets must be an int32 or int64 tensor, got {offsets.dtype}"
+        )
     if offsets.dim() != 1 or (include_last_offset and len(offsets) == 0):
         shape = "(B + 1,)" if include_last_offset else "(B,)"
-        raise ValueError(f"offsets must have the shape {shape}, got {tuple(offsets.shape)}")
+        raise ValueError(
+            f"offsets must have the shape {shape}, got {tuple(offsets.shape)}"
+        )
     bounds: Tensor = _on_host(offsets)[0].to(torch.int64)
     if not include_last_offset:
         if len(bounds) == 0:
             return torch.zeros(1, dtype=torch.int64)
         bounds = torch.cat([bounds, torch.tensor([len(ids)])])
-    if int(bounds[0]) != 0 or int(bounds[-1]) > len(ids) or not bool((bounds[1:] >= bounds[:-1]).all()):
-        raise ValueError(f"offsets must ascend from 0 to at most the {len(ids)} ids of input")
+    if (
+        int(bounds[0]) != 0
+        or int(bounds[-1]) > len(ids)
+        or not bool((bounds[1:] >= bounds[:-1]).all())
+    ):
+        raise ValueError(
+            f"offsets must ascend from 0 to at most the {len(ids)} ids of input"
+        )
     return bounds

@@ -1,4 +1,5 @@
-"""The common base class of the eager collections: their tables, the groups that one call looks up, and the batch.
+"""The common base class of the eager collections: their tables, the groups that one
+call looks up, and the batch.
 
 Tests: tests/modules/test_embedding_modules.py, tests/modules/test_against_sharded.py.
 """
@@ -20,12 +21,23 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_recstore.kernels import RowService
 from torchrec_recstore.kernels.device_copies import to_host, weights_to_host
 from torchrec_recstore.modules.eager_kernels import Bags, EagerKernels, EagerTable
-from torchrec_recstore.modules.table_module import LearningRate, RemoteTableModule, TableModule, rows_device
+from torchrec_recstore.modules.table_module import (
+    LearningRate,
+    RemoteTableModule,
+    TableModule,
+    rows_device,
+)
 from torchrec_recstore.ops import check_integers, concatenated
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions, check_int
 from torchrec_recstore.quantization import RefusesQuantization
-from torchrec_recstore.table_configs import ROW_DTYPES, check_config, check_init_fn, initializer_of, missing_features
+from torchrec_recstore.table_configs import (
+    ROW_DTYPES,
+    check_config,
+    check_init_fn,
+    initializer_of,
+    missing_features,
+)
 from torchrec_recstore.table_parameter import are_trained
 
 _Config = TypeVar("_Config", bound=BaseEmbeddingConfig)
@@ -37,9 +49,13 @@ class EagerCollection(RefusesQuantization, nn.Module):
     _tables_name = ""
     """TorchRec's name of the attribute that has the tables."""
 
-    def _register(self, configs: Sequence[_Config], enable_fusion: bool, fusion_k: int) -> None:
+    def _register(
+        self, configs: Sequence[_Config], enable_fusion: bool, fusion_k: int
+    ) -> None:
         if not isinstance(enable_fusion, bool):
-            raise TypeError(f"enable_fusion must be a bool, got {type(enable_fusion).__name__}")
+            raise TypeError(
+                f"enable_fusion must be a bool, got {type(enable_fusion).__name__}"
+            )
         check_int("fusion_k", fusion_k, -(2**63))
         names: set[str] = set()
         for config in configs:
@@ -51,7 +67,9 @@ class EagerCollection(RefusesQuantization, nn.Module):
         self._configs: list[Any] = list(configs)
         self._enable_fusion = enable_fusion
         self._feature_names = [config.feature_names for config in configs]
-        self._names_by_table: list[list[str]] = get_embedding_names_by_table(self._configs)
+        self._names_by_table: list[list[str]] = get_embedding_names_by_table(
+            self._configs
+        )
         self._kernels = EagerKernels()
 
     def _tables(
@@ -68,19 +86,36 @@ class EagerCollection(RefusesQuantization, nn.Module):
         if client is not None:
             _check_remote(client, fused, device, state_dtype)
         elif staleness != 0:
-            raise ValueError(f"staleness={staleness!r} needs client: tables in the module are always up to date")
+            raise ValueError(
+                f"staleness={staleness!r} needs client: tables in the module are always"
+                " up to date"
+            )
         rate = LearningRate(optimizer.lr)
         modules: dict[str, nn.Module] = {}
-        for config, of_table in zip(self._configs, _options_of_tables(options, self._configs), strict=True):
+        for config, of_table in zip(
+            self._configs, _options_of_tables(options, self._configs), strict=True
+        ):
             arguments = _table_arguments(config, optimizer, of_table, state_dtype)
             if client is None:
-                modules[config.name] = TableModule(arguments, rate, fused=fused, device=device)
+                modules[config.name] = TableModule(
+                    arguments, rate, fused=fused, device=device
+                )
             else:
-                dtype, shape = arguments["dtype"], (config.num_embeddings, config.embedding_dim)
+                dtype, shape = (
+                    arguments["dtype"],
+                    (
+                        config.num_embeddings,
+                        config.embedding_dim,
+                    ),
+                )
                 # Other models may train the table that this one only reads.
                 of_servers = replace(arguments["options"], frozen=False)
-                remote = client.table(config.name, shape, dtype, optimizer, of_servers, staleness)
-                modules[config.name] = RemoteTableModule(remote, rate, frozen=arguments["options"].frozen)
+                remote = client.table(
+                    config.name, shape, dtype, optimizer, of_servers, staleness
+                )
+                modules[config.name] = RemoteTableModule(
+                    remote, rate, frozen=arguments["options"].frozen
+                )
         return nn.ModuleDict(modules)
 
     def _modules_by_table(self) -> list[EagerTable]:
@@ -93,7 +128,10 @@ class EagerCollection(RefusesQuantization, nn.Module):
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the fused optimizer. Each backward pass reads it; a new value applies from the next."""
+        """The learning rate of the fused optimizer.
+
+        Each backward pass reads it; a new value applies from the next.
+        """
         return self._modules_by_table()[0].learning_rate
 
     @learning_rate.setter
@@ -106,14 +144,19 @@ class EagerCollection(RefusesQuantization, nn.Module):
             module.reset_parameters()
 
     def _groups(self, kinds: Sequence[object]) -> Iterator[tuple[list[int], bool]]:
-        """Yields groups of tables of one kind that one native call looks up: their numbers, and whether they train."""
+        """Yields groups of tables of one kind that one native call looks up: their
+        numbers, and whether they train.
+        """
         groups: dict[object, list[int]] = {}
         modules = self._modules_by_table()
         trained = are_trained(module.weight for module in modules)
         for number, kind in enumerate(kinds):
-            # A kernel takes either tables that their options freeze, or others, also those whose weight is not trained.
+            # A kernel takes either tables that their options freeze, or others, also
+            # those whose weight is not trained.
             alike = (kind, trained[number], modules[number].is_frozen)
-            groups.setdefault(alike if self._enable_fusion else number, []).append(number)
+            groups.setdefault(alike if self._enable_fusion else number, []).append(
+                number
+            )
         for numbers in groups.values():
             yield numbers, self.training and trained[numbers[0]]
 
@@ -132,62 +175,106 @@ def given_configs(
     """Returns the configs from the argument that is given: ``configs`` or ``tables``."""
     if (configs is None) == (tables is None):
         raise TypeError(f"exactly one of {argument} and tables must be given")
-    found = [kind(**config) if isinstance(config, Mapping) else config for config in configs or tables or ()]
+    found = [
+        kind(**config) if isinstance(config, Mapping) else config
+        for config in configs or tables or ()
+    ]
     for config in found:
         if not isinstance(config, kind):
-            raise TypeError(f"each of {argument} must be {kind.__name__} or a mapping, got {type(config).__name__}")
+            raise TypeError(
+                f"each of {argument} must be {kind.__name__} or a mapping, got"
+                f" {type(config).__name__}"
+            )
     if not found:
         raise ValueError(f"{argument} must have at least one table")
     return found
 
 
 def _options_of_tables(
-    options: TableOptions | Mapping[str, TableOptions], configs: Sequence[BaseEmbeddingConfig]
+    options: TableOptions | Mapping[str, TableOptions],
+    configs: Sequence[BaseEmbeddingConfig],
 ) -> list[TableOptions]:
     if isinstance(options, TableOptions):
         return [options] * len(configs)
-    if not isinstance(options, Mapping) or not all(isinstance(value, TableOptions) for value in options.values()):
-        raise TypeError("options must be TableOptions, or a mapping from table names to TableOptions")
+    if not isinstance(options, Mapping) or not all(
+        isinstance(value, TableOptions) for value in options.values()
+    ):
+        raise TypeError(
+            "options must be TableOptions, or a mapping from table names to"
+            " TableOptions"
+        )
     unknown = sorted(set(options) - {config.name for config in configs})
     if unknown:
-        raise ValueError(f"options name unknown table(s) {', '.join(map(repr, unknown))}")
+        raise ValueError(
+            f"options name unknown table(s) {', '.join(map(repr, unknown))}"
+        )
     return [options.get(config.name, TableOptions()) for config in configs]
 
 
 def _table_arguments(
-    config: BaseEmbeddingConfig, optimizer: Optimizer, options: TableOptions, state_dtype: torch.dtype
+    config: BaseEmbeddingConfig,
+    optimizer: Optimizer,
+    options: TableOptions,
+    state_dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Returns the arguments of the ``Table`` for ``config``, which makes the same rows as in a sharded module."""
+    """Returns the arguments of the ``Table`` for ``config``, which makes the same rows
+    as in a sharded module.
+    """
     check_config(config)
     check_init_fn(config, options)
     options = replace(options, initializer=initializer_of(config, options))
-    rows = {"dim": config.embedding_dim, "dtype": ROW_DTYPES[config.data_type], "state_dtype": state_dtype}
+    rows = {
+        "dim": config.embedding_dim,
+        "dtype": ROW_DTYPES[config.data_type],
+        "state_dtype": state_dtype,
+    }
     return {**rows, "optimizer": optimizer, "options": options, "name": config.name}
 
 
 def _check_remote(
-    client: object, fused: bool, device: torch.device | str | int | None, state_dtype: torch.dtype
+    client: object,
+    fused: bool,
+    device: torch.device | str | int | None,
+    state_dtype: torch.dtype,
 ) -> None:
     if not hasattr(client, "pooled_kernel"):
         raise TypeError(f"client must be a RecStoreClient, got {type(client).__name__}")
     if fused is not True:
-        raise ValueError("fused must be True with client: the servers apply the optimizer")
+        raise ValueError(
+            "fused must be True with client: the servers apply the optimizer"
+        )
     if state_dtype is not torch.float32:
-        raise ValueError(f"state_dtype must be torch.float32 with client, got {state_dtype}: servers have no other")
+        raise ValueError(
+            f"state_dtype must be torch.float32 with client, got {state_dtype}: servers"
+            " have no other"
+        )
     if rows_device(device).type == "meta":
-        raise ValueError("device must be cpu with client, got meta: make the module on the CPU")
+        raise ValueError(
+            "device must be cpu with client, got meta: make the module on the CPU"
+        )
 
 
 class Features:
-    """A batch from which each group of tables takes its features, with its weights if ``is_weighted``."""
+    """A batch from which each group of tables takes its features, with its weights if
+    ``is_weighted``.
+    """
 
-    def __init__(self, given: KeyedJaggedTensor, is_weighted: bool, configs: Sequence[BaseEmbeddingConfig]) -> None:
+    def __init__(
+        self,
+        given: KeyedJaggedTensor,
+        is_weighted: bool,
+        configs: Sequence[BaseEmbeddingConfig],
+    ) -> None:
         check_integers(given.values().dtype, given.keys())
         if is_weighted and given.weights_or_none() is None:
-            raise ValueError(f"is_weighted=True needs weights of the features {given.keys()}")
+            raise ValueError(
+                f"is_weighted=True needs weights of the features {given.keys()}"
+            )
         self.device = given.values().device
         self.as_given = given  # on its own device
-        self.given = given if self.device.type == "cpu" else _on_host(given, is_weighted)
+        self.given = (
+            given if self.device.type == "cpu" else _on_host(given, is_weighted)
+        )
         self._is_weighted = is_weighted
         self._configs = configs
 
@@ -200,46 +287,71 @@ class Features:
         """Returns the ids of features, (N,) int64, on the CPU, feature by feature."""
         if self._has_all(names):
             return self.given.values().to(torch.int64)  # type: ignore[no-any-return]
-        return concatenated([part.values() for part in self._parts(names)]).to(torch.int64)
+        return concatenated([part.values() for part in self._parts(names)]).to(
+            torch.int64
+        )
 
     def bags(self, names: Sequence[str]) -> tuple[Bags, list[int] | None]:
         """Returns the bags of features, feature by feature, and None.
 
-        If the batch size varies by feature, features with fewer bags are filled up with empty ones, and the second
-        value is each feature's own number of bags.
+        If the batch size varies by feature, features with fewer bags are filled up with
+        empty ones, and the second value is each feature's own number of bags.
         """
         varies = self.given.variable_stride_per_key()
         if self._has_all(names) and not varies:
             weights = self.given.weights().float() if self._is_weighted else None
-            return Bags(self.ids(names), self.given.offsets().to(torch.int64), weights), None
+            return (
+                Bags(self.ids(names), self.given.offsets().to(torch.int64), weights),
+                None,
+            )
         parts = self._parts(names)
         lengths = [part.lengths().to(torch.int64) for part in parts]
         counts = [len(some) for some in lengths]
-        padded = torch.cat([F.pad(some, (0, max(counts) - len(some))) for some in lengths])
-        weights = concatenated([part.weights() for part in parts]).float() if self._is_weighted else None
-        return Bags(self.ids(names), F.pad(padded.cumsum(0), (1, 0)), weights), counts if varies else None
+        padded = torch.cat(
+            [F.pad(some, (0, max(counts) - len(some))) for some in lengths]
+        )
+        weights = (
+            concatenated([part.weights() for part in parts]).float()
+            if self._is_weighted
+            else None
+        )
+        return Bags(self.ids(names), F.pad(padded.cumsum(0), (1, 0)), weights), (
+            counts if varies else None
+        )
 
     def _parts(self, names: Sequence[str]) -> list[JaggedTensor]:
         try:
             return [self.jagged[name] for name in names]
         except KeyError:
-            raise ValueError(missing_features(self.given.keys(), self._configs)) from None
+            raise ValueError(
+                missing_features(self.given.keys(), self._configs)
+            ) from None
 
     def _has_all(self, names: Sequence[str]) -> bool:
         return list(names) == list(self.given.keys())
 
 
 def _on_host(given: KeyedJaggedTensor, is_weighted: bool) -> KeyedJaggedTensor:
-    """Returns a batch of an accelerator on the CPU, without its weights if they are not used."""
+    """Returns a batch of an accelerator on the CPU, without its weights if they are not
+    used.
+    """
     weights = given.weights().float() if is_weighted else None
     together = [given.values().to(torch.int64), given.lengths()]
     alone = weights is not None and weights.requires_grad
-    values, lengths, *more = to_host([*together, weights] if weights is not None and not alone else together)
+    values, lengths, *more = to_host(
+        [*together, weights] if weights is not None and not alone else together
+    )
     varies = given.variable_stride_per_key()
     return KeyedJaggedTensor(
         given.keys(),
         values,
-        weights_to_host(weights) if weights is not None and alone else more[0] if more else None,
+        (
+            weights_to_host(weights)
+            if weights is not None and alone
+            else more[0]
+            if more
+            else None
+        ),
         lengths,
         stride_per_key_per_rank=given.stride_per_key_per_rank() if varies else None,
         inverse_indices=given.inverse_indices_or_none(),

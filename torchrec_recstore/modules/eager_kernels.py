@@ -1,4 +1,5 @@
-"""The kernels of eager modules, and the backward passes that collect gradients for sparse optimizers.
+"""The kernels of eager modules, and the backward passes that collect gradients for
+sparse optimizers.
 
 Tests: tests/modules/test_embedding_bag.py, tests/modules/test_compile.py.
 """
@@ -29,8 +30,8 @@ EagerTable = TableModule | RemoteTableModule
 _K = TypeVar("_K", PooledKernel, SequenceKernel)
 
 _REASON = (
-    "the rows of eager RecStore modules are looked up outside of compiled graphs; shard the model with RecStoreSharder "
-    "to compile it as one graph"
+    "the rows of eager RecStore modules are looked up outside of compiled graphs; shard"
+    " the model with RecStoreSharder to compile it as one graph"
 )
 
 
@@ -38,8 +39,8 @@ _REASON = (
 class Bags:
     """The bags of ``F`` features with ``B`` bags each, feature by feature, on the CPU.
 
-    ``ids`` are (N,) int64; ``offsets``, (F * B + 1,) int64, are the positions where bags begin, and N; the per-sample
-    ``weights`` are (N,) float32.
+    ``ids`` are (N,) int64; ``offsets``, (F * B + 1,) int64, are the positions where
+    bags begin, and N; the per-sample ``weights`` are (N,) float32.
     """
 
     ids: Tensor
@@ -48,7 +49,9 @@ class Bags:
 
 
 class EagerKernels:
-    """The kernels by which a module looks up its tables. A kernel is made when a call first needs it.
+    """The kernels by which a module looks up its tables.
+
+    A kernel is made when a call first needs it.
 
     Copies and pickles of the module start without kernels.
     """
@@ -67,32 +70,55 @@ class EagerKernels:
         self._handles.clear()
 
     def bags(
-        self, tables: Sequence[EagerTable], feature_tables: Sequence[int], pooling: Pooling, bags: Bags, *, train: bool
+        self,
+        tables: Sequence[EagerTable],
+        feature_tables: Sequence[int],
+        pooling: Pooling,
+        bags: Bags,
+        *,
+        train: bool,
     ) -> Tensor:
-        """Returns the pooled rows of bags, (B, sum of the features' columns) float32, by one native call.
+        """Returns the pooled rows of bags, (B, sum of the features' columns) float32,
+        by one native call.
 
-        ``feature_tables`` are the positions in ``tables`` of the features' tables. If ``train``, and gradients are
-        enabled, the lookup makes missing rows and backward trains them. Per-sample weights that require a gradient get
-        one in evaluation, too.
+        ``feature_tables`` are the positions in ``tables`` of the features' tables. If
+        ``train``, and gradients are enabled, the lookup makes missing rows and backward
+        trains them. Per-sample weights that require a gradient get one in evaluation,
+        too.
         """
         if torch.compiler.is_dynamo_compiling():
-            return _outside_the_graph(self.bags, tables, feature_tables, pooling, bags, train=train)  # type: ignore[no-any-return]
+            return _outside_the_graph(  # type: ignore[no-any-return]
+                self.bags, tables, feature_tables, pooling, bags, train=train
+            )
         wanted, train = train, train and torch.is_grad_enabled()
         if train:
             _check_training(tables)
         kernel = self._pooled_kernel(tables, feature_tables, pooling)
-        # The kernel refuses a training lookup whose grad is disabled by a reentrant checkpoint.
+        # The kernel refuses a training lookup whose grad is disabled by a reentrant
+        # checkpoint.
         out: Tensor = kernel(bags.ids, bags.offsets, bags.weights, train=wanted)
         if not train or tables[0].fused:
             return out
-        collect = partial(_collect_bags, [tables[number] for number in feature_tables], pooling)
-        return _Collect.apply(self._anchor, out, collect, bags.ids, bags.offsets, bags.weights)  # type: ignore[no-any-return, no-untyped-call]
+        collect = partial(
+            _collect_bags, [tables[number] for number in feature_tables], pooling
+        )
+        return _Collect.apply(  # type: ignore[no-any-return, no-untyped-call]
+            self._anchor, out, collect, bags.ids, bags.offsets, bags.weights
+        )
 
-    def rows(self, tables: Sequence[EagerTable], ids: Tensor, counts: Sequence[int], *, train: bool) -> list[Tensor]:
-        """Returns each table's rows, (its number of ids, dim) float32, in the order of its ids, by one native call.
+    def rows(
+        self,
+        tables: Sequence[EagerTable],
+        ids: Tensor,
+        counts: Sequence[int],
+        *,
+        train: bool,
+    ) -> list[Tensor]:
+        """Returns each table's rows, (its number of ids, dim) float32, in the order of
+        its ids, by one native call.
 
-        ``ids`` are (N,) int64, on the CPU, table by table; ``counts`` are the numbers of ids of the tables. See
-        :meth:`bags` for ``tables`` and ``train``.
+        ``ids`` are (N,) int64, on the CPU, table by table; ``counts`` are the numbers
+        of ids of the tables. See :meth:`bags` for ``tables`` and ``train``.
         """
         if torch.compiler.is_dynamo_compiling():
             return _outside_the_graph(self.rows, tables, ids, counts, train=train)  # type: ignore[no-any-return]
@@ -106,30 +132,53 @@ class EagerKernels:
         parts, first = [], 0
         for table, count in zip(tables, counts, strict=True):
             size = count * table.table.dim
-            # The parts are slices because autograd forbids in-place changes of the results of torch.split.
+            # The parts are slices because autograd forbids in-place changes of the
+            # results of torch.split.
             parts.append(out[first : first + size].view(count, table.table.dim))
             first += size
         return parts
 
     def prefetch_bags(
-        self, tables: Sequence[EagerTable], feature_tables: Sequence[int], pooling: Pooling, bags: Bags
+        self,
+        tables: Sequence[EagerTable],
+        feature_tables: Sequence[int],
+        pooling: Pooling,
+        bags: Bags,
     ) -> None:
-        """Prepares a batch before :meth:`bags` is called for it, with the same arguments."""
-        counts = [end - first for _, first, end in _parts([tables[number] for number in feature_tables], bags.offsets)]
+        """Prepares a batch before :meth:`bags` is called for it, with the same
+        arguments.
+        """
+        counts = [
+            end - first
+            for _, first, end in _parts(
+                [tables[number] for number in feature_tables], bags.offsets
+            )
+        ]
         self._pooled_kernel(tables, feature_tables, pooling).prefetch(bags.ids, counts)
 
-    def prefetch_rows(self, tables: Sequence[EagerTable], ids: Tensor, counts: Sequence[int]) -> None:
-        """Prepares a batch before :meth:`rows` is called for it, with the same arguments."""
+    def prefetch_rows(
+        self, tables: Sequence[EagerTable], ids: Tensor, counts: Sequence[int]
+    ) -> None:
+        """Prepares a batch before :meth:`rows` is called for it, with the same
+        arguments.
+        """
         self._rows_kernel(tables).prefetch(ids, counts)
 
     def _pooled_kernel(
-        self, tables: Sequence[EagerTable], feature_tables: Sequence[int], pooling: Pooling
+        self,
+        tables: Sequence[EagerTable],
+        feature_tables: Sequence[int],
+        pooling: Pooling,
     ) -> PooledKernel:
         key = (tables[0].fused, pooling, *feature_tables, *map(id, tables))
-        kind: Callable[..., PooledKernel] = PooledKernel if tables[0].fused else _PooledWithoutUpdate
+        kind: Callable[..., PooledKernel] = (
+            PooledKernel if tables[0].fused else _PooledWithoutUpdate
+        )
         if isinstance(tables[0], RemoteTableModule):
             kind = tables[0].client.pooled_kernel
-        return self._kernel(key, tables, lambda found: kind(found, feature_tables, pooling))
+        return self._kernel(
+            key, tables, lambda found: kind(found, feature_tables, pooling)
+        )
 
     def _rows_kernel(self, tables: Sequence[EagerTable]) -> SequenceKernel:
         make: Callable[[list[Any]], SequenceKernel] = SequenceKernel
@@ -137,47 +186,79 @@ class EagerKernels:
             make = tables[0].client.sequence_kernel
         return self._kernel(tuple(map(id, tables)), tables, make)
 
-    def _kernel(self, key: object, modules: Sequence[EagerTable], make: Callable[[list[Any]], _K]) -> _K:
+    def _kernel(
+        self,
+        key: object,
+        modules: Sequence[EagerTable],
+        make: Callable[[list[Any]], _K],
+    ) -> _K:
         tables = [module.table for module in modules]
-        handles = {id(module): table.handle for module, table in zip(modules, tables, strict=True)}
-        if any(self._handles.get(module, handle) != handle for module, handle in handles.items()):
-            self.clear()  # A module's table was replaced, and a kernel would keep the old table.
+        handles = {
+            id(module): table.handle
+            for module, table in zip(modules, tables, strict=True)
+        }
+        if any(
+            self._handles.get(module, handle) != handle
+            for module, handle in handles.items()
+        ):
+            # A module's table was replaced, and a kernel would keep the old table.
+            self.clear()
         self._handles |= handles
         kernel = self._kernels.get(key)
         if kernel is None:
             kernel = self._kernels[key] = make(tables)
             kernel.learning_rate = modules[0].rate
         (trains,) = are_trained([modules[0].weight])
-        if kernel.frozen is trains:  # to set an attribute of a module takes a microsecond
+        # to set an attribute of a module takes a microsecond
+        if kernel.frozen is trains:
             kernel.frozen = not kernel.frozen
         return kernel  # type: ignore[return-value]
 
 
-# Lookups stay outside of compiled graphs, because load_state_dict() replaces the tables that the kernel depends on, and
-# because modules with fused=False collect gradients in Python.
+# Lookups stay outside of compiled graphs, because load_state_dict() replaces the tables
+# that the kernel depends on, and because modules with fused=False collect gradients in
+# Python.
 @torch.compiler.disable(reason=_REASON)  # type: ignore[no-untyped-call, untyped-decorator]
 def _outside_the_graph(look_up: Callable[..., Any], *args: Any, train: bool) -> Any:
     return look_up(*args, train=train)
 
 
 class _PooledWithoutUpdate(PooledKernel):
-    """A pooled kernel whose backward computes the gradients of per-sample weights and does not update the rows."""
+    """A pooled kernel whose backward computes the gradients of per-sample weights and
+    does not update the rows.
+    """
 
-    def update(self, context: Tensor, grad: Tensor, weight_grads: bool, *more: Any, **named: Any) -> Tensor | None:
+    def update(
+        self,
+        context: Tensor,
+        grad: Tensor,
+        weight_grads: bool,
+        *more: Any,
+        **named: Any,
+    ) -> Tensor | None:
         return ops.group_weight_gradients(context, grad) if weight_grads else None
 
 
 class _Collect(torch.autograd.Function):
-    """Returns rows unchanged in forward. Backward passes their gradient, and the tensors ``saved``, to ``collect``.
+    """Returns rows unchanged in forward.
+
+    Backward passes their gradient, and the tensors ``saved``, to ``collect``.
 
     ``anchor`` makes the result require a gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, rows: Tensor, collect: Callable[..., None], *saved: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        rows: Tensor,
+        collect: Callable[..., None],
+        *saved: Tensor | None,
+    ) -> Tensor:
         ctx.save_for_backward(*saved)
         ctx.collect = collect
-        ctx.mark_dirty(rows)  # The result is not a view, so that the caller may change it in place.
+        # The result is not a view, so that the caller may change it in place.
+        ctx.mark_dirty(rows)
         return rows
 
     @staticmethod
@@ -185,36 +266,63 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         ctx.collect(grads[0], *saved)
-        return None, grads[0] if ctx.needs_input_grad[1] else None, None, *[None] * len(saved)
+        return (
+            None,
+            grads[0] if ctx.needs_input_grad[1] else None,
+            None,
+            *[None] * len(saved),
+        )
 
 
 def _collect_bags(
-    features: Sequence[EagerTable], pooling: Pooling, grad: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None
+    features: Sequence[EagerTable],
+    pooling: Pooling,
+    grad: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
 ) -> None:
-    columns = torch.split(grad.float(), [feature.table.dim for feature in features], dim=1)
+    columns = torch.split(
+        grad.float(), [feature.table.dim for feature in features], dim=1
+    )
     scales = bag_scales(offsets, pooling)
     bags = grad.shape[0]
     for number, (feature, first, end) in enumerate(_parts(features, offsets)):
-        assert isinstance(feature, TableModule)  # a client's table has no sparse optimizer
+        # a client's table has no sparse optimizer
+        assert isinstance(feature, TableModule)
         own_bags = bag_of(offsets[number * bags : (number + 1) * bags + 1])
         of_ids = columns[number][own_bags]
         scale = None if weights is None else weights[first:end]
         if scales is not None:
             of_bag = scales[number * bags : (number + 1) * bags][own_bags]
             scale = of_bag if scale is None else scale * of_bag
-        feature.collect(ids[first:end], of_ids if scale is None else of_ids * scale[:, None])
+        feature.collect(
+            ids[first:end], of_ids if scale is None else of_ids * scale[:, None]
+        )
 
 
-def _collect_rows(tables: Sequence[EagerTable], counts: Sequence[int], grad: Tensor, ids: Tensor) -> None:
-    # The backward of slicing made this gradient, so that no other code holds it, and tables may keep its parts.
-    sizes = [count * table.table.dim for count, table in zip(counts, tables, strict=True)]
-    for table, some, part in zip(tables, torch.split(ids, list(counts)), torch.split(grad, sizes), strict=True):
-        assert isinstance(table, TableModule)  # a client's table has no sparse optimizer
+def _collect_rows(
+    tables: Sequence[EagerTable], counts: Sequence[int], grad: Tensor, ids: Tensor
+) -> None:
+    # The backward of slicing made this gradient, so that no other code holds it, and
+    # tables may keep its parts.
+    sizes = [
+        count * table.table.dim for count, table in zip(counts, tables, strict=True)
+    ]
+    for table, some, part in zip(
+        tables, torch.split(ids, list(counts)), torch.split(grad, sizes), strict=True
+    ):
+        # a client's table has no sparse optimizer
+        assert isinstance(table, TableModule)
         table.collect(some, part.view(-1, table.table.dim))
 
 
-def _parts(features: Sequence[EagerTable], offsets: Tensor) -> Iterator[tuple[EagerTable, int, int]]:
-    """Yields each feature's table, and the positions where the feature's ids begin and end."""
+def _parts(
+    features: Sequence[EagerTable], offsets: Tensor
+) -> Iterator[tuple[EagerTable, int, int]]:
+    """Yields each feature's table, and the positions where the feature's ids begin and
+    end.
+    """
     bags = (len(offsets) - 1) // len(features)
     ends = offsets[::bags].tolist() if bags else [0] * (len(features) + 1)
     return zip(features, ends[:-1], ends[1:], strict=True)
@@ -228,19 +336,26 @@ def _check_training(tables: Sequence[EagerTable]) -> None:
     for module in tables:
         if module.is_frozen:
             raise ValueError(
-                f"table {module.table.name!r} is frozen by its options, and its weight requires a gradient: make the "
-                "module without TableOptions(frozen=True) to train it, or call weight.requires_grad_(False)"
+                f"table {module.table.name!r} is frozen by its options, and its weight"
+                " requires a gradient: make the module without"
+                " TableOptions(frozen=True) to train it, or call"
+                " weight.requires_grad_(False)"
             )
     if not tables[0].fused and get_proxy_mode() is not None:
         raise NotImplementedError(
-            f"table(s) {_names(tables)}: modules with fused=False collect gradients in Python, which a traced graph "
-            "does not contain: make the modules with fused=True, or trace the model without them"
+            f"table(s) {_names(tables)}: modules with fused=False collect gradients in"
+            " Python, which a traced graph does not contain: make the modules with"
+            " fused=True, or trace the model without them"
         )
-    # Each rank would train different rows, and nothing would report it. The rows of a client are those of all ranks.
-    # (_active_ddp_module is a private name of torch 2.13.)
-    replicated = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    # Each rank would train different rows, and nothing would report it. The rows of a
+    # client are those of all ranks. (_active_ddp_module is a private name of torch
+    # 2.13.)
+    replicated = getattr(
+        nn.parallel.DistributedDataParallel, "_active_ddp_module", None
+    )
     if replicated is not None and not isinstance(tables[0], RemoteTableModule):
         raise RuntimeError(
-            f"table(s) {_names(tables)}: DistributedDataParallel cannot keep the rows of eager modules equal on all "
-            "ranks: shard the model with RecStoreSharder and DistributedModelParallel"
+            f"table(s) {_names(tables)}: DistributedDataParallel cannot keep the rows"
+            " of eager modules equal on all ranks: shard the model with"
+            " RecStoreSharder and DistributedModelParallel"
         )

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, pooling_type_to_str
+from torchrec.modules.embedding_configs import (
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+    pooling_type_to_str,
+)
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
@@ -18,7 +23,11 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_recstore.kernels import RowService
 from torchrec_recstore.kernels.device_copies import CopyTarget, to_device
-from torchrec_recstore.modules.eager_collection import EagerCollection, Features, given_configs
+from torchrec_recstore.modules.eager_collection import (
+    EagerCollection,
+    Features,
+    given_configs,
+)
 from torchrec_recstore.modules.eager_kernels import Bags, EagerTable
 from torchrec_recstore.modules.table_module import optimizer_of
 from torchrec_recstore.optim import Optimizer
@@ -30,31 +39,40 @@ DEFAULT_OPTIONS = TableOptions()
 class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInterface):  # type: ignore[misc]
     """An ``EmbeddingBagCollection`` in one process whose tables accept any int64 id.
 
-    The output has the order, names and shapes of TorchRec's ``EmbeddingBagCollection``. In training, the forward pass
-    makes a row for each new id, and the backward pass updates the rows with the fused optimizer. The results are equal
-    to those of the sharded module, bit for bit. In evaluation, or if a table's ``weight.requires_grad`` is False,
-    nothing changes, and ``TableOptions.missing`` determines the row that is read for an id without a row.
+    The output has the order, names and shapes of TorchRec's ``EmbeddingBagCollection``.
+    In training, the forward pass makes a row for each new id, and the backward pass
+    updates the rows with the fused optimizer. The results are equal to those of the
+    sharded module, bit for bit. In evaluation, or if a table's ``weight.requires_grad``
+    is False, nothing changes, and ``TableOptions.missing`` determines the row that is
+    read for an id without a row.
 
     Args:
-        embedding_bag_configs: The configs of the tables: ``EmbeddingBagConfig``, or mappings of its arguments.
+        embedding_bag_configs: The configs of the tables: ``EmbeddingBagConfig``, or
+            mappings of its arguments.
         lr: The learning rate of the default optimizer.
-        enable_fusion: Whether one native call looks up all tables that have the same pooling. If False, there is one
-            call for each table; the results are the same.
+        enable_fusion: Whether one native call looks up all tables that have the same
+            pooling. If False, there is one call for each table; the results are the
+            same.
         fusion_k: Has no effect; ids have 64 bits. It is accepted for compatibility.
-        tables: TorchRec's name for ``embedding_bag_configs``. Exactly one of the two must be given.
+        tables: TorchRec's name for ``embedding_bag_configs``. Exactly one of the two
+            must be given.
         is_weighted: Whether the per-sample weights of the input are used.
-        optimizer: The optimizer of all tables, from ``torchrec_recstore.optim``. Default: None, ``RowWiseAdagrad(lr)``.
+        optimizer: The optimizer of all tables, from ``torchrec_recstore.optim``.
+            Default: None, ``RowWiseAdagrad(lr)``.
         options: The options of all tables, or a mapping from table names to options.
         device, fused, state_dtype: See :class:`RecStoreEmbedding`.
-        client: A ``RecStoreClient`` with the tables, usually on parameter servers. The rows then belong to the servers:
-            ``client.save`` saves them, and ``state_dict`` does not contain them. Rows are made by the update of a
-            backward pass. ``fused`` and ``state_dtype`` cannot be given. Default: None, the tables are in the module.
-        staleness: The number of updates of this process that may be in progress while rows are read. With 0, each
-            backward pass waits for its update. It needs ``client``.
+        client: A ``RecStoreClient`` with the tables, usually on parameter servers. The
+            rows then belong to the servers: ``client.save`` saves them, and
+            ``state_dict`` does not contain them. Rows are made by the update of a
+            backward pass. ``fused`` and ``state_dtype`` cannot be given. Default: None,
+            the tables are in the module.
+        staleness: The number of updates of this process that may be in progress while
+            rows are read. With 0, each backward pass waits for its update. It needs
+            ``client``.
 
     Raises:
-        TypeError, ValueError: An argument has an unsupported type or value, or RecStore does not support a table; the
-            message names the argument or the table.
+        TypeError, ValueError: An argument has an unsupported type or value, or RecStore
+            does not support a table; the message names the argument or the table.
         ColdStoreError: A cold store cannot be opened.
         ImportError: The package of a cold store is not installed.
         ServiceError: A server of ``client`` cannot be reached, or refuses a table.
@@ -71,7 +89,9 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
 
     def __init__(
         self,
-        embedding_bag_configs: Sequence[EmbeddingBagConfig | Mapping[str, Any]] | None = None,
+        embedding_bag_configs: (
+            Sequence[EmbeddingBagConfig | Mapping[str, Any]] | None
+        ) = None,
         lr: float = 0.01,
         enable_fusion: bool = True,
         fusion_k: int = 30,
@@ -87,63 +107,103 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         staleness: int = 0,
     ) -> None:
         super().__init__()
-        configs = given_configs(embedding_bag_configs, tables, "embedding_bag_configs", EmbeddingBagConfig)
+        configs = given_configs(
+            embedding_bag_configs, tables, "embedding_bag_configs", EmbeddingBagConfig
+        )
         self._is_weighted = is_weighted
         self._poolings = [_pooling(config) for config in configs]
         self._register(configs, enable_fusion, fusion_k)
         optimizer = optimizer_of(optimizer, lr)
-        self.embedding_bags = self._tables(optimizer, options, fused, device, state_dtype, client, staleness)
+        self.embedding_bags = self._tables(
+            optimizer, options, fused, device, state_dtype, client, staleness
+        )
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Returns the pooled rows of the tables' features.
 
         Args:
-            features: The ids, of any integer dtype, of the tables' features and possibly of others; a
-                ``KeyedJaggedTensor`` or a ``TensorDict``. If the batch size varies by feature, the features must have
-                inverse indices, as with TorchRec's module.
+            features: The ids, of any integer dtype, of the tables' features and
+                possibly of others; a ``KeyedJaggedTensor`` or a ``TensorDict``. If the
+                batch size varies by feature, the features must have inverse indices, as
+                with TorchRec's module.
 
         Returns:
-            (batch size, sum of dims) float32, on the device of ``features``: table by table, feature by feature.
+            (batch size, sum of dims) float32, on the device of ``features``: table by
+            table, feature by feature.
 
         Raises:
             ValueError: A feature is missing.
             TypeError: The ids are not integers.
             RuntimeError: The module is on the meta device.
-            ValueError, MemoryError, ColdStoreError: See :class:`torchrec_recstore.kernels.PooledKernel`.
+            ValueError, MemoryError, ColdStoreError: See
+                :class:`torchrec_recstore.kernels.PooledKernel`.
         """
-        batch = Features(maybe_td_to_kjt(features, None), self._is_weighted, self._configs)
+        batch = Features(
+            maybe_td_to_kjt(features, None), self._is_weighted, self._configs
+        )
         inverse = batch.given.inverse_indices_or_none()
         pooled: dict[int, list[Tensor]] = {}
         whole: Tensor | None = None
         for numbers, trains in self._groups(self._poolings):
             group, counts = self._group(batch, numbers)
             out = self._kernels.bags(*group, train=trains)
-            if len(numbers) == len(self._poolings) and counts is None and inverse is None:
+            if (
+                len(numbers) == len(self._poolings)
+                and counts is None
+                and inverse is None
+            ):
                 whole = out
                 break
             tables, feature_tables, *_ = group
-            parts = iter(torch.split(out, [tables[place].table.dim for place in feature_tables], dim=1))
-            sizes = iter([out.shape[0]] * len(feature_tables) if counts is None else counts)
+            parts = iter(
+                torch.split(
+                    out, [tables[place].table.dim for place in feature_tables], dim=1
+                )
+            )
+            sizes = iter(
+                [out.shape[0]] * len(feature_tables) if counts is None else counts
+            )
             for number in numbers:
-                pooled[number] = [next(parts)[: next(sizes)] for _ in self._feature_names[number]]
+                pooled[number] = [
+                    next(parts)[: next(sizes)] for _ in self._feature_names[number]
+                ]
         if whole is None:
-            every = [part for number in range(len(self._poolings)) for part in pooled[number]]
+            every = [
+                part for number in range(len(self._poolings)) for part in pooled[number]
+            ]
             if inverse is not None:
-                order = reorder_inverse_indices(inverse, [name for names in self._feature_names for name in names])
-                every = [part.index_select(0, which) for part, which in zip(every, order.to("cpu"), strict=True)]
+                order = reorder_inverse_indices(
+                    inverse, [name for names in self._feature_names for name in names]
+                )
+                every = [
+                    part.index_select(0, which)
+                    for part, which in zip(every, order.to("cpu"), strict=True)
+                ]
             whole = torch.cat(every, dim=1)
-        lengths = [config.embedding_dim for config in self._configs for _ in config.feature_names]
+        lengths = [
+            config.embedding_dim
+            for config in self._configs
+            for _ in config.feature_names
+        ]
         keys = [name for names in self._names_by_table for name in names]
-        return KeyedTensor(keys, lengths, to_device(whole, CopyTarget(batch.device, whole.dtype)))
+        return KeyedTensor(
+            keys, lengths, to_device(whole, CopyTarget(batch.device, whole.dtype))
+        )
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Prepares the rows of a batch before its training forward. See :meth:`forward` for the argument.
+        """Prepares the rows of a batch before its training forward.
 
-        With ``client``, the rows of all tables are requested in another thread. The next forward of the same ids takes
-        them, and reads the rows again that have been updated since, so that the results are the same. Without
-        ``client``, see :meth:`torchrec_recstore.kernels.PooledKernel.prefetch`. In evaluation, nothing is done.
+        See :meth:`forward` for the argument.
+
+        With ``client``, the rows of all tables are requested in another thread. The
+        next forward of the same ids takes them, and reads the rows again that have been
+        updated since, so that the results are the same. Without ``client``, see
+        :meth:`torchrec_recstore.kernels.PooledKernel.prefetch`. In evaluation, nothing
+        is done.
         """
-        batch = Features(maybe_td_to_kjt(features, None), self._is_weighted, self._configs)
+        batch = Features(
+            maybe_td_to_kjt(features, None), self._is_weighted, self._configs
+        )
         for numbers, trains in self._groups(self._poolings):
             if trains:
                 self._kernels.prefetch_bags(*self._group(batch, numbers)[0])
@@ -151,11 +211,24 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
     def _group(
         self, batch: Features, numbers: Sequence[int]
     ) -> tuple[tuple[list[EagerTable], list[int], Any, Bags], list[int] | None]:
-        """Returns the arguments of a lookup of some tables, and the numbers of bags of :meth:`Features.bags`."""
-        feature_tables = [place for place, number in enumerate(numbers) for _ in self._feature_names[number]]
-        bags, counts = batch.bags([name for number in numbers for name in self._feature_names[number]])
+        """Returns the arguments of a lookup of some tables, and the numbers of bags of
+        :meth:`Features.bags`.
+        """
+        feature_tables = [
+            place
+            for place, number in enumerate(numbers)
+            for _ in self._feature_names[number]
+        ]
+        bags, counts = batch.bags(
+            [name for number in numbers for name in self._feature_names[number]]
+        )
         modules = self._modules_by_table()
-        return ([modules[number] for number in numbers], feature_tables, self._poolings[numbers[0]], bags), counts
+        return (
+            [modules[number] for number in numbers],
+            feature_tables,
+            self._poolings[numbers[0]],
+            bags,
+        ), counts
 
     def is_weighted(self) -> bool:
         """Returns whether the per-sample weights of the input are used."""
@@ -168,26 +241,32 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
 
 def _pooling(config: EmbeddingBagConfig) -> Any:
     if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
-        raise ValueError(f"RecStore table {config.name!r}: pooling must be SUM or MEAN, got {config.pooling}")
+        raise ValueError(
+            f"RecStore table {config.name!r}: pooling must be SUM or MEAN, got"
+            f" {config.pooling}"
+        )
     return pooling_type_to_str(config.pooling)
 
 
 class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface):  # type: ignore[misc]
     """An ``EmbeddingCollection`` in one process whose tables accept any int64 id.
 
-    The output has one row for each id. Rows are made and updated as in :class:`RecStoreEmbeddingBagCollection`.
+    The output has one row for each id. Rows are made and updated as in
+    :class:`RecStoreEmbeddingBagCollection`.
 
     Args:
-        embedding_configs: The configs of the tables: ``EmbeddingConfig``, or mappings of its arguments. All tables must
-            have the same dim.
-        lr, enable_fusion, fusion_k, device, optimizer, options, fused, state_dtype, client, staleness: See
-            :class:`RecStoreEmbeddingBagCollection`.
-        tables: TorchRec's name for ``embedding_configs``. Exactly one of the two must be given.
+        embedding_configs: The configs of the tables: ``EmbeddingConfig``, or mappings
+            of its arguments. All tables must have the same dim.
+        lr, enable_fusion, fusion_k, device, optimizer, options, fused, state_dtype,
+            client, staleness: See :class:`RecStoreEmbeddingBagCollection`.
+        tables: TorchRec's name for ``embedding_configs``. Exactly one of the two must
+            be given.
         need_indices: Whether the output has the ids as its weights.
 
     Raises:
         ValueError: The tables have different dims.
-        TypeError, ValueError, ColdStoreError, ImportError: See :class:`RecStoreEmbeddingBagCollection`.
+        TypeError, ValueError, ColdStoreError, ImportError: See
+            :class:`RecStoreEmbeddingBagCollection`.
 
     Example::
 
@@ -217,18 +296,23 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         staleness: int = 0,
     ) -> None:
         super().__init__()
-        configs = given_configs(embedding_configs, tables, "embedding_configs", EmbeddingConfig)
+        configs = given_configs(
+            embedding_configs, tables, "embedding_configs", EmbeddingConfig
+        )
         self._embedding_dim: int = configs[0].embedding_dim
         for config in configs:
             if config.embedding_dim != self._embedding_dim:
                 raise ValueError(
-                    f"the tables of a collection must have the same embedding_dim: {config.name!r} has "
-                    f"{config.embedding_dim}, not {self._embedding_dim}"
+                    "the tables of a collection must have the same embedding_dim:"
+                    f" {config.name!r} has {config.embedding_dim}, not"
+                    f" {self._embedding_dim}"
                 )
         self._need_indices = need_indices
         self._register(configs, enable_fusion, fusion_k)
         optimizer = optimizer_of(optimizer, lr)
-        self.embeddings = self._tables(optimizer, options, fused, device, state_dtype, client, staleness)
+        self.embeddings = self._tables(
+            optimizer, options, fused, device, state_dtype, client, staleness
+        )
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Returns the row of each id.
@@ -237,18 +321,27 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
             features: The ids; see :meth:`RecStoreEmbeddingBagCollection.forward`.
 
         Returns:
-            One ``JaggedTensor`` for each feature, by the feature's name, or by ``feature@table`` if several tables have
-            the feature. Its values are (ids of the feature, dim) float32, on the device of ``features``. Its lengths
-            are those of the input. With ``need_indices``, its weights are the ids.
+            One ``JaggedTensor`` for each feature, by the feature's name, or by
+            ``feature@table`` if several tables have the feature. Its values are (ids of
+            the feature, dim) float32, on the device of ``features``. Its lengths are
+            those of the input. With ``need_indices``, its weights are the ids.
 
         Raises:
-            ValueError, TypeError, RuntimeError: See :meth:`RecStoreEmbeddingBagCollection.forward`.
-            ValueError, MemoryError, ColdStoreError: See :class:`torchrec_recstore.kernels.SequenceKernel`.
+            ValueError, TypeError, RuntimeError: See
+                :meth:`RecStoreEmbeddingBagCollection.forward`.
+            ValueError, MemoryError, ColdStoreError: See
+                :class:`torchrec_recstore.kernels.SequenceKernel`.
         """
         batch = Features(maybe_td_to_kjt(features, None), False, self._configs)
         rows: dict[int, Tensor] = {}
         for numbers, trains in self._groups([None] * len(self._configs)):
-            rows.update(zip(numbers, self._kernels.rows(*self._group(batch, numbers), train=trains), strict=True))
+            rows.update(
+                zip(
+                    numbers,
+                    self._kernels.rows(*self._group(batch, numbers), train=trains),
+                    strict=True,
+                )
+            )
         if batch.device.type != "cpu":
             rows = _together(rows, batch.device)
         as_given, found = batch.as_given.to_dict(), {}
@@ -258,22 +351,33 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
             for name, one in zip(names, jagged, strict=True):
                 end = first + len(one.values())
                 ids = one.values() if self._need_indices else None
-                found[name] = JaggedTensor(values=rows[number][first:end], lengths=one.lengths(), weights=ids)
+                found[name] = JaggedTensor(
+                    values=rows[number][first:end], lengths=one.lengths(), weights=ids
+                )
                 first = end
         return found
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Prepares the rows of a batch. See :meth:`RecStoreEmbeddingBagCollection.prefetch`."""
+        """Prepares the rows of a batch.
+
+        See :meth:`RecStoreEmbeddingBagCollection.prefetch`.
+        """
         batch = Features(maybe_td_to_kjt(features, None), False, self._configs)
         for numbers, trains in self._groups([None] * len(self._configs)):
             if trains:
                 self._kernels.prefetch_rows(*self._group(batch, numbers))
 
-    def _group(self, batch: Features, numbers: Sequence[int]) -> tuple[list[EagerTable], Tensor, list[int]]:
+    def _group(
+        self, batch: Features, numbers: Sequence[int]
+    ) -> tuple[list[EagerTable], Tensor, list[int]]:
         ids = [batch.ids(self._feature_names[number]) for number in numbers]
         modules = self._modules_by_table()
         whole = torch.cat(ids) if len(ids) > 1 else ids[0]
-        return [modules[number] for number in numbers], whole, [len(some) for some in ids]
+        return (
+            [modules[number] for number in numbers],
+            whole,
+            [len(some) for some in ids],
+        )
 
     def need_indices(self) -> bool:
         """Returns whether the output has the ids as its weights."""

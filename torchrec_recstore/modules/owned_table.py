@@ -1,4 +1,5 @@
-"""A table that a module owns, and the conversion between a table's rows and a state of tensors.
+"""A table that a module owns, and the conversion between a table's rows and a state of
+tensors.
 
 Tests: tests/modules/test_state.py, tests/modules/test_shared_rows.py.
 """
@@ -21,9 +22,11 @@ from torchrec_recstore.store.table_state import STATE_KEYS
 
 
 class OwnedTable:
-    """A :class:`Table` that can be copied with ``deepcopy`` and pickled, with its resident rows and its cold rows.
+    """A :class:`Table` that can be copied with ``deepcopy`` and pickled, with its
+    resident rows and its cold rows.
 
-    The copy of a table with a shared cold store uses the same store, to which rows that have changed are written.
+    The copy of a table with a shared cold store uses the same store, to which rows that
+    have changed are written.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
@@ -31,28 +34,42 @@ class OwnedTable:
         self.table = Table(**arguments)
 
     def with_optimizer(self, arguments: Mapping[str, Any]) -> OwnedTable:
-        """Returns a table with the same rows, whose arguments differ in ``optimizer`` only. It takes over ``left_ids``.
+        """Returns a table with the same rows, whose arguments differ in ``optimizer``
+        only.
 
-        Rows keep the state of an optimizer of the same type and name. Otherwise the state starts as zeros: the rows
-        must not have been updated, and ValueError is raised if they are in a shared cold store.
+        It takes over ``left_ids``.
+
+        Rows keep the state of an optimizer of the same type and name. Otherwise the
+        state starts as zeros: the rows must not have been updated, and ValueError is
+        raised if they are in a shared cold store.
         """
         old = self.table
-        one, other = ((type(each), vars(each).get("name")) for each in (old.optimizer, arguments["optimizer"]))
+        one, other = (
+            (type(each), vars(each).get("name"))
+            for each in (old.optimizer, arguments["optimizer"])
+        )
         keeps_state = one == other
         if old.tier.shared and not keeps_state:
             raise ValueError(
-                f"table {old.name!r}: its rows are shared and have the state of {old.optimizer}: "
-                "pass the optimizer to the constructor of the module"
+                f"table {old.name!r}: its rows are shared and have the state of"
+                f" {old.optimizer}: pass the optimizer to the constructor of the module"
             )
         fresh = OwnedTable(arguments)
 
         def converted(part: Part) -> Part:
             zeros = zero_states(arguments["optimizer"], len(part), old.dim)
             kept = ("weight", *zeros) if keeps_state else ("weight", *STAMPS)
-            return replace(part, rows={**zeros, **{name: part.rows[name] for name in kept if name in part.rows}})
+            return replace(
+                part,
+                rows={
+                    **zeros,
+                    **{name: part.rows[name] for name in kept if name in part.rows},
+                },
+            )
 
         _copy(old, fresh.table, converted)
-        if old.options.left_ids is not None:  # last, because the old table has no record afterwards
+        # last, because the old table has no record afterwards
+        if old.options.left_ids is not None:
             fresh.table.add_left_ids(old.left_ids())
         return fresh
 
@@ -69,7 +86,8 @@ class OwnedTable:
             state = table_state(self.table)
         process = get_spawning_popen()
         if process is not None:
-            # Tensors that are pickled for a new process are in shared memory, which must exist until it has started.
+            # Tensors that are pickled for a new process are in shared memory, which
+            # must exist until it has started.
             weakref.finalize(process, state.clear).atexit = False
         return _restored, (self._arguments, state)
 
@@ -83,15 +101,22 @@ def _restored(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> Owne
 def state_keys(table: Table) -> list[str]:
     """Returns the keys of :func:`table_state`."""
     stamps = ("last_step", frequency_key(table.options))
-    return ["weight", "weight_id", *state_names(table.optimizer), *stamps, *table.state().tensors()]
+    return [
+        "weight",
+        "weight_id",
+        *state_names(table.optimizer),
+        *stamps,
+        *table.state().tensors(),
+    ]
 
 
 def table_state(table: Table) -> dict[str, Tensor]:
     """Returns copies of all ``R`` rows of a table and their state.
 
-    That is ``weight``, (R, dim) of the dtype of lookups; ``weight_id``, (R,) int64, ascending; the optimizer's states
-    by name; ``last_step`` and ``frequency``, (R,) int64; and the tensors of the :class:`TableState`. A table with
-    ``Scored()`` has ``encoded_score`` in the place of ``frequency``.
+    That is ``weight``, (R, dim) of the dtype of lookups; ``weight_id``, (R,) int64,
+    ascending; the optimizer's states by name; ``last_step`` and ``frequency``, (R,)
+    int64; and the tensors of the :class:`TableState`. A table with ``Scored()`` has
+    ``encoded_score`` in the place of ``frequency``.
     """
     ids = table.ids()
     whole: dict[str, Tensor] = {}
@@ -104,18 +129,27 @@ def table_state(table: Table) -> dict[str, Tensor]:
             whole[name][at : at + len(part)] = found
         at += len(part)
     whole[frequency_key(table.options)] = whole.pop("frequency")
-    return {"weight": whole.pop("weight"), "weight_id": ids, **whole, **table.state().tensors()}
+    return {
+        "weight": whole.pop("weight"),
+        "weight_id": ids,
+        **whole,
+        **table.state().tensors(),
+    }
 
 
 def load_table_state(table: Table, state: Mapping[str, Tensor] | None) -> None:
-    """Replaces all rows of a table with the rows of ``state``. Its handle stays the same.
+    """Replaces all rows of a table with the rows of ``state``.
 
-    A state of :func:`table_state` must have ``weight``. Without ``weight_id``, row i becomes the row of id i. Other
-    missing entries start as in a new table. None: the table becomes as it was made.
+    Its handle stays the same.
 
-    Old and new rows are both in memory meanwhile. Rows above ``max_rows`` are evicted. After an error, the table is
-    unchanged: ValueError, if a tensor has another shape or dtype, an id occurs twice, or the table cannot hold the
-    rows, or the errors of :meth:`Table.write_rows`.
+    A state of :func:`table_state` must have ``weight``. Without ``weight_id``, row i
+    becomes the row of id i. Other missing entries start as in a new table. None: the
+    table becomes as it was made.
+
+    Old and new rows are both in memory meanwhile. Rows above ``max_rows`` are evicted.
+    After an error, the table is unchanged: ValueError, if a tensor has another shape or
+    dtype, an id occurs twice, or the table cannot hold the rows, or the errors of
+    :meth:`Table.write_rows`.
     """
     checked = None if state is None else _checked(table, state)
     fresh = table.empty_copy()
@@ -136,7 +170,9 @@ def _fill(table: Table, state: Mapping[str, Tensor]) -> None:
         table.write(Part(state["weight_id"], table.columns, rows))
 
 
-def _copy(source: Table, target: Table, converted: Callable[[Part], Part] = lambda part: part) -> None:
+def _copy(
+    source: Table, target: Table, converted: Callable[[Part], Part] = lambda part: part
+) -> None:
     target.set_state(source.state())
     if source.tier.shared:
         source.flush()
@@ -154,38 +190,61 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     rows = weight.shape[0] if weight.dim() else 0
     floats = {"weight": "element", **state_names(table.optimizer)}
     keys = [*floats, "weight_id", "last_step", frequency_key(table.options)]
-    shapes = {key: (rows, table.dim) if floats.get(key) == "element" else (rows,) for key in keys}
-    whole = TableState.from_tensors({key: _whole(key, state[key]) for key in STATE_KEYS if key in state}).tensors()
+    shapes = {
+        key: (rows, table.dim) if floats.get(key) == "element" else (rows,)
+        for key in keys
+    }
+    whole = TableState.from_tensors(
+        {key: _whole(key, state[key]) for key in STATE_KEYS if key in state}
+    ).tensors()
     for key, shape in shapes.items():
         if key not in state:
             dtype = torch.float32 if key in floats else torch.int64
-            whole[key] = torch.arange(rows) if key == "weight_id" else torch.zeros(shape, dtype=dtype)
+            whole[key] = (
+                torch.arange(rows)
+                if key == "weight_id"
+                else torch.zeros(shape, dtype=dtype)
+            )
             continue
         value = _whole(key, state[key]).detach().to("cpu")
         if tuple(value.shape) != shape:
-            raise ValueError(f"{key} must have the shape {shape}, got {tuple(value.shape)}")
+            raise ValueError(
+                f"{key} must have the shape {shape}, got {tuple(value.shape)}"
+            )
         if value.is_floating_point() != (key in floats):
             kind = "a floating-point" if key in floats else "an integer"
             raise ValueError(f"{key} must have {kind} dtype, got {value.dtype}")
         if key in floats:
-            value = value.to(table.dtype if key == "weight" and value.dtype is table.dtype else torch.float32)
+            value = value.to(
+                table.dtype
+                if key == "weight" and value.dtype is table.dtype
+                else torch.float32
+            )
         whole[key] = value
     ids = whole["weight_id"]
     if ids.dtype is not torch.int64:
         raise ValueError(f"weight_id must be int64, got {ids.dtype}")
-    if not bool((ids[1:] > ids[:-1]).all()) and bool((ids.sort().values.diff() == 0).any()):
+    if not bool((ids[1:] > ids[:-1]).all()) and bool(
+        (ids.sort().values.diff() == 0).any()
+    ):
         raise ValueError("weight_id must not contain the same id twice")
     return whole
 
 
 def _whole(key: str, value: Tensor) -> Tensor:
-    """Returns a plain tensor for a tensor of a sharded module's state, if all of its shards are in this process."""
-    # Only a ShardedTensor has this attribute. The check does not import its type, which would take long.
+    """Returns a plain tensor for a tensor of a sharded module's state, if all of its
+    shards are in this process.
+    """
+    # Only a ShardedTensor has this attribute. The check does not import its type, which
+    # would take long.
     local_shards = getattr(value, "local_shards", None)
     if local_shards is None:
         return value
     shards = sorted(local_shards(), key=lambda shard: shard.metadata.shard_offsets[0])
     rows = torch.cat([shard.tensor for shard in shards]) if shards else torch.empty(0)
     if rows.shape != value.size():
-        raise ValueError(f"{key} is sharded over several ranks or columns, and this process has only a part of it")
+        raise ValueError(
+            f"{key} is sharded over several ranks or columns, and this process has only"
+            " a part of it"
+        )
     return rows

@@ -1,4 +1,6 @@
-"""Optimizers of modules with ``fused=False``: backward collects gradients, and ``step`` updates the rows."""
+"""Optimizers of modules with ``fused=False``: backward collects gradients, and ``step``
+updates the rows.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torchrec_recstore.optim import SGD, AdamW, Optimizer, RowWiseAdagrad
 
 
 class _SparseOptimizer:
-    """The base class: the tables of ``modules`` get the optimizer's state at once, so that a state can be loaded."""
+    """The base class: the tables of ``modules`` get the optimizer's state at once, so
+    that a state can be loaded.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -29,20 +33,24 @@ class _SparseOptimizer:
         self._optimizer = replace(self._optimizer, lr=value)
 
     def step(self, modules: Iterable[nn.Module] | None = None) -> None:
-        """Updates each row that has collected gradients once, with the sum of its gradients, and removes the gradients.
+        """Updates each row that has collected gradients once, with the sum of its
+        gradients, and removes the gradients.
 
-        The gradients of a row are summed in the order of the backward passes. Tables without gradients do not change.
-        If the update of a table raises an error, this table and the tables after it keep their gradients.
+        The gradients of a row are summed in the order of the backward passes. Tables
+        without gradients do not change. If the update of a table raises an error, this
+        table and the tables after it keep their gradients.
 
         Args:
-            modules: RecStore's eager modules, or modules that contain them. Default: None, the modules of the
-                constructor.
+            modules: RecStore's eager modules, or modules that contain them. Default:
+                None, the modules of the constructor.
 
         Raises:
-            ValueError: ``modules`` contain no eager RecStore module, a module has ``fused=True``, or a table has been
-                updated by an optimizer of another type; no table has changed. Or a table cannot hold all rows of the
+            ValueError: ``modules`` contain no eager RecStore module, a module has
+                ``fused=True``, or a table has been updated by an optimizer of another
+                type; no table has changed. Or a table cannot hold all rows of the
                 update at once.
-            MemoryError, ColdStoreError: See :meth:`torchrec_recstore.store.Table.update`.
+            MemoryError, ColdStoreError: See
+                :meth:`torchrec_recstore.store.Table.update`.
         """
         tables = self._given(modules)
         self._use_for(tables)
@@ -52,7 +60,9 @@ class _SparseOptimizer:
                 table.forget_collected()
 
     def zero_grad(self, modules: Iterable[nn.Module] | None = None) -> None:
-        """Removes the collected gradients of ``modules``, as in :meth:`step`. torch's ``zero_grad`` does so, too."""
+        """Removes the collected gradients of ``modules``, as in :meth:`step`. torch's
+        ``zero_grad`` does so, too.
+        """
         for table in self._given(modules):
             table.forget_collected()
 
@@ -62,7 +72,9 @@ class _SparseOptimizer:
     def _given(self, modules: Iterable[nn.Module] | None) -> list[TableModule]:
         tables = _tables(self._modules if modules is None else _checked(modules))
         if not tables:
-            raise ValueError("modules must contain at least one eager RecStore module, got none")
+            raise ValueError(
+                "modules must contain at least one eager RecStore module, got none"
+            )
         return tables
 
     def _use_for(self, tables: Iterable[TableModule]) -> None:
@@ -76,11 +88,13 @@ class SparseSGD(_SparseOptimizer):
     """A sparse optimizer that applies :class:`torchrec_recstore.optim.SGD` in ``step``.
 
     Args:
-        modules: The modules that ``step`` and ``zero_grad`` apply to by default. Default: none; pass them to ``step``.
+        modules: The modules that ``step`` and ``zero_grad`` apply to by default.
+            Default: none; pass them to ``step``.
         lr, weight_decay, momentum: See :class:`torchrec_recstore.optim.SGD`.
 
     Raises:
-        TypeError, ValueError: An argument has an unsupported type or value; the message names the argument.
+        TypeError, ValueError: An argument has an unsupported type or value; the message
+            names the argument.
 
     Example::
 
@@ -91,13 +105,19 @@ class SparseSGD(_SparseOptimizer):
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module] = (), lr: float = 0.01, *, weight_decay: float = 0.0, momentum: float = 0.0
+        self,
+        modules: Iterable[nn.Module] = (),
+        lr: float = 0.01,
+        *,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
     ) -> None:
         super().__init__(modules, SGD(lr, weight_decay, momentum))
 
 
 class SparseRowWiseAdagrad(_SparseOptimizer):
-    """A sparse optimizer that applies :class:`torchrec_recstore.optim.RowWiseAdagrad` in ``step``.
+    """A sparse optimizer that applies :class:`torchrec_recstore.optim.RowWiseAdagrad`
+    in ``step``.
 
     Args:
         modules: See :class:`SparseSGD`.
@@ -108,13 +128,19 @@ class SparseRowWiseAdagrad(_SparseOptimizer):
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module] = (), lr: float = 0.01, *, eps: float = 1.0e-8, weight_decay: float = 0.0
+        self,
+        modules: Iterable[nn.Module] = (),
+        lr: float = 0.01,
+        *,
+        eps: float = 1.0e-8,
+        weight_decay: float = 0.0,
     ) -> None:
         super().__init__(modules, RowWiseAdagrad(lr, eps, weight_decay))
 
 
 class SparseAdamW(_SparseOptimizer):
-    """A sparse optimizer that applies :class:`torchrec_recstore.optim.AdamW` in ``step``.
+    """A sparse optimizer that applies :class:`torchrec_recstore.optim.AdamW` in
+    ``step``.
 
     Args:
         modules: See :class:`SparseSGD`.
@@ -138,14 +164,24 @@ class SparseAdamW(_SparseOptimizer):
 
 def _checked(modules: Iterable[nn.Module]) -> list[nn.Module]:
     found = list(modules) if isinstance(modules, Iterable) else [modules]
-    if isinstance(modules, nn.Module) or not all(isinstance(module, nn.Module) for module in found):
+    if isinstance(modules, nn.Module) or not all(
+        isinstance(module, nn.Module) for module in found
+    ):
         raise TypeError(f"modules must be a list of torch modules, got {modules!r}")
     return found
 
 
 def _tables(modules: Iterable[nn.Module]) -> list[TableModule]:
-    every = {id(m): m for module in modules for m in module.modules() if isinstance(m, TableModule)}
+    every = {
+        id(m): m
+        for module in modules
+        for m in module.modules()
+        if isinstance(m, TableModule)
+    }
     for table in every.values():
         if table.fused:
-            raise ValueError(f"{table} updates its rows in backward: make it with fused=False for a sparse optimizer")
+            raise ValueError(
+                f"{table} updates its rows in backward: make it with fused=False for a"
+                " sparse optimizer"
+            )
     return list(every.values())

@@ -25,10 +25,10 @@ class RecStoreConstraints(ConstraintsSeams):
     The other fields are those of TorchRec's ``ParameterConstraints``.
 
     Args:
-        compute_kernels: The names of the kernels that the planner may choose for the table. Default: RecStore's kernel
-            only.
-        options: The table's options. They have no effect if the table is planned on one of TorchRec's kernels. Default:
-            ``TableOptions()``.
+        compute_kernels: The names of the kernels that the planner may choose for the
+            table. Default: RecStore's kernel only.
+        options: The table's options. They have no effect if the table is planned on one
+            of TorchRec's kernels. Default: ``TableOptions()``.
 
     Raises:
         TypeError: ``options`` is not a :class:`TableOptions`.
@@ -39,12 +39,16 @@ class RecStoreConstraints(ConstraintsSeams):
 
     def __post_init__(self) -> None:
         if not isinstance(self.options, TableOptions):
-            raise TypeError(f"RecStoreConstraints.options must be TableOptions, got {type(self.options).__name__}")
+            raise TypeError(
+                "RecStoreConstraints.options must be TableOptions, got"
+                f" {type(self.options).__name__}"
+            )
 
     __repr__ = set_fields
 
     def __hash__(self) -> int:
-        # The hash is the same in every process, as TorchRec's is: the planner compares it with that of a stored plan.
+        # The hash is the same in every process, as TorchRec's is: the planner compares
+        # it with that of a stored plan.
         return self.hash_with_own_fields()
 
     def own_fields(self) -> str:
@@ -52,17 +56,27 @@ class RecStoreConstraints(ConstraintsSeams):
         return repr(self.options)
 
 
-def options_of(constraints: Mapping[str, ParameterConstraints] | None, table_name: str) -> TableOptions:
-    """Returns the table's options from the constraints, or the default options if its constraint has none."""
+def options_of(
+    constraints: Mapping[str, ParameterConstraints] | None, table_name: str
+) -> TableOptions:
+    """Returns the table's options from the constraints, or the default options if its
+    constraint has none.
+    """
     constraint = (constraints or {}).get(table_name)
-    return constraint.options if isinstance(constraint, RecStoreConstraints) else TableOptions()
+    return (
+        constraint.options
+        if isinstance(constraint, RecStoreConstraints)
+        else TableOptions()
+    )
 
 
-def planned_rows(options: TableOptions, num_embeddings: int, measured: TableStatistics | None) -> int:
+def planned_rows(
+    options: TableOptions, num_embeddings: int, measured: TableStatistics | None
+) -> int:
     """Returns the number of resident rows that is planned for a table, over all ranks.
 
-    A measured number replaces ``num_embeddings``, and counts if it is above ``expected_rows``. The number is at most
-    ``max_rows``.
+    A measured number replaces ``num_embeddings``, and counts if it is above
+    ``expected_rows``. The number is at most ``max_rows``.
     """
     if measured is None or measured.rows is None:
         return resident_rows(options, num_embeddings)
@@ -71,12 +85,15 @@ def planned_rows(options: TableOptions, num_embeddings: int, measured: TableStat
 
 
 def with_statistics(
-    constraints: Mapping[str, ParameterConstraints] | None, statistics: Mapping[str, TableStatistics]
+    constraints: Mapping[str, ParameterConstraints] | None,
+    statistics: Mapping[str, TableStatistics],
 ) -> dict[str, ParameterConstraints]:
-    """Returns the constraints with the measured numbers of ids as ``pooling_factors``, where these are not set.
+    """Returns the constraints with the measured numbers of ids as ``pooling_factors``,
+    where these are not set.
 
     Raises:
-        ValueError: The constraint of a table is for another number of features than was measured.
+        ValueError: The constraint of a table is for another number of features than was
+            measured.
     """
     found = dict(constraints or {})
     for name, measured in statistics.items():
@@ -89,8 +106,8 @@ def with_statistics(
         for given in (constraint.num_poolings, constraint.batch_sizes):
             if given is not None and len(given) != len(per_feature):
                 raise ValueError(
-                    f"the statistics of table {name!r} are of {len(per_feature)} feature(s), and its constraint is for "
-                    f"{len(given)}"
+                    f"the statistics of table {name!r} are of {len(per_feature)}"
+                    f" feature(s), and its constraint is for {len(given)}"
                 )
         found[name] = replace(constraint, pooling_factors=list(per_feature))
     return found

@@ -1,4 +1,6 @@
-"""What ``recstore plan`` reads: the file of hosts, the file of tables, and a sample of training rows."""
+"""What ``recstore plan`` reads: the file of hosts, the file of tables, and a sample of
+training rows.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,26 @@ from torchrec_recstore.row_types import MOST_COLUMNS
 from torchrec_recstore.table_configs import ROW_DTYPES
 
 VIRTUAL_ROWS = 2**40
-"""The ``num_embeddings`` of all tables. The measured rows count, and not this number."""
+"""The ``num_embeddings`` of all tables.
 
-_DTYPES = {str(dtype).removeprefix("torch."): data_type for data_type, dtype in ROW_DTYPES.items()}
+The measured rows count, and not this number.
+"""
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): data_type
+    for data_type, dtype in ROW_DTYPES.items()
+}
 
 
 @dataclass(frozen=True)
 class Machines:
     """The hosts and the network of a job, as a topology file has them.
 
-    Rates are bytes a second that a rank sends to ranks of its host, and to ranks of other hosts. ``table_wise_ms`` and
-    ``row_wise_ms`` are as in ``SHARDING_TYPE_MS``; ``latency_ms`` is what a collective takes besides the time of its
-    bytes. Raises ValueError, which names the field, if a number is not finite, or not above 0; milliseconds may be 0.
+    Rates are bytes a second that a rank sends to ranks of its host, and to ranks of
+    other hosts. ``table_wise_ms`` and ``row_wise_ms`` are as in ``SHARDING_TYPE_MS``;
+    ``latency_ms`` is what a collective takes besides the time of its bytes. Raises
+    ValueError, which names the field, if a number is not finite, or not above 0;
+    milliseconds may be 0.
     """
 
     ranks_per_host: int
@@ -53,13 +63,19 @@ class Machines:
             zero = each.name.endswith("_ms")  # may be 0
             number = isinstance(value, kinds) and not isinstance(value, bool)
             if not number or not (0 < value < math.inf or (zero and value == 0)):
-                what = f"a {'whole' if each.type == 'int' else 'finite'} number {'of at least' if zero else 'above'} 0"
+                what = (
+                    f"a {'whole' if each.type == 'int' else 'finite'} number"
+                    f" {'of at least' if zero else 'above'} 0"
+                )
                 raise ValueError(f"{each.name} must be {what}, got {value!r}")
 
     @property
     def bytes_per_ms(self) -> tuple[float, float]:
         """The bytes per millisecond within a host and between hosts."""
-        return self.within_host_bytes_per_s / 1000, self.between_hosts_bytes_per_s / 1000
+        return (
+            self.within_host_bytes_per_s / 1000,
+            self.between_hosts_bytes_per_s / 1000,
+        )
 
     @property
     def sharding_type_ms(self) -> dict[str, float]:
@@ -67,11 +83,15 @@ class Machines:
         return {"table_wise": self.table_wise_ms, "row_wise": self.row_wise_ms}
 
     def topology(self, ranks: int) -> Topology:
-        """Returns TorchRec's topology of a number of ranks. Raises ValueError if the ranks do not fill their hosts."""
+        """Returns TorchRec's topology of a number of ranks.
+
+        Raises ValueError if the ranks do not fill their hosts.
+        """
         on_host = min(self.ranks_per_host, ranks)
         if ranks % on_host:
             raise ValueError(
-                f"{ranks} ranks do not fill hosts with {on_host} ranks each: change ranks or ranks_per_host"
+                f"{ranks} ranks do not fill hosts with {on_host} ranks each: change"
+                " ranks or ranks_per_host"
             )
         within_host, between_hosts = self.bytes_per_ms
         return Topology(
@@ -87,7 +107,8 @@ class Machines:
 def read_machines(path: str | os.PathLike[str]) -> Machines:
     """Reads a topology file, a JSON object with the fields of :class:`Machines`.
 
-    Raises ValueError, which names the file and the field, if a field is missing, unknown or not valid.
+    Raises ValueError, which names the file and the field, if a field is missing,
+    unknown or not valid.
     """
     try:
         document: Any = json.loads(Path(path).read_bytes())
@@ -103,7 +124,8 @@ def read_machines(path: str | os.PathLike[str]) -> Machines:
 class ForecastTable:
     """A pooled table that is to be planned. All tables have the same optimizer.
 
-    ``dtype`` is float32, float16, bfloat16 or int8. ``options.expected_rows`` has no effect: the rows were measured.
+    ``dtype`` is float32, float16, bfloat16 or int8. ``options.expected_rows`` has no
+    effect: the rows were measured.
     """
 
     dim: int
@@ -112,8 +134,13 @@ class ForecastTable:
     options: TableOptions = field(default_factory=TableOptions)
 
 
-def table_config(name: str, table: ForecastTable, features: Sequence[str]) -> EmbeddingBagConfig:
-    """Returns TorchRec's config of a table. Raises ValueError if the name has a point."""
+def table_config(
+    name: str, table: ForecastTable, features: Sequence[str]
+) -> EmbeddingBagConfig:
+    """Returns TorchRec's config of a table.
+
+    Raises ValueError if the name has a point.
+    """
     check_name(name)
     return EmbeddingBagConfig(
         name=name,
@@ -125,21 +152,26 @@ def table_config(name: str, table: ForecastTable, features: Sequence[str]) -> Em
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError if a table has the name of a checkpoint's table that TorchRec's tables cannot have."""
+    """Raises ValueError if a table has the name of a checkpoint's table that TorchRec's
+    tables cannot have.
+    """
     if "." in name:
         raise ValueError(
-            f"table {name!r} cannot be planned: the name of a TorchRec table has no '.', and a checkpoint has it in "
-            "the names of tables whose names are equal in several collections"
+            f"table {name!r} cannot be planned: the name of a TorchRec table has no"
+            " '.', and a checkpoint has it in the names of tables whose names are"
+            " equal in several collections"
         )
 
 
 @dataclass(frozen=True)
 class StatedTable:
-    """What a file says about a table. A field is None, or empty, if the file does not say it.
+    """What a file says about a table.
 
-    ``features`` are the columns of a Parquet sample with the table's ids, ``dtype`` is as in :class:`ForecastTable`,
-    ``rows`` are those of now, and ``max_rows`` is that of ``TableOptions``. Raises ValueError, which names the field,
-    if a value is not valid.
+    A field is None, or empty, if the file does not say it.
+
+    ``features`` are the columns of a Parquet sample with the table's ids, ``dtype`` is
+    as in :class:`ForecastTable`, ``rows`` are those of now, and ``max_rows`` is that of
+    ``TableOptions``. Raises ValueError, which names the field, if a value is not valid.
     """
 
     features: tuple[str, ...] = ()
@@ -150,19 +182,39 @@ class StatedTable:
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.features, tuple) or not all(isinstance(each, str) for each in self.features):
-            raise ValueError(f"features must be a list of columns, got {self.features!r}")
+        if not isinstance(self.features, tuple) or not all(
+            isinstance(each, str) for each in self.features
+        ):
+            raise ValueError(
+                f"features must be a list of columns, got {self.features!r}"
+            )
         if len(set(self.features)) < len(self.features):
             raise ValueError(f"features has a column twice: {list(self.features)}")
         if self.dtype not in (None, *_DTYPES):
-            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
-        for name, least in (("dim", 1), ("rows", 0), ("rows_per_day", -math.inf), ("max_rows", 1)):
+            raise ValueError(
+                f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}"
+            )
+        for name, least in (
+            ("dim", 1),
+            ("rows", 0),
+            ("rows_per_day", -math.inf),
+            ("max_rows", 1),
+        ):
             value = getattr(self, name)
             kinds = (int, float) if name == "rows_per_day" else (int,)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) or value < least:
-                what = "a finite number" if name == "rows_per_day" else f"a whole number from {least}"
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, kinds)
+                or not math.isfinite(value)
+                or value < least
+            ):
+                what = (
+                    "a finite number"
+                    if name == "rows_per_day"
+                    else f"a whole number from {least}"
+                )
                 raise ValueError(f"{name} must be {what}, got {value!r}")
         if self.dim is not None and self.dim > MOST_COLUMNS:
             raise ValueError(f"dim must be at most 2**24, got {self.dim}")
@@ -172,19 +224,27 @@ class StatedTable:
 class TableFile:
     """What a user says about tables, besides what was measured of them.
 
-    ``path`` is for messages. ``optimizer``, that of all tables, is None if the file does not say it.
+    ``path`` is for messages. ``optimizer``, that of all tables, is None if the file
+    does not say it.
     """
 
     path: str
     tables: Mapping[str, StatedTable]
     optimizer: Optimizer | None = None
 
-    def with_saved(self, saved: Mapping[str, ForecastTable]) -> dict[str, ForecastTable]:
-        """Returns the tables of this file and of a checkpoint, ``saved``. What this file says counts first.
+    def with_saved(
+        self, saved: Mapping[str, ForecastTable]
+    ) -> dict[str, ForecastTable]:
+        """Returns the tables of this file and of a checkpoint, ``saved``.
 
-        Raises ValueError, which names the table, if its number of columns or its optimizer is not known.
+        What this file says counts first.
+
+        Raises ValueError, which names the table, if its number of columns or its
+        optimizer is not known.
         """
-        optimizer = self.optimizer or next((each.optimizer for each in saved.values()), None)
+        optimizer = self.optimizer or next(
+            (each.optimizer for each in saved.values()), None
+        )
         found = {}
         for name in dict.fromkeys((*saved, *self.tables)):
             stated, table = self.tables.get(name, StatedTable()), saved.get(name)
@@ -192,23 +252,31 @@ class TableFile:
                 if stated.dim is None or optimizer is None:
                     what = "dim" if stated.dim is None else "optimizer"
                     raise ValueError(
-                        f"{self.path}: the {what} of table {name!r} is not known: state {what}, or pass a checkpoint "
-                        "of the table as SOURCE"
+                        f"{self.path}: the {what} of table {name!r} is not known: state"
+                        f" {what}, or pass a checkpoint of the table as SOURCE"
                     )
                 table = ForecastTable(stated.dim, optimizer)
             found[name] = ForecastTable(
                 dim=stated.dim or table.dim,
                 optimizer=self.optimizer or table.optimizer,
                 dtype=stated.dtype or table.dtype,
-                options=replace(table.options, max_rows=stated.max_rows or table.options.max_rows),
+                options=replace(
+                    table.options, max_rows=stated.max_rows or table.options.max_rows
+                ),
             )
         return found
 
     def statistics(self, steps_per_day: float | None) -> dict[str, TableStatistics]:
-        """Returns the rows of the tables, and their growth, which is left out if ``steps_per_day`` is None."""
+        """Returns the rows of the tables, and their growth, which is left out if
+        ``steps_per_day`` is None.
+        """
         found = {}
         for name, table in self.tables.items():
-            growth = None if steps_per_day is None or table.rows_per_day is None else table.rows_per_day / steps_per_day
+            growth = (
+                None
+                if steps_per_day is None or table.rows_per_day is None
+                else table.rows_per_day / steps_per_day
+            )
             found[name] = TableStatistics(rows=table.rows, rows_per_step=growth)
         return found
 
@@ -216,9 +284,10 @@ class TableFile:
 def read_table_file(path: str | os.PathLike[str]) -> TableFile:
     """Reads a file of tables, a JSON object.
 
-    ``tables`` has an object with the fields of :class:`StatedTable` for each table, and ``optimizer`` the ``name`` of a
-    class of :mod:`torchrec_recstore.optim` and its arguments. Raises ValueError, which names the file, the table and
-    the field, if a field is unknown or not valid.
+    ``tables`` has an object with the fields of :class:`StatedTable` for each table, and
+    ``optimizer`` the ``name`` of a class of :mod:`torchrec_recstore.optim` and its
+    arguments. Raises ValueError, which names the file, the table and the field, if a
+    field is unknown or not valid.
     """
     try:
         document: Any = json.loads(Path(path).read_bytes())
@@ -228,36 +297,62 @@ def read_table_file(path: str | os.PathLike[str]) -> TableFile:
         _check_object("tables", document["tables"])
         tables = {}
         for name, entry in document["tables"].items():
-            _check_object(f"table {name!r}", entry, [each.name for each in fields(StatedTable)])
+            _check_object(
+                f"table {name!r}", entry, [each.name for each in fields(StatedTable)]
+            )
             try:
                 tables[name] = StatedTable(**_with_tuples(entry))
             except ValueError as error:
                 raise ValueError(f"table {name!r}: {error}") from error
-        optimizer = _optimizer(document["optimizer"]) if "optimizer" in document else None
+        optimizer = (
+            _optimizer(document["optimizer"]) if "optimizer" in document else None
+        )
         return TableFile(os.fspath(path), tables, optimizer)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
 def _optimizer(document: Any) -> Optimizer:
-    kind = OPTIMIZERS.get(str(document.get("name"))) if isinstance(document, dict) else None
+    kind = (
+        OPTIMIZERS.get(str(document.get("name")))
+        if isinstance(document, dict)
+        else None
+    )
     if kind is None:
-        raise ValueError(f"optimizer must be an object whose name is one of {', '.join(OPTIMIZERS)}, got {document!r}")
-    _check_object("optimizer", document, ("name", *(each.name for each in fields(kind))))
-    return kind(**_with_tuples({name: value for name, value in document.items() if name != "name"}))
+        raise ValueError(
+            f"optimizer must be an object whose name is one of {', '.join(OPTIMIZERS)},"
+            f" got {document!r}"
+        )
+    _check_object(
+        "optimizer", document, ("name", *(each.name for each in fields(kind)))
+    )
+    return kind(
+        **_with_tuples(
+            {name: value for name, value in document.items() if name != "name"}
+        )
+    )
 
 
 def _with_tuples(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in document.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in document.items()
+    }
 
 
-def _check_object(where: str, value: object, known: Collection[str] | None = None) -> None:
-    # A user writes this file. An unknown field is therefore a mistake, and not a field of a newer version.
+def _check_object(
+    where: str, value: object, known: Collection[str] | None = None
+) -> None:
+    # A user writes this file. An unknown field is therefore a mistake, and not a field
+    # of a newer version.
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be a JSON object, got {value!r}")
     for name in value:
         if known is not None and name not in known:
-            raise ValueError(f"{where} has the unknown field {name!r}: the fields are {', '.join(known)}")
+            raise ValueError(
+                f"{where} has the unknown field {name!r}: the fields are"
+                f" {', '.join(known)}"
+            )
 
 
 def sample_statistics(
@@ -267,15 +362,20 @@ def sample_statistics(
     batch_size: int,
     samples_per_step: int,
 ) -> dict[str, TableStatistics]:
-    """Measures tables with the rows of a Parquet file, on this machine. See :func:`measure_statistics`.
+    """Measures tables with the rows of a Parquet file, on this machine.
 
-    ``columns`` are the columns of ids of each table that is measured: integers, strings, or lists of them; a missing
-    value is no id. Rows after the last whole batch do not count. The rows of a table and their growth are those of a
-    training on the file that begins with empty tables: ``rows`` is the number of distinct ids of the file, and
-    ``rows_per_step`` that of the ids which only the second half of the batches has, for each step of
-    ``samples_per_step`` samples in this half; None with one batch.
+    See :func:`measure_statistics`.
 
-    Raises ValueError if pyarrow is missing, a column is missing or has no ids, or there is no whole batch of rows.
+    ``columns`` are the columns of ids of each table that is measured: integers,
+    strings, or lists of them; a missing value is no id. Rows after the last whole batch
+    do not count. The rows of a table and their growth are those of a training on the
+    file that begins with empty tables: ``rows`` is the number of distinct ids of the
+    file, and ``rows_per_step`` that of the ids which only the second half of the
+    batches has, for each step of ``samples_per_step`` samples in this half; None with
+    one batch.
+
+    Raises ValueError if pyarrow is missing, a column is missing or has no ids, or there
+    is no whole batch of rows.
     """
     names = list(dict.fromkeys(name for each in columns.values() for name in each))
     batches = list(_batches(Path(parquet), names, batch_size))
@@ -286,23 +386,35 @@ def sample_statistics(
     found: dict[str, TableStatistics] = {}
     for name, features in columns.items():
         config = table_config(name, tables[name], features)
-        (measured,) = measure_statistics([config], batches, tables[name].optimizer).values()
+        (measured,) = measure_statistics(
+            [config], batches, tables[name].optimizer
+        ).values()
         rows = _distinct(batches, features)
-        growth = (rows - _distinct(batches[:-later], features)) / steps if later else None
+        growth = (
+            (rows - _distinct(batches[:-later], features)) / steps if later else None
+        )
         found[name] = replace(measured, rows=rows, rows_per_step=growth)
     return found
 
 
 def _distinct(batches: Sequence[KeyedJaggedTensor], features: Sequence[str]) -> int:
-    return len(torch.unique(torch.cat([batch[name].values() for batch in batches for name in features])))
+    return len(
+        torch.unique(
+            torch.cat([batch[name].values() for batch in batches for name in features])
+        )
+    )
 
 
-def _batches(path: Path, names: list[str], batch_size: int) -> Iterator[KeyedJaggedTensor]:
+def _batches(
+    path: Path, names: list[str], batch_size: int
+) -> Iterator[KeyedJaggedTensor]:
     try:
         import pyarrow as pa  # type: ignore[import-untyped]
         import pyarrow.parquet as pq  # type: ignore[import-untyped]
     except ModuleNotFoundError:
-        raise ValueError("pyarrow is missing: pip install 'torchrec-recstore[parquet]'") from None
+        raise ValueError(
+            "pyarrow is missing: pip install 'torchrec-recstore[parquet]'"
+        ) from None
     with path.open("rb") as opened:
         try:
             file = pq.ParquetFile(opened)
@@ -317,20 +429,35 @@ def _batches(path: Path, names: list[str], batch_size: int) -> Iterator[KeyedJag
             lengths = []
             for name in names:
                 for value in batch.column(name).to_pylist():
-                    bag = value if isinstance(value, list) else [] if value is None else [value]
+                    bag = (
+                        value
+                        if isinstance(value, list)
+                        else []
+                        if value is None
+                        else [value]
+                    )
                     ids += [_id(name, each) for each in bag]
                     lengths.append(len(bag))
             yield KeyedJaggedTensor(
-                names, torch.tensor(ids, dtype=torch.int64), lengths=torch.tensor(lengths, dtype=torch.int32)
+                names,
+                torch.tensor(ids, dtype=torch.int64),
+                lengths=torch.tensor(lengths, dtype=torch.int32),
             )
 
 
 def _id(column: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         if not -(2**63) <= value < 2**63:
-            raise ValueError(f"column {column!r} has the id {value}, and ids are signed integers of 64 bits")
+            raise ValueError(
+                f"column {column!r} has the id {value}, and ids are signed integers of"
+                " 64 bits"
+            )
         return value
     if not isinstance(value, str):
-        raise ValueError(f"column {column!r} must have integers, strings, or lists of them, got {value!r}")
-    unsigned = xxhash.xxh3_64_intdigest(value.encode())  # as examples/common/parquet.py does
+        raise ValueError(
+            f"column {column!r} must have integers, strings, or lists of them, got"
+            f" {value!r}"
+        )
+    # as examples/common/parquet.py does
+    unsigned = xxhash.xxh3_64_intdigest(value.encode())
     return unsigned - 2**64 if unsigned >= 2**63 else unsigned

@@ -12,7 +12,10 @@ from torch import nn
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Topology
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+)
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_recstore.torchrec_seams.models import configs_of
@@ -21,7 +24,9 @@ from torchrec_recstore.utils import warn_user
 _SHARDERS: dict[type[nn.Module], str] = {
     EmbeddingBagCollection: "RecStoreSharder",
     EmbeddingCollection: "RecStoreEmbeddingCollectionSharder",
-    FeatureProcessedEmbeddingBagCollection: "RecStoreFeatureProcessedEmbeddingBagCollectionSharder",
+    FeatureProcessedEmbeddingBagCollection: (
+        "RecStoreFeatureProcessedEmbeddingBagCollectionSharder"
+    ),
 }
 """The sharder of each kind of collection that RecStore can hold."""
 
@@ -48,7 +53,9 @@ class LeftOut:
 
 
 def rank_bytes(topology: Topology) -> int:
-    """Returns the memory in bytes of the rank with the most memory, of the kind that dense parameters take."""
+    """Returns the memory in bytes of the rank with the most memory, of the kind that
+    dense parameters take.
+    """
     sizes: list[int] = []
     for device in topology.devices:
         on_host = topology.compute_device == "cpu"
@@ -57,11 +64,16 @@ def rank_bytes(topology: Topology) -> int:
 
 
 def refuse_left_out(
-    module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]], named: Collection[str], most_bytes: int
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    named: Collection[str],
+    most_bytes: int,
 ) -> None:
-    """Checks the collections that no sharder takes, whose tables TorchRec leaves as dense parameters on every rank.
+    """Checks the collections that no sharder takes, whose tables TorchRec leaves as
+    dense parameters on every rank.
 
-    Warns of each of these collections whose tables fit into the memory of a rank and have no constraints.
+    Warns of each of these collections whose tables fit into the memory of a rank and
+    have no constraints.
 
     Args:
         module: The model.
@@ -70,35 +82,45 @@ def refuse_left_out(
         most_bytes: The memory in bytes that a rank has for dense parameters.
 
     Raises:
-        PlannerError: A table of such a collection has constraints or statistics, or is larger than ``most_bytes``.
+        PlannerError: A table of such a collection has constraints or statistics, or is
+            larger than ``most_bytes``.
     """
     kinds = {sharder.module_type for sharder in sharders}
     for collection in _left_out(module, kinds):
         names = [config.name for config in collection.configs]
         tables = f"table(s) {', '.join(map(repr, names))}"
         fix = (
-            f"pass get_recstore_sharders(...), which has a {_SHARDERS[collection.kind]}, as the sharders of the "
-            "planner and of DistributedModelParallel"
+            "pass get_recstore_sharders(...), which has a"
+            f" {_SHARDERS[collection.kind]}, as the sharders of the planner and of"
+            " DistributedModelParallel"
         )
         said = f"no sharder takes {collection.description} with {tables}"
         for config in collection.configs:
             if config.name in named:
                 raise PlannerError(
-                    f"{said}, so that the constraints or statistics of {config.name!r} have no effect: {fix}",
+                    f"{said}, so that the constraints or statistics of {config.name!r}"
+                    f" have no effect: {fix}",
                     error_type=PlannerErrorType.INPUT_VALIDATION,
                 )
             needed = _dense_bytes(config)
             if needed > most_bytes:
                 raise PlannerError(
-                    f"{said}, so that each rank would allocate {config.name!r} as a dense parameter of "
-                    f"{needed / 2**30:,.1f} GiB: {fix}",
+                    f"{said}, so that each rank would allocate {config.name!r} as a"
+                    f" dense parameter of {needed / 2**30:,.1f} GiB: {fix}",
                     error_type=PlannerErrorType.INPUT_VALIDATION,
                 )
-        warn_user(f"{said}, so that each rank has them as dense parameters outside of RecStore: {fix}")
+        warn_user(
+            f"{said}, so that each rank has them as dense parameters outside of"
+            f" RecStore: {fix}"
+        )
 
 
-def _left_out(module: nn.Module, kinds: Collection[type[nn.Module]]) -> Iterator[LeftOut]:
-    """Yields the collections without a sharder, as TorchRec's enumerator and ``DistributedModelParallel`` see them."""
+def _left_out(
+    module: nn.Module, kinds: Collection[type[nn.Module]]
+) -> Iterator[LeftOut]:
+    """Yields the collections without a sharder, as TorchRec's enumerator and
+    ``DistributedModelParallel`` see them.
+    """
     pending: list[tuple[str, nn.Module, type[nn.Module] | None]] = [("", module, None)]
     while pending:
         path, child, inside_of = pending.pop(0)
@@ -107,7 +129,9 @@ def _left_out(module: nn.Module, kinds: Collection[type[nn.Module]]) -> Iterator
             continue
         if kind in (EmbeddingBagCollection, EmbeddingCollection):
             outer_path = path.rpartition(".")[0]
-            yield LeftOut(outer_path if inside_of else path, inside_of or kind, configs_of(child))
+            yield LeftOut(
+                outer_path if inside_of else path, inside_of or kind, configs_of(child)
+            )
             continue
         processed = kind if kind is FeatureProcessedEmbeddingBagCollection else None
         for name, grandchild in child.named_children():

@@ -1,4 +1,5 @@
-"""The planner that places tables in RecStore, the sharding options that it chooses from, its log, and its errors.
+"""The planner that places tables in RecStore, the sharding options that it chooses
+from, its log, and its errors.
 
 Tests: tests/planner/test_planners.py, tests/planner/test_statistics.py.
 """
@@ -32,9 +33,18 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.planner.constraints import RecStoreConstraints, options_of, planned_rows, with_statistics
+from torchrec_recstore.planner.constraints import (
+    RecStoreConstraints,
+    options_of,
+    planned_rows,
+    with_statistics,
+)
 from torchrec_recstore.planner.left_out import rank_bytes, refuse_left_out
-from torchrec_recstore.planner.refining import SHARDING_TYPE_MS, check_sharding_type_ms, refined
+from torchrec_recstore.planner.refining import (
+    SHARDING_TYPE_MS,
+    check_sharding_type_ms,
+    refined,
+)
 from torchrec_recstore.planner.shard_estimators import (
     MeasuredPerfConfig,
     RecStoreStorageEstimator,
@@ -49,35 +59,50 @@ from torchrec_recstore.sharders import (
     RecStoreParameterSharding,
 )
 from torchrec_recstore.sharders.perf_config import MeasuredSpeed
-from torchrec_recstore.sharders.plan_entries import RecStoreModulePlan, asks_for_recstore
-from torchrec_recstore.torchrec_seams.planning import PlannerSeams, compute_device, constraints_of
+from torchrec_recstore.sharders.plan_entries import (
+    RecStoreModulePlan,
+    asks_for_recstore,
+)
+from torchrec_recstore.torchrec_seams.planning import (
+    PlannerSeams,
+    compute_device,
+    constraints_of,
+)
 
-# TorchRec logs its statistics of the plan here (torchrec 1.8.0), so that both are shown or neither is.
+# TorchRec logs its statistics of the plan here (torchrec 1.8.0), so that both are shown
+# or neither is.
 logger = logging.getLogger("torchrec.distributed.planner.stats")
 
 _NO_ROOM = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 _MOST_NAMED = 5
-_Sharder = RecStoreCollectionSharder | RecStoreFeatureProcessedEmbeddingBagCollectionSharder
+_Sharder = (
+    RecStoreCollectionSharder | RecStoreFeatureProcessedEmbeddingBagCollectionSharder
+)
 
 
 class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
-    """An enumerator whose constraints can place single tables of a RecStore sharder on TorchRec's kernels.
+    """An enumerator whose constraints can place single tables of a RecStore sharder on
+    TorchRec's kernels.
 
-    The sharding options of a table use RecStore's kernel unless the table's constraint names other kernels in
-    ``compute_kernels``, or has ``data_parallel`` as its only sharding type.
+    The sharding options of a table use RecStore's kernel unless the table's constraint
+    names other kernels in ``compute_kernels``, or has ``data_parallel`` as its only
+    sharding type.
 
     Args:
         topology: The device topology.
         batch_size: The batch size of one rank. Default: TorchRec's ``BATCH_SIZE``.
         constraints: The constraints, by table name. Default: None.
-        estimator: The estimators of performance and storage. Default: TorchRec's for its own kernels, and RecStore's
-            for RecStore tables.
-        use_exact_enumerate_order: As in TorchRec's ``EmbeddingEnumerator``. Default: False.
-        statistics: What was measured of tables, by table name. The measured rows and ids of a sample count in all
-            estimates, and the measured times replace TorchRec's formulas for RecStore tables. Default: None.
+        estimator: The estimators of performance and storage. Default: TorchRec's for
+            its own kernels, and RecStore's for RecStore tables.
+        use_exact_enumerate_order: As in TorchRec's ``EmbeddingEnumerator``. Default:
+            False.
+        statistics: What was measured of tables, by table name. The measured rows and
+            ids of a sample count in all estimates, and the measured times replace
+            TorchRec's formulas for RecStore tables. Default: None.
 
     Raises:
-        ValueError: The constraint of a table is for another number of features than was measured.
+        ValueError: The constraint of a table is for another number of features than was
+            measured.
     """
 
     def __init__(
@@ -101,44 +126,81 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             }
             estimator = [
                 EmbeddingPerfEstimatorFactory.create_with_config(
-                    MeasuredPerfConfig(measured), topology=topology, constraints=constraints
+                    MeasuredPerfConfig(measured),
+                    topology=topology,
+                    constraints=constraints,
                 ),
-                RecStoreStorageEstimator(topology=topology, constraints=constraints, statistics=self.statistics),
+                RecStoreStorageEstimator(
+                    topology=topology,
+                    constraints=constraints,
+                    statistics=self.statistics,
+                ),
             ]
-        super().__init__(topology, batch_size, constraints, estimator, use_exact_enumerate_order)
+        super().__init__(
+            topology, batch_size, constraints, estimator, use_exact_enumerate_order
+        )
         self._rank_bytes = rank_bytes(topology)
         self._offers: dict[int, _Sharder] = {}
         self.found: list[ShardingOption] = []
         """The options that the last call of :meth:`enumerate` has returned."""
 
-    def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
-        """Returns the sharding options of every table that one of ``sharders`` can shard.
+    def enumerate(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> list[ShardingOption]:
+        """Returns the sharding options of every table that one of ``sharders`` can
+        shard.
 
         Raises:
-            PlannerError: A constraint names a table that the model does not have, or the constraints leave no option
-                for a table. Or no sharder takes a collection that RecStore can hold, and a table of the collection has
+            PlannerError: A constraint names a table that the model does not have, or
+                the constraints leave no option for a table. Or no sharder takes a
+                collection that RecStore can hold, and a table of the collection has
                 constraints or is larger than the memory of a rank.
         """
         constraints: Mapping[str, ParameterConstraints] = constraints_of(self)
         self.found = []
         if any(isinstance(sharder, _Sharder) for sharder in sharders):
-            refuse_left_out(module, sharders, {*constraints, *self.statistics}, self._rank_bytes)
+            refuse_left_out(
+                module, sharders, {*constraints, *self.statistics}, self._rank_bytes
+            )
         try:
             with _without_warnings_of_data_parallel():
-                enumerated = super().enumerate(module, [self._offer(sharder) for sharder in sharders])
+                enumerated = super().enumerate(
+                    module, [self._offer(sharder) for sharder in sharders]
+                )
         except RuntimeError as error:
-            # torchrec 1.8.0 raises this error if the constraints leave a table without options.
+            # torchrec 1.8.0 raises this error if the constraints leave a table without
+            # options.
             if not str(error).startswith("No available sharding type"):
                 raise
-            named = re.search(r" constraints for (.+)\. Module: (.+), sharder: ", str(error))
-            said = self._without_option(*named.groups()) if named and named[1] in constraints else str(error)
-            raise PlannerError(said, error_type=PlannerErrorType.STRICT_CONSTRAINTS) from error
+            named = re.search(
+                r" constraints for (.+)\. Module: (.+), sharder: ", str(error)
+            )
+            said = (
+                self._without_option(*named.groups())
+                if named and named[1] in constraints
+                else str(error)
+            )
+            raise PlannerError(
+                said, error_type=PlannerErrorType.STRICT_CONSTRAINTS
+            ) from error
         names = {option.name for option in enumerated}
-        here = {name for name, c in constraints.items() if c.device_group in (None, "", compute_device(self))}
+        here = {
+            name
+            for name, c in constraints.items()
+            if c.device_group in (None, "", compute_device(self))
+        }
         _check_names("statistics of", names, set(self.statistics))
         _check_names("constraints for", names, here)
-        mine = {key for key, sharder in self.sharder_map.items() if isinstance(sharder, _Sharder)}
-        wanted = [o for o in enumerated if o.module_type_key not in mine or _wanted(o, constraints.get(o.name))]
+        mine = {
+            key
+            for key, sharder in self.sharder_map.items()
+            if isinstance(sharder, _Sharder)
+        }
+        wanted = [
+            o
+            for o in enumerated
+            if o.module_type_key not in mine or _wanted(o, constraints.get(o.name))
+        ]
         keys = {option.name: option.module_type_key for option in enumerated}
         for name in sorted(keys.keys() - {option.name for option in wanted}):
             said = self._without_option(name, keys[name])
@@ -147,25 +209,58 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         return wanted
 
     def _without_option(self, name: str, key: str) -> str:
-        """Describes the error of a table that its constraint leaves no option; ``key`` is of its sharder."""
-        constraint, sharder, device = constraints_of(self)[name], self.sharder_map[key], compute_device(self)
-        asked, kernels = constraint.sharding_types, constraint.compute_kernels or [RECSTORE_KERNEL]
-        offers = {each: sharder.compute_kernels(each, device) for each in sharder.sharding_types(device)}
-        said = f"no sharding option is left for table {name!r} with sharding_types={asked}, compute_kernels={kernels}"
+        """Describes the error of a table that its constraint leaves no option; ``key``
+        is of its sharder.
+        """
+        constraint, sharder, device = (
+            constraints_of(self)[name],
+            self.sharder_map[key],
+            compute_device(self),
+        )
+        asked, kernels = (
+            constraint.sharding_types,
+            constraint.compute_kernels or [RECSTORE_KERNEL],
+        )
+        offers = {
+            each: sharder.compute_kernels(each, device)
+            for each in sharder.sharding_types(device)
+        }
+        said = (
+            f"no sharding option is left for table {name!r} with"
+            f" sharding_types={asked}, compute_kernels={kernels}"
+        )
         if _on_servers(constraint):
-            return f"{said}: servers distribute its rows, so that its sharding type must be table_wise"
-        types = [each for each, offered in offers.items() if not set(kernels).isdisjoint(offered)]
-        others = sorted({kernel for each in asked or offers for kernel in offers.get(each, ())})
+            return (
+                f"{said}: servers distribute its rows, so that its sharding type must"
+                " be table_wise"
+            )
+        types = [
+            each
+            for each, offered in offers.items()
+            if not set(kernels).isdisjoint(offered)
+        ]
+        others = sorted(
+            {kernel for each in asked or offers for kernel in offers.get(each, ())}
+        )
         fixes = {"sharding_types": types, "compute_kernels": others}
-        return f"{said}: set " + " or ".join(f"{field} to some of {of}" for field, of in fixes.items() if of)
+        return f"{said}: set " + " or ".join(
+            f"{field} to some of {of}" for field, of in fixes.items() if of
+        )
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """Estimates the options. The estimates of RecStore tables depend on the ``output_dtype`` of their lookups.
+        """Estimates the options.
 
-        If the constraint of a table has none, TorchRec takes the dtype of the rows, and not the one of ``fused_params``
-        (torchrec 1.8.0).
+        The estimates of RecStore tables depend on the ``output_dtype`` of their
+        lookups.
+
+        If the constraint of a table has none, TorchRec takes the dtype of the rows, and
+        not the one of ``fused_params`` (torchrec 1.8.0).
         """
-        unset = [o for o in sharding_options if o.compute_kernel == RECSTORE_KERNEL and o.output_dtype is None]
+        unset = [
+            o
+            for o in sharding_options
+            if o.compute_kernel == RECSTORE_KERNEL and o.output_dtype is None
+        ]
         for option in unset:
             option.output_dtype = lookup_type(option, self.sharder_map)
         super().populate_estimates(sharding_options)
@@ -175,30 +270,36 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
     def _offer(self, sharder: ModuleSharder[nn.Module]) -> ModuleSharder[nn.Module]:
         if not isinstance(sharder, _Sharder):
             return sharder
-        # Each sharder gets one copy only: the stock enumerator detects a repeated call by the identity of the sharders.
+        # Each sharder gets one copy only: the stock enumerator detects a repeated call
+        # by the identity of the sharders.
         return self._offers.setdefault(id(sharder), sharder.with_stock_kernels())
 
 
 def _check_names(what: str, known: set[str], named: set[str]) -> None:
     if unknown := sorted(named - known):
         raise PlannerError(
-            f"{what} unknown table(s) {', '.join(map(repr, unknown))}; the model's tables are "
-            f"{', '.join(map(repr, sorted(known)))}",
+            f"{what} unknown table(s) {', '.join(map(repr, unknown))}; the model's"
+            f" tables are {', '.join(map(repr, sorted(known)))}",
             error_type=PlannerErrorType.INPUT_VALIDATION,
         )
 
 
 @contextmanager
 def _without_warnings_of_data_parallel() -> Iterator[None]:
-    """Drops the stock enumerator's warning that RecStore's kernel has no data-parallel sharding.
+    """Drops the stock enumerator's warning that RecStore's kernel has no data-parallel
+    sharding.
 
-    A RecStore sharder offers data_parallel to tables on TorchRec's kernels only, and TorchRec (1.7.0 to 1.9.2) warns of
-    every sharding type that the kernels of a constraint leave out.
+    A RecStore sharder offers data_parallel to tables on TorchRec's kernels only, and
+    TorchRec (1.7.0 to 1.9.2) warns of every sharding type that the kernels of a
+    constraint leave out.
     """
 
     def wanted(record: logging.LogRecord) -> bool:
         said = record.getMessage()
-        ours = f"Constrained compute kernels: ['{RECSTORE_KERNEL}']" in said and "data_parallel" in said
+        ours = (
+            f"Constrained compute kernels: ['{RECSTORE_KERNEL}']" in said
+            and "data_parallel" in said
+        )
         return not (ours and said.startswith("No available compute kernels"))
 
     logger = logging.getLogger(EmbeddingEnumerator.__module__)
@@ -210,13 +311,22 @@ def _without_warnings_of_data_parallel() -> Iterator[None]:
 
 
 def _on_servers(constraint: ParameterConstraints | None) -> bool:
-    return isinstance(constraint, RecStoreConstraints) and constraint.options.servers is not None
+    return (
+        isinstance(constraint, RecStoreConstraints)
+        and constraint.options.servers is not None
+    )
 
 
 def _wanted(option: ShardingOption, constraint: ParameterConstraints | None) -> bool:
-    """Returns whether the constraint of a RecStore sharder's table allows the option's kernel."""
+    """Returns whether the constraint of a RecStore sharder's table allows the option's
+    kernel.
+    """
     in_recstore = bool(option.compute_kernel == RECSTORE_KERNEL)
-    if _on_servers(constraint) and in_recstore and option.sharding_type != ShardingType.TABLE_WISE.value:
+    if (
+        _on_servers(constraint)
+        and in_recstore
+        and option.sharding_type != ShardingType.TABLE_WISE.value
+    ):
         return False
     if constraint is None or not constraint.compute_kernels:
         return not asks_for_recstore(constraint) or in_recstore
@@ -224,7 +334,8 @@ def _wanted(option: ShardingOption, constraint: ParameterConstraints | None) -> 
 
 
 class RecStorePlanner(PlannerSeams):
-    """A planner that places tables in RecStore and writes the options of each of these tables into the plan.
+    """A planner that places tables in RecStore and writes the options of each of these
+    tables into the plan.
 
     Example::
 
@@ -232,26 +343,32 @@ class RecStorePlanner(PlannerSeams):
         planner = RecStorePlanner(topology=Topology(world_size=2, compute_device="cpu"), constraints=constraints)
         plan = planner.collective_plan(model, [RecStoreSharder()], dist.group.WORLD)
 
-    If several collections of the model have RecStore tables with the same name, the constraint of that name applies to
-    all of these tables. The initial rows of each of them also depend on the path of its collection in the model, so
-    that the tables start with different rows.
+    If several collections of the model have RecStore tables with the same name, the
+    constraint of that name applies to all of these tables. The initial rows of each of
+    them also depend on the path of its collection in the model, so that the tables
+    start with different rows.
 
     Args:
         topology: The device topology. Default: the topology of the process group.
         batch_size: The batch size of one rank. Default: TorchRec's ``BATCH_SIZE``.
-        enumerator: The enumerator of the sharding options. Default: a :class:`RecStoreEnumerator`.
-        args, kwargs: The other arguments of TorchRec's ``EmbeddingShardingPlanner``, in the same order. ``constraints``
-            maps table names to constraints; a :class:`RecStoreConstraints` has the options of a RecStore table.
-        statistics: What was measured of tables, by table name; see :func:`read_statistics` and
-            :func:`measure_statistics`. With statistics, the default ``partitioner`` places the tables that take most
-            time first. Default: None.
-        sharding_type_ms: With statistics, the milliseconds of a step that a sharding type of a collection takes on
-            every rank of several, whatever its tables are, for ``"table_wise"`` and ``"row_wise"``. Default: None,
-            which means measured numbers on CPUs, and 0 on accelerators.
+        enumerator: The enumerator of the sharding options. Default: a
+            :class:`RecStoreEnumerator`.
+        args, kwargs: The other arguments of TorchRec's ``EmbeddingShardingPlanner``, in
+            the same order. ``constraints`` maps table names to constraints; a
+            :class:`RecStoreConstraints` has the options of a RecStore table.
+        statistics: What was measured of tables, by table name; see
+            :func:`read_statistics` and :func:`measure_statistics`. With statistics, the
+            default ``partitioner`` places the tables that take most time first.
+            Default: None.
+        sharding_type_ms: With statistics, the milliseconds of a step that a sharding
+            type of a collection takes on every rank of several, whatever its tables
+            are, for ``"table_wise"`` and ``"row_wise"``. Default: None, which means
+            measured numbers on CPUs, and 0 on accelerators.
 
     Raises:
-        ValueError: ``statistics`` and ``enumerator`` are both set. The enumerator takes the statistics then. Or
-            ``sharding_type_ms`` has another sharding type, or a negative number, or there are no statistics.
+        ValueError: ``statistics`` and ``enumerator`` are both set. The enumerator takes
+            the statistics then. Or ``sharding_type_ms`` has another sharding type, or a
+            negative number, or there are no statistics.
     """
 
     def __init__(
@@ -263,33 +380,54 @@ class RecStorePlanner(PlannerSeams):
     ) -> None:
         enumerator = kwargs.get("enumerator", args[2] if len(args) > 2 else None)
         if statistics and enumerator is not None:
-            raise ValueError("statistics have no effect on the enumerator that is passed: pass them to the enumerator")
+            raise ValueError(
+                "statistics have no effect on the enumerator that is passed: pass them"
+                " to the enumerator"
+            )
         check_sharding_type_ms(sharding_type_ms or {})
         if sharding_type_ms is not None and not statistics and enumerator is None:
-            raise ValueError("sharding_type_ms has no effect without the statistics of tables: pass statistics, too")
+            raise ValueError(
+                "sharding_type_ms has no effect without the statistics of tables: pass"
+                " statistics, too"
+            )
         self._sharding_type_ms = sharding_type_ms
-        self._statistics = dict(statistics or {})  # TorchRec's constructor makes the enumerator
+        # TorchRec's constructor makes the enumerator
+        self._statistics = dict(statistics or {})
         if statistics and len(args) < 6 and kwargs.get("partitioner") is None:
-            # TorchRec's default places the largest tables first (torchrec 1.8.0), whatever their time is.
+            # TorchRec's default places the largest tables first (torchrec 1.8.0),
+            # whatever their time is.
             kwargs["partitioner"] = GreedyPerfPartitioner(sort_by=SortBy.PERF)
         super().__init__(*args, **kwargs)
 
     def make_enumerator(
-        self, topology: Topology, batch_size: int, constraints: dict[str, ParameterConstraints] | None
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: dict[str, ParameterConstraints] | None,
     ) -> RecStoreEnumerator:
         """Returns the enumerator of a planner whose argument ``enumerator`` is None."""
-        return RecStoreEnumerator(topology, batch_size, constraints, statistics=self._statistics)
+        return RecStoreEnumerator(
+            topology, batch_size, constraints, statistics=self._statistics
+        )
 
     def replace_stats(self, stats: Stats) -> Stats:
-        """Replaces TorchRec's default statistics; any other statistics are the user's choice and stay."""
+        """Replaces TorchRec's default statistics; any other statistics are the user's
+        choice and stay.
+        """
         return RecStoreStats() if type(stats) is EmbeddingStats else stats
 
     def refine(self, plan: list[ShardingOption]) -> list[ShardingOption]:
-        """Returns the plan with tables of measured times moved while the step of the slowest rank becomes shorter."""
+        """Returns the plan with tables of measured times moved while the step of the
+        slowest rank becomes shorter.
+        """
         enumerator, topology = self.searched
         if not isinstance(enumerator, RecStoreEnumerator) or topology.world_size == 1:
             return plan
-        measured = {name for name, each in enumerator.statistics.items() if each.ns_per_id is not None}
+        measured = {
+            name
+            for name, each in enumerator.statistics.items()
+            if each.ns_per_id is not None
+        }
         if not measured:
             return plan
         default = SHARDING_TYPE_MS if topology.compute_device == "cpu" else {}
@@ -299,20 +437,27 @@ class RecStorePlanner(PlannerSeams):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(constraints={dict(constraints_of(self))})"
 
-    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """Returns the plan of a model, before sharding, for the modules of ``sharders``.
+    def plan(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> ShardingPlan:
+        """Returns the plan of a model, before sharding, for the modules of
+        ``sharders``.
 
         Raises:
-            PlannerError: No plan satisfies the constraints and the memory limits, or a constraint names a table that
-                the model does not have. If memory is short, the message begins with the tables that do not fit, and
-                with the memory, of the host or of the accelerator, that is too small for them.
+            PlannerError: No plan satisfies the constraints and the memory limits, or a
+                constraint names a table that the model does not have. If memory is
+                short, the message begins with the tables that do not fit, and with the
+                memory, of the host or of the accelerator, that is too small for them.
         """
         try:
             plan: ShardingPlan = super().plan(module, sharders)
         except PlannerError as error:
             enumerator, topology = self.searched
-            # An enumerator of the user's class does not keep its options. TorchRec's message is all there is then.
-            found = enumerator.found if isinstance(enumerator, RecStoreEnumerator) else []
+            # An enumerator of the user's class does not keep its options. TorchRec's
+            # message is all there is then.
+            found = (
+                enumerator.found if isinstance(enumerator, RecStoreEnumerator) else []
+            )
             if not found or error.error_type not in _NO_ROOM:
                 raise
             said = "\n".join([*_shortages(found, topology), "", str(error)])
@@ -325,17 +470,23 @@ class RecStorePlanner(PlannerSeams):
         ]
         times = Counter(name for *_, name in tables)
         for path, module_plan, name in tables:
-            # Without a row name of their own, tables with the same name would make the same initial rows and would
-            # share their rows in a shared cold store.
+            # Without a row name of their own, tables with the same name would make the
+            # same initial rows and would share their rows in a shared cold store.
             row_name = f"{path}.{name}" if times[name] > 1 else None
             options = options_of(constraints_of(self), name)
-            module_plan[name] = RecStoreParameterSharding.of(module_plan[name], options, row_name)
-        plan.plan = {path: RecStoreModulePlan(module_plan) for path, module_plan in plan.plan.items()}
+            module_plan[name] = RecStoreParameterSharding.of(
+                module_plan[name], options, row_name
+            )
+        plan.plan = {
+            path: RecStoreModulePlan(module_plan)
+            for path, module_plan in plan.plan.items()
+        }
         return plan
 
 
 class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
-    """A logger of a plan's statistics that adds the rows and bytes assumed for the RecStore tables.
+    """A logger of a plan's statistics that adds the rows and bytes assumed for the
+    RecStore tables.
 
     If the topology has an accelerator, it also adds the bytes over the bus.
     """
@@ -350,12 +501,21 @@ class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
         enumerator: Enumerator | None = None,
         **kwargs: Any,
     ) -> None:
-        """Logs the statistics of a plan. See TorchRec's ``EmbeddingStats``; the arguments are the same."""
-        kwargs.update(best_plan=best_plan, constraints=constraints, enumerator=enumerator)
+        """Logs the statistics of a plan.
+
+        See TorchRec's ``EmbeddingStats``; the arguments are the same.
+        """
+        kwargs.update(
+            best_plan=best_plan, constraints=constraints, enumerator=enumerator
+        )
         super().log(sharding_plan, topology, *args, **kwargs)
-        statistics = enumerator.statistics if isinstance(enumerator, RecStoreEnumerator) else {}
+        statistics = (
+            enumerator.statistics if isinstance(enumerator, RecStoreEnumerator) else {}
+        )
         lines = assumed(best_plan, constraints, statistics)
-        if topology.compute_device != "cpu" and isinstance(enumerator, EmbeddingEnumerator):
+        if topology.compute_device != "cpu" and isinstance(
+            enumerator, EmbeddingEnumerator
+        ):
             lines += _copied(best_plan, topology, constraints, enumerator.sharder_map)
         for line in lines:
             logger.info(line)
@@ -366,25 +526,36 @@ def assumed(
     constraints: dict[str, ParameterConstraints] | None,
     statistics: Mapping[str, TableStatistics] = MappingProxyType({}),
 ) -> list[str]:
-    """Returns a line for each RecStore table with its resident rows, over all ranks, and its GiB on each rank.
+    """Returns a line for each RecStore table with its resident rows, over all ranks,
+    and its GiB on each rank.
 
-    The bytes include the rows with their optimizer state, index and bookkeeping, the counter of sightings, and the
-    table's inputs and outputs.
+    The bytes include the rows with their optimizer state, index and bookkeeping, the
+    counter of sightings, and the table's inputs and outputs.
     """
     lines = []
     dynamic = [option for option in options if option.compute_kernel == RECSTORE_KERNEL]
     times = Counter(option.name for option in dynamic)
     for option in sorted(dynamic, key=lambda o: (o.name, o.path)):
-        name = option.name if times[option.name] == 1 else f"{option.path}.{option.name}"
+        name = (
+            option.name if times[option.name] == 1 else f"{option.path}.{option.name}"
+        )
         asked = options_of(constraints, option.name)
         if asked.servers is not None:
-            lines.append(f"RecStore table {name!r} is on the servers {', '.join(asked.servers.addresses)}")
+            lines.append(
+                f"RecStore table {name!r} is on the servers"
+                f" {', '.join(asked.servers.addresses)}"
+            )
             continue
         measured = statistics.get(option.name)
         rows = planned_rows(asked, option.tensor.shape[0], measured)
-        ranks = ", ".join(f"rank {s.rank}: {s.storage.ddr / 2**30:.3f} GiB" for s in option.shards)
+        ranks = ", ".join(
+            f"rank {s.rank}: {s.storage.ddr / 2**30:.3f} GiB" for s in option.shards
+        )
         source = _source(asked, rows, measured)
-        lines.append(f"RecStore table {name!r}: {rows:,} resident rows assumed ({source}); {ranks}")
+        lines.append(
+            f"RecStore table {name!r}: {rows:,} resident rows assumed ({source});"
+            f" {ranks}"
+        )
     return lines
 
 
@@ -394,7 +565,11 @@ def _source(options: TableOptions, rows: int, measured: TableStatistics | None) 
         return "measured"
     if rows == options.max_rows and rows != options.expected_rows:
         return "max_rows"
-    return "expected_rows" if options.expected_rows is not None else "no expected_rows: num_embeddings, at most 2**20"
+    return (
+        "expected_rows"
+        if options.expected_rows is not None
+        else "no expected_rows: num_embeddings, at most 2**20"
+    )
 
 
 def _copied(
@@ -403,25 +578,33 @@ def _copied(
     constraints: dict[str, ParameterConstraints] | None,
     sharders: Mapping[str, ModuleSharder[nn.Module]],
 ) -> list[str]:
-    """Returns a line for each rank with the bytes that its RecStore tables copy over the bus in a step."""
+    """Returns a line for each rank with the bytes that its RecStore tables copy over
+    the bus in a step.
+    """
     down: Counter[int] = Counter()
     up: Counter[int] = Counter()
     for option in options:
         if option.compute_kernel == RECSTORE_KERNEL:
-            for shard, each in zip(option.shards, bus_bytes_of(option, topology, constraints, sharders), strict=True):
+            for shard, each in zip(
+                option.shards,
+                bus_bytes_of(option, topology, constraints, sharders),
+                strict=True,
+            ):
                 down[shard.rank] += round(each.down)
                 up[shard.rank] += round(each.up)
     return [
-        f"RecStore tables of rank {rank} copy in a step {down[rank] / 2**20:.3f} MiB to the host and "
-        f"{up[rank] / 2**20:.3f} MiB to {topology.compute_device}"
+        f"RecStore tables of rank {rank} copy in a step {down[rank] / 2**20:.3f} MiB to"
+        f" the host and {up[rank] / 2**20:.3f} MiB to {topology.compute_device}"
         for rank in sorted(down)
     ]
 
 
 def _shortages(options: list[ShardingOption], topology: Topology) -> list[str]:
-    """Returns lines that name the tables that do not fit, and the memory that is too small for them.
+    """Returns lines that name the tables that do not fit, and the memory that is too
+    small for them.
 
-    The host memory (DDR) and, under an accelerator, its memory (HBM) are compared apart.
+    The host memory (DDR) and, under an accelerator, its memory (HBM) are compared
+    apart.
     """
     kinds = {"ddr": "host memory (DDR)"}
     if topology.compute_device != "cpu":
@@ -431,30 +614,45 @@ def _shortages(options: list[ShardingOption], topology: Topology) -> list[str]:
         by_table.setdefault(option.fqn.lstrip("."), []).append(option)
     lines, fullest = [], (0.0, "")
     for kind, memory in kinds.items():
-        # The bytes that each table needs at least, over its options: on the rank with its largest shard, and in all.
+        # The bytes that each table needs at least, over its options: on the rank with
+        # its largest shard, and in all.
         on_a_rank = {
-            table: min(max(getattr(shard.storage, kind) for shard in option.shards) for option in each)
+            table: min(
+                max(getattr(shard.storage, kind) for shard in option.shards)
+                for option in each
+            )
             for table, each in by_table.items()
         }
-        needed = sum(min(getattr(option.total_storage, kind) for option in each) for each in by_table.values())
+        needed = sum(
+            min(getattr(option.total_storage, kind) for option in each)
+            for each in by_table.values()
+        )
         sizes = [getattr(device.storage, kind) for device in topology.devices]
         largest = sorted(on_a_rank.items(), key=lambda item: -item[1])
         alone = [(table, size) for table, size in largest if size > max(sizes)]
         lines += [
-            f"table {table!r} needs at least {_gib(size)} of {memory} on a rank, and a rank has {_gib(max(sizes))}"
+            f"table {table!r} needs at least {_gib(size)} of {memory} on a rank, and a"
+            f" rank has {_gib(max(sizes))}"
             for table, size in alone[:_MOST_NAMED]
         ]
         if len(alone) > _MOST_NAMED:
-            lines.append(f"{len(alone) - _MOST_NAMED} more tables need more {memory} than a rank has")
-        shards = ", ".join(f"{table!r} {_gib(size)}" for table, size in largest[:_MOST_NAMED])
+            lines.append(
+                f"{len(alone) - _MOST_NAMED} more tables need more {memory} than a"
+                " rank has"
+            )
+        shards = ", ".join(
+            f"{table!r} {_gib(size)}" for table, size in largest[:_MOST_NAMED]
+        )
         if not alone and needed > sum(sizes):
             lines.append(
-                f"the tables need at least {_gib(needed)} of {memory}, and all {len(sizes)} rank(s) together have "
-                f"{_gib(sum(sizes))}; largest shards: {shards}"
+                f"the tables need at least {_gib(needed)} of {memory}, and all"
+                f" {len(sizes)} rank(s) together have {_gib(sum(sizes))}; largest"
+                f" shards: {shards}"
             )
         each_fits = (
-            f"each table fits, but the shards do not fit next to each other into the {memory} of {len(sizes)} rank(s) "
-            f"with {_gib(max(sizes))} each; largest shards: {shards}"
+            "each table fits, but the shards do not fit next to each other into the"
+            f" {memory} of {len(sizes)} rank(s) with {_gib(max(sizes))} each; largest"
+            f" shards: {shards}"
         )
         fullest = max(fullest, (needed / max(sum(sizes), 1), each_fits))
     return lines or [fullest[1]]

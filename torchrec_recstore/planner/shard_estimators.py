@@ -1,4 +1,6 @@
-"""The planner's estimates for RecStore tables: their memory, the time of their collectives, and the bytes of copies."""
+"""The planner's estimates for RecStore tables: their memory, the time of their
+collectives, and the bytes of copies.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,41 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import build_sharder_data
 from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.distributed.utils import convert_to_fbgemm_types
-from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, DataType, dtype_to_data_type
+from torchrec.modules.embedding_configs import (
+    DATA_TYPE_NUM_BITS,
+    DataType,
+    dtype_to_data_type,
+)
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_recstore.optim import state_bytes, without_state
 from torchrec_recstore.options import LEFT_ID_BYTES
 from torchrec_recstore.planner.constraints import options_of, planned_rows
 from torchrec_recstore.planner.statistics import TableStatistics
-from torchrec_recstore.planner.traffic import PlacedTable, RankTraffic, milliseconds, rank_traffic
+from torchrec_recstore.planner.traffic import (
+    PlacedTable,
+    RankTraffic,
+    milliseconds,
+    rank_traffic,
+)
 from torchrec_recstore.row_types import row_bytes
 from torchrec_recstore.sharders import RECSTORE_KERNEL
-from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params, output_dtype, state_dtype
-from torchrec_recstore.sharders.perf_config import BusBytes, RecStorePerfConfig, bus_bytes, evaluator_of
-from torchrec_recstore.sharders.plan_entries import SHARDING_TYPES, ResidentParameter, with_marks
+from torchrec_recstore.sharders.fused_params import (
+    optimizer_from_fused_params,
+    output_dtype,
+    state_dtype,
+)
+from torchrec_recstore.sharders.perf_config import (
+    BusBytes,
+    RecStorePerfConfig,
+    bus_bytes,
+    evaluator_of,
+)
+from torchrec_recstore.sharders.plan_entries import (
+    SHARDING_TYPES,
+    ResidentParameter,
+    with_marks,
+)
 from torchrec_recstore.table_configs import ROW_DTYPES
 from torchrec_recstore.torchrec_seams.models import collection_inside, configs_of
 from torchrec_recstore.torchrec_seams.planning import (
@@ -44,31 +68,49 @@ from torchrec_recstore.torchrec_seams.planning import (
 )
 
 OVERHEAD_BYTES_PER_ROW = 32
-"""The bytes of index, bookkeeping and alignment per row. Measured: 27 to 30 for 10,000 to 2 million rows."""
+"""The bytes of index, bookkeeping and alignment per row.
 
-_COUNTED = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.ROW_WISE.value)
+Measured: 27 to 30 for 10,000 to 2 million rows.
+"""
+
+_COUNTED = (
+    ShardingType.TABLE_WISE.value,
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.ROW_WISE.value,
+)
 
 
 class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
-    """A storage estimator that estimates RecStore tables by the host memory of their resident rows.
+    """A storage estimator that estimates RecStore tables by the host memory of their
+    resident rows.
 
-    The estimate of a RecStore table has the rows that are expected to be resident, with their optimizer state, index
-    and bookkeeping, and the table's inputs and outputs, which TorchRec's estimator computes. If the topology's
-    ``compute_device`` is an accelerator, the inputs and outputs are in its memory and, for the copies, in host memory,
-    too. If the table has an admission policy, the estimate of each shard includes the counter of sightings. Tables on
-    TorchRec's kernels are estimated by TorchRec's estimator.
+    The estimate of a RecStore table has the rows that are expected to be resident, with
+    their optimizer state, index and bookkeeping, and the table's inputs and outputs,
+    which TorchRec's estimator computes. If the topology's ``compute_device`` is an
+    accelerator, the inputs and outputs are in its memory and, for the copies, in host
+    memory, too. If the table has an admission policy, the estimate of each shard
+    includes the counter of sightings. Tables on TorchRec's kernels are estimated by
+    TorchRec's estimator.
 
     Args:
-        statistics: The statistics of tables by name. A table has at least the measured rows, and at most ``max_rows``.
-            Default: None.
-        args, kwargs: The arguments of TorchRec's ``EmbeddingStorageEstimator``, in the same order.
+        statistics: The statistics of tables by name. A table has at least the measured
+            rows, and at most ``max_rows``. Default: None.
+        args, kwargs: The arguments of TorchRec's ``EmbeddingStorageEstimator``, in the
+            same order.
     """
 
-    def __init__(self, *args: Any, statistics: Mapping[str, TableStatistics] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        statistics: Mapping[str, TableStatistics] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._statistics = dict(statistics or {})
 
-    def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap) -> None:
+    def estimate(
+        self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
+    ) -> None:
         """Sets the estimated storage, in bytes, of every shard of the options.
 
         Args:
@@ -76,13 +118,19 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
             sharder_data_map: The sharders' data, by module type.
 
         Raises:
-            ValueError: RecStore does not support the optimizer or the ``state_dtype`` of a RecStore table.
+            ValueError: RecStore does not support the optimizer or the ``state_dtype``
+                of a RecStore table.
         """
-        super().estimate([o for o in sharding_options if o.compute_kernel != RECSTORE_KERNEL], sharder_data_map)
+        super().estimate(
+            [o for o in sharding_options if o.compute_kernel != RECSTORE_KERNEL],
+            sharder_data_map,
+        )
         for option in sharding_options:
             if option.compute_kernel != RECSTORE_KERNEL:
                 continue
-            params = with_marks(sharder_data_map[option.module_type_key].fused_params, option.tensor)
+            params = with_marks(
+                sharder_data_map[option.module_type_key].fused_params, option.tensor
+            )
             optimizer = optimizer_from_fused_params(params, [option.name])
             itemsize = state_dtype(params, [option.name]).itemsize
             options = options_of(constraints_of(self), option.name)
@@ -90,48 +138,90 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
                 optimizer = without_state(optimizer)
             remote = options.servers is not None
             rows_of_all = option.tensor.shape[0]
-            rows = 0 if remote else planned_rows(options, rows_of_all, self._statistics.get(option.name))
-            counter_bytes = 0 if options.admission is None or remote else options.admission.counter_bytes
+            rows = (
+                0
+                if remote
+                else planned_rows(
+                    options, rows_of_all, self._statistics.get(option.name)
+                )
+            )
+            counter_bytes = (
+                0
+                if options.admission is None or remote
+                else options.admission.counter_bytes
+            )
             record_bytes = LEFT_ID_BYTES * (options.left_ids or 0)
             without_rows = _without_rows(option)
             super().estimate([without_rows], sharder_data_map)
             for shard, io in zip(option.shards, without_rows.shards, strict=True):
                 columns = shard.size[1]
-                of_row = row_bytes(_dtype(option), columns) + state_bytes(optimizer, columns, itemsize)
-                resident_bytes = -(-rows * shard.size[0] // rows_of_all) * (OVERHEAD_BYTES_PER_ROW + of_row)
+                of_row = row_bytes(_dtype(option), columns) + state_bytes(
+                    optimizer, columns, itemsize
+                )
+                resident_bytes = -(-rows * shard.size[0] // rows_of_all) * (
+                    OVERHEAD_BYTES_PER_ROW + of_row
+                )
                 copied_bytes = io.storage.hbm  # 0 on the CPU
-                ddr = io.storage.ddr + resident_bytes + counter_bytes + record_bytes + copied_bytes
+                ddr = (
+                    io.storage.ddr
+                    + resident_bytes
+                    + counter_bytes
+                    + record_bytes
+                    + copied_bytes
+                )
                 shard.storage = Storage(hbm=io.storage.hbm, ddr=ddr)
 
 
 def _without_rows(option: ShardingOption) -> ShardingOption:
-    """Returns ``option`` for a table without rows. TorchRec's estimate of it has only the inputs and outputs."""
-    same = "name module input_lengths batch_size sharding_type partition_by compute_kernel cache_params is_pooled"
-    fields = {name: getattr(option, name) for name in (*same.split(), "feature_names", "output_dtype", "num_poolings")}
+    """Returns ``option`` for a table without rows.
+
+    TorchRec's estimate of it has only the inputs and outputs.
+    """
+    same = (
+        "name module input_lengths batch_size sharding_type partition_by compute_kernel"
+        " cache_params is_pooled"
+    )
+    fields = {
+        name: getattr(option, name)
+        for name in (*same.split(), "feature_names", "output_dtype", "num_poolings")
+    }
     shards = [Shard(size=shard.size, offset=shard.offset) for shard in option.shards]
-    return ShardingOption(tensor=ResidentParameter.of(option.tensor, rows=0), shards=shards, **fields)
+    return ShardingOption(
+        tensor=ResidentParameter.of(option.tensor, rows=0), shards=shards, **fields
+    )
 
 
 def _dtype(option: ShardingOption) -> torch.dtype:
-    """Returns the data type of the table's rows. The parameter of an INT8 table is float16 (torchrec 1.8.0)."""
+    """Returns the data type of the table's rows.
+
+    The parameter of an INT8 table is float16 (torchrec 1.8.0).
+    """
     collection = option.module[1]
     if isinstance(collection, FeatureProcessedEmbeddingBagCollection):
         collection = collection_inside(collection)
-    kinds = {config.name: ROW_DTYPES.get(config.data_type) for config in configs_of(collection)}
+    kinds = {
+        config.name: ROW_DTYPES.get(config.data_type)
+        for config in configs_of(collection)
+    }
     return kinds.get(option.name) or option.tensor.dtype
 
 
 class MeasuredPerfConfig(RecStorePerfConfig):
-    """The config of TorchRec's performance estimator with the measured speeds of tables, by name.
+    """The config of TorchRec's performance estimator with the measured speeds of
+    tables, by name.
 
-    TorchRec's formulas count the pooled rows and their gradients, and not the ids, their lengths and their weights, and
-    add the time of a copy on a GPU to the gradients of row-wise tables (torchrec 1.8.0). For RecStore tables that were
-    measured, the bytes of :func:`rank_traffic` count instead, at the topology's bandwidths.
+    TorchRec's formulas count the pooled rows and their gradients, and not the ids,
+    their lengths and their weights, and add the time of a copy on a GPU to the
+    gradients of row-wise tables (torchrec 1.8.0). For RecStore tables that were
+    measured, the bytes of :func:`rank_traffic` count instead, at the topology's
+    bandwidths.
     """
 
     @fwd_comms(SHARDING_TYPES)  # type: ignore[untyped-decorator]
     def forward_comms_ms(self, context: ShardPerfContext) -> float:
-        """Returns the estimated milliseconds of the collectives before and after the lookups."""
+        """Returns the estimated milliseconds of the collectives before and after the
+        lookups.
+        """
         return self._comms_ms(context, default_forward_comms_ms, of_gradients=False)
 
     @bwd_comms(SHARDING_TYPES)  # type: ignore[untyped-decorator]
@@ -139,17 +229,32 @@ class MeasuredPerfConfig(RecStorePerfConfig):
         """Returns the estimated milliseconds of the collectives with gradients."""
         return self._comms_ms(context, default_backward_comms_ms, of_gradients=True)
 
-    def _comms_ms(self, context: ShardPerfContext, default: Callable[..., float], *, of_gradients: bool) -> float:
+    def _comms_ms(
+        self,
+        context: ShardPerfContext,
+        default: Callable[..., float],
+        *,
+        of_gradients: bool,
+    ) -> float:
         if not self._counts(context):
             return default(evaluator_of(context), context, self)
         bandwidths = context.comms_bandwidths
         assert bandwidths is not None
-        speeds = (bandwidths.intra_host_bw, bandwidths.inter_host_bw, "cuda" if self._over_bus else "cpu")
-        exchanged = [each for each in _traffic(context) if (each.collective == "gradients") == of_gradients]
+        speeds = (
+            bandwidths.intra_host_bw,
+            bandwidths.inter_host_bw,
+            "cuda" if self._over_bus else "cpu",
+        )
+        exchanged = [
+            each
+            for each in _traffic(context)
+            if (each.collective == "gradients") == of_gradients
+        ]
         return sum(milliseconds(each, *speeds) for each in exchanged)
 
     def _counts(self, context: ShardPerfContext) -> bool:
-        # On one rank no bytes are exchanged. TorchRec's formulas then prefer table-wise tables, which need no copies.
+        # On one rank no bytes are exchanged. TorchRec's formulas then prefer table-wise
+        # tables, which need no copies.
         return (
             context.table_name in self._measured
             and context.world_size > 1
@@ -160,27 +265,46 @@ class MeasuredPerfConfig(RecStorePerfConfig):
 
 
 def _traffic(context: ShardPerfContext) -> list[RankTraffic]:
-    """Returns the bytes of the rank with the shard. Those of ranks without a shard of the table are not counted."""
+    """Returns the bytes of the rank with the shard.
+
+    Those of ranks without a shard of the table are not counted.
+    """
     in_rows = context.sharding_type == ShardingType.ROW_WISE.value
-    bags = [n * b for n, b in zip(context.num_poolings, context.batch_sizes, strict=True)]
+    bags = [
+        n * b for n, b in zip(context.num_poolings, context.batch_sizes, strict=True)
+    ]
     table = PlacedTable(
-        # The evaluation is that of one shard: a shard of columns exchanges as much as a table with its columns does.
+        # The evaluation is that of one shard: a shard of columns exchanges as much as a
+        # table with its columns does.
         sharding_type="row_wise" if in_rows else "table_wise",
         ranks=tuple(range(context.world_size)) if in_rows else (0,),
         dim=context.emb_dim,
         features=round(sum(bags)),
-        ids_per_sample=sum(n * length for n, length in zip(bags, context.input_lengths, strict=True)),
+        ids_per_sample=sum(
+            n * length for n, length in zip(bags, context.input_lengths, strict=True)
+        ),
         weighted=context.is_weighted,
-        element_bytes=context.fwd_sr_comm_data_type_size if in_rows else context.fwd_a2a_comm_data_type_size,
+        element_bytes=(
+            context.fwd_sr_comm_data_type_size
+            if in_rows
+            else context.fwd_a2a_comm_data_type_size
+        ),
     )
     return rank_traffic([table], 0, context.world_size, 1, context.local_world_size)
 
 
-def lookup_type(option: ShardingOption, sharders: Mapping[str, ModuleSharder[nn.Module]]) -> DataType:
-    """Returns the data type of the results of a RecStore table's lookups. See :func:`bus_bytes_of` for sharders."""
+def lookup_type(
+    option: ShardingOption, sharders: Mapping[str, ModuleSharder[nn.Module]]
+) -> DataType:
+    """Returns the data type of the results of a RecStore table's lookups.
+
+    See :func:`bus_bytes_of` for sharders.
+    """
     if option.output_dtype is not None:
         return option.output_dtype
-    fused_params = convert_to_fbgemm_types(dict(build_sharder_data(sharders[option.module_type_key]).fused_params))
+    fused_params = convert_to_fbgemm_types(
+        dict(build_sharder_data(sharders[option.module_type_key]).fused_params)
+    )
     return dtype_to_data_type(output_dtype(fused_params, [option.name]))
 
 
@@ -190,15 +314,27 @@ def bus_bytes_of(
     constraints: dict[str, ParameterConstraints] | None,
     sharders: Mapping[str, ModuleSharder[nn.Module]],
 ) -> list[BusBytes]:
-    """Returns the estimated bytes between host and accelerator in a training step, for each shard of a RecStore table.
+    """Returns the estimated bytes between host and accelerator in a training step, for
+    each shard of a RecStore table.
 
     The sharders are by ``option.module_type_key``.
     """
     data = build_sharder_data(sharders[option.module_type_key])
     sizes, config = [shard.size for shard in option.shards], RecStorePerfConfig()
-    contexts = ShardPerfContext.build_shard_perf_contexts(config, sizes, option, topology, constraints, data)
+    contexts = ShardPerfContext.build_shard_perf_contexts(
+        config, sizes, option, topology, constraints, data
+    )
     itemsize = DATA_TYPE_NUM_BITS[lookup_type(option, sharders)] / 8
-    # TorchRec knows the processors of other modules only (ShardingOption.has_feature_processor, torchrec 1.8.0).
-    processed = option.has_feature_processor or isinstance(option.module[1], FeatureProcessedEmbeddingBagCollection)
-    changes: dict[str, Any] = {"output_data_type_size": itemsize, "has_feature_processor": processed}
-    return [bus_bytes(replace(each, is_weighted=each.is_weighted or processed, **changes)) for each in contexts]
+    # TorchRec knows the processors of other modules only
+    # (ShardingOption.has_feature_processor, torchrec 1.8.0).
+    processed = option.has_feature_processor or isinstance(
+        option.module[1], FeatureProcessedEmbeddingBagCollection
+    )
+    changes: dict[str, Any] = {
+        "output_data_type_size": itemsize,
+        "has_feature_processor": processed,
+    }
+    return [
+        bus_bytes(replace(each, is_weighted=each.is_weighted or processed, **changes))
+        for each in contexts
+    ]

@@ -1,4 +1,6 @@
-"""The bytes that the ranks of a plan exchange in a training step, by collective, and their time."""
+"""The bytes that the ranks of a plan exchange in a training step, by collective, and
+their time.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Collective = Literal["splits", "lengths", "ids", "weights", "pooled", "partial sums", "gradients"]
-"""``"splits"`` are the numbers of ids, which the ranks exchange first. ``"partial sums"`` are those of the bags of
-row-wise tables, and ``"pooled"`` the pooled rows of other tables. ``"gradients"`` are those of both."""
+Collective = Literal[
+    "splits", "lengths", "ids", "weights", "pooled", "partial sums", "gradients"
+]
+"""``"splits"`` are the numbers of ids, which the ranks exchange first.
+
+``"partial sums"`` are those of the bags of row-wise tables, and ``"pooled"`` the pooled
+rows of other tables. ``"gradients"`` are those of both.
+"""
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 OUTPUTS: tuple[Collective, ...] = ("pooled", "partial sums")
@@ -18,8 +25,10 @@ SHARDING_TYPES = ("table_wise", "column_wise", "row_wise")
 """The sharding types whose bytes are known."""
 
 STEP_COLLECTIVES = 5
-"""The collectives of a step that a sharding type of a collection without weights runs: one for each of ``"splits"``,
-``"lengths"``, ``"ids"``, one of ``OUTPUTS``, and ``"gradients"``."""
+"""The collectives of a step that a sharding type of a collection without weights runs:
+one for each of ``"splits"``, ``"lengths"``, ``"ids"``, one of ``OUTPUTS``, and
+``"gradients"``.
+"""
 
 _ID_BYTES = _SPLIT_BYTES = 8
 _WEIGHT_BYTES = _LENGTH_BYTES = 4
@@ -29,10 +38,11 @@ _WEIGHT_BYTES = _LENGTH_BYTES = 4
 class PlacedTable:
     """A table of an ``EmbeddingBagCollection`` and the ranks of its shards.
 
-    A rank that has two shards of columns is listed twice in ``ranks``, and receives the ids twice; ``row_wise`` has all
-    ranks in ascending order. ``ids_per_sample`` is the mean over all features together. ``element_bytes`` are those of
-    a number of the pooled rows and of their gradients. ``row_shares``, the share of the ids whose rows are on each rank
-    with ``row_wise``, are equal if None.
+    A rank that has two shards of columns is listed twice in ``ranks``, and receives the
+    ids twice; ``row_wise`` has all ranks in ascending order. ``ids_per_sample`` is the
+    mean over all features together. ``element_bytes`` are those of a number of the
+    pooled rows and of their gradients. ``row_shares``, the share of the ids whose rows
+    are on each rank with ``row_wise``, are equal if None.
 
     Raises ValueError, which names the argument, if the arguments do not fit each other.
     """
@@ -48,43 +58,80 @@ class PlacedTable:
 
     def __post_init__(self) -> None:
         if self.sharding_type not in SHARDING_TYPES:
-            raise ValueError(f"sharding_type must be one of {', '.join(SHARDING_TYPES)}, got {self.sharding_type!r}")
-        if not self.ranks or (self.sharding_type == "table_wise" and len(self.ranks) != 1):
-            raise ValueError(f"ranks must be the rank of each shard, got {self.ranks} for {self.sharding_type}")
+            raise ValueError(
+                f"sharding_type must be one of {', '.join(SHARDING_TYPES)}, got"
+                f" {self.sharding_type!r}"
+            )
+        if not self.ranks or (
+            self.sharding_type == "table_wise" and len(self.ranks) != 1
+        ):
+            raise ValueError(
+                f"ranks must be the rank of each shard, got {self.ranks} for"
+                f" {self.sharding_type}"
+            )
         if self.sharding_type == "column_wise" and self.dim % len(self.ranks):
-            raise ValueError(f"dim must be a multiple of the {len(self.ranks)} shards of columns, got {self.dim}")
+            raise ValueError(
+                f"dim must be a multiple of the {len(self.ranks)} shards of columns,"
+                f" got {self.dim}"
+            )
         if self.row_shares is not None and len(self.row_shares) != len(self.ranks):
-            raise ValueError(f"row_shares must have one share for each of {len(self.ranks)} ranks: {self.row_shares}")
+            raise ValueError(
+                f"row_shares must have one share for each of {len(self.ranks)} ranks:"
+                f" {self.row_shares}"
+            )
 
-    def message_bytes(self, collective: Collective, source: int, to: int, batch_size: int) -> float:
-        """Returns the bytes of this table that the rank ``source`` sends to the rank ``to`` with a collective.
+    def message_bytes(
+        self, collective: Collective, source: int, to: int, batch_size: int
+    ) -> float:
+        """Returns the bytes of this table that the rank ``source`` sends to the rank
+        ``to`` with a collective.
 
-        ``"splits"`` are not the table's, and have 0 bytes. ``batch_size`` is the number of samples of one rank.
+        ``"splits"`` are not the table's, and have 0 bytes. ``batch_size`` is the number
+        of samples of one rank.
         """
-        # Inputs go to the ranks with shards, and their results come back; gradients go the way of the inputs.
+        # Inputs go to the ranks with shards, and their results come back; gradients go
+        # the way of the inputs.
         owner = source if collective in OUTPUTS else to
         shards = self.ranks.count(owner)
         bags = batch_size * self.features
         if collective == "lengths":
             return shards * bags * _LENGTH_BYTES
-        if collective in OUTPUTS and (collective == "partial sums") != (self.sharding_type == "row_wise"):
+        if collective in OUTPUTS and (collective == "partial sums") != (
+            self.sharding_type == "row_wise"
+        ):
             return 0.0
         if collective in (*OUTPUTS, "gradients"):
-            columns = self.dim / len(self.ranks) if self.sharding_type == "column_wise" else self.dim
+            columns = (
+                self.dim / len(self.ranks)
+                if self.sharding_type == "column_wise"
+                else self.dim
+            )
             return shards * bags * columns * self.element_bytes
         if collective == "splits" or (collective == "weights" and not self.weighted):
             return 0.0
         share = 1.0
         if self.sharding_type == "row_wise":
-            share = 1 / len(self.ranks) if self.row_shares is None else self.row_shares[self.ranks.index(owner)]
-        return shards * batch_size * self.ids_per_sample * share * (_ID_BYTES if collective == "ids" else _WEIGHT_BYTES)
+            share = (
+                1 / len(self.ranks)
+                if self.row_shares is None
+                else self.row_shares[self.ranks.index(owner)]
+            )
+        return (
+            shards
+            * batch_size
+            * self.ids_per_sample
+            * share
+            * (_ID_BYTES if collective == "ids" else _WEIGHT_BYTES)
+        )
 
 
 @dataclass(frozen=True)
 class RankTraffic:
-    """The bytes that one rank gives to a collective for other ranks, and gets of them, in a training step.
+    """The bytes that one rank gives to a collective for other ranks, and gets of them,
+    in a training step.
 
-    They are the payload, see :func:`library_factor`. The bytes between hosts are parts of the other two numbers.
+    They are the payload, see :func:`library_factor`. The bytes between hosts are parts
+    of the other two numbers.
     """
 
     collective: Collective
@@ -95,16 +142,21 @@ class RankTraffic:
 
 
 def library_factor(collective: Collective, compute_device: str) -> int:
-    """Returns the bytes that a library sends for each byte of a collective on a type of device.
+    """Returns the bytes that a library sends for each byte of a collective on a type of
+    device.
 
-    A ring sends as much as :class:`RankTraffic` states. The library of CPUs, gloo, makes a reduce-scatter of an
-    all-reduce, which sends twice as much (torch 2.13; ``benchmarks/scale.py`` compares it with a host's interface).
+    A ring sends as much as :class:`RankTraffic` states. The library of CPUs, gloo,
+    makes a reduce-scatter of an all-reduce, which sends twice as much (torch 2.13;
+    ``benchmarks/scale.py`` compares it with a host's interface).
     """
     return 2 if collective == "partial sums" and compute_device == "cpu" else 1
 
 
-def milliseconds(traffic: RankTraffic, within_host: float, between_hosts: float, compute_device: str) -> float:
-    """Returns the time of a collective: that of the bytes sent, or of those received if it is longer.
+def milliseconds(
+    traffic: RankTraffic, within_host: float, between_hosts: float, compute_device: str
+) -> float:
+    """Returns the time of a collective: that of the bytes sent, or of those received if
+    it is longer.
 
     ``within_host`` and ``between_hosts`` are bytes per millisecond.
     """
@@ -118,27 +170,44 @@ def milliseconds(traffic: RankTraffic, within_host: float, between_hosts: float,
 
 
 def rank_traffic(
-    tables: Sequence[PlacedTable], rank: int, ranks: int, batch_size: int, ranks_per_host: int | None = None
+    tables: Sequence[PlacedTable],
+    rank: int,
+    ranks: int,
+    batch_size: int,
+    ranks_per_host: int | None = None,
 ) -> list[RankTraffic]:
-    """Returns the bytes that a rank exchanges with other ranks in a training step, for each of ``COLLECTIVES``.
+    """Returns the bytes that a rank exchanges with other ranks in a training step, for
+    each of ``COLLECTIVES``.
 
-    The tables are those of one ``EmbeddingBagCollection`` with int64 ids. Table-wise and column-wise tables exchange
-    pooled rows and their gradients with all-to-alls; row-wise tables reduce-scatter partial sums and all-gather their
-    gradients. Each rank has ``batch_size`` samples. Ranks are numbered host by host; None as ``ranks_per_host``: all
-    are on one host. Source: ``torchrec/distributed/dist_data.py`` and ``sharding/`` of TorchRec 1.8.0;
+    The tables are those of one ``EmbeddingBagCollection`` with int64 ids. Table-wise
+    and column-wise tables exchange pooled rows and their gradients with all-to-alls;
+    row-wise tables reduce-scatter partial sums and all-gather their gradients. Each
+    rank has ``batch_size`` samples. Ranks are numbered host by host; None as
+    ``ranks_per_host``: all are on one host. Source:
+    ``torchrec/distributed/dist_data.py`` and ``sharding/`` of TorchRec 1.8.0;
     ``tests/planner/test_traffic.py`` compares the bytes with those of real collectives.
 
-    Raises ValueError if a rank is not below ``ranks``, or a row-wise table is not on all ranks.
+    Raises ValueError if a rank is not below ``ranks``, or a row-wise table is not on
+    all ranks.
     """
     for table in tables:
         if not all(0 <= each < ranks for each in (rank, *table.ranks)):
-            raise ValueError(f"ranks must be from 0 to {ranks - 1}, got rank {rank} and shards on {table.ranks}")
+            raise ValueError(
+                f"ranks must be from 0 to {ranks - 1}, got rank {rank} and shards on"
+                f" {table.ranks}"
+            )
         if table.sharding_type == "row_wise" and table.ranks != tuple(range(ranks)):
-            raise ValueError(f"a row_wise table must be on all {ranks} ranks in their order, got {table.ranks}")
+            raise ValueError(
+                f"a row_wise table must be on all {ranks} ranks in their order, got"
+                f" {table.ranks}"
+            )
     on_host = ranks if ranks_per_host is None else ranks_per_host
-    # A collection exchanges, for each sharding type, the size of each of its inputs and the batch size.
+    # A collection exchanges, for each sharding type, the size of each of its inputs and
+    # the batch size.
     inputs = 3 + any(table.weighted for table in tables)
-    splits = float(len({table.sharding_type for table in tables}) * inputs * _SPLIT_BYTES)
+    splits = float(
+        len({table.sharding_type for table in tables}) * inputs * _SPLIT_BYTES
+    )
     found = []
     for name in COLLECTIVES:
         totals = [0.0, 0.0, 0.0, 0.0]
@@ -150,7 +219,9 @@ def rank_traffic(
                 sent += table.message_bytes(name, rank, other, batch_size)
                 received += table.message_bytes(name, other, rank, batch_size)
             crosses = other // on_host != rank // on_host
-            for at, size in enumerate((sent, received, sent * crosses, received * crosses)):
+            for at, size in enumerate(
+                (sent, received, sent * crosses, received * crosses)
+            ):
                 totals[at] += size
         found.append(RankTraffic(name, *totals))
     return found

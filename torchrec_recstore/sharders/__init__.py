@@ -4,10 +4,22 @@ Importing this package registers RecStore's kernel with TorchRec's stock planner
 """
 
 from torchrec_recstore.sharders.all_kinds import get_recstore_sharders
-from torchrec_recstore.sharders.collection import RecStoreCollection, RecStoreCollectionSharder
-from torchrec_recstore.sharders.model_functions import flush_tables, reset_rows, reshard, set_time, table_stats
+from torchrec_recstore.sharders.collection import (
+    RecStoreCollection,
+    RecStoreCollectionSharder,
+)
+from torchrec_recstore.sharders.model_functions import (
+    flush_tables,
+    reset_rows,
+    reshard,
+    set_time,
+    table_stats,
+)
 from torchrec_recstore.sharders.perf_config import register_kernel
-from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL, RecStoreParameterSharding
+from torchrec_recstore.sharders.plan_entries import (
+    RECSTORE_KERNEL,
+    RecStoreParameterSharding,
+)
 from torchrec_recstore.sharders.row_functions import left_ids, set_scores
 from torchrec_recstore.sharders.sharded_collections import (
     RecStoreEmbeddingCollectionSharder,

@@ -1,4 +1,5 @@
-"""The time by which the rows of sharded tables expire: all ranks must read the same time.
+"""The time by which the rows of sharded tables expire: all ranks must read the same
+time.
 
 Tests: tests/distributed/test_wall_clock.py.
 """
@@ -26,34 +27,54 @@ _clocks: weakref.WeakValueDictionary[int, AgreedClock] = weakref.WeakValueDictio
 
 
 class Pace:
-    """Chooses the steps, the same on every rank, in which all ranks exchange the time. The first step is chosen."""
+    """Chooses the steps, the same on every rank, in which all ranks exchange the time.
+
+    The first step is chosen.
+    """
 
     def __init__(self) -> None:
         self._step = 0
         self._next = 1
-        self._last: tuple[int, float] | None = None  # The last chosen step and its time.
+        # The last chosen step and its time.
+        self._last: tuple[int, float] | None = None
 
     def begin_step(self) -> bool:
-        """Counts a step. Returns whether the ranks exchange the time in this step, and then call :meth:`plan`."""
+        """Counts a step.
+
+        Returns whether the ranks exchange the time in this step, and then call
+        :meth:`plan`.
+        """
         self._step += 1
         return self._step >= self._next
 
     def plan(self, now: float, seconds: float) -> None:
-        """Chooses the next step, about ``seconds`` after ``now``, which is in seconds and the same on every rank."""
-        # It follows from the time of the steps since the last exchange, and is at most twice as many steps away.
+        """Chooses the next step, about ``seconds`` after ``now``, which is in seconds
+        and the same on every rank.
+        """
+        # It follows from the time of the steps since the last exchange, and is at most
+        # twice as many steps away.
         steps = 1
         if self._last is not None:
             made, passed = self._step - self._last[0], now - self._last[1]
             most = min(2 * made, _MOST_STEPS)
-            steps = most if passed * most <= seconds * made else max(1, int(seconds * made / passed))
+            steps = (
+                most
+                if passed * most <= seconds * made
+                else max(1, int(seconds * made / passed))
+            )
         self._last = self._step, now
         self._next = self._step + (steps if seconds > 0 else 1)
 
 
 class AgreedClock:
-    """The clock of a sharded module's tables, that of the first rank. ``seconds`` is their shortest expiry."""
+    """The clock of a sharded module's tables, that of the first rank.
 
-    def __init__(self, env: ShardingEnv, seconds: float, tables: Iterable[Table]) -> None:
+    ``seconds`` is their shortest expiry.
+    """
+
+    def __init__(
+        self, env: ShardingEnv, seconds: float, tables: Iterable[Table]
+    ) -> None:
         self._env = env
         self._interval = seconds / _PARTS
         self._tables = list(tables)
@@ -63,7 +84,10 @@ class AgreedClock:
         _clocks[self.handle] = self
 
     def begin_step(self) -> None:
-        """Sets the time of the tables if an exchange is due in this step. Collective."""
+        """Sets the time of the tables if an exchange is due in this step.
+
+        Collective.
+        """
         if torch.compiler.is_compiling():
             torch.ops.recstore_ops.agree_on_time(self.handle, self._anchor)
         else:
@@ -83,9 +107,12 @@ def _agree(handle: int, anchor: Tensor) -> None:
     clock = _clocks.get(handle)
     if clock is None:
         raise ValueError(
-            f"no sharded module of this process has a clock of the handle {handle}: its model no longer exists"
+            f"no sharded module of this process has a clock of the handle {handle}: its"
+            " model no longer exists"
         )
     clock.agree()
 
 
-register_python_op("agree_on_time(int clock, Tensor anchor) -> ()", _agree, lambda handle, anchor: None)
+register_python_op(
+    "agree_on_time(int clock, Tensor anchor) -> ()", _agree, lambda handle, anchor: None
+)

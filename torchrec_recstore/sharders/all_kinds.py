@@ -25,10 +25,12 @@ def get_recstore_sharders(
     optimizer: Optimizer | None = None,
     accumulation_steps: int = 1,
 ) -> list[ModuleSharder[nn.Module]]:
-    """Returns the sharders of bags, sequences and feature-processed bags, which place a model's tables in RecStore.
+    """Returns the sharders of bags, sequences and feature-processed bags, which place a
+    model's tables in RecStore.
 
-    TorchRec chooses a sharder by the class of a collection, and leaves a collection without a sharder as it is: its
-    tables become dense parameters on every rank. With this list, no collection that RecStore can hold is left out.
+    TorchRec chooses a sharder by the class of a collection, and leaves a collection
+    without a sharder as it is: its tables become dense parameters on every rank. With
+    this list, no collection that RecStore can hold is left out.
 
     Example::
 
@@ -36,25 +38,35 @@ def get_recstore_sharders(
         model = DistributedModelParallel(model, sharders=sharders)
 
     Args:
-        fused_params: The arguments of the fused optimizer, for every collection. Default: None. See
+        fused_params: The arguments of the fused optimizer, for every collection.
+            Default: None. See :class:`RecStoreSharder`.
+        qcomm_codecs_registry: The codecs of quantized communication, as for TorchRec's
+            sharders. Default: None.
+        optimizer: The optimizer of the RecStore tables. Default: None. See
             :class:`RecStoreSharder`.
-        qcomm_codecs_registry: The codecs of quantized communication, as for TorchRec's sharders. Default: None.
-        optimizer: The optimizer of the RecStore tables. Default: None. See :class:`RecStoreSharder`.
-        accumulation_steps: The number of backward passes for one update. Default: 1. See :class:`RecStoreSharder`.
+        accumulation_steps: The number of backward passes for one update. Default: 1.
+            See :class:`RecStoreSharder`.
 
     Returns:
         A :class:`RecStoreSharder`, a :class:`RecStoreEmbeddingCollectionSharder` and a
-        :class:`RecStoreFeatureProcessedEmbeddingBagCollectionSharder`. To give one kind other arguments, replace its
-        sharder in the list.
+        :class:`RecStoreFeatureProcessedEmbeddingBagCollectionSharder`. To give one kind
+        other arguments, replace its sharder in the list.
 
     Raises:
         TypeError: See :class:`RecStoreSharder`.
         ValueError: See :class:`RecStoreSharder`.
     """
-    arguments: dict[str, Any] = {"optimizer": optimizer, "accumulation_steps": accumulation_steps}
+    arguments: dict[str, Any] = {
+        "optimizer": optimizer,
+        "accumulation_steps": accumulation_steps,
+    }
     bags = RecStoreSharder(_copy(fused_params), qcomm_codecs_registry, **arguments)
-    sequences = RecStoreEmbeddingCollectionSharder(_copy(fused_params), qcomm_codecs_registry, **arguments)
-    processed_bags = RecStoreFeatureProcessedEmbeddingBagCollectionSharder(bags, qcomm_codecs_registry)
+    sequences = RecStoreEmbeddingCollectionSharder(
+        _copy(fused_params), qcomm_codecs_registry, **arguments
+    )
+    processed_bags = RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
+        bags, qcomm_codecs_registry
+    )
     return [bags, sequences, processed_bags]
 
 

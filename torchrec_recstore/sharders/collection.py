@@ -1,4 +1,5 @@
-"""The common base classes of sharded collections with RecStore tables, and of their sharders.
+"""The common base classes of sharded collections with RecStore tables, and of their
+sharders.
 
 Tests: tests/distributed/test_sharded_equals_unsharded.py, tests/sharders/test_hash_routing.py.
 """
@@ -15,7 +16,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel, ShardedEmbeddingTable
+from torchrec.distributed.embedding_types import (
+    BaseEmbeddingSharder,
+    EmbeddingComputeKernel,
+    ShardedEmbeddingTable,
+)
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer
@@ -28,7 +33,11 @@ from torchrec_recstore.options import shard_options
 from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.sharders.agreed_clock import AgreedClock
 from torchrec_recstore.sharders.delta_tracker import Record
-from torchrec_recstore.sharders.fused_params import ACCUMULATION_KEY, OPTIMIZER_KEY, optimizer_from_fused_params
+from torchrec_recstore.sharders.fused_params import (
+    ACCUMULATION_KEY,
+    OPTIMIZER_KEY,
+    optimizer_from_fused_params,
+)
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.kernel import (
     RecStoreKernel,
@@ -55,39 +64,53 @@ from torchrec_recstore.sharders.sharding_kernels import RecStoreLookup
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import missing_features
 from torchrec_recstore.table_parameter import GivenCopies
-from torchrec_recstore.torchrec_seams.models import Sharding, grouped_configs_of_all_ranks
+from torchrec_recstore.torchrec_seams.models import (
+    Sharding,
+    grouped_configs_of_all_ranks,
+)
 from torchrec_recstore.utils import warn_user
 
 InverseIndices: TypeAlias = tuple[list[str], torch.Tensor]
-"""The names of features, and for each of them the number of the bag of each example, (features, examples) int64."""
+"""The names of features, and for each of them the number of the bag of each example,
+(features, examples) int64.
+"""
 
-# The number of batches in flight from which on those that a pipeline has dropped are looked for.
+# The number of batches in flight from which on those that a pipeline has dropped are
+# looked for.
 _BEGUN_BATCHES = 16
 
 
 def _needed_parts(features: Any, uses_weights: bool) -> KeyedJaggedTensor:
-    """Returns ``features`` with int64 ids, and without per-sample weights if the collection does not use them.
+    """Returns ``features`` with int64 ids, and without per-sample weights if the
+    collection does not use them.
 
     Args:
-        features: A ``KeyedJaggedTensor`` or ``TensorDict`` with ids of any integer dtype.
+        features: A ``KeyedJaggedTensor`` or ``TensorDict`` with ids of any integer
+            dtype.
         uses_weights: Whether the collection uses per-sample weights.
     """
     if not isinstance(features, KeyedJaggedTensor):
         features = maybe_td_to_kjt(features)
-    # TorchRec sends weights that no kernel reads to other ranks, divides the means of rows that are split over ranks
-    # by their sum, and its fused kernels multiply the rows of unweighted collections by them (torchrec 1.8.0).
+    # TorchRec sends weights that no kernel reads to other ranks, divides the means of
+    # rows that are split over ranks by their sum, and its fused kernels multiply the
+    # rows of unweighted collections by them (torchrec 1.8.0).
     drops_weights = not uses_weights and features.weights_or_none() is not None
     ids = features.values()
     if ids.dtype is torch.int64 and not drops_weights:
         return features
-    # block_bucketize_sparse_features (fbgemm-gpu 1.8.0) is wrong for int32 ids that are not less than num_embeddings.
+    # block_bucketize_sparse_features (fbgemm-gpu 1.8.0) is wrong for int32 ids that are
+    # not less than num_embeddings.
     ops.check_integers(ids.dtype, features.keys())
     weights = None if drops_weights else features.weights_or_none()
-    return _rebuilt(features, ids.to(torch.int64), weights, features.inverse_indices_or_none())
+    return _rebuilt(
+        features, ids.to(torch.int64), weights, features.inverse_indices_or_none()
+    )
 
 
 def _mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTensor:
-    """Returns ``features`` with the ids of the features ``names`` mixed by ``ops.mix_ids``, for hash routing."""
+    """Returns ``features`` with the ids of the features ``names`` mixed by
+    ``ops.mix_ids``, for hash routing.
+    """
     if not names:
         return features
     keys: list[str] = features.keys()
@@ -96,16 +119,26 @@ def _mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTenso
         return features
     if all(mixes):
         return _with_ids(features, ops.mix_ids(features.values(), False))
-    by_feature = zip(features.values().split(features.length_per_key()), mixes, strict=True)
-    return _with_ids(features, torch.cat([ops.mix_ids(ids, False) if mix else ids for ids, mix in by_feature]))
+    by_feature = zip(
+        features.values().split(features.length_per_key()), mixes, strict=True
+    )
+    return _with_ids(
+        features,
+        torch.cat([ops.mix_ids(ids, False) if mix else ids for ids, mix in by_feature]),
+    )
 
 
 def _with_ids(features: KeyedJaggedTensor, ids: torch.Tensor) -> KeyedJaggedTensor:
-    return _rebuilt(features, ids, features.weights_or_none(), features.inverse_indices_or_none())
+    return _rebuilt(
+        features, ids, features.weights_or_none(), features.inverse_indices_or_none()
+    )
 
 
 def _rebuilt(
-    features: KeyedJaggedTensor, ids: torch.Tensor, weights: torch.Tensor | None, inverse: InverseIndices | None
+    features: KeyedJaggedTensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    inverse: InverseIndices | None,
 ) -> KeyedJaggedTensor:
     """Returns a batch of the same bags with other ids, weights and inverse indices."""
     varies = features.variable_stride_per_key()
@@ -122,13 +155,24 @@ def _rebuilt(
 
 
 def _in_order(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:
-    """Returns the features ``names`` of a batch, in this order. Features that the batch does not have are empty."""
+    """Returns the features ``names`` of a batch, in this order.
+
+    Features that the batch does not have are empty.
+    """
     by_name = features.to_dict()
     varies = features.variable_stride_per_key()
-    strides = dict(zip(features.keys(), features.stride_per_key_per_rank(), strict=True)) if varies else {}
+    strides = (
+        dict(zip(features.keys(), features.stride_per_key_per_rank(), strict=True))
+        if varies
+        else {}
+    )
     ranks = len(next(iter(strides.values()), []))
     all_lengths = features.lengths()
-    empty_bags = torch.zeros(0 if varies else features.stride(), dtype=all_lengths.dtype, device=all_lengths.device)
+    empty_bags = torch.zeros(
+        0 if varies else features.stride(),
+        dtype=all_lengths.dtype,
+        device=all_lengths.device,
+    )
     ids = []
     lengths = []
     weights = []
@@ -147,7 +191,9 @@ def _in_order(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedT
         weights=torch.cat(weights) if weights else None,
         lengths=torch.cat(lengths),
         stride=None if varies else features.stride(),
-        stride_per_key_per_rank=[strides.get(name, [0] * ranks) for name in names] if varies else None,
+        stride_per_key_per_rank=(
+            [strides.get(name, [0] * ranks) for name in names] if varies else None
+        ),
         inverse_indices=features.inverse_indices_or_none(),
     )
 
@@ -155,36 +201,51 @@ def _in_order(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedT
 class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     """A mixin for TorchRec's sharded collections that supports tables in RecStore."""
 
-    _supported: ClassVar[tuple[str, ...]]  # The sharding types that are supported for RecStore tables.
-    _tables_name: ClassVar[str]  # The name of the attribute that holds one module for each table.
+    # The sharding types that are supported for RecStore tables.
+    _supported: ClassVar[tuple[str, ...]]
+    # The name of the attribute that holds one module for each table.
+    _tables_name: ClassVar[str]
     _lookup_type: ClassVar[type[RecStoreLookup]]
-    _uses_inverse_indices: ClassVar[bool]  # Whether the unsharded collection applies the inverse indices of a batch.
+    # Whether the unsharded collection applies the inverse indices of a batch.
+    _uses_inverse_indices: ClassVar[bool]
     _copies: GivenCopies
     _begun: dict[int, weakref.ref[Any]]
     _wall_clock: AgreedClock | None = None
-    # The features of the first batch, for which TorchRec has made the input distribution.
+    # The features of the first batch, for which TorchRec has made the input
+    # distribution.
     _first_keys: Sequence[str] = ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if names := self.recstore_table_names():
             raise TypeError(
-                f"RecStore table {names[0]!r}: a sharded model cannot be copied or pickled: save it with "
-                "save_checkpoint, and load it with load_checkpoint into a model that is sharded anew"
+                f"RecStore table {names[0]!r}: a sharded model cannot be copied or"
+                " pickled: save it with save_checkpoint, and load it with"
+                " load_checkpoint into a model that is sharded anew"
             )
         return super().__reduce_ex__(protocol)
 
     def remote_table_names(self) -> list[str]:
-        """Returns the names of the RecStore tables whose rows are on servers, the same on every rank."""
+        """Returns the names of the RecStore tables whose rows are on servers, the same
+        on every rank.
+        """
         plan = self.module_sharding_plan
-        return [name for name in self.recstore_table_names() if remote_options(plan[name]) is not None]
+        return [
+            name
+            for name in self.recstore_table_names()
+            if remote_options(plan[name]) is not None
+        ]
 
     def is_frozen(self, name: str) -> bool:
         """Returns whether the rows of a RecStore table are only read."""
         sharding = self.module_sharding_plan[name]
-        return isinstance(sharding, RecStoreParameterSharding) and sharding.options.frozen
+        return (
+            isinstance(sharding, RecStoreParameterSharding) and sharding.options.frozen
+        )
 
     def wait_for_updates(self) -> None:
-        """Waits for the updates of the tables on servers that this rank has sent, or raises the error of one."""
+        """Waits for the updates of the tables on servers that this rank has sent, or
+        raises the error of one.
+        """
         for kernel in self.recstore_kernels():
             kernel.wait_for_updates()
 
@@ -194,7 +255,9 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             yield from kernel.tables
 
     def recstore_dims(self) -> dict[str, int]:
-        """Returns the number of columns of each whole RecStore table, by the table's name."""
+        """Returns the number of columns of each whole RecStore table, by the table's
+        name.
+        """
         names = set(self.recstore_table_names())
         return {c.name: c.embedding_dim for c in self.table_configs if c.name in names}
 
@@ -206,10 +269,17 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
 
     @classmethod
     def create_grouped_sharding_infos(
-        cls, module: nn.Module, plan: dict[str, ParameterSharding], *args: Any, **kwargs: Any
+        cls,
+        module: nn.Module,
+        plan: dict[str, ParameterSharding],
+        *args: Any,
+        **kwargs: Any,
     ) -> dict[str, list[EmbeddingShardingInfo]]:
-        """Returns TorchRec's sharding infos by sharding type, after RecStore's checks of every table."""
-        # TorchRec's constructors call this method first (torchrec 1.8.0), on every rank, also without a shard.
+        """Returns TorchRec's sharding infos by sharding type, after RecStore's checks
+        of every table.
+        """
+        # TorchRec's constructors call this method first (torchrec 1.8.0), on every
+        # rank, also without a shard.
         configs: list[BaseEmbeddingConfig] = getattr(module, cls._configs_name)()
         for config in configs:
             check_plan(config, plan[config.name], cls._supported, type(module).__name__)
@@ -219,44 +289,59 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         for sharding_type, infos in by_type.items():
             for info in infos:
                 if info.param_sharding.compute_kernel == RECSTORE_KERNEL:
-                    prepare_table(info.embedding_config, info.fused_params, sharding_type)
+                    prepare_table(
+                        info.embedding_config, info.fused_params, sharding_type
+                    )
         return by_type
 
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Any]:
-        """Distributes a batch to the ranks, as TorchRec's method does, after converting the ids to int64.
+        """Distributes a batch to the ranks, as TorchRec's method does, after converting
+        the ids to int64.
 
-        Per-sample weights that the collection does not use are left out. The features may come in any order, and with
-        further features.
+        Per-sample weights that the collection does not use are left out. The features
+        may come in any order, and with further features.
 
-        Raises TypeError if the ids are not integers, RuntimeError if a tensor from ``state_dict`` was written to, and
-        ValueError if the batch lacks a feature, or its inverse indices do.
+        Raises TypeError if the ids are not integers, RuntimeError if a tensor from
+        ``state_dict`` was written to, and ValueError if the batch lacks a feature, or
+        its inverse indices do.
         """
         self._copies.check()
         features = _needed_parts(features, self._uses_weights())
         first = self.awaits_first_batch
         has_other_features = first or features.keys() != self._first_keys
-        # TorchRec's own error names no table, and leaves a half-made distribution behind (torchrec 1.8.0).
-        if has_other_features and (lacking := missing_features(features.keys(), self.table_configs)):
+        # TorchRec's own error names no table, and leaves a half-made distribution
+        # behind (torchrec 1.8.0).
+        if has_other_features and (
+            lacking := missing_features(features.keys(), self.table_configs)
+        ):
             raise ValueError(lacking)
         if first:
             self._first_keys = list(features.keys())
         elif has_other_features:
-            # TorchRec finds the features of all batches at the places that they have in the first (torchrec 1.8.0).
+            # TorchRec finds the features of all batches at the places that they have in
+            # the first (torchrec 1.8.0).
             features = _in_order(features, self._first_keys)
         features = self._with_inverse_in_order(features)
         features = _mixed_ids(features, self._hashed_features())
         if not first:
             return self._begin_batch(ctx, super().input_dist(ctx, features))
-        # TorchRec checks the ids of the first batch against num_embeddings (torchrec 1.8.0), which limits no ids here.
+        # TorchRec checks the ids of the first batch against num_embeddings (torchrec
+        # 1.8.0), which limits no ids here.
         with self.hidden_configs(self.recstore_table_names()):
             return self._begin_batch(ctx, super().input_dist(ctx, features))
 
     def _begin_batch(self, ctx: Any, distributed: Awaitable[Any]) -> Awaitable[Any]:
-        """Records that a batch, whose context is ``ctx``, has been distributed with the present plan."""
+        """Records that a batch, whose context is ``ctx``, has been distributed with the
+        present plan.
+        """
         if torch.compiler.is_compiling():
             return distributed
         if len(self._begun) >= _BEGUN_BATCHES:
-            self._begun = {key: context for key, context in self._begun.items() if context() is not None}
+            self._begun = {
+                key: context
+                for key, context in self._begun.items()
+                if context() is not None
+            }
         self._begun[id(ctx)] = weakref.ref(ctx)
         return distributed
 
@@ -265,34 +350,51 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             self._begun.pop(id(ctx), None)
 
     def forget_begun_batches(self) -> None:
-        """Forgets the batches that have been distributed and not been looked up. The caller distributes them again."""
+        """Forgets the batches that have been distributed and not been looked up.
+
+        The caller distributes them again.
+        """
         self._begun.clear()
 
     def has_begun_batches(self) -> bool:
-        """Returns whether a train pipeline has distributed batches with the present plan, and not looked them up."""
+        """Returns whether a train pipeline has distributed batches with the present
+        plan, and not looked them up.
+        """
         return any(context() is not None for context in self._begun.values())
 
     def _with_inverse_in_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Returns a batch whose inverse indices have the order of the shardings' features, if batch sizes vary.
+        """Returns a batch whose inverse indices have the order of the shardings'
+        features, if batch sizes vary.
 
-        TorchRec takes the order from the first batch for all batches, and the divisors of means for a batch that has as
-        many features as the shardings in the order of the batch, whatever the order of the shardings (torchrec 1.8.0).
+        TorchRec takes the order from the first batch for all batches, and the divisors
+        of means for a batch that has as many features as the shardings in the order of
+        the batch, whatever the order of the shardings (torchrec 1.8.0).
         """
         inverse = self._inverse_indices(features)
         if inverse is None or not features.variable_stride_per_key():
             return features
-        names = [name for sharding in self.shardings_in_order for name in sharding.feature_names()]
+        names = [
+            name
+            for sharding in self.shardings_in_order
+            for name in sharding.feature_names()
+        ]
         if inverse[0] != names:
             places = {name: place for place, name in enumerate(inverse[0])}
-            order = torch.tensor([places[name] for name in names], device=inverse[1].device)
+            order = torch.tensor(
+                [places[name] for name in names], device=inverse[1].device
+            )
             inverse = names, inverse[1].index_select(0, order)
-        return _rebuilt(features, features.values(), features.weights_or_none(), inverse)
+        return _rebuilt(
+            features, features.values(), features.weights_or_none(), inverse
+        )
 
     def _inverse_indices(self, features: KeyedJaggedTensor) -> InverseIndices | None:
-        """Returns the inverse indices of a batch, or None if it has none or the collection does not use them.
+        """Returns the inverse indices of a batch, or None if it has none or the
+        collection does not use them.
 
-        If the batch has a stride for each feature, those of the tables' features are equal, and there are no inverse
-        indices, those that change nothing are returned, as in the unsharded collection.
+        If the batch has a stride for each feature, those of the tables' features are
+        equal, and there are no inverse indices, those that change nothing are returned,
+        as in the unsharded collection.
 
         Raises ValueError if a feature of a table is missing in them.
         """
@@ -301,7 +403,13 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             return None
         inverse: InverseIndices | None = features.inverse_indices_or_none()
         if inverse is None and varies:
-            names = list(dict.fromkeys(name for config in self.table_configs for name in config.feature_names))
+            names = list(
+                dict.fromkeys(
+                    name
+                    for config in self.table_configs
+                    for name in config.feature_names
+                )
+            )
             strides = dict(zip(features.keys(), features.stride_per_key(), strict=True))
             needed_strides = {strides[name] for name in names}
             if len(needed_strides) == 1:
@@ -320,7 +428,9 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         return super().compute(ctx, dist_input)
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
-        """Looks up the batch and distributes the results, as TorchRec's method does, in a step of all ranks."""
+        """Looks up the batch and distributes the results, as TorchRec's method does, in
+        a step of all ranks.
+        """
         self._end_batch(ctx)
         self._begin_step()
         return super().compute_and_output_dist(ctx, input)
@@ -330,16 +440,26 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             self._wall_clock.begin_step()
 
     def register_post_lookup_tracker_fn(self, record_fn: Record) -> None:
-        """Registers a function that is called after each lookup. TorchRec's trackers call this method."""
+        """Registers a function that is called after each lookup.
+
+        TorchRec's trackers call this method.
+        """
         self.records = (*self.records, record_fn)
-        # TorchRec's method would call it with the ids of the whole module, which cannot be assigned to kernels.
+        # TorchRec's method would call it with the ids of the whole module, which cannot
+        # be assigned to kernels.
         for lookup in self.lookups:
-            lookup = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+            lookup = (
+                lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+            )
             lookup.register_optim_state_tracker_fn(record_fn)
 
     def reset_parameters(self) -> None:
-        """Initializes the weights of the tables on TorchRec's kernels. RecStore tables do not change."""
-        # TorchRec's method reads the weights of every table in the configs (torchrec 1.8.0).
+        """Initializes the weights of the tables on TorchRec's kernels.
+
+        RecStore tables do not change.
+        """
+        # TorchRec's method reads the weights of every table in the configs (torchrec
+        # 1.8.0).
         with self.hidden_configs(self.recstore_table_names()):
             super().reset_parameters()
 
@@ -349,70 +469,125 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
 
     def _hashed_features(self) -> frozenset[str]:
         if not hasattr(self, "_hashed"):
-            self._hashed = hashed_features(self.table_configs, self.module_sharding_plan)
+            self._hashed = hashed_features(
+                self.table_configs, self.module_sharding_plan
+            )
         return self._hashed
 
     def make_lookups(self) -> None:
-        """Makes RecStore's lookup for each sharding with RecStore tables, and TorchRec's lookup for other shardings."""
+        """Makes RecStore's lookup for each sharding with RecStore tables, and
+        TorchRec's lookup for other shardings.
+        """
         self._copies = GivenCopies()
         self._begun = {}
-        # Every rank checks the options, also without a shard. The number of shards is known only here.
+        # Every rank checks the options, also without a shard. The number of shards is
+        # known only here.
         opens_stores = False
         for sharding_type, sharding in self.shardings_by_type():
             for table in _recstore_configs(sharding):
                 options = whole_options(table, table.fused_params)
                 shard_options(options, row_split(sharding, sharding_type), table.name)
-                opens_stores |= options.cold_store is not None or options.servers is not None
-        # One rank may fail to open a cold store, or to reach a server, that other ranks can open or reach.
+                opens_stores |= (
+                    options.cold_store is not None or options.servers is not None
+                )
+        # One rank may fail to open a cold store, or to reach a server, that other ranks
+        # can open or reach.
         with refused_together(self.ranks_env) if opens_stores else nullcontext():
             for sharding_type, sharding in self.shardings_by_type():
-                # Ranks without a table of the sharding have the same lookup, whose empty result has the right type.
-                kernels = {group.compute_kernel for group in grouped_configs_of_all_ranks(sharding)}
+                # Ranks without a table of the sharding have the same lookup, whose
+                # empty result has the right type.
+                kernels = {
+                    group.compute_kernel
+                    for group in grouped_configs_of_all_ranks(sharding)
+                }
                 if EmbeddingComputeKernel.CUSTOMIZED_KERNEL in kernels:
-                    self.lookups.append(self._lookup_type(sharding, sharding_type, self.stock_device))
+                    self.lookups.append(
+                        self._lookup_type(sharding, sharding_type, self.stock_device)
+                    )
                 else:
                     self.lookups.append(sharding.create_lookup())
 
     def register_tables(self) -> None:
-        """Registers a parameter for each RecStore table, also for tables without a shard on this rank."""
-        # All ranks must have the same names, but TorchRec registers no parameter on ranks without a shard.
+        """Registers a parameter for each RecStore table, also for tables without a
+        shard on this rank.
+        """
+        # All ranks must have the same names, but TorchRec registers no parameter on
+        # ranks without a shard.
         for name, dim in self.recstore_dims().items():
             table = getattr(self, self._tables_name)[name]
             if not hasattr(table, "weight"):
-                table.register_parameter("weight", placeholder_parameter(name, dim, frozen=self.is_frozen(name)))
-            # torch.distributed.checkpoint.state_dict looks for each key of state_dict in the module (torch 2.13).
+                table.register_parameter(
+                    "weight",
+                    placeholder_parameter(name, dim, frozen=self.is_frozen(name)),
+                )
+            # torch.distributed.checkpoint.state_dict looks for each key of state_dict
+            # in the module (torch 2.13).
             table.weight_id = table.weight_rows = None
 
     def make_state(self, fused_optimizer: CombinedOptimizer) -> CombinedOptimizer:
-        """Makes ``recstore_state`` and returns the fused optimizer with the states of the RecStore tables."""
+        """Makes ``recstore_state`` and returns the fused optimizer with the states of
+        the RecStore tables.
+        """
         states = self._table_states()
         expiries = [state.options.expiry for state in states.values()]
-        seconds = [each.seconds for each in expiries if each is not None and each.seconds is not None]
+        seconds = [
+            each.seconds
+            for each in expiries
+            if each is not None and each.seconds is not None
+        ]
         if seconds and self.ranks_env.world_size > 1:
-            self._wall_clock = AgreedClock(self.ranks_env, min(seconds), self.recstore_tables())
-        remote = {name: dim for name, dim in self.recstore_dims().items() if name not in states}
-        self.recstore_state = ModuleState(self._tables_name, states, self.ranks_env, self._copies, remote)
+            self._wall_clock = AgreedClock(
+                self.ranks_env, min(seconds), self.recstore_tables()
+            )
+        remote = {
+            name: dim
+            for name, dim in self.recstore_dims().items()
+            if name not in states
+        }
+        self.recstore_state = ModuleState(
+            self._tables_name, states, self.ranks_env, self._copies, remote
+        )
         self._register_state_dict_hook(self.recstore_state.add_rows)
         return self.recstore_state.optimizer_with_states(fused_optimizer)
 
     def _table_states(self) -> dict[str, RowState]:
         remote = self.remote_table_names()
-        shards: dict[str, list[LocalShard]] = {name: [] for name in self.recstore_table_names() if name not in remote}
+        shards: dict[str, list[LocalShard]] = {
+            name: [] for name in self.recstore_table_names() if name not in remote
+        }
         for kernel in self.recstore_kernels():
             names = [] if kernel.remote_tables else kernel.config.table_names()
             for name, shard in zip(names, kernel.shards, strict=True):
                 shards[name].append(shard)
         states, dims = {}, self.recstore_dims()
-        # These are the configs of all tables, also of tables without a shard on this rank.
-        configs = {table.name: table for sharding in self.shardings_in_order for table in _recstore_configs(sharding)}
+        # These are the configs of all tables, also of tables without a shard on this
+        # rank.
+        configs = {
+            table.name: table
+            for sharding in self.shardings_in_order
+            for table in _recstore_configs(sharding)
+        }
         for name, of_table in shards.items():
             params = configs[name].fused_params
-            optimizer, options = optimizer_from_fused_params(params, [name]), whole_options(configs[name], params)
-            states[name] = RowState(name, dims[name], of_table, self.ranks_env, optimizer, options, self._copies)
+            optimizer, options = (
+                optimizer_from_fused_params(params, [name]),
+                whole_options(configs[name], params),
+            )
+            states[name] = RowState(
+                name,
+                dims[name],
+                of_table,
+                self.ranks_env,
+                optimizer,
+                options,
+                self._copies,
+            )
         return states
 
     def load_rows(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Loads the rows of the RecStore tables from ``state_dict`` and removes them from it."""
+        """Loads the rows of the RecStore tables from ``state_dict`` and removes them
+        from it.
+        """
         self.recstore_state.load(state_dict, prefix)
 
 
@@ -442,18 +617,31 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         accumulation_steps: int = 1,
         **kwargs: Any,
     ) -> None:
-        super().__init__(with_own_arguments(fused_params, optimizer, accumulation_steps), *args, **kwargs)
+        super().__init__(
+            with_own_arguments(fused_params, optimizer, accumulation_steps),
+            *args,
+            **kwargs,
+        )
 
     def __repr__(self) -> str:
         """Returns the arguments that select how the tables are trained."""
         params = dict(self.fused_params or {})
-        own = {"optimizer": params.pop(OPTIMIZER_KEY, None), "accumulation_steps": params.pop(ACCUMULATION_KEY, None)}
+        own = {
+            "optimizer": params.pop(OPTIMIZER_KEY, None),
+            "accumulation_steps": params.pop(ACCUMULATION_KEY, None),
+        }
         arguments = {"fused_params": params or None, **own}
-        shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if value is not None)
+        shown = ", ".join(
+            f"{name}={value!r}"
+            for name, value in arguments.items()
+            if value is not None
+        )
         return f"{type(self).__name__}({shown})"
 
     def with_stock_kernels(self: _Self) -> _Self:
-        """Returns a copy that also offers TorchRec's kernels, for planners that choose the kernel by constraint."""
+        """Returns a copy that also offers TorchRec's kernels, for planners that choose
+        the kernel by constraint.
+        """
         offer = copy.copy(self)
         offer.offers_stock = True
         return offer
@@ -469,20 +657,29 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         """Returns the sharded module. The arguments are those of TorchRec's sharders.
 
         Raises:
-            ValueError: The plan or ``fused_params`` have a setting that RecStore does not support for a RecStore
-                table, or they select different optimizers for it.
-            NotImplementedError: The plan has RecStore tables, and the model is wrapped in ``DMPCollection``.
+            ValueError: The plan or ``fused_params`` have a setting that RecStore does
+                not support for a RecStore table, or they select different optimizers
+                for it.
+            NotImplementedError: The plan has RecStore tables, and the model is wrapped
+                in ``DMPCollection``.
         """
         kernels = {sharding.compute_kernel for sharding in params.values()}
         stock, plan = deal_out(self, params, env, super().shardable_parameters(module))
         if RECSTORE_KERNEL in kernels and module.device != torch.device("meta"):
             warn_user(
-                "RecStore tables do not take the weights of the module that is sharded, which is not on the meta "
-                "device: make it with device='meta'. Use TableOptions(initializer=...) for random initial rows, or "
-                "load_dense_weights for given rows"
+                "RecStore tables do not take the weights of the module that is sharded,"
+                " which is not on the meta device: make it with device='meta'. Use"
+                " TableOptions(initializer=...) for random initial rows, or"
+                " load_dense_weights for given rows"
             )
-        more = {"fused_params": stock, "qcomm_codecs_registry": self.qcomm_codecs_registry, **self.own_arguments()}
-        made: Any = self._sharded(module, plan, env, device=device, module_fqn=module_fqn, **more)
+        more = {
+            "fused_params": stock,
+            "qcomm_codecs_registry": self.qcomm_codecs_registry,
+            **self.own_arguments(),
+        }
+        made: Any = self._sharded(
+            module, plan, env, device=device, module_fqn=module_fqn, **more
+        )
         made.source = (module, self)
         return made
 
@@ -491,21 +688,36 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         raise NotImplementedError
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Returns the parameters of the tables, by name, whose ``numel`` counts the resident rows for the planner."""
+        """Returns the parameters of the tables, by name, whose ``numel`` counts the
+        resident rows for the planner.
+        """
         parameters: dict[str, nn.Parameter] = super().shardable_parameters(module)
         if self.offers_stock:
-            return parameters  # The size depends on the kernel, and the planner's own estimator computes it.
-        return {name: ResidentParameter.of(parameter, name=name) for name, parameter in parameters.items()}
+            # The size depends on the kernel, and the planner's own estimator computes
+            # it.
+            return parameters
+        return {
+            name: ResidentParameter.of(parameter, name=name)
+            for name, parameter in parameters.items()
+        }
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns the sharding types that RecStore supports, and those of TorchRec's sharder if it is offered."""
+        """Returns the sharding types that RecStore supports, and those of TorchRec's
+        sharder if it is offered.
+        """
         stock = super().sharding_types(compute_device_type) if self.offers_stock else []
         return list(dict.fromkeys([*self._sharded._supported, *stock]))
 
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Returns RecStore's kernel if it supports the sharding type, and TorchRec's kernels if they are offered."""
+    def compute_kernels(
+        self, sharding_type: str, compute_device_type: str
+    ) -> list[str]:
+        """Returns RecStore's kernel if it supports the sharding type, and TorchRec's
+        kernels if they are offered.
+        """
         kernels = [RECSTORE_KERNEL] if sharding_type in self._sharded._supported else []
-        if self.offers_stock and sharding_type in super().sharding_types(compute_device_type):
+        if self.offers_stock and sharding_type in super().sharding_types(
+            compute_device_type
+        ):
             kernels += super().compute_kernels(sharding_type, compute_device_type)
         return kernels
 

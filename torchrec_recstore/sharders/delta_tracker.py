@@ -1,4 +1,6 @@
-"""Support for TorchRec's delta tracker in RecStore tables, with raw ids and optimizer states by id."""
+"""Support for TorchRec's delta tracker in RecStore tables, with raw ids and optimizer
+states by id.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.embedding_types import (
+    EmbeddingComputeKernel,
+    GroupedEmbeddingConfig,
+)
 from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
 from torchrec.distributed.model_tracker.types import TrackingMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -18,50 +23,76 @@ from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.kernel import RecStoreKernel
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.parts import column_weighted_mean
-from torchrec_recstore.torchrec_seams.models import kernels_of, optimizer_states, tracking_mode
+from torchrec_recstore.torchrec_seams.models import (
+    kernels_of,
+    optimizer_states,
+    tracking_mode,
+)
 
 # The tracking modes that compare states of squared gradients.
 _OF_SQUARES = (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD)
-Record = Callable[..., None]  # It is called with (features, embeddings, kernel) of one group after its lookup.
+# It is called with (features, embeddings, kernel) of one group after its lookup.
+Record = Callable[..., None]
 
 
-def tracking(record: Record, groups: Sequence[GroupedEmbeddingConfig], kernels: Sequence[RecStoreKernel]) -> Record:
-    """Returns the function that a lookup of ``groups`` calls after each kernel, in place of ``record``.
+def tracking(
+    record: Record,
+    groups: Sequence[GroupedEmbeddingConfig],
+    kernels: Sequence[RecStoreKernel],
+) -> Record:
+    """Returns the function that a lookup of ``groups`` calls after each kernel, in
+    place of ``record``.
 
-    Raises ValueError on every rank if the tracker's mode needs a state that a table's optimizer does not have.
+    Raises ValueError on every rank if the tracker's mode needs a state that a table's
+    optimizer does not have.
     """
-    # ModelDeltaTrackerTrec uses ids as positions in FBGEMM's state tensors (torchrec 1.8.0). For RecStore kernels, raw
-    # ids are therefore written to the tracker's store, and get_latest, which supports only FBGEMM's, is replaced.
+    # ModelDeltaTrackerTrec uses ids as positions in FBGEMM's state tensors (torchrec
+    # 1.8.0). For RecStore kernels, raw ids are therefore written to the tracker's
+    # store, and get_latest, which supports only FBGEMM's, is replaced.
     tracker = getattr(record, "__self__", None)
     if not isinstance(tracker, ModelDeltaTrackerTrec):
         return record
     mode = tracking_mode(tracker)
     for group in groups:
         if group.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
-            _check(mode, optimizer_from_fused_params(group.fused_params, group.table_names()), group.table_names())
+            _check(
+                mode,
+                optimizer_from_fused_params(group.fused_params, group.table_names()),
+                group.table_names(),
+            )
     if mode in _OF_SQUARES:
         tracker.get_latest = lambda: _latest(tracker)
 
     def record_group(
-        features: KeyedJaggedTensor, embeddings: Tensor, kernel: nn.Module, raw_ids: Tensor | None = None
+        features: KeyedJaggedTensor,
+        embeddings: Tensor,
+        kernel: nn.Module,
+        raw_ids: Tensor | None = None,
     ) -> None:
         if not isinstance(kernel, RecStoreKernel):
             record(features, embeddings, kernel)
             return
         for name, (ids, rows) in _looked_up(kernel, features, embeddings, mode).items():
-            if name not in tracker.table_to_fqn or not len(ids):  # The tracker skips the table, or the batch is empty.
+            # The tracker skips the table, or the batch is empty.
+            if name not in tracker.table_to_fqn or not len(ids):
                 continue
             states = rows
             if mode == TrackingMode.MOMENTUM_LAST or mode in _OF_SQUARES:
-                states = _states(_shards(kernels, name), ids, squares=mode in _OF_SQUARES)
+                states = _states(
+                    _shards(kernels, name), ids, squares=mode in _OF_SQUARES
+                )
             fqn = tracker.table_to_fqn[name]
-            tracker.store.append(batch_idx=tracker.curr_batch_idx, fqn=fqn, ids=ids, states=states)
+            tracker.store.append(
+                batch_idx=tracker.curr_batch_idx, fqn=fqn, ids=ids, states=states
+            )
 
     return record_group
 
 
 class _SquaresById:
-    """The states of squared gradients of a table, indexed by id, as the tracker indexes FBGEMM's tensor of states."""
+    """The states of squared gradients of a table, indexed by id, as the tracker indexes
+    FBGEMM's tensor of states.
+    """
 
     def __init__(self, shards: Sequence[Table]) -> None:
         self._shards = shards
@@ -78,8 +109,9 @@ def _check(mode: TrackingMode, optimizer: Optimizer, names: Sequence[str]) -> No
         needs = "a state of squared gradients"
     if needs is not None:
         raise ValueError(
-            f"RecStore table(s) {', '.join(map(repr, names))}: the tracking mode {mode.name} needs an optimizer with "
-            f"{needs}, such as RowWiseAdagrad, and {optimizer} has none: track by ID_ONLY instead"
+            f"RecStore table(s) {', '.join(map(repr, names))}: the tracking mode"
+            f" {mode.name} needs an optimizer with {needs}, such as RowWiseAdagrad, and"
+            f" {optimizer} has none: track by ID_ONLY instead"
         )
 
 
@@ -88,9 +120,11 @@ def _squares_name(optimizer: Optimizer) -> str:
 
 
 def _states(shards: Sequence[Table], ids: Tensor, *, squares: bool) -> Tensor:
-    """Returns a number for each of ``ids``, (N,) float32, from the column shards of a table: zero without a row.
+    """Returns a number for each of ``ids``, (N,) float32, from the column shards of a
+    table: zero without a row.
 
-    It is the mean of the squared gradients over the columns, or the norm of the first state, FBGEMM's momentum.
+    It is the mean of the squared gradients over the columns, or the norm of the first
+    state, FBGEMM's momentum.
     """
     kinds = state_names(shards[0].optimizer)
     name = _squares_name(shards[0].optimizer) if squares else next(iter(kinds))
@@ -108,44 +142,79 @@ def _states(shards: Sequence[Table], ids: Tensor, *, squares: bool) -> Tensor:
 
 
 def _looked_up(
-    kernel: RecStoreKernel, features: KeyedJaggedTensor, embeddings: Tensor, mode: TrackingMode
+    kernel: RecStoreKernel,
+    features: KeyedJaggedTensor,
+    embeddings: Tensor,
+    mode: TrackingMode,
 ) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Returns the raw ids (N,) and, in the mode EMBEDDING, their rows (N, columns of all shards), by table."""
+    """Returns the raw ids (N,) and, in the mode EMBEDDING, their rows (N, columns of
+    all shards), by table.
+    """
     configs = kernel.config.embedding_tables
     lengths = iter(features.length_per_key())
     counts = [sum(next(lengths) for _ in config.feature_names) for config in configs]
     by_table = torch.split(features.values(), counts)
     ids: dict[str, Tensor] = {}
     for config, shard, local in zip(configs, kernel.shards, by_table, strict=True):
-        ids[config.name] = local if shard.routing is None else shard.routing.raw(local.cpu()).to(local.device)
+        ids[config.name] = (
+            local
+            if shard.routing is None
+            else shard.routing.raw(local.cpu()).to(local.device)
+        )
     if mode != TrackingMode.EMBEDDING:
         return {name: (of_table, None) for name, of_table in ids.items()}
     rows: dict[str, list[Tensor]] = {name: [] for name in ids}
-    sizes = [count * len(table.columns) for count, table in zip(counts, kernel.tables, strict=True)]
+    sizes = [
+        count * len(table.columns)
+        for count, table in zip(counts, kernel.tables, strict=True)
+    ]
     by_shard = torch.split(embeddings.detach(), sizes)
     for config, table, part in zip(configs, kernel.tables, by_shard, strict=True):
         rows[config.name].append(part.view(-1, len(table.columns)))
-    return {name: (of_table, torch.cat(rows[name], dim=1)) for name, of_table in ids.items()}
+    return {
+        name: (of_table, torch.cat(rows[name], dim=1)) for name, of_table in ids.items()
+    }
 
 
 def _shards(kernels: Sequence[RecStoreKernel], name: str) -> list[Table]:
-    """Returns a table's column shards on this rank. All of them belong to one lookup."""
-    shards = (each for kernel in kernels for each in zip(kernel.config.embedding_tables, kernel.tables, strict=True))
+    """Returns a table's column shards on this rank.
+
+    All of them belong to one lookup.
+    """
+    shards = (
+        each
+        for kernel in kernels
+        for each in zip(kernel.config.embedding_tables, kernel.tables, strict=True)
+    )
     return [table for config, table in shards if config.name == name]
 
 
 def _latest(tracker: ModelDeltaTrackerTrec) -> dict[str, Any]:
-    """Returns the states of each table, indexed by id, by the table's path, instead of the tracker's ``get_latest``."""
+    """Returns the states of each table, indexed by id, by the table's path, instead of
+    the tracker's ``get_latest``.
+    """
     latest: dict[str, Any] = {}
     for module in tracker.tracked_modules.values():
         for lookup in module.lookups:
             if isinstance(lookup, DistributedDataParallel):
                 continue
-            ours = [kernel for kernel in kernels_of(lookup) if isinstance(kernel, RecStoreKernel)]
+            ours = [
+                kernel
+                for kernel in kernels_of(lookup)
+                if isinstance(kernel, RecStoreKernel)
+            ]
             for kernel in kernels_of(lookup):
-                states = None if isinstance(kernel, RecStoreKernel) else optimizer_states(kernel)
+                states = (
+                    None
+                    if isinstance(kernel, RecStoreKernel)
+                    else optimizer_states(kernel)
+                )
                 for place, config in enumerate(kernel.config.embedding_tables):
                     fqn = tracker.table_to_fqn.get(config.name)
                     if fqn is not None:
-                        latest[fqn] = _SquaresById(_shards(ours, config.name)) if states is None else states[place][0]
+                        latest[fqn] = (
+                            _SquaresById(_shards(ours, config.name))
+                            if states is None
+                            else states[place][0]
+                        )
     return latest

@@ -1,6 +1,8 @@
-"""The conversion of TorchRec's ``fused_params`` to the optimizer and the options of a RecStore table.
+"""The conversion of TorchRec's ``fused_params`` to the optimizer and the options of a
+RecStore table.
 
-The names and defaults are those of FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen.__init__`` (fbgemm-gpu 1.8.0).
+The names and defaults are those of FBGEMM's
+``SplitTableBatchedEmbeddingBagsCodegen.__init__`` (fbgemm-gpu 1.8.0).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from torchrec_recstore import optim
 from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.options import Servers, TableOptions
 
-# RecStore's own keys in fused_params: of a table's CarriedOptions, and of the arguments of RecStoreSharder.
+# RecStore's own keys in fused_params: of a table's CarriedOptions, and of the arguments
+# of RecStoreSharder.
 OPTIONS_KEY = "recstore_options"
 OPTIMIZER_KEY = "recstore_optimizer"
 ACCUMULATION_KEY = "recstore_accumulation_steps"
@@ -28,59 +31,121 @@ _NAMES: dict[type[Optimizer], tuple[Enum, ...]] = {
     # FBGEMM's inexact form of the same update differs only in the order of sums.
     optim.SGD: (EmbOptimType.SGD, EmbOptimType.EXACT_SGD, OptimType.SGD),
     optim.Adagrad: (EmbOptimType.EXACT_ADAGRAD, OptimType.ADAGRAD),
-    optim.RowWiseAdagrad: (EmbOptimType.ROWWISE_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, OptimType.ROWWISE_ADAGRAD),
+    optim.RowWiseAdagrad: (
+        EmbOptimType.ROWWISE_ADAGRAD,
+        EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        OptimType.ROWWISE_ADAGRAD,
+    ),
     optim.Adam: (EmbOptimType.ADAM, OptimType.ADAM),
     optim.AdamW: (OptimType.ADAMW,),
-    optim.PartialRowWiseAdam: (EmbOptimType.PARTIAL_ROWWISE_ADAM, OptimType.PARTIAL_ROWWISE_ADAM),
+    optim.PartialRowWiseAdam: (
+        EmbOptimType.PARTIAL_ROWWISE_ADAM,
+        OptimType.PARTIAL_ROWWISE_ADAM,
+    ),
     optim.LAMB: (EmbOptimType.LAMB, OptimType.LAMB),
-    optim.PartialRowWiseLAMB: (EmbOptimType.PARTIAL_ROWWISE_LAMB, OptimType.PARTIAL_ROWWISE_LAMB),
+    optim.PartialRowWiseLAMB: (
+        EmbOptimType.PARTIAL_ROWWISE_LAMB,
+        OptimType.PARTIAL_ROWWISE_LAMB,
+    ),
     optim.LARSSGD: (EmbOptimType.LARS_SGD, OptimType.LARS_SGD),
 }
 _OPTIMIZERS = {name: kind for kind, names in _NAMES.items() for name in names}
 
-# The keys that this module reads. If the selected optimizer does not have an argument, it is ignored, as in FBGEMM.
+# The keys that this module reads. If the selected optimizer does not have an argument,
+# it is ignored, as in FBGEMM.
 _READ = {
-    *(ACCUMULATION_KEY, OPTIONS_KEY, OPTIMIZER_KEY, "optimizer", "learning_rate", "lr", "eps", "eta"),
-    *("beta1", "beta2", "betas", "weight_decay_mode", "gradient_clipping", "max_gradient", "max_gradient_norm"),
+    *(
+        ACCUMULATION_KEY,
+        OPTIONS_KEY,
+        OPTIMIZER_KEY,
+        "optimizer",
+        "learning_rate",
+        "lr",
+        "eps",
+        "eta",
+    ),
+    *(
+        "beta1",
+        "beta2",
+        "betas",
+        "weight_decay_mode",
+        "gradient_clipping",
+        "max_gradient",
+        "max_gradient_norm",
+    ),
     *("optimizer_state_dtypes", "state_dtype", "output_dtype", "stochastic_rounding"),
 }
 
 # The keys that cannot change the results of a RecStore table, whatever their value.
 _IGNORED = {
-    # Where FBGEMM keeps rows on an accelerator, and how it moves them. RecStore's rows are in host memory.
-    *("cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory", "cache_precision", "enforce_hbm"),
-    *("gather_uvm_cache_stats", "multipass_prefetch_config", "prefetch_pipeline", "record_cache_metrics"),
+    # Where FBGEMM keeps rows on an accelerator, and how it moves them. RecStore's rows
+    # are in host memory.
+    *(
+        "cache_algorithm",
+        "cache_load_factor",
+        "cache_sets",
+        "cache_reserved_memory",
+        "cache_precision",
+        "enforce_hbm",
+    ),
+    *(
+        "gather_uvm_cache_stats",
+        "multipass_prefetch_config",
+        "prefetch_pipeline",
+        "record_cache_metrics",
+    ),
     *("stats_reporter_config", "uvm_host_mapped", "uvm_non_rowwise_momentum"),
     # Every int64 is a valid id, and ids are never converted to a smaller type.
     *("bounds_check_mode", "embedding_table_index_type", "embedding_table_offset_type"),
     # These keys select one of several kernels that compute the same results.
     *("_batch_key", "use_experimental_tbe", "use_one_tbe_per_table"),
-    # These keys select one of several ways in which torch.optim computes the same results.
+    # These keys select one of several ways in which torch.optim computes the same
+    # results.
     *("capturable", "differentiable", "foreach", "fused"),
 }
 
-# FBGEMM silently ignores these keys if the selected optimizer does not have them. RecStore raises an error for other
-# values, because the user expects that a key has an effect.
-_NEUTRAL_UNLESS_READ: dict[str, object] = {"max_norm": 0.0, "momentum": 0.0, "weight_decay": 0.0}
+# FBGEMM silently ignores these keys if the selected optimizer does not have them.
+# RecStore raises an error for other values, because the user expects that a key has an
+# effect.
+_NEUTRAL_UNLESS_READ: dict[str, object] = {
+    "max_norm": 0.0,
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+}
 
-# The keys that would change the results. RecStore does not support them and accepts only values without effect.
+# The keys that would change the results. RecStore does not support them and accepts
+# only values without effect.
 _NEUTRAL: dict[str, object] = {
-    **dict.fromkeys(("counter_based_regularization", "cowclip_regularization", "emainplace_mode", "ensemble_mode")),
+    **dict.fromkeys(
+        (
+            "counter_based_regularization",
+            "cowclip_regularization",
+            "emainplace_mode",
+            "ensemble_mode",
+        )
+    ),
     **dict.fromkeys(("extra_optimizer_config", "global_weight_decay")),
     **dict.fromkeys(("dampening", "initial_accumulator_value", "lr_decay"), 0.0),
-    **dict.fromkeys(("amsgrad", "enable_raw_embedding_streaming", "maximize", "nesterov"), False),
+    **dict.fromkeys(
+        ("amsgrad", "enable_raw_embedding_streaming", "maximize", "nesterov"), False
+    ),
     "weights_precision": SparseType.FP32,
 }
 
-# The keys of the data type of optimizer state. TorchRec's kernels do not take the first, and TorchRec cannot group
-# tables with the second, because its value is a dict (torchrec 1.8.0).
+# The keys of the data type of optimizer state. TorchRec's kernels do not take the
+# first, and TorchRec cannot group tables with the second, because its value is a dict
+# (torchrec 1.8.0).
 STATE_KEYS = ("state_dtype", "optimizer_state_dtypes")
 
 _STATE_DTYPES = {
     **dict.fromkeys((torch.float32, SparseType.FP32), torch.float32),
     **dict.fromkeys((torch.float16, SparseType.FP16), torch.float16),
 }
-_OUTPUT_DTYPES = {SparseType.FP32: torch.float32, SparseType.FP16: torch.float16, SparseType.BF16: torch.bfloat16}
+_OUTPUT_DTYPES = {
+    SparseType.FP32: torch.float32,
+    SparseType.FP16: torch.float16,
+    SparseType.BF16: torch.bfloat16,
+}
 
 _DISAGREES = "of the sharder disagrees with"
 _ELSEWHERE = "that fused_params or apply_optimizer_in_backward ask for"
@@ -88,10 +153,13 @@ _ELSEWHERE = "that fused_params or apply_optimizer_in_backward ask for"
 
 @dataclass(frozen=True, eq=False)
 class CarriedOptions:
-    """A table's options in its ``fused_params``. All objects with the same ``servers`` and ``frozen`` are equal.
+    """A table's options in its ``fused_params``.
 
-    TorchRec's ``group_tables`` (torchrec 1.8.0) places tables in one kernel, which saves a pass over the batch, if
-    their ``fused_params`` are equal. Never read the options of a group, which are those of only one of its tables.
+    All objects with the same ``servers`` and ``frozen`` are equal.
+
+    TorchRec's ``group_tables`` (torchrec 1.8.0) places tables in one kernel, which
+    saves a pass over the batch, if their ``fused_params`` are equal. Never read the
+    options of a group, which are those of only one of its tables.
     """
 
     options: TableOptions
@@ -110,13 +178,21 @@ class CarriedOptions:
 
 
 def carried_options(fused_params: Mapping[str, Any] | None) -> CarriedOptions:
-    """Returns the options and the row name in a table's ``fused_params``, or the default options without a name."""
+    """Returns the options and the row name in a table's ``fused_params``, or the
+    default options without a name.
+    """
     carried = (fused_params or {}).get(OPTIONS_KEY)
-    return carried if isinstance(carried, CarriedOptions) else CarriedOptions(TableOptions())
+    return (
+        carried
+        if isinstance(carried, CarriedOptions)
+        else CarriedOptions(TableOptions())
+    )
 
 
 def table_options(fused_params: Mapping[str, Any] | None) -> TableOptions:
-    """Returns the options in a table's ``fused_params``, or the default options if there are none."""
+    """Returns the options in a table's ``fused_params``, or the default options if
+    there are none.
+    """
     return carried_options(fused_params).options
 
 
@@ -125,10 +201,17 @@ def accumulation_steps(fused_params: Mapping[str, Any] | None) -> int:
     return int((fused_params or {}).get(ACCUMULATION_KEY, 1))
 
 
-def stochastic_rounding(fused_params: Mapping[str, Any] | None, table_names: Sequence[str], dtype: torch.dtype) -> bool:
-    """Returns whether updates of narrow rows are rounded stochastically. Default: for 8-bit rows, as in FBGEMM on CPU.
+def stochastic_rounding(
+    fused_params: Mapping[str, Any] | None,
+    table_names: Sequence[str],
+    dtype: torch.dtype,
+) -> bool:
+    """Returns whether updates of narrow rows are rounded stochastically.
 
-    Raises ValueError, which names the tables, for another value than a bool, or False for 8-bit rows.
+    Default: for 8-bit rows, as in FBGEMM on CPU.
+
+    Raises ValueError, which names the tables, for another value than a bool, or False
+    for 8-bit rows.
     """
     asked = (fused_params or {}).get("stochastic_rounding", dtype is torch.int8)
     where = f"{_where(table_names)}: fused_params['stochastic_rounding']"
@@ -136,16 +219,21 @@ def stochastic_rounding(fused_params: Mapping[str, Any] | None, table_names: Seq
         raise ValueError(f"{where} must be a bool, got {asked!r}")
     if dtype is torch.int8 and not asked:
         raise ValueError(
-            f"{where} = False is not supported for data_type INT8, because small updates would be lost: leave it out"
+            f"{where} = False is not supported for data_type INT8, because small"
+            " updates would be lost: leave it out"
         )
     return asked
 
 
-def state_dtype(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> torch.dtype:
-    """Returns the data type of all optimizer states of a table, float32 (default) or float16.
+def state_dtype(
+    fused_params: Mapping[str, Any] | None, table_names: Sequence[str]
+) -> torch.dtype:
+    """Returns the data type of all optimizer states of a table, float32 (default) or
+    float16.
 
-    ``optimizer_state_dtypes`` is FBGEMM's form: a mapping from ``momentum1`` and ``momentum2``, the states in the order
-    of :func:`state_names`, to ``SparseType``. Raises ValueError, which names the tables, if the keys disagree.
+    ``optimizer_state_dtypes`` is FBGEMM's form: a mapping from ``momentum1`` and
+    ``momentum2``, the states in the order of :func:`state_names`, to ``SparseType``.
+    Raises ValueError, which names the tables, if the keys disagree.
     """
     params = dict(fused_params or {})
     where = _where(table_names)
@@ -154,21 +242,37 @@ def state_dtype(fused_params: Mapping[str, Any] | None, table_names: Sequence[st
     if not by_state:
         return own or torch.float32
     named = f"fused_params['optimizer_state_dtypes'] = {by_state!r}"
-    names = [f"momentum{i + 1}" for i in range(len(state_names(optimizer_from_fused_params(params, table_names))))]
-    if not isinstance(by_state, Mapping) or not set(by_state) <= {"momentum1", "momentum2"}:
-        raise ValueError(f"{where}: {named} must map 'momentum1' and 'momentum2' to data types")
+    names = [
+        f"momentum{i + 1}"
+        for i in range(
+            len(state_names(optimizer_from_fused_params(params, table_names)))
+        )
+    ]
+    if not isinstance(by_state, Mapping) or not set(by_state) <= {
+        "momentum1",
+        "momentum2",
+    }:
+        raise ValueError(
+            f"{where}: {named} must map 'momentum1' and 'momentum2' to data types"
+        )
     found = {
-        _one_state_dtype(by_state.get(name), f"['optimizer_state_dtypes'][{name!r}]", where) or torch.float32
+        _one_state_dtype(
+            by_state.get(name), f"['optimizer_state_dtypes'][{name!r}]", where
+        )
+        or torch.float32
         for name in {*names, *by_state}
     }
     if len(found) > 1:
         raise ValueError(
-            f"{where}: {named} is not supported, because all states of a table have one data type: name each of "
-            f"{', '.join(names)} with the same"
+            f"{where}: {named} is not supported, because all states of a table have one"
+            f" data type: name each of {', '.join(names)} with the same"
         )
     [theirs] = found
     if own is not None and own != theirs:
-        raise ValueError(f"{where}: fused_params['state_dtype'] = {params['state_dtype']!r} disagrees with {named}")
+        raise ValueError(
+            f"{where}: fused_params['state_dtype'] = {params['state_dtype']!r}"
+            f" disagrees with {named}"
+        )
     return theirs
 
 
@@ -179,49 +283,83 @@ def _one_state_dtype(asked: object, key: str, where: str) -> torch.dtype | None:
         return _STATE_DTYPES[asked]
     except (KeyError, TypeError):
         raise ValueError(
-            f"{where}: fused_params{key} = {asked!r} is not supported: only float32 and float16 are"
+            f"{where}: fused_params{key} = {asked!r} is not supported: only float32 and"
+            " float16 are"
         ) from None
 
 
-def output_dtype(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> torch.dtype:
-    """Returns the dtype of lookups' results. Raises ValueError if it is not FP32, the default, FP16 or BF16."""
+def output_dtype(
+    fused_params: Mapping[str, Any] | None, table_names: Sequence[str]
+) -> torch.dtype:
+    """Returns the dtype of lookups' results.
+
+    Raises ValueError if it is not FP32, the default, FP16 or BF16.
+    """
     asked = (fused_params or {}).get("output_dtype", SparseType.FP32)
     if asked not in _OUTPUT_DTYPES:
         names = ", ".join(kind.name for kind in _OUTPUT_DTYPES)
         raise ValueError(
-            f"{_where(table_names)}: fused_params['output_dtype'] = {asked!r} is not supported (only {names} are)"
+            f"{_where(table_names)}: fused_params['output_dtype'] = {asked!r} is not"
+            f" supported (only {names} are)"
         )
     return _OUTPUT_DTYPES[asked]
 
 
 def _where(table_names: Sequence[str]) -> str:
-    return f"RecStore table(s) {', '.join(map(repr, table_names))}" if table_names else "the sharder"
+    return (
+        f"RecStore table(s) {', '.join(map(repr, table_names))}"
+        if table_names
+        else "the sharder"
+    )
 
 
-def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> Optimizer:
-    """Returns the fused optimizer that ``fused_params`` select. Default: SGD with lr 0.01, as in FBGEMM.
+def optimizer_from_fused_params(
+    fused_params: Mapping[str, Any] | None, table_names: Sequence[str]
+) -> Optimizer:
+    """Returns the fused optimizer that ``fused_params`` select.
+
+    Default: SGD with lr 0.01, as in FBGEMM.
 
     The optimizer of frozen tables on the ranks is always SGD, which has no state.
 
-    Raises ValueError, which names the setting and the tables (all of the sharder, if ``table_names`` is empty), if it
-    is not supported. The formulas are FBGEMM's: the weight decay of Adam is decoupled, also that of torch.optim.Adam.
+    Raises ValueError, which names the setting and the tables (all of the sharder, if
+    ``table_names`` is empty), if it is not supported. The formulas are FBGEMM's: the
+    weight decay of Adam is decoupled, also that of torch.optim.Adam.
     """
     params = dict(fused_params or {})
     where = _where(table_names)
     own: Optimizer | None = params.get(OPTIMIZER_KEY)
     selected = params.get("optimizer")
-    kind = _OPTIMIZERS.get(selected) if selected is not None else optim.SGD if own is None else type(own)
+    kind = (
+        _OPTIMIZERS.get(selected)
+        if selected is not None
+        else optim.SGD
+        if own is None
+        else type(own)
+    )
     if kind is None:
-        supported = ", ".join(str(name) for name in _OPTIMIZERS if isinstance(name, EmbOptimType))
-        raise ValueError(f"{where}: optimizer {selected} is not supported; supported are {supported}")
+        supported = ", ".join(
+            str(name) for name in _OPTIMIZERS if isinstance(name, EmbOptimType)
+        )
+        raise ValueError(
+            f"{where}: optimizer {selected} is not supported; supported are {supported}"
+        )
     if own is not None and kind is not type(own):
-        raise ValueError(f"{where}: optimizer={own!r} {_DISAGREES} optimizer {selected} {_ELSEWHERE}")
+        raise ValueError(
+            f"{where}: optimizer={own!r} {_DISAGREES} optimizer {selected} {_ELSEWHERE}"
+        )
     read = _read(params, kind() if own is None else own, where)
     if own is not None and read != own:
-        raise ValueError(f"{where}: optimizer={own!r} {_DISAGREES} {read!r} {_ELSEWHERE}")
+        raise ValueError(
+            f"{where}: optimizer={own!r} {_DISAGREES} {read!r} {_ELSEWHERE}"
+        )
     options = table_options(params)
     # The optimizer of a table on servers belongs to those who train it.
-    return optim.without_state(read) if options.frozen and options.servers is None else read
+    return (
+        optim.without_state(read)
+        if options.frozen and options.servers is None
+        else read
+    )
 
 
 def _read(params: Mapping[str, Any], default: Optimizer, where: str) -> Optimizer:
@@ -229,7 +367,8 @@ def _read(params: Mapping[str, Any], default: Optimizer, where: str) -> Optimize
     known = {field.name for field in fields(default)}
     _check_keys(params, known, where)
     given: dict[str, Any] = {}
-    for key in ("lr", "learning_rate"):  # The last key takes precedence, as in TorchRec.
+    # The last key takes precedence, as in TorchRec.
+    for key in ("lr", "learning_rate"):
         if params.get(key) is not None:
             given["lr"] = _number(params, key, where)
     for key in known & {"eps", "weight_decay", "momentum", "eta"} & set(params):
@@ -239,7 +378,9 @@ def _read(params: Mapping[str, Any], default: Optimizer, where: str) -> Optimize
     if params.get("max_gradient_norm") is not None:
         given["max_gradient_norm"] = _number(params, "max_gradient_norm", where)
     if params.get("gradient_clipping"):
-        given["max_gradient"] = _number({"max_gradient": 1.0, **params}, "max_gradient", where)
+        given["max_gradient"] = _number(
+            {"max_gradient": 1.0, **params}, "max_gradient", where
+        )
     if isinstance(default, optim.Adam):
         given["betas"] = _betas(params, default.betas, where)
     mode = _weight_decay_mode(params, default, where)
@@ -255,23 +396,35 @@ def _number(params: Mapping[str, Any], key: str, where: str) -> float:
     try:
         return float(params[key])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: fused_params[{key!r}] must be a number, got {params[key]!r}") from error
+        raise ValueError(
+            f"{where}: fused_params[{key!r}] must be a number, got {params[key]!r}"
+        ) from error
 
 
 def _check_keys(params: Mapping[str, Any], known: Set[str], where: str) -> None:
     accepted = _READ | _IGNORED | (known & _NEUTRAL_UNLESS_READ.keys())
     neutrals = {**_NEUTRAL, **_NEUTRAL_UNLESS_READ}
     for key, value in params.items():
-        if key in accepted or key.startswith("__register_"):  # TorchRec adds the latter keys for inference.
+        # TorchRec adds the latter keys for inference.
+        if key in accepted or key.startswith("__register_"):
             continue
         if key not in neutrals:
             raise ValueError(f"{where}: unknown key {key!r} in fused_params")
         neutral = neutrals[key]
-        if value is not None and value != neutral and not (neutral is None and value == {}):
-            raise ValueError(f"{where}: fused_params[{key!r}] = {value!r} is not supported (only {neutral!r} is)")
+        if (
+            value is not None
+            and value != neutral
+            and not (neutral is None and value == {})
+        ):
+            raise ValueError(
+                f"{where}: fused_params[{key!r}] = {value!r} is not supported (only"
+                f" {neutral!r} is)"
+            )
 
 
-def _betas(params: Mapping[str, Any], default: tuple[float, float], where: str) -> tuple[float, float]:
+def _betas(
+    params: Mapping[str, Any], default: tuple[float, float], where: str
+) -> tuple[float, float]:
     merged = {"beta1": default[0], "beta2": default[1], **params}
     single = (_number(merged, "beta1", where), _number(merged, "beta2", where))
     if "betas" not in params:
@@ -280,18 +433,25 @@ def _betas(params: Mapping[str, Any], default: tuple[float, float], where: str) 
         first, second = params["betas"]
         betas = (float(first), float(second))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: betas must be two numbers, got {params['betas']!r}") from error
+        raise ValueError(
+            f"{where}: betas must be two numbers, got {params['betas']!r}"
+        ) from error
     if ("beta1" in params or "beta2" in params) and betas != single:
-        raise ValueError(f"{where}: betas={betas} disagrees with beta1 and beta2, which are {single}")
+        raise ValueError(
+            f"{where}: betas={betas} disagrees with beta1 and beta2, which are {single}"
+        )
     return betas
 
 
-def _weight_decay_mode(params: Mapping[str, Any], optimizer: Optimizer, where: str) -> str | None:
+def _weight_decay_mode(
+    params: Mapping[str, Any], optimizer: Optimizer, where: str
+) -> str | None:
     if "weight_decay_mode" not in params:
         return None
     mode = WeightDecayMode(params["weight_decay_mode"])
     if isinstance(optimizer, optim.SGD | optim.Adagrad):
-        # Mode NONE is FBGEMM's default. A weight decay that is set must have an effect, so NONE means L2 here.
+        # Mode NONE is FBGEMM's default. A weight decay that is set must have an effect,
+        # so NONE means L2 here.
         allowed = {WeightDecayMode.NONE: "l2", WeightDecayMode.L2: "l2"}
         if not isinstance(optimizer, optim.SGD):
             allowed[WeightDecayMode.DECOUPLE] = "decouple"
@@ -300,7 +460,7 @@ def _weight_decay_mode(params: Mapping[str, Any], optimizer: Optimizer, where: s
     if mode not in allowed:
         names = " and ".join(allowed_mode.name for allowed_mode in allowed)
         raise ValueError(
-            f"{where}: fused_params['weight_decay_mode'] = {mode} is not supported for {type(optimizer).__name__} "
-            f"(only {names} are)"
+            f"{where}: fused_params['weight_decay_mode'] = {mode} is not supported for"
+            f" {type(optimizer).__name__} (only {names} are)"
         )
     return allowed[mode] if isinstance(optimizer, optim.Adagrad) else None

@@ -18,28 +18,39 @@ _T = TypeVar("_T")
 
 
 def all_gathered(value: _T, env: ShardingEnv) -> list[_T]:
-    """Returns ``value`` of every rank, in order. Collective. Raises RuntimeError if a rank has died (not with NCCL)."""
-    # The group's methods also work after dist.destroy_process_group, which may be called while a checkpoint is written;
-    # the functions of torch.distributed look the group up and fail (torch 2.13).
+    """Returns ``value`` of every rank, in order.
+
+    Collective. Raises RuntimeError if a rank has died (not with NCCL).
+    """
+    # The group's methods also work after dist.destroy_process_group, which may be
+    # called while a checkpoint is written; the functions of torch.distributed look the
+    # group up and fail (torch 2.13).
     group = env.process_group
     if group is None or group.size() == 1:
         return [value]
     values: list[_T] = [value] * group.size()
     try:
-        if torch.device("cpu") not in group._device_types:  # The group has the NCCL backend only.
+        # The group has the NCCL backend only.
+        if torch.device("cpu") not in group._device_types:
             dist.all_gather_object(values, value, group=group)
             return values
         return _through_first_rank(values, value, group)
     except RuntimeError as error:
-        raise RuntimeError(f"a rank of the job has died: {str(error).strip()}") from error
+        raise RuntimeError(
+            f"a rank of the job has died: {str(error).strip()}"
+        ) from error
 
 
-def _through_first_rank(values: list[_T], value: _T, group: dist.ProcessGroup) -> list[_T]:
-    # gloo's own all_gather is a ring: a rank that is not next to the dead rank waits for 30 minutes (torch 2.13).
+def _through_first_rank(
+    values: list[_T], value: _T, group: dist.ProcessGroup
+) -> list[_T]:
+    # gloo's own all_gather is a ring: a rank that is not next to the dead rank waits
+    # for 30 minutes (torch 2.13).
     if group.rank() != 0:
         _send(value, group, 0)
         received = _received(group, 0)
-        if isinstance(received, RuntimeError):  # It is sent instead of the list of values if a rank has died.
+        # It is sent instead of the list of values if a rank has died.
+        if isinstance(received, RuntimeError):
             raise received
         return cast(list[_T], received)
     living: list[int] = []
@@ -53,7 +64,9 @@ def _through_first_rank(values: list[_T], value: _T, group: dist.ProcessGroup) -
     for rank in living:
         try:
             _send(values if died is None else died, group, rank)
-        except RuntimeError as error:  # The remaining ranks get the error now or in the next call.
+        except (
+            RuntimeError
+        ) as error:  # The remaining ranks get the error now or in the next call.
             died = RuntimeError(f"rank {rank}: {error}")
     if died is not None:
         raise died
@@ -76,21 +89,31 @@ def _received(group: dist.ProcessGroup, rank: int) -> Any:
 
 @contextmanager
 def refused_together(env: ShardingEnv) -> Iterator[None]:
-    """Raises the error of the first rank that fails in the block on every rank, so that none waits. Collective."""
+    """Raises the error of the first rank that fails in the block on every rank, so that
+    none waits.
+
+    Collective.
+    """
     error: Exception | None = None
     try:
         yield
     except Exception as refused:
         error = refused
     for first in all_gathered(picklable(error), env):
-        if first is not None and error is not None and (first is error or str(first) == str(error)):
+        if (
+            first is not None
+            and error is not None
+            and (first is error or str(first) == str(error))
+        ):
             raise error  # It has the traceback of this rank.
         if first is not None:
             raise first from error
 
 
 def picklable(error: Exception | None) -> Exception | None:
-    """Returns the error, or a ``RuntimeError`` with the same message if the error cannot be pickled."""
+    """Returns the error, or a ``RuntimeError`` with the same message if the error
+    cannot be pickled.
+    """
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -99,7 +122,9 @@ def picklable(error: Exception | None) -> Exception | None:
 
 
 def whole_environment() -> ShardingEnv:
-    """Returns the environment of all ranks of the job, or of one rank if ``torch.distributed`` is not initialized."""
+    """Returns the environment of all ranks of the job, or of one rank if
+    ``torch.distributed`` is not initialized.
+    """
     if not dist.is_initialized():
         return ShardingEnv.from_local(world_size=1, rank=0)
     group = dist.group.WORLD

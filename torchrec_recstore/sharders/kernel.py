@@ -1,4 +1,5 @@
-"""The compute kernels that TorchRec's lookups call for RecStore tables, and the fused optimizers that TorchRec sees.
+"""The compute kernels that TorchRec's lookups call for RecStore tables, and the fused
+optimizers that TorchRec sees.
 
 Tests: tests/sharders/test_embeddingbag.py, tests/sharders/test_optimizers.py.
 """
@@ -15,15 +16,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embedding_kernel import BaseEmbedding
-from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
+from torchrec.distributed.embedding_types import (
+    GroupedEmbeddingConfig,
+    ShardedEmbeddingTable,
+)
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import EmbeddingTableConfig, PoolingMode, pooling_type_to_pooling_mode
-from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
+from torchrec.modules.embedding_configs import (
+    EmbeddingTableConfig,
+    PoolingMode,
+    pooling_type_to_pooling_mode,
+)
+from torchrec.optim.fused import (
+    EmptyFusedOptimizer,
+    FusedOptimizer,
+    FusedOptimizerModule,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import BlockRouting, PooledKernel, RemoteTable, SequenceKernel
-from torchrec_recstore.kernels.device_copies import CopyTarget, to_device, to_host, weights_to_host
+from torchrec_recstore.kernels import (
+    BlockRouting,
+    PooledKernel,
+    RemoteTable,
+    SequenceKernel,
+)
+from torchrec_recstore.kernels.device_copies import (
+    CopyTarget,
+    to_device,
+    to_host,
+    weights_to_host,
+)
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions, shard_options
 from torchrec_recstore.plugins import plugin
@@ -40,40 +62,70 @@ from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, check_config, initializer_of
 from torchrec_recstore.table_parameter import TableParameter
-from torchrec_recstore.torchrec_seams.models import Sharding, mark_as_optimized, process_group, split_in_node
+from torchrec_recstore.torchrec_seams.models import (
+    Sharding,
+    mark_as_optimized,
+    process_group,
+    split_in_node,
+)
 
-_AHEAD = 4  # The number of batches that are kept, as many as the kernels keep of prefetched batches.
+# The number of batches that are kept, as many as the kernels keep of prefetched
+# batches.
+_AHEAD = 4
 
-# The sharding types that split rows over the ranks of one node, and all that split rows.
+# The sharding types that split rows over the ranks of one node, and all that split
+# rows.
 IN_NODE = frozenset({ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value})
 ROW_SPLIT = IN_NODE | {ShardingType.ROW_WISE.value}
 
-# The largest num_embeddings with a sharding of IN_NODE, whose block sizes are int32 (torchrec 1.8.0). It does not limit
-# the ids of a RecStore table, but only determines the borders between blocks of ids.
+# The largest num_embeddings with a sharding of IN_NODE, whose block sizes are int32
+# (torchrec 1.8.0). It does not limit the ids of a RecStore table, but only determines
+# the borders between blocks of ids.
 _MOST_ROWS_IN_NODE = 2**31 - 1
 
 
 def row_split(sharding: Sharding, sharding_type: str) -> tuple[int, int] | None:
-    """Returns (number of ranks, this rank) of the ranks that share each table's rows; None if rows are not split."""
+    """Returns (number of ranks, this rank) of the ranks that share each table's rows;
+    None if rows are not split.
+    """
     if sharding_type == ShardingType.ROW_WISE.value:
-        return dist.get_world_size(process_group(sharding)), dist.get_rank(process_group(sharding))
+        return dist.get_world_size(process_group(sharding)), dist.get_rank(
+            process_group(sharding)
+        )
     if sharding_type in IN_NODE:
         return split_in_node(sharding)
     return None
 
 
-def _routing_of(table: ShardedEmbeddingTable, split: tuple[int, int] | None) -> BlockRouting | None:
-    """Returns the mapping by which the input distribution changed the shard's ids; None if the ids are unchanged."""
+def _routing_of(
+    table: ShardedEmbeddingTable, split: tuple[int, int] | None
+) -> BlockRouting | None:
+    """Returns the mapping by which the input distribution changed the shard's ids; None
+    if the ids are unchanged.
+    """
     if split is None:
         return None
     ranks, rank = split
-    # The block of RwSparseFeaturesDist and TwRwSparseFeaturesDist, torchrec 1.8.0: ceil(num_embeddings / ranks).
+    # The block of RwSparseFeaturesDist and TwRwSparseFeaturesDist, torchrec 1.8.0:
+    # ceil(num_embeddings / ranks).
     block_rows = -(-table.num_embeddings // ranks)
-    return BlockRouting(block_rows, ranks, rank, mixed=table_options(table.fused_params).routing == "hash")
+    return BlockRouting(
+        block_rows,
+        ranks,
+        rank,
+        mixed=table_options(table.fused_params).routing == "hash",
+    )
 
 
-def prepare_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None, sharding_type: str) -> None:
-    """Lowers ``num_embeddings`` to what TorchRec supports. Raises ValueError if RecStore does not support the table."""
+def prepare_table(
+    config: EmbeddingTableConfig,
+    fused_params: Mapping[str, Any] | None,
+    sharding_type: str,
+) -> None:
+    """Lowers ``num_embeddings`` to what TorchRec supports.
+
+    Raises ValueError if RecStore does not support the table.
+    """
     check_config(config)
     optimizer_from_fused_params(fused_params, [config.name])
     stochastic_rounding(fused_params, [config.name], ROW_DTYPES[config.data_type])
@@ -86,26 +138,48 @@ def prepare_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] 
         config.num_embeddings = min(config.num_embeddings, _MOST_ROWS_IN_NODE)
 
 
-def _check_remote(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None) -> None:
+def _check_remote(
+    config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None
+) -> None:
     where = f"RecStore table {config.name!r} is on servers, which do not support"
     dtype = ROW_DTYPES[config.data_type]
     if state_dtype(fused_params, [config.name]) is not torch.float32:
-        raise ValueError(f"{where} optimizer state in float16: leave it out of fused_params")
-    if stochastic_rounding(fused_params, [config.name], dtype) and dtype is not torch.int8:
-        raise ValueError(f"{where} stochastic_rounding of {dtype} rows: leave it out of fused_params")
+        raise ValueError(
+            f"{where} optimizer state in float16: leave it out of fused_params"
+        )
+    if (
+        stochastic_rounding(fused_params, [config.name], dtype)
+        and dtype is not torch.int8
+    ):
+        raise ValueError(
+            f"{where} stochastic_rounding of {dtype} rows: leave it out of fused_params"
+        )
     if accumulation_steps(fused_params) > 1:
-        raise ValueError(f"{where} accumulation_steps={accumulation_steps(fused_params)}: leave it out")
+        raise ValueError(
+            f"{where} accumulation_steps={accumulation_steps(fused_params)}: leave"
+            " it out"
+        )
 
 
-def whole_options(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None) -> TableOptions:
-    """Returns the options of the whole table, with the initializer of its config if the options have none."""
+def whole_options(
+    config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None
+) -> TableOptions:
+    """Returns the options of the whole table, with the initializer of its config if the
+    options have none.
+    """
     options = table_options(fused_params)
     return replace(options, initializer=initializer_of(config, options))
 
 
 def _remote_table(config: ShardedEmbeddingTable, optimizer: Optimizer) -> RemoteTable:
-    """Returns a table on servers, and creates it if it does not exist. Raises the errors of the client."""
-    options, dtype = whole_options(config, config.fused_params), ROW_DTYPES[config.data_type]
+    """Returns a table on servers, and creates it if it does not exist.
+
+    Raises the errors of the client.
+    """
+    options, dtype = (
+        whole_options(config, config.fused_params),
+        ROW_DTYPES[config.data_type],
+    )
     servers = options.servers
     assert servers is not None
     name = carried_options(config.fused_params).row_name or config.name
@@ -113,24 +187,33 @@ def _remote_table(config: ShardedEmbeddingTable, optimizer: Optimizer) -> Remote
     client = plugin("client")(servers)
     # Other models may train the table that this one only reads.
     of_servers = replace(options, servers=None, frozen=False)
-    table: RemoteTable = client.table(name, shape, dtype, optimizer, of_servers, servers.staleness)
+    table: RemoteTable = client.table(
+        name, shape, dtype, optimizer, of_servers, servers.staleness
+    )
     return table
 
 
 def _make_shard(
-    config: ShardedEmbeddingTable, optimizer: Optimizer, split: tuple[int, int] | None, rank: int
+    config: ShardedEmbeddingTable,
+    optimizer: Optimizer,
+    split: tuple[int, int] | None,
+    rank: int,
 ) -> LocalShard:
     dtype, routing = ROW_DTYPES[config.data_type], _routing_of(config, split)
     table = Table(
         config.embedding_dim,
         dtype=dtype,
         optimizer=optimizer,
-        options=shard_options(whole_options(config, config.fused_params), split, config.name),
+        options=shard_options(
+            whole_options(config, config.fused_params), split, config.name
+        ),
         name=carried_options(config.fused_params).row_name or config.name,
         columns=_columns(config),
         shard=rank,
         owned=None if routing is None else routing.owned,
-        stochastic_rounding=stochastic_rounding(config.fused_params, [config.name], dtype),
+        stochastic_rounding=stochastic_rounding(
+            config.fused_params, [config.name], dtype
+        ),
         state_dtype=state_dtype(config.fused_params, [config.name]),
     )
     return LocalShard(table, routing)
@@ -140,13 +223,18 @@ def _columns(config: ShardedEmbeddingTable) -> range | None:
     if config.local_cols == config.embedding_dim:
         return None
     if config.local_metadata is None:
-        raise ValueError(f"RecStore table {config.name!r}: the plan has no sharding_spec for its column shard")
+        raise ValueError(
+            f"RecStore table {config.name!r}: the plan has no sharding_spec for its"
+            " column shard"
+        )
     first = config.local_metadata.shard_offsets[1]
     return range(first, first + config.local_cols)
 
 
 def _padded_offsets(offsets: Tensor, bags: Sequence[int]) -> Tensor:
-    """Returns offsets, (features * max(bags) + 1,), in which empty bags give all features the same number of bags."""
+    """Returns offsets, (features * max(bags) + 1,), in which empty bags give all
+    features the same number of bags.
+    """
     counts = torch.tensor(bags)
     first = counts.cumsum(0) - counts
     within = torch.minimum(torch.arange(max(bags))[None], counts[:, None])
@@ -154,20 +242,29 @@ def _padded_offsets(offsets: Tensor, bags: Sequence[int]) -> Tensor:
     return offsets[torch.cat([taken, counts.sum()[None]])]
 
 
-def _rank_major(pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence[int]) -> Tensor:
-    """Returns pooled rows as TorchRec's output distribution expects them for variable batch sizes (torchrec 1.8.0).
+def _rank_major(
+    pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence[int]
+) -> Tensor:
+    """Returns pooled rows as TorchRec's output distribution expects them for variable
+    batch sizes (torchrec 1.8.0).
 
-    ``bags`` are those of each feature from each rank; ``columns`` are those of each feature.
+    ``bags`` are those of each feature from each rank; ``columns`` are those of each
+    feature.
     """
     by_feature = [
         torch.split(block[: sum(from_ranks)], list(from_ranks))
-        for block, from_ranks in zip(torch.split(pooled, list(columns), dim=1), bags, strict=True)
+        for block, from_ranks in zip(
+            torch.split(pooled, list(columns), dim=1), bags, strict=True
+        )
     ]
-    return torch.cat([part.reshape(-1) for rank in zip(*by_feature, strict=True) for part in rank])
+    return torch.cat(
+        [part.reshape(-1) for rank in zip(*by_feature, strict=True) for part in rank]
+    )
 
 
 class _ShardedParameter(TableParameter):
-    """A parameter whose ``requires_grad`` cannot change, which would have no effect on the rows: the plan freezes them.
+    """A parameter whose ``requires_grad`` cannot change, which would have no effect on
+    the rows: the plan freezes them.
 
     ``frozen`` is that of the table's options.
     """
@@ -178,9 +275,10 @@ class _ShardedParameter(TableParameter):
         if requires_grad is self.frozen:
             now, then = ("frozen", "trained") if self.frozen else ("trained", "frozen")
             raise RuntimeError(
-                f"RecStore table {self.table!r} is {now}, and a sharded table cannot become {then}: set TableOptions("
-                f"frozen={not self.frozen}) in its constraint, or requires_grad_({requires_grad}) of its weight before "
-                "it is sharded, and load a checkpoint into the new model"
+                f"RecStore table {self.table!r} is {now}, and a sharded table cannot"
+                f" become {then}: set TableOptions(frozen={not self.frozen}) in its"
+                f" constraint, or requires_grad_({requires_grad}) of its weight before"
+                " it is sharded, and load a checkpoint into the new model"
             )
         return self
 
@@ -188,10 +286,13 @@ class _ShardedParameter(TableParameter):
 
 
 def placeholder_parameter(name: str, dim: int, *, frozen: bool = False) -> nn.Parameter:
-    """Returns the empty parameter, (0, dim), that represents a table in TorchRec's modules and optimizers."""
+    """Returns the empty parameter, (0, dim), that represents a table in TorchRec's
+    modules and optimizers.
+    """
     parameter = _ShardedParameter(torch.empty(0, dim), table=name)
     parameter.frozen = frozen
-    # Dense optimizers that are built with in_backward_optimizer_filter then leave it out (torchrec 1.8.0).
+    # Dense optimizers that are built with in_backward_optimizer_filter then leave it
+    # out (torchrec 1.8.0).
     mark_as_optimized(parameter, EmptyFusedOptimizer())
     return parameter
 
@@ -199,12 +300,15 @@ def placeholder_parameter(name: str, dim: int, *, frozen: bool = False) -> nn.Pa
 class BackwardOptimizer(FusedOptimizer):  # type: ignore[misc]
     """A fused optimizer whose calls do nothing, because backward has updated the rows.
 
-    A kernel has one, whose parameter group has the learning rate of its next backward pass. A module has one with the
-    states of its RecStore tables, and with one parameter group for each optimizer, which the kernels share.
+    A kernel has one, whose parameter group has the learning rate of its next backward
+    pass. A module has one with the states of its RecStore tables, and with one
+    parameter group for each optimizer, which the kernels share.
     """
 
     def learning_rate(self) -> float:
-        """Returns the current learning rate of a kernel, which schedulers and warm-up may have changed."""
+        """Returns the current learning rate of a kernel, which schedulers and warm-up
+        may have changed.
+        """
         return float(self.param_groups[0]["lr"])
 
     def step(self, closure: Any = None) -> None:
@@ -214,26 +318,41 @@ class BackwardOptimizer(FusedOptimizer):  # type: ignore[misc]
         """Does nothing."""
 
     def set_optimizer_step(self, step: int) -> None:
-        """Sets the number of updates of the module's tables, which Adam and LAMB count, as FBGEMM's kernels do."""
-        for shard in (shard for state in self.state.values() for shard in state["rows"].shards):
+        """Sets the number of updates of the module's tables, which Adam and LAMB count,
+        as FBGEMM's kernels do.
+        """
+        for shard in (
+            shard for state in self.state.values() for shard in state["rows"].shards
+        ):
             with ops.native_errors(f"table {shard.table.name!r}"):
                 ops.table_set_optimizer_steps(shard.table.handle, step)
 
 
 class ParameterOptimizer(FusedOptimizer):  # type: ignore[misc]
-    """The optimizer of one table's parameter. Its ``step`` sets the learning rate of the table's kernel."""
+    """The optimizer of one table's parameter.
 
-    def __init__(self, name: str, parameter: nn.Parameter, kernel: BackwardOptimizer) -> None:
+    Its ``step`` sets the learning rate of the table's kernel.
+    """
+
+    def __init__(
+        self, name: str, parameter: nn.Parameter, kernel: BackwardOptimizer
+    ) -> None:
         group = {"params": [parameter], "lr": kernel.learning_rate()}
         super().__init__({f"{name}.weight": parameter}, {}, [group])
         self._kernel = kernel
 
     def step(self, closure: Any = None) -> None:
-        """Sets the learning rate of the next backward pass. The last backward pass has updated the rows already."""
+        """Sets the learning rate of the next backward pass.
+
+        The last backward pass has updated the rows already.
+        """
         self._kernel.param_groups[0]["lr"] = self.param_groups[0]["lr"]
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Sets the learning rate of the next backward pass. There are no gradient tensors."""
+        """Sets the learning rate of the next backward pass.
+
+        There are no gradient tensors.
+        """
         self.step()
 
 
@@ -241,24 +360,33 @@ class HostBatch(NamedTuple):
     """A batch on the host."""
 
     ids: Tensor  # (N,) int64
-    offsets: Tensor  # (F * B + 1,) int64: the position of the first id of each bag, and N. Empty without pooling.
+    # (F * B + 1,) int64: the position of the first id of each bag, and N. Empty without
+    # pooling.
+    offsets: Tensor
     weights: Tensor | None  # (N,) float32
 
 
 class HostIds:
-    """Copies each batch to the host once, in one copy, also if the batch was prefetched before.
+    """Copies each batch to the host once, in one copy, also if the batch was prefetched
+    before.
 
-    The weights of a prefetched batch, and weights that require a gradient, are copied in the forward, because the
-    layers that make or change them run there. Sequences need neither offsets nor weights.
+    The weights of a prefetched batch, and weights that require a gradient, are copied
+    in the forward, because the layers that make or change them run there. Sequences
+    need neither offsets nor weights.
     """
 
     def __init__(self, with_offsets: bool, with_weights: bool) -> None:
         self._with_offsets, self._with_weights = with_offsets, with_weights
         self._ahead: deque[tuple[weakref.ref[Tensor], HostBatch]] = deque(maxlen=_AHEAD)
 
-    def prefetch(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> Tensor:
-        """Returns the ids of the features of a group of tables, (N,) int64, and keeps the copy for :meth:`take`."""
-        # The ids of the whole batch identify the copy, because TorchRec splits the features anew in each forward.
+    def prefetch(
+        self, features: KeyedJaggedTensor, batch: Tensor | None = None
+    ) -> Tensor:
+        """Returns the ids of the features of a group of tables, (N,) int64, and keeps
+        the copy for :meth:`take`.
+        """
+        # The ids of the whole batch identify the copy, because TorchRec splits the
+        # features anew in each forward.
         values: Tensor = features.values()
         if values.is_cpu:
             return values
@@ -266,15 +394,24 @@ class HostIds:
         self._ahead.append((weakref.ref(values if batch is None else batch), found))
         return found.ids
 
-    def take(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> HostBatch:
-        """Returns the features of a group of tables on the host. See :meth:`prefetch` for ``batch``."""
+    def take(
+        self, features: KeyedJaggedTensor, batch: Tensor | None = None
+    ) -> HostBatch:
+        """Returns the features of a group of tables on the host.
+
+        See :meth:`prefetch` for ``batch``.
+        """
         values: Tensor = features.values()
         weights = features.weights_or_none() if self._with_weights else None
         if values.is_cpu:
             offsets = features.offsets() if self._with_offsets else values[:0]
-            return HostBatch(values, offsets, None if weights is None else weights.float())
+            return HostBatch(
+                values, offsets, None if weights is None else weights.float()
+            )
         whole = values if batch is None else batch
-        place = next((place for place, (of, _) in enumerate(self._ahead) if of() is whole), None)
+        place = next(
+            (place for place, (of, _) in enumerate(self._ahead) if of() is whole), None
+        )
         if place is not None:
             found = self._ahead[place][1]
             del self._ahead[place]
@@ -293,47 +430,72 @@ class HostIds:
         if weights is not None:
             tensors.append(weights.float())
         ids, *more = to_host(tensors)
-        return HostBatch(ids, more[0] if self._with_offsets else ids[:0], None if weights is None else more[-1])
+        return HostBatch(
+            ids,
+            more[0] if self._with_offsets else ids[:0],
+            None if weights is None else more[-1],
+        )
 
 
 class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
     """The common base class of pooled and sequence kernels for a group of tables.
 
-    ``split`` is the result of :func:`row_split`. ``shard`` is this rank; it keeps the shards apart in a cold store.
+    ``split`` is the result of :func:`row_split`. ``shard`` is this rank; it keeps the
+    shards apart in a cold store.
     """
 
     _kernel: PooledKernel | SequenceKernel
     _host_ids: HostIds
 
     batch: Tensor | None = None
-    """The ids of the whole batch that the features of the next forward are a part of, on an accelerator."""
+    """The ids of the whole batch that the features of the next forward are a part of,
+    on an accelerator.
+    """
 
-    def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None, shard: int) -> None:
+    def __init__(
+        self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None, shard: int
+    ) -> None:
         super().__init__()
         self._config = config
-        optimizer = self._optimizer = optimizer_from_fused_params(config.fused_params, config.table_names())
+        optimizer = self._optimizer = optimizer_from_fused_params(
+            config.fused_params, config.table_names()
+        )
         self._output_dtype = output_dtype(config.fused_params, config.table_names())
         self.frozen = table_options(config.fused_params).frozen
-        """Whether the tables of the group, which have this option in common, are only read."""
+        """Whether the tables of the group, which have this option in common, are only
+        read.
+        """
         self.shards: list[LocalShard] = []
-        """The group's shards on this rank, several of a table that is split by columns. Empty for remote tables."""
+        """The group's shards on this rank, several of a table that is split by columns.
+
+        Empty for remote tables.
+        """
         self.remote_tables: list[RemoteTable] = []
         """The group's tables if their rows are on servers."""
-        for table in config.embedding_tables:  # All tables of the group have the same servers.
+        # All tables of the group have the same servers.
+        for table in config.embedding_tables:
             if table_options(table.fused_params).servers is not None:
                 self.remote_tables.append(_remote_table(table, optimizer))
             else:
                 self.shards.append(_make_shard(table, optimizer, split, shard))
         dims = {table.name: table.embedding_dim for table in config.embedding_tables}
-        self._placeholders = {name: placeholder_parameter(name, dim, frozen=self.frozen) for name, dim in dims.items()}
+        self._placeholders = {
+            name: placeholder_parameter(name, dim, frozen=self.frozen)
+            for name, dim in dims.items()
+        }
         group = {"params": list(self._placeholders.values()), "lr": optimizer.lr}
         self._optim = BackwardOptimizer(dict(self.named_parameters()), {}, [group])
         for name, parameter in self._placeholders.items():
-            mark_as_optimized(parameter, ParameterOptimizer(name, parameter, self._optim))
+            mark_as_optimized(
+                parameter, ParameterOptimizer(name, parameter, self._optim)
+            )
 
     def extra_repr(self) -> str:
         """Returns the tables of the group, their dims, and their optimizer."""
-        tables = ", ".join(f"{table.name}: {table.embedding_dim}" for table in self._config.embedding_tables)
+        tables = ", ".join(
+            f"{table.name}: {table.embedding_dim}"
+            for table in self._config.embedding_tables
+        )
         return f"tables={{{tables}}}, optimizer={self._optimizer!r}"
 
     @property
@@ -355,16 +517,25 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         """Waits for the updates that were sent to servers, or raises the error of one."""
         self._kernel.wait_for_updates()
 
-    def prefetch(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> None:
-        """Prepares the rows of a batch before its training forward. Any thread may call this method."""
+    def prefetch(
+        self, features: KeyedJaggedTensor, batch: Tensor | None = None
+    ) -> None:
+        """Prepares the rows of a batch before its training forward.
+
+        Any thread may call this method.
+        """
         ids = self._host_ids.prefetch(features, batch)
-        # The rows of frozen tables in this process are read as they are. Rows on servers are requested ahead.
+        # The rows of frozen tables in this process are read as they are. Rows on
+        # servers are requested ahead.
         if self.remote_tables or not self.frozen:
             self._kernel.prefetch(ids, self._counts(features))
 
     def _kernel_arguments(self) -> dict[str, Any]:
         steps = accumulation_steps(self._config.fused_params)
-        return {"routings": [shard.routing for shard in self.shards], "accumulation_steps": steps}
+        return {
+            "routings": [shard.routing for shard in self.shards],
+            "accumulation_steps": steps,
+        }
 
     def _counts(self, features: KeyedJaggedTensor) -> list[int]:
         """Returns the numbers of ids that the kernel's ``prefetch`` takes."""
@@ -376,8 +547,14 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         return None if values.is_cpu else CopyTarget(values.device, self._output_dtype)
 
     def _as_output(self, rows: Tensor, to: CopyTarget | None) -> Tensor:
-        """Returns rows, which are at ``to`` already unless it is None, in the dtype of outputs."""
-        return rows if to is not None or self._output_dtype is torch.float32 else rows.to(self._output_dtype)
+        """Returns rows, which are at ``to`` already unless it is None, in the dtype of
+        outputs.
+        """
+        return (
+            rows
+            if to is not None or self._output_dtype is torch.float32
+            else rows.to(self._output_dtype)
+        )
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the name and the empty parameter of each table, once."""
@@ -391,21 +568,33 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
             yield f"{prefix}.{name}.weight" if prefix else f"{name}.weight", parameter
 
     def state_dict(
-        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Returns ``destination`` unchanged. The sharded module, not the kernel, adds rows to ``state_dict``."""
+        """Returns ``destination`` unchanged.
+
+        The sharded module, not the kernel, adds rows to ``state_dict``.
+        """
         return OrderedDict() if destination is None else destination
 
     def flush(self) -> None:
-        """Does nothing: the rows are up to date, nothing is cached, and the forward has ended when it returns."""
+        """Does nothing: the rows are up to date, nothing is cached, and the forward has
+        ended when it returns.
+        """
 
     purge = flush
-    # TorchRec's lookups look for the following two methods in each step. To find none takes longer than to call them.
+    # TorchRec's lookups look for the following two methods in each step. To find none
+    # takes longer than to call them.
     wait_for_forward = get_rs_awaitable = flush
 
 
 class RecStorePooledKernel(RecStoreKernel):
-    """A kernel for pooled lookups. It returns sums for mean pooling if ``sharding_type`` splits rows."""
+    """A kernel for pooled lookups.
+
+    It returns sums for mean pooling if ``sharding_type`` splits rows.
+    """
 
     def __init__(
         self,
@@ -417,25 +606,41 @@ class RecStorePooledKernel(RecStoreKernel):
         super().__init__(config, split, shard)
         self._kernel: PooledKernel
         self._host_ids = HostIds(with_offsets=True, with_weights=config.is_weighted)
-        feature_tables = [i for i, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
-        mean = pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN
+        feature_tables = [
+            i
+            for i, table in enumerate(config.embedding_tables)
+            for _ in range(table.num_features())
+        ]
+        mean = (
+            pooling_type_to_pooling_mode(config.pooling, sharding_type)
+            == PoolingMode.MEAN
+        )
         pooling: Literal["sum", "mean"] = "mean" if mean else "sum"
         if self.remote_tables:
-            self._kernel = self.remote_tables[0].client.pooled_kernel(self.remote_tables, feature_tables, pooling)
+            self._kernel = self.remote_tables[0].client.pooled_kernel(
+                self.remote_tables, feature_tables, pooling
+            )
         else:
-            self._kernel = PooledKernel(self.tables, feature_tables, pooling, **self._kernel_arguments())
+            self._kernel = PooledKernel(
+                self.tables, feature_tables, pooling, **self._kernel_arguments()
+            )
         self._kernel.learning_rate = self._optim.learning_rate
         self._kernel.read_only = self.frozen
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Returns the pooled rows of the ids of ``config.feature_names()``, (B, sum of columns over features).
+        """Returns the pooled rows of the ids of ``config.feature_names()``, (B, sum of
+        columns over features).
 
-        If the batch size varies by feature, the result has one dimension: the bags, by rank and then by feature.
+        If the batch size varies by feature, the result has one dimension: the bags, by
+        rank and then by feature.
         """
         ids, offsets, weights = self._host_ids.take(features, self.batch)
         to = self._target(features)
         if not features.variable_stride_per_key():
-            return self._as_output(self._kernel.forward(ids, offsets, weights, train=self.training, to=to), to)
+            return self._as_output(
+                self._kernel.forward(ids, offsets, weights, train=self.training, to=to),
+                to,
+            )
         bags = features.stride_per_key_per_rank()
         offsets = _padded_offsets(offsets, [sum(from_ranks) for from_ranks in bags])
         rows = self._kernel.forward(ids, offsets, weights, train=self.training)
@@ -446,23 +651,40 @@ class RecStorePooledKernel(RecStoreKernel):
 class RecStoreSequenceKernel(RecStoreKernel):
     """A kernel for lookups of the row of each id."""
 
-    def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None = None, shard: int = 0) -> None:
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        split: tuple[int, int] | None = None,
+        shard: int = 0,
+    ) -> None:
         super().__init__(config, split, shard)
         self._kernel: SequenceKernel
         self._host_ids = HostIds(with_offsets=False, with_weights=False)
         if self.remote_tables:
-            self._kernel = self.remote_tables[0].client.sequence_kernel(self.remote_tables)
+            self._kernel = self.remote_tables[0].client.sequence_kernel(
+                self.remote_tables
+            )
         else:
             self._kernel = SequenceKernel(self.tables, **self._kernel_arguments())
         self._kernel.learning_rate = self._optim.learning_rate
         self._kernel.read_only = self.frozen
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Returns the columns of each of the ids of ``config.feature_names()``, in that order, in one dimension."""
+        """Returns the columns of each of the ids of ``config.feature_names()``, in that
+        order, in one dimension.
+        """
         ids, _, _ = self._host_ids.take(features, self.batch)
         to = self._target(features)
-        return self._as_output(self._kernel.forward(ids, self._counts(features), train=self.training, to=to), to)
+        return self._as_output(
+            self._kernel.forward(
+                ids, self._counts(features), train=self.training, to=to
+            ),
+            to,
+        )
 
     def _counts(self, features: KeyedJaggedTensor) -> list[int]:
         lengths = iter(features.length_per_key())
-        return [sum(next(lengths) for _ in range(table.num_features())) for table in self._config.embedding_tables]
+        return [
+            sum(next(lengths) for _ in range(table.num_features()))
+            for table in self._config.embedding_tables
+        ]

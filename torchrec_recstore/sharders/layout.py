@@ -1,4 +1,5 @@
-"""The layout of a table's rows over shards, and the conversion between tensors of shards and of whole tables.
+"""The layout of a table's rows over shards, and the conversion between tensors of
+shards and of whole tables.
 
 Tests: tests/checkpoint/test_state_dict.py, tests/checkpoint/test_distributed.py.
 """
@@ -16,7 +17,10 @@ from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import metadata as tensor_metadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.metadata import (
+    ShardedTensorMetadata,
+    TensorProperties,
+)
 from torch.distributed._shard.sharded_tensor.shard import Shard as TensorShard
 from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.types import ShardingEnv
@@ -27,26 +31,40 @@ from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.store import Table, TableState
 
 Value = Tensor | ShardedTensor
-"""A tensor of a whole table: a plain tensor that is equal on every rank, or a tensor that is sharded as the model."""
+"""A tensor of a whole table: a plain tensor that is equal on every rank, or a tensor
+that is sharded as the model.
+"""
 
-# The largest number of rows in one piece of a sharded tensor. torch.distributed.checkpoint can only read whole pieces,
-# so this limits the memory that a load takes besides the tables.
+# The largest number of rows in one piece of a sharded tensor.
+# torch.distributed.checkpoint can only read whole pieces, so this limits the memory
+# that a load takes besides the tables.
 PIECE_ROWS = 1 << 18
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A shard of a table on this rank, and the routing of ids to it, or None if all ids belong to the shard."""
+    """A shard of a table on this rank, and the routing of ids to it, or None if all ids
+    belong to the shard.
+    """
 
     table: Table
     routing: BlockRouting | None
 
     def owned(self, ids: Tensor) -> Tensor:
-        """Returns whether each of ``ids``, (N,) int64, belongs to this shard: (N,) bool."""
-        return torch.ones_like(ids, dtype=torch.bool) if self.routing is None else self.routing.owned(ids)
+        """Returns whether each of ``ids``, (N,) int64, belongs to this shard: (N,)
+        bool.
+        """
+        return (
+            torch.ones_like(ids, dtype=torch.bool)
+            if self.routing is None
+            else self.routing.owned(ids)
+        )
 
     def state(self) -> TableState:
-        """Returns the shard's part of the state of the table. All column shards have the same sightings."""
+        """Returns the shard's part of the state of the table.
+
+        All column shards have the same sightings.
+        """
         state = self.table.state()
         return replace(state, sightings=None) if self.table.columns.start else state
 
@@ -60,43 +78,79 @@ class _Piece:
     columns: range
 
     def cut(self) -> Iterator[_Piece]:
-        """Yields parts of the piece with at most ``PIECE_ROWS`` rows, or the piece itself if it has no rows."""
-        for begin in range(self.rows.start, max(self.rows.stop, self.rows.start + 1), PIECE_ROWS):
-            yield replace(self, rows=range(begin, min(begin + PIECE_ROWS, self.rows.stop)))
+        """Yields parts of the piece with at most ``PIECE_ROWS`` rows, or the piece
+        itself if it has no rows.
+        """
+        for begin in range(
+            self.rows.start, max(self.rows.stop, self.rows.start + 1), PIECE_ROWS
+        ):
+            yield replace(
+                self, rows=range(begin, min(begin + PIECE_ROWS, self.rows.stop))
+            )
 
 
 class RowTensor(ShardedTensor):
-    """A sharded tensor with an entry for each row of a table. Pickling, copying and cloning make a ``ShardedTensor``.
+    """A sharded tensor with an entry for each row of a table.
+
+    Pickling, copying and cloning make a ``ShardedTensor``.
 
     Two methods know functions of torch 2.13 by their names, because these have no hook.
     """
 
-    ids: RowTensor | None = None  # The ids of the rows, if the entries are their weights.
+    # The ids of the rows, if the entries are their weights.
+    ids: RowTensor | None = None
     _what: str
     _env: ShardingEnv
 
     def size(self, dim: int | None = None) -> Any:
-        """Returns the size. Raises ValueError if a load of torch.distributed.checkpoint needs another one."""
+        """Returns the size.
+
+        Raises ValueError if a load of torch.distributed.checkpoint needs another one.
+        """
         size, load = super().size(), sys._getframe(1)
-        saved = load.f_locals.get("md") if load.f_code.co_name == "create_default_local_load_plan" else None
+        saved = (
+            load.f_locals.get("md")
+            if load.f_code.co_name == "create_default_local_load_plan"
+            else None
+        )
         if getattr(saved, "size", size) != size:
-            self._refuse("torch.distributed.checkpoint.load cannot change the number of rows")
+            self._refuse(
+                "torch.distributed.checkpoint.load cannot change the number of rows"
+            )
         return super().size(dim)
 
     def local_shards(self) -> list[TensorShard]:
-        """Returns this rank's shards. Raises ValueError if torch would take them for a part of evenly split rows."""
+        """Returns this rank's shards.
+
+        Raises ValueError if torch would take them for a part of evenly split rows.
+        """
         is_gathered = sys._getframe(1).f_code.co_name == "_all_gather_sharded_tensor"
-        if is_gathered and (dist.get_world_size() > 1 or len(self._metadata.shards_metadata) > 1 or not self.size(0)):
-            self._refuse("full_state_dict=True gathers no table without rows, nor rows in several shards")
+        if is_gathered and (
+            dist.get_world_size() > 1
+            or len(self._metadata.shards_metadata) > 1
+            or not self.size(0)
+        ):
+            self._refuse(
+                "full_state_dict=True gathers no table without rows, nor rows in"
+                " several shards"
+            )
         return super().local_shards()
 
     def gather(  # type: ignore[override]
-        self, dst: int = 0, out: Tensor | None = None, enforce_dtype: bool = False, dtype: torch.dtype | None = None
+        self,
+        dst: int = 0,
+        out: Tensor | None = None,
+        enforce_dtype: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """Writes the row of id i to row i of ``out``, (N, dim) on the rank ``dst``, and zeros elsewhere. Collective.
+        """Writes the row of id i to row i of ``out``, (N, dim) on the rank ``dst``, and
+        zeros elsewhere.
 
-        TorchRec's ``state_dict_gather`` calls this method with the weight of an unsharded model. Raises ValueError on
-        every rank if ``out`` does not fit or an id is outside [0, N). The last two arguments have no effect.
+        Collective.
+
+        TorchRec's ``state_dict_gather`` calls this method with the weight of an
+        unsharded model. Raises ValueError on every rank if ``out`` does not fit or an
+        id is outside [0, N). The last two arguments have no effect.
         """
         if self.ids is None:
             super().gather(dst, out, enforce_dtype, dtype)
@@ -105,7 +159,10 @@ class RowTensor(ShardedTensor):
         with refused_together(self._env):
             if mine and (out is None or out.dim() != 2 or out.shape[1] != self.size(1)):
                 shape = "None" if out is None else tuple(out.shape)
-                raise ValueError(f"{self._what}: out must have the shape (rows, {self.size(1)}), got {shape}")
+                raise ValueError(
+                    f"{self._what}: out must have the shape (rows, {self.size(1)}), got"
+                    f" {shape}"
+                )
         ids = torch.empty(self.ids.size(), dtype=torch.int64) if mine else None
         rows = torch.empty(self.size(), dtype=self.dtype) if mine else None
         if self.size(0):
@@ -117,9 +174,10 @@ class RowTensor(ShardedTensor):
             outside = int(((ids < 0) | (ids >= len(out))).sum())
             if outside:
                 raise ValueError(
-                    f"{self._what} has {outside} ids outside [0, {len(out)}), and row i of the gathered tensor is the "
-                    "row of id i: stock_state_dict(model, num_rows, leave_out=True) leaves these rows out; "
-                    "local_shards() and weight_id have all rows"
+                    f"{self._what} has {outside} ids outside [0, {len(out)}), and row i"
+                    " of the gathered tensor is the row of id i:"
+                    " stock_state_dict(model, num_rows, leave_out=True) leaves these"
+                    " rows out; local_shards() and weight_id have all rows"
                 )
             with torch.no_grad():
                 out.zero_()
@@ -127,34 +185,67 @@ class RowTensor(ShardedTensor):
 
     def _refuse(self, why: str) -> NoReturn:
         raise ValueError(
-            f"{self._what}: {why}: save model.state_dict() with torch.distributed.checkpoint.save, and load it with "
-            "torchrec_recstore.load_distributed_checkpoint(model, checkpoint_id)"
+            f"{self._what}: {why}: save model.state_dict() with"
+            " torch.distributed.checkpoint.save, and load it with"
+            " torchrec_recstore.load_distributed_checkpoint(model, checkpoint_id)"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # What ShardedTensor returns here cannot be loaded with weights_only or a callable map_location (torch 2.13).
+        # What ShardedTensor returns here cannot be loaded with weights_only or a
+        # callable map_location (torch 2.13).
         return sharded_tensor, (self.local_shards(), self.metadata())
 
 
-def sharded_tensor(shards: list[TensorShard], whole: ShardedTensorMetadata, group: Any = None) -> ShardedTensor:
-    """Returns the tensor of this rank's shards. The files of ``torch.save`` name this function."""
-    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, whole, process_group=group)
+def sharded_tensor(
+    shards: list[TensorShard], whole: ShardedTensorMetadata, group: Any = None
+) -> ShardedTensor:
+    """Returns the tensor of this rank's shards.
+
+    The files of ``torch.save`` name this function.
+    """
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, whole, process_group=group
+    )
 
 
-# So that torch.load reads them by default, with weights_only=True. DTensor does the same for its classes.
-_SAVED: list[Any] = [sharded_tensor, TensorShard, ShardMetadata, ShardedTensorMetadata, TensorProperties]
-torch.serialization.add_safe_globals([*_SAVED, tensor_metadata.MEM_FORMAT_ENCODING, _remote_device])
+# So that torch.load reads them by default, with weights_only=True. DTensor does the
+# same for its classes.
+_SAVED: list[Any] = [
+    sharded_tensor,
+    TensorShard,
+    ShardMetadata,
+    ShardedTensorMetadata,
+    TensorProperties,
+]
+torch.serialization.add_safe_globals(
+    [*_SAVED, tensor_metadata.MEM_FORMAT_ENCODING, _remote_device]
+)
 
 
 class ShardLayout:
-    """The current layout of a table's rows over the shards. The constructor is collective."""
+    """The current layout of a table's rows over the shards.
 
-    def __init__(self, name: str, shards: Sequence[LocalShard], env: ShardingEnv, *, with_state: bool = False) -> None:
-        local = [(len(t), t.columns, value_dtype(t.dtype)) for t in (shard.table for shard in shards)]
+    The constructor is collective.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shards: Sequence[LocalShard],
+        env: ShardingEnv,
+        *,
+        with_state: bool = False,
+    ) -> None:
+        local = [
+            (len(t), t.columns, value_dtype(t.dtype))
+            for t in (shard.table for shard in shards)
+        ]
         states = [shard.state() for shard in shards] if with_state else []
         gathered = all_gathered((local, states), env)
         self._name = name
-        self.state = TableState.merged(state for _, of_rank in gathered for state in of_rank)
+        self.state = TableState.merged(
+            state for _, of_rank in gathered for state in of_rank
+        )
         self._env = env
         ends: dict[range, int] = {}
         self._pieces: list[_Piece] = []
@@ -165,47 +256,96 @@ class ShardLayout:
                 ends[columns] = begin + rows
                 self._pieces.append(_Piece(rank, range(begin, begin + rows), columns))
         if len(set(ends.values())) > 1:
-            raise RuntimeError(f"RecStore table {name!r}: its column shards hold different numbers of rows: {ends}")
+            raise RuntimeError(
+                f"RecStore table {name!r}: its column shards hold different numbers of"
+                f" rows: {ends}"
+            )
         self.rows = next(iter(ends.values()))
         self.column_shards = sorted(ends, key=lambda columns: columns.start)
 
     def by_row(self, tensors: Iterable[Tensor]) -> RowTensor:
-        """Returns the whole tensor, (R,) int64, of one part for each of this rank's shards, (rows,)."""
+        """Returns the whole tensor, (R,) int64, of one part for each of this rank's
+        shards, (rows,).
+        """
         # Only the first column shard holds the parts.
         return self._whole(tensors, None, torch.int64)
 
-    def by_column(self, tensors: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> RowTensor:
-        """Returns the whole tensor, (R, D) of ``dtype``, of one (rows, columns) part for each of this rank's shards."""
-        return self._whole(tensors, {columns: columns for columns in self.column_shards}, dtype)
+    def by_column(
+        self, tensors: Iterable[Tensor], dtype: torch.dtype = torch.float32
+    ) -> RowTensor:
+        """Returns the whole tensor, (R, D) of ``dtype``, of one (rows, columns) part
+        for each of this rank's shards.
+        """
+        return self._whole(
+            tensors, {columns: columns for columns in self.column_shards}, dtype
+        )
 
     def by_column_shard(self, tensors: Iterable[Tensor]) -> RowTensor:
-        """Returns the whole tensor, (R, C) float32, of one part for each of this rank's shards, (rows,)."""
-        places = {columns: range(i, i + 1) for i, columns in enumerate(self.column_shards)}
-        return self._whole([tensor.unsqueeze(1) for tensor in tensors], places, torch.float32)
+        """Returns the whole tensor, (R, C) float32, of one part for each of this rank's
+        shards, (rows,).
+        """
+        places = {
+            columns: range(i, i + 1) for i, columns in enumerate(self.column_shards)
+        }
+        return self._whole(
+            [tensor.unsqueeze(1) for tensor in tensors], places, torch.float32
+        )
 
-    def _whole(self, tensors: Iterable[Tensor], places: Mapping[range, range] | None, dtype: torch.dtype) -> RowTensor:
+    def _whole(
+        self,
+        tensors: Iterable[Tensor],
+        places: Mapping[range, range] | None,
+        dtype: torch.dtype,
+    ) -> RowTensor:
         # places are the columns of the tensor in each column shard of the table.
         def metadata(piece: _Piece) -> ShardMetadata:
             offsets, sizes = [piece.rows.start], [len(piece.rows)]
             if places is not None:
-                offsets, sizes = [*offsets, places[piece.columns].start], [*sizes, len(places[piece.columns])]
+                offsets, sizes = (
+                    [*offsets, places[piece.columns].start],
+                    [
+                        *sizes,
+                        len(places[piece.columns]),
+                    ],
+                )
             return ShardMetadata(offsets, sizes, placement=f"rank:{piece.rank}/cpu")
 
-        holders = [p for p in self._pieces if places is not None or p.columns == self.column_shards[0]]
-        # torch 2.13 does not accept a ShardedTensor without shards, nor empty shards besides others.
-        kept = [p for p in holders if len(p.rows)] or list({p.columns: p for p in reversed(holders)}.values())[::-1]
-        mine = zip([piece for piece in self._pieces if piece.rank == self._env.rank], tensors, strict=True)
+        holders = [
+            p
+            for p in self._pieces
+            if places is not None or p.columns == self.column_shards[0]
+        ]
+        # torch 2.13 does not accept a ShardedTensor without shards, nor empty shards
+        # besides others.
+        kept = [p for p in holders if len(p.rows)] or list(
+            {p.columns: p for p in reversed(holders)}.values()
+        )[::-1]
+        mine = zip(
+            [piece for piece in self._pieces if piece.rank == self._env.rank],
+            tensors,
+            strict=True,
+        )
         local = [
-            TensorShard(tensor[part.rows.start - piece.rows.start : part.rows.stop - piece.rows.start], metadata(part))
+            TensorShard(
+                tensor[
+                    part.rows.start - piece.rows.start : part.rows.stop
+                    - piece.rows.start
+                ],
+                metadata(part),
+            )
             for piece, tensor in mine
             if piece in kept
             for part in piece.cut()
         ]
         width = [] if places is None else [places[self.column_shards[-1]].stop]
-        shards, size = [metadata(part) for piece in kept for part in piece.cut()], torch.Size([self.rows, *width])
+        shards, size = (
+            [metadata(part) for piece in kept for part in piece.cut()],
+            torch.Size([self.rows, *width]),
+        )
         whole = ShardedTensorMetadata(shards, size, TensorProperties(dtype=dtype))
         made = sharded_tensor(local, whole, self._env.process_group)
-        # The functions of torch 2.13 that make a tensor from shards and their metadata only make a ShardedTensor.
+        # The functions of torch 2.13 that make a tensor from shards and their metadata
+        # only make a ShardedTensor.
         made.__class__ = RowTensor
         assert isinstance(made, RowTensor)
         made._what, made._env = f"RecStore table {self._name!r}", self._env
@@ -213,9 +353,11 @@ class ShardLayout:
 
 
 class WholeRows:
-    """A tensor of a whole table, (R, W), with the ids of its rows, from which the rows of a shard can be taken.
+    """A tensor of a whole table, (R, W), with the ids of its rows, from which the rows
+    of a shard can be taken.
 
-    If ``ids`` is None, row i is the row of id i, as in TorchRec's own tables. ``what`` names the tensor in errors.
+    If ``ids`` is None, row i is the row of id i, as in TorchRec's own tables. ``what``
+    names the tensor in errors.
     """
 
     def __init__(self, what: str, value: Value, ids: Tensor | None) -> None:
@@ -223,11 +365,14 @@ class WholeRows:
         self._value = value
         self.shape = tuple(value.size())
         if len(self.shape) != 2:
-            raise ValueError(f"{what} must have two dimensions, got the shape {self.shape}")
+            raise ValueError(
+                f"{what} must have two dimensions, got the shape {self.shape}"
+            )
         self.ids = torch.arange(self.shape[0]) if ids is None else ids
         if self.ids.shape != self.shape[:1] or self.ids.dtype is not torch.int64:
             raise ValueError(
-                f"{what} has {self.shape[0]} rows, its ids are {self.ids.dtype} of shape {tuple(self.ids.shape)}"
+                f"{what} has {self.shape[0]} rows, its ids are {self.ids.dtype} of"
+                f" shape {tuple(self.ids.shape)}"
             )
 
     @property
@@ -236,28 +381,51 @@ class WholeRows:
         return isinstance(self._value, ShardedTensor)
 
     def check(self, shard: LocalShard, columns: range) -> None:
-        """Raises ``ValueError`` if the rows or columns are sharded in another way than the model's."""
+        """Raises ``ValueError`` if the rows or columns are sharded in another way than
+        the model's.
+        """
         if self.is_sharded:
-            here = [torch.arange(first, first + len(rows)) for first, rows in self._local(columns)]
-            # If the ids differ, other ranks have rows of this shard, or the columns are split in another way.
-            if not torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *here]), owned_positions(shard, self.ids)):
+            here = [
+                torch.arange(first, first + len(rows))
+                for first, rows in self._local(columns)
+            ]
+            # If the ids differ, other ranks have rows of this shard, or the columns are
+            # split in another way.
+            if not torch.equal(
+                torch.cat([torch.empty(0, dtype=torch.int64), *here]),
+                owned_positions(shard, self.ids),
+            ):
                 raise ValueError(
-                    f"{self._what} is sharded in another way than the model: load_distributed_checkpoint can read it"
+                    f"{self._what} is sharded in another way than the model:"
+                    " load_distributed_checkpoint can read it"
                 )
 
     def rows(self, shard: LocalShard, columns: range) -> Tensor:
-        """Returns ``columns`` of the rows that belong to a shard, float32, in the order of :func:`owned_positions`."""
+        """Returns ``columns`` of the rows that belong to a shard, float32, in the order
+        of :func:`owned_positions`.
+        """
         self.check(shard, columns)
         if self.is_sharded:
-            part = torch.cat([torch.empty(0, len(columns)), *(rows for _, rows in self._local(columns))])
+            part = torch.cat(
+                [
+                    torch.empty(0, len(columns)),
+                    *(rows for _, rows in self._local(columns)),
+                ]
+            )
         else:
-            part = self._value[owned_positions(shard, self.ids), columns.start : columns.stop]
+            part = self._value[
+                owned_positions(shard, self.ids), columns.start : columns.stop
+            ]
         return part.to(torch.float32)
 
     def _local(self, columns: range) -> list[tuple[int, Tensor]]:
-        """Returns this rank's parts of ``columns``: the number of the first row, and the rows; in ascending order."""
+        """Returns this rank's parts of ``columns``: the number of the first row, and
+        the rows; in ascending order.
+        """
         parts: list[tuple[int, Tensor]] = []
-        for part in self._value.local_shards() if isinstance(self._value, ShardedTensor) else ():
+        for part in (
+            self._value.local_shards() if isinstance(self._value, ShardedTensor) else ()
+        ):
             first, column = part.metadata.shard_offsets
             if (column, part.metadata.shard_sizes[1]) == (columns.start, len(columns)):
                 parts.append((first, part.tensor))
@@ -265,15 +433,29 @@ class WholeRows:
 
 
 def owned_positions(shard: LocalShard, ids: Tensor) -> Tensor:
-    """Returns the positions in ``ids``, (R,) int64, of the ids that belong to the shard: (n,) int64, ascending."""
+    """Returns the positions in ``ids``, (R,) int64, of the ids that belong to the
+    shard: (n,) int64, ascending.
+    """
     return shard.owned(ids).nonzero().squeeze(1)
 
 
 def gathered_rows(value: Value, env: ShardingEnv) -> Tensor:
-    """Returns the whole (R,) tensor on every rank. Collective if the tensor is sharded."""
+    """Returns the whole (R,) tensor on every rank.
+
+    Collective if the tensor is sharded.
+    """
     if not isinstance(value, ShardedTensor):
         return value
-    # Parts are copied, because pickling a view would send the whole tensor that it is a view of.
-    local = [(part.metadata.shard_offsets[0], part.tensor.clone()) for part in value.local_shards()]
-    parts = sorted((part for parts in all_gathered(local, env) for part in parts), key=lambda part: part[0])
-    return torch.cat([torch.empty(0, dtype=value.dtype), *(tensor for _, tensor in parts)])
+    # Parts are copied, because pickling a view would send the whole tensor that it is a
+    # view of.
+    local = [
+        (part.metadata.shard_offsets[0], part.tensor.clone())
+        for part in value.local_shards()
+    ]
+    parts = sorted(
+        (part for parts in all_gathered(local, env) for part in parts),
+        key=lambda part: part[0],
+    )
+    return torch.cat(
+        [torch.empty(0, dtype=value.dtype), *(tensor for _, tensor in parts)]
+    )

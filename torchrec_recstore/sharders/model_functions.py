@@ -1,4 +1,5 @@
-"""The functions of users that take a whole model: statistics, flushing, resetting, the time of events, resharding.
+"""The functions of users that take a whole model: statistics, flushing, resetting, the
+time of events, resharding.
 
 Tests: tests/sharders/test_reset.py, tests/distributed/test_reshard.py.
 """
@@ -11,12 +12,18 @@ from dataclasses import replace
 
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import (
+    ShardedFeatureProcessedEmbeddingBagCollection,
+)
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.collection import RecStoreCollection
-from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.sharders.gather import (
+    all_gathered,
+    refused_together,
+    whole_environment,
+)
 from torchrec_recstore.sharders.model_tables import (
     all_tables,
     collections_by_path,
@@ -24,37 +31,57 @@ from torchrec_recstore.sharders.model_tables import (
     recstore_tables,
     tables_of_rank,
 )
-from torchrec_recstore.sharders.plan_change import Change, refuse_pipelined, reshard_collections
+from torchrec_recstore.sharders.plan_change import (
+    Change,
+    refuse_pipelined,
+    reshard_collections,
+)
 from torchrec_recstore.store import Table, TableStats
 from torchrec_recstore.store.arguments import check_time
 from torchrec_recstore.store.table import check_replaceable, exchange_all
 from torchrec_recstore.store.table_state import StatsByTable, combined, set_event_time
-from torchrec_recstore.torchrec_seams.models import collection_inside, follow_collection_inside, set_plan
+from torchrec_recstore.torchrec_seams.models import (
+    collection_inside,
+    follow_collection_inside,
+    set_plan,
+)
 
 _Shard = tuple[int, TableStats]  # The first column and the statistics of a shard.
 
 
 def table_stats(model: nn.Module) -> dict[str, TableStats]:
-    """Returns the statistics of each RecStore table of the model over all ranks. Collective: every rank must call it.
+    """Returns the statistics of each RecStore table of the model over all ranks.
+
+    Collective: every rank must call it.
 
     Args:
-        model: A ``DistributedModelParallel``, a sharded module, or a module that contains them.
+        model: A ``DistributedModelParallel``, a sharded module, or a module that
+            contains them.
 
     Returns:
-        The statistics by table name, which ``print`` and notebooks show as a table. They are the same on every rank.
-        Tables on TorchRec's kernels have no entry. If several collections have tables with the same name, the name is
-        the path of the collection, a dot and the table's name. Counts are summed over the ranks. A row that is split by
-        columns counts once, with the bytes of all its columns. ``steps`` and ``refused_times`` are the largest values.
+        The statistics by table name, which ``print`` and notebooks show as a table.
+        They are the same on every rank. Tables on TorchRec's kernels have no entry. If
+        several collections have tables with the same name, the name is the path of the
+        collection, a dot and the table's name. Counts are summed over the ranks. A row
+        that is split by columns counts once, with the bytes of all its columns.
+        ``steps`` and ``refused_times`` are the largest values.
     """
     stats = StatsByTable()
     gathered: dict[RecStoreCollection, list[dict[str, list[_Shard]]]] = {}
     for table in all_tables(model):
         if table.module not in gathered:
             gathered[table.module] = _all_shards(table.module)
-        shards = [shard for of_rank in gathered[table.module] for shard in of_rank[table.config_name]]
+        shards = [
+            shard
+            for of_rank in gathered[table.module]
+            for shard in of_rank[table.config_name]
+        ]
         first = min(column for column, _ in shards)
         whole = combined(each for column, each in shards if column == first)
-        size, steps = sum(each.bytes for _, each in shards), max(each.steps for _, each in shards)
+        size, steps = (
+            sum(each.bytes for _, each in shards),
+            max(each.steps for _, each in shards),
+        )
         stats[table.name] = replace(whole, bytes=size, steps=steps)
     return stats
 
@@ -76,61 +103,89 @@ def _all_shards(module: RecStoreCollection) -> list[dict[str, list[_Shard]]]:
 
 
 def flush_tables(model: nn.Module) -> None:
-    """Writes the rows that have changed in memory to the shared cold stores of the model. Collective.
+    """Writes the rows that have changed in memory to the shared cold stores of the
+    model.
 
-    When the call returns, the cold stores have the rows of every rank. Parameter servers have applied the updates of
-    every rank to tables with ``TableOptions.servers``, so that ``RecStoreClient.save`` saves them. Other tables are
-    skipped. Rows that change after the last call are not written to the cold stores when the process ends.
+    Collective.
+
+    When the call returns, the cold stores have the rows of every rank. Parameter
+    servers have applied the updates of every rank to tables with
+    ``TableOptions.servers``, so that ``RecStoreClient.save`` saves them. Other tables
+    are skipped. Rows that change after the last call are not written to the cold stores
+    when the process ends.
 
     Args:
-        model: A ``DistributedModelParallel``, a sharded module, or a module that contains them.
+        model: A ``DistributedModelParallel``, a sharded module, or a module that
+            contains them.
 
     Raises:
-        ValueError: The model has no RecStore table with a shared cold store or on servers, or a table is being saved.
-            Or two tables with the same name share a cold store, so that they have the same rows; the plans of
-            ``RecStorePlanner`` keep these tables apart. The error is raised on every rank.
-        ServiceError: A server has not applied an update. The error is raised on every rank.
-        ColdStoreError: A cold store fails, on every rank. It may have some of the rows; the call can be repeated.
+        ValueError: The model has no RecStore table with a shared cold store or on
+            servers, or a table is being saved. Or two tables with the same name share a
+            cold store, so that they have the same rows; the plans of
+            ``RecStorePlanner`` keep these tables apart. The error is raised on every
+            rank.
+        ServiceError: A server has not applied an update. The error is raised on every
+            rank.
+        ColdStoreError: A cold store fails, on every rank. It may have some of the rows;
+            the call can be repeated.
     """
     modules = collections_of(model)
     with refused_together(whole_environment()):
-        states = [state for module in modules for state in module.recstore_state.tables.values()]
+        states = [
+            state
+            for module in modules
+            for state in module.recstore_state.tables.values()
+        ]
         remote = [name for module in modules for name in module.remote_table_names()]
-        if not remote and not any(is_shared(state.options.cold_store) for state in states):
-            raise ValueError("the model has no RecStore table with a shared cold store or on servers")
+        if not remote and not any(
+            is_shared(state.options.cold_store) for state in states
+        ):
+            raise ValueError(
+                "the model has no RecStore table with a shared cold store or on servers"
+            )
         for module in modules:
             module.wait_for_updates()
         tables = [table for module in modules for table in module.recstore_tables()]
         shared = [table for table in tables if is_shared(table.options.cold_store)]
-        stores = Counter((table.options.cold_store, table.name, table.columns) for table in shared)
+        stores = Counter(
+            (table.options.cold_store, table.name, table.columns) for table in shared
+        )
         for (store, name, _), times in stores.items():
             if times > 1:
                 raise ValueError(
-                    f"{times} collections have a RecStore table {name!r} whose rows are in {store!r}, so that they "
-                    "share rows: plan the model with RecStorePlanner, or use different names for the tables"
+                    f"{times} collections have a RecStore table {name!r} whose rows are"
+                    f" in {store!r}, so that they share rows: plan the model with"
+                    " RecStorePlanner, or use different names for the tables"
                 )
         for table in shared:
             table.flush()
 
 
 def reset_rows(model: nn.Module) -> None:
-    """Removes all rows of the model's tables, so that each id begins with its initial row again. Collective.
+    """Removes all rows of the model's tables, so that each id begins with its initial
+    row again.
 
-    Training for several epochs overfits the rows of rare ids. A call at the beginning of each epoch but the first
-    prevents this: the dense layers are kept, and the rows are learnt anew. Call it between two training steps.
+    Collective.
 
-    The states of the fused optimizer begin anew, with its count of updates, and so do the frequencies of ``LFU`` and
-    the counts of ``MinFrequency``: an id must be seen ``count`` times again before it gets a row. Rows in cold stores
-    are removed too. The clock goes on: ``TableStats.steps``, and the time by which rows expire. A backward of an
-    earlier forward changes no row. A checkpoint has the rows from before the reset or from after it. A delta of a
-    checkpoint from before the reset cannot be saved: save a full checkpoint first.
+    Training for several epochs overfits the rows of rare ids. A call at the beginning
+    of each epoch but the first prevents this: the dense layers are kept, and the rows
+    are learnt anew. Call it between two training steps.
+
+    The states of the fused optimizer begin anew, with its count of updates, and so do
+    the frequencies of ``LFU`` and the counts of ``MinFrequency``: an id must be seen
+    ``count`` times again before it gets a row. Rows in cold stores are removed too. The
+    clock goes on: ``TableStats.steps``, and the time by which rows expire. A backward
+    of an earlier forward changes no row. A checkpoint has the rows from before the
+    reset or from after it. A delta of a checkpoint from before the reset cannot be
+    saved: save a full checkpoint first.
 
     Args:
-        model: ``DistributedModelParallel``, or any module that contains sharded modules or eager modules.
+        model: ``DistributedModelParallel``, or any module that contains sharded modules
+            or eager modules.
 
     Raises:
-        ValueError: A checkpoint of the model is being written, or the rows of a table are in a shared cold store or on
-            servers, which other jobs may use.
+        ValueError: A checkpoint of the model is being written, or the rows of a table
+            are in a shared cold store or on servers, which other jobs may use.
         MemoryError: There is no memory for the new tables.
         ColdStoreError: A new cold store cannot be opened.
 
@@ -140,13 +195,17 @@ def reset_rows(model: nn.Module) -> None:
     pairs: list[tuple[Table, Table]] = []
     with refused_together(env):
         tables = tables_of_rank(
-            model, "reset_rows: {} is on servers, whose rows other jobs may use: delete them with RecStoreClient.delete"
+            model,
+            "reset_rows: {} is on servers, whose rows other jobs may use: delete them"
+            " with RecStoreClient.delete",
         )
         check_replaceable(tables)
         try:
             for table in tables:
                 pairs.append((table, table.empty_copy()))
-                pairs[-1][1].set_state(replace(table.state(), optimizer_steps=0, sightings=None))
+                pairs[-1][1].set_state(
+                    replace(table.state(), optimizer_steps=0, sightings=None)
+                )
         except BaseException:
             for _, fresh in pairs:
                 fresh.close()
@@ -158,37 +217,46 @@ def reset_rows(model: nn.Module) -> None:
 
 
 def set_time(model: nn.Module, unix_seconds: float) -> None:
-    """Sets the time by which rows expire to that of the events, for tables with ``Expiry(seconds=...)``. Collective.
+    """Sets the time by which rows expire to that of the events, for tables with
+    ``Expiry(seconds=...)``.
 
-    Without this call, tables read the system's clock; the tables of a sharded model all read that of the first rank.
-    From the first call on, training steps are made at the time of the last call. Checkpoints save this, so that a run
-    that is repeated or resumed expires the same rows in the same steps. About ten calls within ``Expiry.seconds`` are
-    enough.
+    Collective.
 
-    The first call sets the time to the latest ``unix_seconds`` of all ranks. After it, a time that is more than
-    ``Expiry.max_jump_s`` later or earlier than the present one is refused, and the latest of the others counts. If this
-    one is earlier than the present one, the call changes nothing, because events may be slightly out of order.
-    ``TableStats.refused_times`` counts the calls that refuse a time. The first, tenth, hundredth and so on warns.
+    Without this call, tables read the system's clock; the tables of a sharded model all
+    read that of the first rank. From the first call on, training steps are made at the
+    time of the last call. Checkpoints save this, so that a run that is repeated or
+    resumed expires the same rows in the same steps. About ten calls within
+    ``Expiry.seconds`` are enough.
 
-    If ten calls in a row refuse the times of all ranks and agree, the last of them sets the time, so that neither a
-    pause of the events nor a wrong time stops the expiry. Of each call, the time that is nearest to the present one
-    counts. Calls agree if the time of each is at most ``Expiry.max_jump_s`` away from that of the call before. If the
-    time goes back in this way, or in the first call because the system's clock is later, no row expires too early: rows
-    age on by the time that passes from then on.
+    The first call sets the time to the latest ``unix_seconds`` of all ranks. After it,
+    a time that is more than ``Expiry.max_jump_s`` later or earlier than the present one
+    is refused, and the latest of the others counts. If this one is earlier than the
+    present one, the call changes nothing, because events may be slightly out of order.
+    ``TableStats.refused_times`` counts the calls that refuse a time. The first, tenth,
+    hundredth and so on warns.
+
+    If ten calls in a row refuse the times of all ranks and agree, the last of them sets
+    the time, so that neither a pause of the events nor a wrong time stops the expiry.
+    Of each call, the time that is nearest to the present one counts. Calls agree if the
+    time of each is at most ``Expiry.max_jump_s`` away from that of the call before. If
+    the time goes back in this way, or in the first call because the system's clock is
+    later, no row expires too early: rows age on by the time that passes from then on.
 
     Args:
-        model: ``DistributedModelParallel``, or any module that contains sharded modules or eager modules.
+        model: ``DistributedModelParallel``, or any module that contains sharded modules
+            or eager modules.
         unix_seconds: The time in seconds since 1970.
 
     Raises:
         TypeError: ``unix_seconds`` is not a number.
-        ValueError: ``unix_seconds`` is negative or not finite, or the model has tables on servers. All of these errors
-            are raised on every rank, and no table has changed.
+        ValueError: ``unix_seconds`` is negative or not finite, or the model has tables
+            on servers. All of these errors are raised on every rank, and no table has
+            changed.
     """
     tables = tables_of_rank(
         model,
-        "set_time: {} is on servers, whose rows expire by the servers' clocks: call set_time for models without tables "
-        "on servers",
+        "set_time: {} is on servers, whose rows expire by the servers' clocks: call"
+        " set_time for models without tables on servers",
     )
     with refused_together(env := whole_environment()):
         seconds = check_time(unix_seconds)
@@ -196,44 +264,70 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
 
 
 def reshard(model: nn.Module, plan: ShardingPlan) -> None:
-    """Moves the rows of the model's RecStore tables to the shards of a new plan, without a file. Collective.
+    """Moves the rows of the model's RecStore tables to the shards of a new plan,
+    without a file.
 
-    Afterwards the model is, to the bit, as if ``save_checkpoint`` had saved it and ``load_checkpoint`` had loaded it
-    into a model with the new plan. The model, its sharded modules and its fused optimizer stay the same objects, so
-    that optimizers, schedulers and trackers which refer to them go on. Other tensors of the model do not change. Call
-    it between two training steps: the backward of an earlier forward must have run.
+    Collective.
 
-    Rows move in parts, and leave the old tables as they arrive in the new tables. Statistics start anew. A delta of a
-    checkpoint from before the call cannot be saved: save a full checkpoint first.
+    Afterwards the model is, to the bit, as if ``save_checkpoint`` had saved it and
+    ``load_checkpoint`` had loaded it into a model with the new plan. The model, its
+    sharded modules and its fused optimizer stay the same objects, so that optimizers,
+    schedulers and trackers which refer to them go on. Other tensors of the model do not
+    change. Call it between two training steps: the backward of an earlier forward must
+    have run.
+
+    Rows move in parts, and leave the old tables as they arrive in the new tables.
+    Statistics start anew. A delta of a checkpoint from before the call cannot be saved:
+    save a full checkpoint first.
 
     Args:
-        model: ``DistributedModelParallel``, or any module that contains sharded modules.
+        model: ``DistributedModelParallel``, or any module that contains sharded
+            modules.
         plan: The new plan, the same on every rank, for the same tables: the result of
-            ``planner.collective_plan(...)`` of another planner. It has an entry for each collection with RecStore
-            tables. Options of tables in the plan replace those of the old plan.
+            ``planner.collective_plan(...)`` of another planner. It has an entry for
+            each collection with RecStore tables. Options of tables in the plan replace
+            those of the old plan.
 
     Raises:
-        ValueError: The plan does not fit the model: a collection or a table is missing, a table of the collection is
-            on one of TorchRec's own kernels and the plan of the collection changes, or the reasons of
-            ``RecStoreSharder.shard``. Or a table is being saved, is in a shared cold store or on servers, or a train
-            pipeline uses the model. The error is raised on every rank, and the model has not changed.
-        RuntimeError: A rank has died while the rows moved; all others raise this. After any error while the rows moved,
-            such as a ``MemoryError``, every later use of the tables raises RuntimeError: start the job again.
+        ValueError: The plan does not fit the model: a collection or a table is missing,
+            a table of the collection is on one of TorchRec's own kernels and the plan
+            of the collection changes, or the reasons of ``RecStoreSharder.shard``. Or a
+            table is being saved, is in a shared cold store or on servers, or a train
+            pipeline uses the model. The error is raised on every rank, and the model
+            has not changed.
+        RuntimeError: A rank has died while the rows moved; all others raise this. After
+            any error while the rows moved, such as a ``MemoryError``, every later use
+            of the tables raises RuntimeError: start the job again.
     """
     with refused_together(whole_environment()):
-        recstore_tables(model)  # This refuses tables on servers, and tables that have lost rows.
+        # This refuses tables on servers, and tables that have lost rows.
+        recstore_tables(model)
         changes = _changes(model, plan)
     reshard_collections(changes)
     for module, _ in _feature_processed(model, changes):
         follow_collection_inside(module)
     if isinstance(model, DistributedModelParallel):
-        new = {str(change.path): change.collection.module_sharding_plan for change in changes}
+        new = {
+            str(change.path): change.collection.module_sharding_plan
+            for change in changes
+        }
         set_plan(model, ShardingPlan({**model.plan.plan, **new}))
 
 
-def _feature_processed(model: nn.Module, changes: Sequence[Change]) -> list[tuple[nn.Module, Change]]:
-    modules = [each for each in model.modules() if isinstance(each, ShardedFeatureProcessedEmbeddingBagCollection)]
-    return [(each, change) for each in modules for change in changes if collection_inside(each) is change.collection]
+def _feature_processed(
+    model: nn.Module, changes: Sequence[Change]
+) -> list[tuple[nn.Module, Change]]:
+    modules = [
+        each
+        for each in model.modules()
+        if isinstance(each, ShardedFeatureProcessedEmbeddingBagCollection)
+    ]
+    return [
+        (each, change)
+        for each in modules
+        for change in changes
+        if collection_inside(each) is change.collection
+    ]
 
 
 def _changes(model: nn.Module, plan: ShardingPlan) -> list[Change]:
@@ -243,7 +337,10 @@ def _changes(model: nn.Module, plan: ShardingPlan) -> list[Change]:
             continue
         entries = plan.get_plan_for_module(path)
         if entries is None:
-            raise ValueError(f"reshard: the plan has no collection {path!r}; it has {sorted(plan.plan)}")
+            raise ValueError(
+                f"reshard: the plan has no collection {path!r}; it has"
+                f" {sorted(plan.plan)}"
+            )
         changes.append(collection.change(entries, path))
     found = [change for change in changes if change is not None]
     for module, change in _feature_processed(model, found):

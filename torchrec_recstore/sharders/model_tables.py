@@ -25,14 +25,23 @@ from torchrec_recstore.sharders.row_state import RowState
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_parameter import TableParameter
 
-_Table = TypeVar("_Table", "ModelTable", "EagerModelTable", "ModelTable | EagerModelTable")
+_Table = TypeVar(
+    "_Table", "ModelTable", "EagerModelTable", "ModelTable | EagerModelTable"
+)
+
+OWNED_BY_SERVERS = (
+    "{} is on servers, which own its rows: save the rows with client.save(name), and"
+    " the other tensors of the model with torch.save(model.state_dict(), path)"
+)
 
 
 @dataclass(frozen=True)
 class ModelTable:
     """A RecStore table of a model."""
 
-    name: str  # Unique in the model: config_name, or full_name if several tables have the same config_name.
+    # Unique in the model: config_name, or full_name if several tables have the same
+    # config_name.
+    name: str
     config_name: str  # The name in the table's config, unique in the collection.
     module: RecStoreCollection
     prefix: str  # The prefix of the collection's keys in the model's state_dict.
@@ -79,10 +88,17 @@ class ModelTable:
 
 @dataclass(frozen=True)
 class EagerModelTable:
-    """A table of a module of a model that is not sharded. Each rank has rows of its own."""
+    """A table of a module of a model that is not sharded.
 
-    name: str  # Unique in the model: the table's name, or full_name if several tables have the same name.
-    full_name: str  # The path of the collection in the model, a dot, and the table's name; or the path of the module.
+    Each rank has rows of its own.
+    """
+
+    # Unique in the model: the table's name, or full_name if several tables have the
+    # same name.
+    name: str
+    # The path of the collection in the model, a dot, and the table's name; or the path
+    # of the module.
+    full_name: str
     module: TableModule
     prefix: str  # The prefix of the module's keys in the model's state_dict.
 
@@ -112,25 +128,39 @@ class EagerModelTable:
         return [LocalShard(self.module.table, None)]
 
 
-def eager_tables(model: nn.Module, tables: Sequence[ModelTable]) -> list[EagerModelTable]:
-    """Returns the tables of the modules that are not sharded, each once. ``tables`` are the other tables."""
+def eager_tables(
+    model: nn.Module, tables: Sequence[ModelTable]
+) -> list[EagerModelTable]:
+    """Returns the tables of the modules that are not sharded, each once.
+
+    ``tables`` are the other tables.
+    """
     prefixes: dict[TableModule, str] = {}
     _find_eager(model, "", prefixes)
     times = Counter(table.config_name for table in tables)
     times.update(module.weight.table for module in prefixes)
     eager = []
     for module, prefix in prefixes.items():
-        name = module.weight.table  # A module on the meta device has no rows, but a name.
+        # A module on the meta device has no rows, but a name.
+        name = module.weight.table
         path = f".{prefix}"
         for container in (".embedding_bags.", ".embeddings."):
             path = path.replace(container, ".")
         full_name = path.strip(".") or name
-        eager.append(EagerModelTable(name if times[name] == 1 else full_name, full_name, module, prefix))
+        eager.append(
+            EagerModelTable(
+                name if times[name] == 1 else full_name, full_name, module, prefix
+            )
+        )
     return eager
 
 
-def _find_eager(module: nn.Module, prefix: str, prefixes: dict[TableModule, str]) -> None:
-    """Adds the modules with a table by the prefix of their keys, which is that of their first place in the model."""
+def _find_eager(
+    module: nn.Module, prefix: str, prefixes: dict[TableModule, str]
+) -> None:
+    """Adds the modules with a table by the prefix of their keys, which is that of their
+    first place in the model.
+    """
     if isinstance(module, DistributedModelParallel | DistributedDataParallel):
         _find_eager(module.module, prefix, prefixes)
     elif isinstance(module, TableModule):
@@ -142,17 +172,24 @@ def _find_eager(module: nn.Module, prefix: str, prefixes: dict[TableModule, str]
 
 def collections_of(model: nn.Module) -> list[RecStoreCollection]:
     """Returns the sharded collections of the model, each once."""
-    return [module for module in model.modules() if isinstance(module, RecStoreCollection)]
+    return [
+        module for module in model.modules() if isinstance(module, RecStoreCollection)
+    ]
 
 
 def refuse_remote_tables(
     model: nn.Module,
-    refusal: str = "{} is on servers, which own its rows: save the rows with client.save(name), and the other tensors "
-    "of the model with torch.save(model.state_dict(), path)",
+    refusal: str = OWNED_BY_SERVERS,
 ) -> None:
-    """Raises ValueError on every rank if a table of the model, whose name replaces ``{}``, is on servers."""
+    """Raises ValueError on every rank if a table of the model, whose name replaces
+    ``{}``, is on servers.
+    """
     for module in model.modules():
-        names = module.remote_table_names() if isinstance(module, RecStoreCollection) else []
+        names = (
+            module.remote_table_names()
+            if isinstance(module, RecStoreCollection)
+            else []
+        )
         if isinstance(module, RemoteTableModule):
             names = [module.table.name]
         if names:
@@ -160,7 +197,10 @@ def refuse_remote_tables(
 
 
 def tables_of_rank(model: nn.Module, refusal: str) -> list[Table]:
-    """Returns the tables of this rank, of sharded and of eager modules. See :func:`refuse_remote_tables` for errors."""
+    """Returns the tables of this rank, of sharded and of eager modules.
+
+    See :func:`refuse_remote_tables` for errors.
+    """
     refuse_remote_tables(model, refusal)
     found: list[Table] = []
     for module in model.modules():
@@ -174,7 +214,8 @@ def tables_of_rank(model: nn.Module, refusal: str) -> list[Table]:
 def recstore_tables(model: nn.Module) -> list[ModelTable]:
     """Returns all RecStore tables of the model, in the same order on every rank.
 
-    Raises ValueError if a table is on servers, and RuntimeError if the tables have lost rows in a failed reshard.
+    Raises ValueError if a table is on servers, and RuntimeError if the tables have lost
+    rows in a failed reshard.
     """
     refuse_remote_tables(model)
     tables = all_tables(model)
@@ -184,28 +225,43 @@ def recstore_tables(model: nn.Module) -> list[ModelTable]:
 
 
 def all_tables(model: nn.Module) -> list[ModelTable]:
-    """Returns all RecStore tables of the model, also those on servers, which have no ``state``."""
+    """Returns all RecStore tables of the model, also those on servers, which have no
+    ``state``.
+    """
     modules = _sharded_modules(model, "").items()
-    found = [ModelTable(name, name, module, at) for at, module in modules for name in module.recstore_table_names()]
+    found = [
+        ModelTable(name, name, module, at)
+        for at, module in modules
+        for name in module.recstore_table_names()
+    ]
     times = Counter(table.name for table in found)
-    return [table if times[table.name] == 1 else replace(table, name=table.full_name) for table in found]
+    return [
+        table if times[table.name] == 1 else replace(table, name=table.full_name)
+        for table in found
+    ]
 
 
 def tables_named(model: nn.Module, names: Iterable[str]) -> dict[str, ModelTable]:
-    """Returns the RecStore tables with the names or full names ``names``, by the given name.
+    """Returns the RecStore tables with the names or full names ``names``, by the given
+    name.
 
-    Raises ValueError if a name belongs to no table or to several, or if two names belong to the same table.
+    Raises ValueError if a name belongs to no table or to several, or if two names
+    belong to the same table.
     """
     return named_among(recstore_tables(model), names)
 
 
 def any_table_named(model: nn.Module, name: str) -> ModelTable | EagerModelTable:
-    """Returns the RecStore table, of a sharded or an eager module, with this name or full name.
+    """Returns the RecStore table, of a sharded or an eager module, with this name or
+    full name.
 
     Raises ValueError if there is none, or if the name is that of several tables.
     """
     sharded = recstore_tables(model)
-    tables: list[ModelTable | EagerModelTable] = [*sharded, *eager_tables(model, sharded)]
+    tables: list[ModelTable | EagerModelTable] = [
+        *sharded,
+        *eager_tables(model, sharded),
+    ]
     return named_among(tables, [name])[name]
 
 
@@ -215,37 +271,56 @@ def named_among(tables: Sequence[_Table], names: Iterable[str]) -> dict[str, _Ta
     for name in names:
         fitting = [table for table in tables if name in (table.name, table.full_name)]
         same = [repr(table.full_name) for table in tables if table.config_name == name]
-        # A sharded table keeps its name in checkpoints beside eager ones, but here no table goes first.
+        # A sharded table keeps its name in checkpoints beside eager ones, but here no
+        # table goes first.
         is_ambiguous = len(same) > 1 and repr(name) not in same
         if is_ambiguous or (same and not fitting):
-            raise ValueError(f"the model has {len(same)} RecStore tables {name!r}: name one of {', '.join(same)}")
+            raise ValueError(
+                f"the model has {len(same)} RecStore tables {name!r}: name one of"
+                f" {', '.join(same)}"
+            )
         if not fitting:
             known = ", ".join(repr(table.name) for table in tables)
-            raise ValueError(f"the model has no RecStore table {name!r}; it has {known or 'none'}")
+            raise ValueError(
+                f"the model has no RecStore table {name!r}; it has {known or 'none'}"
+            )
         twice = [other for other, table in found.items() if table == fitting[0]]
         if twice:
-            raise ValueError(f"{twice[0]!r} and {name!r} are names of the same RecStore table: use only one of them")
+            raise ValueError(
+                f"{twice[0]!r} and {name!r} are names of the same RecStore table: use"
+                " only one of them"
+            )
         found[name] = fitting[0]
     return found
 
 
 def collections_by_path(model: nn.Module) -> dict[str, RecStoreCollection]:
     """Returns the sharded collections by their paths in the model, as plans name them."""
-    return {_path_prefix(p).removesuffix("."): module for p, module in _sharded_modules(model, "").items()}
+    return {
+        _path_prefix(p).removesuffix("."): module
+        for p, module in _sharded_modules(model, "").items()
+    }
 
 
 def _path_prefix(prefix: str) -> str:
-    # A feature-processed collection has the bags in an attribute of this name (torchrec 1.8.0); plans leave it out.
+    # A feature-processed collection has the bags in an attribute of this name (torchrec
+    # 1.8.0); plans leave it out.
     return prefix.removesuffix("_embedding_bag_collection.")
 
 
 @contextmanager
-def rows_left_out(model: nn.Module, eager: Sequence[EagerModelTable] = ()) -> Iterator[None]:
-    """A context in which the model's and fused optimizer's states have no RecStore rows, and loading changes none.
+def rows_left_out(
+    model: nn.Module, eager: Sequence[EagerModelTable] = ()
+) -> Iterator[None]:
+    """A context in which the model's and fused optimizer's states have no RecStore
+    rows, and loading changes none.
 
-    The states of modules that are not sharded have no rows if their tables are in ``eager``.
+    The states of modules that are not sharded have no rows if their tables are in
+    ``eager``.
     """
-    states: list[RowState | TableModule] = [table.state for table in recstore_tables(model)]
+    states: list[RowState | TableModule] = [
+        table.state for table in recstore_tables(model)
+    ]
     states += [table.module for table in eager]
     before = [state.emits_rows for state in states]
     for state in states:
@@ -258,7 +333,9 @@ def rows_left_out(model: nn.Module, eager: Sequence[EagerModelTable] = ()) -> It
 
 
 def _sharded_modules(module: nn.Module, prefix: str) -> dict[str, RecStoreCollection]:
-    """Returns the collections by the prefix of their keys, which is that of their first place in the model."""
+    """Returns the collections by the prefix of their keys, which is that of their first
+    place in the model.
+    """
     found: dict[str, RecStoreCollection] = {}
     # The keys of state_dict do not have the names of these wrappers.
     if isinstance(module, DistributedModelParallel | DistributedDataParallel):
@@ -266,51 +343,79 @@ def _sharded_modules(module: nn.Module, prefix: str) -> dict[str, RecStoreCollec
     if isinstance(module, RecStoreCollection):
         return {prefix: module}
     for name, child in module.named_children():
-        for its_prefix, collection in _sharded_modules(child, f"{prefix}{name}.").items():
+        for its_prefix, collection in _sharded_modules(
+            child, f"{prefix}{name}."
+        ).items():
             if collection not in found.values():
                 found[its_prefix] = collection
     return found
 
 
 def dense_tensors(
-    model: nn.Module, tables: Sequence[ModelTable], eager: Sequence[EagerModelTable] = ()
+    model: nn.Module,
+    tables: Sequence[ModelTable],
+    eager: Sequence[EagerModelTable] = (),
 ) -> dict[str, Tensor]:
-    """Returns the tensors of ``model.state_dict()`` that are not of RecStore tables, without copying them.
+    """Returns the tensors of ``model.state_dict()`` that are not of RecStore tables,
+    without copying them.
 
-    Raises ValueError for tables on TorchRec's own sharded kernels, for tables of modules that are not sharded and not
-    in ``eager``, and for other values.
+    Raises ValueError for tables on TorchRec's own sharded kernels, for tables of
+    modules that are not sharded and not in ``eager``, and for other values.
     """
     known = {id(table.module.weight) for table in eager}
     placeholders = {table.weight_key for table in tables}
-    of_collections = {id(each) for collection in collections_of(model) for each in collection.parameters()}
+    of_collections = {
+        id(each)
+        for collection in collections_of(model)
+        for each in collection.parameters()
+    }
     for key, parameter in model.named_parameters():
-        if isinstance(parameter, TableParameter) and id(parameter) not in of_collections | known:
+        if (
+            isinstance(parameter, TableParameter)
+            and id(parameter) not in of_collections | known
+        ):
             refuse_remote_tables(model)
             raise ValueError(
-                f"{key} is the table of a module that is not sharded: a checkpoint holds the tables of sharded "
-                "modules; save and load the state_dict of this module"
+                f"{key} is the table of a module that is not sharded: a checkpoint"
+                " holds the tables of sharded modules; save and load the state_dict of"
+                " this module"
             )
     with rows_left_out(model, eager):
-        state = {key: value for key, value in model.state_dict().items() if key not in placeholders}
+        state = {
+            key: value
+            for key, value in model.state_dict().items()
+            if key not in placeholders
+        }
     for table in eager:  # A module can be in several places of the model.
         keys = [
-            key for key, parameter in model.named_parameters(remove_duplicate=False) if parameter is table.module.weight
+            key
+            for key, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter is table.module.weight
         ]
         for key in (f"{table.prefix}weight", *keys):
             state.pop(key, None)
     for key, value in state.items():
-        # Tables on TorchRec's own kernels are ShardedTensor or DTensor (torchrec 1.8.0).
+        # Tables on TorchRec's own kernels are ShardedTensor or DTensor (torchrec
+        # 1.8.0).
         if type(value) not in (Tensor, nn.Parameter):
             raise ValueError(
-                f"{key} is a {type(value).__name__}: a checkpoint holds RecStore tables and plain tensors; "
-                "use torch.distributed.checkpoint for tables on TorchRec's own kernels"
+                f"{key} is a {type(value).__name__}: a checkpoint holds RecStore tables"
+                " and plain tensors; use torch.distributed.checkpoint for tables on"
+                " TorchRec's own kernels"
             )
     return {key: value.detach() for key, value in state.items()}
 
 
-def check_dense(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Raises ValueError if the tensors of a checkpoint cannot be loaded into the model's, or names differ (strict)."""
-    for what, names in (("no", own.keys() - saved.keys()), ("an unknown", saved.keys() - own.keys())):
+def check_dense(
+    saved: Mapping[str, Tensor], own: Mapping[str, Tensor], *, strict: bool
+) -> None:
+    """Raises ValueError if the tensors of a checkpoint cannot be loaded into the
+    model's, or names differ (strict).
+    """
+    for what, names in (
+        ("no", own.keys() - saved.keys()),
+        ("an unknown", saved.keys() - own.keys()),
+    ):
         if strict and names:
             raise ValueError(f"the checkpoint has {what} tensor {min(names)!r}")
     for name in own.keys() & saved.keys():
@@ -319,13 +424,23 @@ def check_dense(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], *, stric
                 f"{name} is of shape {tuple(saved[name].shape)} in the checkpoint, "
                 f"of shape {tuple(own[name].shape)} in the model"
             )
-        overlaps = any(step == 0 and size > 1 for step, size in zip(own[name].stride(), own[name].shape, strict=True))
-        if overlaps or (own[name].is_inference() and not torch.is_inference_mode_enabled()):
-            raise ValueError(f"{name} of the model cannot be written: it was expanded, or made in inference mode")
+        overlaps = any(
+            step == 0 and size > 1
+            for step, size in zip(own[name].stride(), own[name].shape, strict=True)
+        )
+        if overlaps or (
+            own[name].is_inference() and not torch.is_inference_mode_enabled()
+        ):
+            raise ValueError(
+                f"{name} of the model cannot be written: it was expanded, or made in"
+                " inference mode"
+            )
 
 
 def load_dense(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Copies the tensors of a checkpoint, which :func:`check_dense` has checked, to the tensors of the model."""
+    """Copies the tensors of a checkpoint, which :func:`check_dense` has checked, to the
+    tensors of the model.
+    """
     with torch.no_grad():
         for name in own.keys() & saved.keys():
             own[name].copy_(saved[name])

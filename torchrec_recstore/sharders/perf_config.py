@@ -1,4 +1,5 @@
-"""The speed of RecStore's kernel, and its copies between the host and an accelerator, for TorchRec's planner.
+"""The speed of RecStore's kernel, and its copies between the host and an accelerator,
+for TorchRec's planner.
 
 Tests: tests/planner/test_accelerators.py, tests/planner/test_shard_estimators.py.
 """
@@ -10,8 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec.distributed.planner.constants import DEFAULT_PERF_ESTIMATOR
-from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorConfig, EmbeddingPerfEstimatorFactory
-from torchrec.distributed.planner.estimator.annotations import backward_compute, forward_compute
+from torchrec.distributed.planner.estimator import (
+    EmbeddingPerfEstimatorConfig,
+    EmbeddingPerfEstimatorFactory,
+)
+from torchrec.distributed.planner.estimator.annotations import (
+    backward_compute,
+    forward_compute,
+)
 from torchrec.distributed.planner.estimator.estimator import (
     EmbeddingShardingPerfEvaluator,
     TableWiseEvaluator,
@@ -22,13 +29,18 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_recstore.sharders.kernel import IN_NODE
 from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL, SHARDING_TYPES
-from torchrec_recstore.torchrec_seams.planning import default_backward_ms, default_forward_ms
+from torchrec_recstore.torchrec_seams.planning import (
+    default_backward_ms,
+    default_forward_ms,
+)
 
-# The speed of RecStore's kernel over that of TorchRec's fused kernel on a CPU, with malloc told to keep large blocks.
-# Measured with row-wise Adagrad: 1.57 and 1.76 (benchmarks/results.json, cases big and criteo, 2026-11-21).
+# The speed of RecStore's kernel over that of TorchRec's fused kernel on a CPU, with
+# malloc told to keep large blocks. Measured with row-wise Adagrad: 1.57 and 1.76
+# (benchmarks/results.json, cases big and criteo, 2026-11-21).
 SPEED_OVER_FUSED = 1.5
 
-# The sharding types that TorchRec estimates with TableWiseEvaluator and its subclasses (torchrec 1.8.0).
+# The sharding types that TorchRec estimates with TableWiseEvaluator and its subclasses
+# (torchrec 1.8.0).
 _WITH_BLOCKS = ("table_wise", "column_wise", "table_column_wise")
 
 _ID_BYTES = _OFFSET_BYTES = 8
@@ -37,12 +49,15 @@ _WEIGHT_BYTES = _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class BusBytes:
-    """The bytes that a RecStore table on one rank copies between the host and an accelerator in a training step."""
+    """The bytes that a RecStore table on one rank copies between the host and an
+    accelerator in a training step.
+    """
 
     ids: float  # With the offsets of bags and the weights of ids, to the host.
     rows: float  # To the accelerator.
     gradients: float  # Of these rows, to the host.
-    weight_gradients: float  # Of the weights that a feature processor has computed, to the accelerator.
+    # Of the weights that a feature processor has computed, to the accelerator.
+    weight_gradients: float
 
     @property
     def down(self) -> float:
@@ -56,12 +71,28 @@ class BusBytes:
 
 
 def bus_bytes(context: ShardPerfContext) -> BusBytes:
-    """Returns the estimated bytes of one shard of a RecStore table over the bus in a step."""
+    """Returns the estimated bytes of one shard of a RecStore table over the bus in a
+    step.
+    """
     ids = context.batch_inputs * context.world_size / _split(context)
-    bags = sum(n * b for n, b in zip(context.num_poolings, context.batch_sizes, strict=True)) * context.world_size
+    bags = (
+        sum(
+            n * b
+            for n, b in zip(context.num_poolings, context.batch_sizes, strict=True)
+        )
+        * context.world_size
+    )
     of_weights = ids * _WEIGHT_BYTES if context.is_weighted and context.is_pooled else 0
-    rows = (bags if context.is_pooled else ids) * context.emb_dim * context.output_data_type_size
-    batch = ids * _ID_BYTES + (bags * _OFFSET_BYTES if context.is_pooled else 0) + of_weights
+    rows = (
+        (bags if context.is_pooled else ids)
+        * context.emb_dim
+        * context.output_data_type_size
+    )
+    batch = (
+        ids * _ID_BYTES
+        + (bags * _OFFSET_BYTES if context.is_pooled else 0)
+        + of_weights
+    )
     trained = of_weights if context.has_feature_processor else 0
     return BusBytes(ids=batch, rows=rows, gradients=rows, weight_gradients=trained)
 
@@ -69,8 +100,8 @@ def bus_bytes(context: ShardPerfContext) -> BusBytes:
 class _WithoutBlocks(TableWiseEvaluator):  # type: ignore[misc]
     """TorchRec's table-wise estimate without the costs of FBGEMM's CUDA blocks.
 
-    TorchRec adds them for narrow rows, but not for row-wise sharding (torchrec 1.8.0), which the planner would then
-    choose even on one rank.
+    TorchRec adds them for narrow rows, but not for row-wise sharding (torchrec 1.8.0),
+    which the planner would then choose even on one rank.
     """
 
     def use_min_dim_for_lookup(self, config: EmbeddingPerfEstimatorConfig) -> bool:
@@ -80,8 +111,13 @@ class _WithoutBlocks(TableWiseEvaluator):  # type: ignore[misc]
 
 
 def evaluator_of(context: ShardPerfContext) -> EmbeddingShardingPerfEvaluator:
-    """Returns the formulas of a shard, without the costs of CUDA blocks if the shard is a RecStore table's."""
-    if context.compute_kernel == RECSTORE_KERNEL and context.sharding_type in _WITH_BLOCKS:
+    """Returns the formulas of a shard, without the costs of CUDA blocks if the shard is
+    a RecStore table's.
+    """
+    if (
+        context.compute_kernel == RECSTORE_KERNEL
+        and context.sharding_type in _WITH_BLOCKS
+    ):
         return _WithoutBlocks()
     return get_embedding_perf_sharding_evaluator(context.sharding_type)
 
@@ -104,8 +140,9 @@ class MeasuredSpeed:
 class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
     """The config of TorchRec's performance estimator with RecStore's kernel added.
 
-    If the topology's ``compute_device`` is an accelerator, the bytes of :func:`bus_bytes` cross the bus at its
-    ``hbm_to_ddr_mem_bw``. TorchRec's formulas estimate the tables whose speed is not in ``measured``.
+    If the topology's ``compute_device`` is an accelerator, the bytes of
+    :func:`bus_bytes` cross the bus at its ``hbm_to_ddr_mem_bw``. TorchRec's formulas
+    estimate the tables whose speed is not in ``measured``.
     """
 
     def __init__(self, measured: Mapping[str, MeasuredSpeed] | None = None) -> None:
@@ -113,41 +150,82 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         self._measured = dict(measured or {})
 
     _over_bus = False
-    """Whether the topology has an accelerator. TorchRec names the device only to :meth:`get_device_bw`, which it calls
-    for each table before the methods below (torchrec 1.7.0, 1.8.0 and 1.9.2)."""
+    """Whether the topology has an accelerator.
+
+    TorchRec names the device only to :meth:`get_device_bw`, which it calls for each
+    table before the methods below (torchrec 1.7.0, 1.8.0 and 1.9.2).
+    """
 
     def get_device_bw(
-        self, compute_device: str, compute_kernel: str, hbm_mem_bw: float, ddr_mem_bw: float, *args: Any, **kwargs: Any
+        self,
+        compute_device: str,
+        compute_kernel: str,
+        hbm_mem_bw: float,
+        ddr_mem_bw: float,
+        *args: Any,
+        **kwargs: Any,
     ) -> float | None:
-        """Returns the bandwidth of a kernel's rows in bytes per millisecond; RecStore's are in host memory."""
+        """Returns the bandwidth of a kernel's rows in bytes per millisecond; RecStore's
+        are in host memory.
+        """
         self._over_bus = compute_device != "cpu"
         if compute_kernel == RECSTORE_KERNEL:
             return SPEED_OVER_FUSED * ddr_mem_bw
-        return super().get_device_bw(compute_device, compute_kernel, hbm_mem_bw, ddr_mem_bw, *args, **kwargs)  # type: ignore[no-any-return]
+        return super().get_device_bw(  # type: ignore[no-any-return]
+            compute_device, compute_kernel, hbm_mem_bw, ddr_mem_bw, *args, **kwargs
+        )
 
     @forward_compute(SHARDING_TYPES)  # type: ignore[untyped-decorator]
     def forward_ms(self, context: ShardPerfContext) -> float:
-        """Returns the estimated milliseconds of a forward pass. The cost per row is that of row-wise sharding."""
+        """Returns the estimated milliseconds of a forward pass.
+
+        The cost per row is that of row-wise sharding.
+        """
         copied = self._copied(context)
         share = 1 / (1 + context.bwd_compute_multiplier)
-        return self._pass_ms(context, default_forward_ms, share, copied.ids + copied.rows)
+        return self._pass_ms(
+            context, default_forward_ms, share, copied.ids + copied.rows
+        )
 
     @backward_compute(SHARDING_TYPES)  # type: ignore[untyped-decorator]
     def backward_ms(self, context: ShardPerfContext) -> float:
-        """Returns the estimated milliseconds of a backward pass. The cost per row is that of row-wise sharding."""
+        """Returns the estimated milliseconds of a backward pass.
+
+        The cost per row is that of row-wise sharding.
+        """
         copied = self._copied(context)
         share = 1 - 1 / (1 + context.bwd_compute_multiplier)
-        return self._pass_ms(context, default_backward_ms, share, copied.gradients + copied.weight_gradients)
+        return self._pass_ms(
+            context,
+            default_backward_ms,
+            share,
+            copied.gradients + copied.weight_gradients,
+        )
 
-    def _pass_ms(self, context: ShardPerfContext, default: Callable[..., float], share: float, copied: float) -> float:
-        """Returns the milliseconds of a pass: a share of the measured ones, and the copies of bytes over the bus."""
+    def _pass_ms(
+        self,
+        context: ShardPerfContext,
+        default: Callable[..., float],
+        share: float,
+        copied: float,
+    ) -> float:
+        """Returns the milliseconds of a pass: a share of the measured ones, and the
+        copies of bytes over the bus.
+        """
         measured_ms = self._measured_ms(context)
-        ms = default(evaluator_of(context), context, self) if measured_ms is None else measured_ms * share
+        ms = (
+            default(evaluator_of(context), context, self)
+            if measured_ms is None
+            else measured_ms * share
+        )
         return float(ms + copied / context.hbm_to_ddr_mem_bw if copied else ms)
 
     def _measured_ms(self, context: ShardPerfContext) -> float | None:
-        """Returns the milliseconds of a forward and a backward on the rank with most ids, or None without a measure."""
-        # A shard of columns is taken to cost as much for each id as the whole row, since it finds each id, too.
+        """Returns the milliseconds of a forward and a backward on the rank with most
+        ids, or None without a measure.
+        """
+        # A shard of columns is taken to cost as much for each id as the whole row,
+        # since it finds each id, too.
         measured = self._measured.get(context.table_name)
         if measured is None or context.compute_kernel != RECSTORE_KERNEL:
             return None
@@ -155,8 +233,15 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         ids_of_all = float(context.batch_inputs * context.world_size)
         ids = ids_of_all * (1 / split + measured.hottest_share * (1 - 1 / split))
         # Ranks that split rows write a partial sum of each bag, and read its gradient.
-        sums = context.batch_outputs * context.world_size * (1 - 1 / split) if context.is_pooled else 0
-        return float(ids * measured.ns_per_id / 1e6 + 2 * sums * context.emb_dim * _FLOAT_BYTES / context.device_bw)
+        sums = (
+            context.batch_outputs * context.world_size * (1 - 1 / split)
+            if context.is_pooled
+            else 0
+        )
+        return float(
+            ids * measured.ns_per_id / 1e6
+            + 2 * sums * context.emb_dim * _FLOAT_BYTES / context.device_bw
+        )
 
     def _copied(self, context: ShardPerfContext) -> BusBytes:
         over_bus = self._over_bus and context.compute_kernel == RECSTORE_KERNEL
@@ -164,6 +249,9 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
 
 
 def register_kernel() -> None:
-    """Registers RecStore's kernel with TorchRec's stock planner, which ``DistributedModelParallel`` uses by default."""
-    # The planner refuses kernels that its estimator does not know, and a config extends the estimator (torchrec 1.8.0).
+    """Registers RecStore's kernel with TorchRec's stock planner, which
+    ``DistributedModelParallel`` uses by default.
+    """
+    # The planner refuses kernels that its estimator does not know, and a config extends
+    # the estimator (torchrec 1.8.0).
     EmbeddingPerfEstimatorFactory.register(DEFAULT_PERF_ESTIMATOR)(RecStorePerfConfig)

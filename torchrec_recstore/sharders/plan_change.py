@@ -1,4 +1,5 @@
-"""The change of a sharded collection's plan in place: its rows move between shards, part by part.
+"""The change of a sharded collection's plan in place: its rows move between shards,
+part by part.
 
 Tests: tests/distributed/test_reshard.py, tests/distributed/test_reshard_one_rank.py.
 """
@@ -20,22 +21,36 @@ from torchrec_recstore.options import TableOptions, is_shared
 from torchrec_recstore.sharders.delta_tracker import Record
 from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.sharders.layout import LocalShard
-from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL, RecStoreParameterSharding, with_frozen
+from torchrec_recstore.sharders.plan_entries import (
+    RECSTORE_KERNEL,
+    RecStoreParameterSharding,
+    with_frozen,
+)
 from torchrec_recstore.sharders.row_state import ModuleState, RowState
 from torchrec_recstore.store import LeftIds, Part, Table, TableState
 from torchrec_recstore.store.parts import PART_BYTES, rows_in
 from torchrec_recstore.store.table import check_applied, check_replaceable, exchange_all
-from torchrec_recstore.torchrec_seams.models import CollectionSeams, is_in_pipeline, on_meta_device
+from torchrec_recstore.torchrec_seams.models import (
+    CollectionSeams,
+    is_in_pipeline,
+    on_meta_device,
+)
 
-_MESSAGE_BYTES = 1 << 22  # The rows of a shard that are read, sent and written at a time.
-_SHRINKS = 16  # The memory of a shard is given back after each of this many parts of its rows has left.
+# The rows of a shard that are read, sent and written at a time.
+_MESSAGE_BYTES = 1 << 22
+# The memory of a shard is given back after each of this many parts of its rows has
+# left.
+_SHRINKS = 16
 
-# The number of the shard that receives rows, on its rank; the number of the sender's group; and the rows.
+# The number of the shard that receives rows, on its rank; the number of the sender's
+# group; and the rows.
 _Message = tuple[int, int, Part]
 
 
 class ReshardableCollection(CollectionSeams):
-    """A mixin for TorchRec's sharded collections, whose plan it can change if all of their tables are in RecStore."""
+    """A mixin for TorchRec's sharded collections, whose plan it can change if all of
+    their tables are in RecStore.
+    """
 
     recstore_state: ModuleState
     """The rows of this module's RecStore tables, for ``state_dict`` and checkpoints."""
@@ -45,32 +60,49 @@ class ReshardableCollection(CollectionSeams):
     """The functions that :meth:`register_post_lookup_tracker_fn` has registered."""
 
     def recstore_table_names(self) -> list[str]:
-        """Returns the names of the RecStore tables of the plan, in the order of the configs, the same on every rank."""
+        """Returns the names of the RecStore tables of the plan, in the order of the
+        configs, the same on every rank.
+        """
         plan = self.module_sharding_plan
-        return [name for name in self.names_of_tables if plan[name].compute_kernel == RECSTORE_KERNEL]
+        return [
+            name
+            for name in self.names_of_tables
+            if plan[name].compute_kernel == RECSTORE_KERNEL
+        ]
 
     def recstore_tables(self) -> Iterator[Table]:
         """Yields the shards of the RecStore tables on this rank."""
         raise NotImplementedError
 
     def has_begun_batches(self) -> bool:
-        """Returns whether a train pipeline has distributed batches with the present plan, and not looked them up."""
+        """Returns whether a train pipeline has distributed batches with the present
+        plan, and not looked them up.
+        """
         raise NotImplementedError
 
     def refuse_begun(self) -> None:
-        """Raises ``ValueError`` if a train pipeline would look up batches that it distributed with the present plan."""
-        # TorchRec's pipelines look up what they have distributed before detach(), with whatever plan the collection has
-        # then (torchrec 1.7.0 to 1.9.2).
+        """Raises ``ValueError`` if a train pipeline would look up batches that it
+        distributed with the present plan.
+        """
+        # TorchRec's pipelines look up what they have distributed before detach(), with
+        # whatever plan the collection has then (torchrec 1.7.0 to 1.9.2).
         if self.has_begun_batches():
             raise ValueError(
-                f"reshard: a train pipeline of TorchRec has distributed batches for the tables "
-                f"{sorted(self.names_of_tables)} with the old plan, and keeps them when it is detached: train these "
-                "batches first, by pipeline.progress(iter(())) until it raises StopIteration, and detach it again; or "
-                "use RecStorePrefetchPipeline, which distributes them again"
+                "reshard: a train pipeline of TorchRec has distributed batches for the"
+                f" tables {sorted(self.names_of_tables)} with the old plan, and keeps"
+                " them when it is detached: train these batches first, by"
+                " pipeline.progress(iter(())) until it raises StopIteration, and"
+                " detach it again; or use RecStorePrefetchPipeline, which distributes"
+                " them again"
             )
 
-    def change(self, plan: Mapping[str, ParameterSharding], path: str | None = None) -> Change | None:
-        """Returns the change to another plan, or None for the present one. Raises ValueError if it cannot be made."""
+    def change(
+        self, plan: Mapping[str, ParameterSharding], path: str | None = None
+    ) -> Change | None:
+        """Returns the change to another plan, or None for the present one.
+
+        Raises ValueError if it cannot be made.
+        """
         self.recstore_state.copies.check_usable()
         if self.source is not None:
             module, sharder = self.source
@@ -79,33 +111,42 @@ class ReshardableCollection(CollectionSeams):
         known = set(self.names_of_tables)
         if plan.keys() != known:
             missing, unknown = sorted(known - plan.keys()), sorted(plan.keys() - known)
-            raise ValueError(f"reshard: the plan of {sorted(known)} has no table(s) {missing}, and unknown {unknown}")
+            raise ValueError(
+                f"reshard: the plan of {sorted(known)} has no table(s) {missing}, and"
+                f" unknown {unknown}"
+            )
         if all(_same(old[name], plan[name]) for name in known):
             return None
         for name in self.names_of_tables:
             for what, entry in (("is", old[name]), ("would be", plan[name])):
                 if entry.compute_kernel != RECSTORE_KERNEL:
                     raise ValueError(
-                        f"reshard: table {name!r} {what} on TorchRec's kernel {entry.compute_kernel!r}, whose rows "
-                        "cannot move in place: place it in a collection of its own, whose plan does not change, or "
-                        "load a checkpoint into a model with the new plan"
+                        f"reshard: table {name!r} {what} on TorchRec's kernel"
+                        f" {entry.compute_kernel!r}, whose rows cannot move in place:"
+                        " place it in a collection of its own, whose plan does not"
+                        " change, or load a checkpoint into a model with the new plan"
                     )
         for name in self.names_of_tables:
             was, becomes = (_is_frozen(entry) for entry in (old[name], plan[name]))
             if was is not becomes:
                 now, then = ("frozen", "trained") if was else ("trained", "frozen")
                 raise ValueError(
-                    f"reshard: table {name!r} is {now}, and would be {then}, with other optimizer states: save a "
-                    "checkpoint, and load it into a model with the new plan"
+                    f"reshard: table {name!r} is {now}, and would be {then}, with other"
+                    " optimizer states: save a checkpoint, and load it into a model"
+                    " with the new plan"
                 )
         if self.source is None:
-            raise ValueError(f"reshard: the collection of {sorted(known)} was not sharded by a RecStore sharder")
+            raise ValueError(
+                f"reshard: the collection of {sorted(known)} was not sharded by a"
+                " RecStore sharder"
+            )
         refuse_pipelined(self, known)
         for name, table in self.recstore_state.tables.items():
             if is_shared(table.options.cold_store):
                 raise ValueError(
-                    f"reshard: the rows of table {name!r} are in {table.options.cold_store!r}, which is shared: call "
-                    "flush_tables, and start the model anew with the new plan"
+                    f"reshard: the rows of table {name!r} are in"
+                    f" {table.options.cold_store!r}, which is shared: call"
+                    " flush_tables, and start the model anew with the new plan"
                 )
         self.recstore_state.copies.check()
         check_replaceable(self.recstore_tables())
@@ -113,15 +154,23 @@ class ReshardableCollection(CollectionSeams):
         return Change(self, dict(plan), path)
 
     def update_shards(
-        self, changed_sharding_params: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device | None
+        self,
+        changed_sharding_params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None,
     ) -> None:
-        """Changes the entries of some tables in place. Collective. ``DistributedModelParallel.reshard`` calls it.
+        """Changes the entries of some tables in place.
 
-        See :func:`torchrec_recstore.reshard` for the errors. ``env`` and ``device`` cannot change.
+        Collective. ``DistributedModelParallel.reshard`` calls it.
+
+        See :func:`torchrec_recstore.reshard` for the errors. ``env`` and ``device``
+        cannot change.
         """
         if self.recstore_table_names():
             with refused_together(self.ranks_env):
-                change = self.change({**self.module_sharding_plan, **changed_sharding_params})
+                change = self.change(
+                    {**self.module_sharding_plan, **changed_sharding_params}
+                )
                 if change is not None:
                     self.refuse_begun()
             reshard_collections([] if change is None else [change])
@@ -129,21 +178,30 @@ class ReshardableCollection(CollectionSeams):
             super().update_shards(changed_sharding_params, env, device)
         else:
             raise NotImplementedError(
-                f"the tables {self.names_of_tables} are on TorchRec's own kernels, and TorchRec cannot reshard an "
-                "EmbeddingCollection in place: load a checkpoint into a model with the new plan"
+                f"the tables {self.names_of_tables} are on TorchRec's own kernels, and"
+                " TorchRec cannot reshard an EmbeddingCollection in place: load a"
+                " checkpoint into a model with the new plan"
             )
 
     def rebuilt(self, change: Change) -> ReshardableCollection:
-        """Returns a new sharded module of the same tables with another plan, without rows. Collective."""
+        """Returns a new sharded module of the same tables with another plan, without
+        rows.
+
+        Collective.
+        """
         assert self.source is not None
         module, sharder = self.source
         plan: Any = change.plan
-        fresh: Any = sharder.shard(on_meta_device(module), plan, self.ranks_env, self.stock_device, change.path)
+        fresh: Any = sharder.shard(
+            on_meta_device(module), plan, self.ranks_env, self.stock_device, change.path
+        )
         fresh.source = self.source
         return fresh  # type: ignore[no-any-return]
 
     def become_resharded(self, fresh: ReshardableCollection) -> None:
-        """Becomes the module ``fresh``, to which the rows have moved, but stays the same object."""
+        """Becomes the module ``fresh``, to which the rows have moved, but stays the
+        same object.
+        """
         records, state = self.records, self.recstore_state
         self.close_tables()
         state.take_over(fresh.recstore_state)
@@ -160,7 +218,10 @@ class ReshardableCollection(CollectionSeams):
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a collection's plan, which has been checked. ``path`` is that of the collection in the model."""
+    """A change of a collection's plan, which has been checked.
+
+    ``path`` is that of the collection in the model.
+    """
 
     collection: ReshardableCollection
     plan: dict[str, ParameterSharding]
@@ -168,16 +229,22 @@ class Change:
 
 
 def refuse_pipelined(module: nn.Module, tables: Iterable[str]) -> None:
-    """Raises ``ValueError`` if a train pipeline has begun batches for the ``tables`` of a sharded module."""
+    """Raises ``ValueError`` if a train pipeline has begun batches for the ``tables`` of
+    a sharded module.
+    """
     if is_in_pipeline(module):
         raise ValueError(
-            f"reshard: a train pipeline has begun batches for the tables {sorted(tables)} with the old plan: call "
-            "pipeline.detach() first; its next progress() takes these batches up again"
+            "reshard: a train pipeline has begun batches for the tables"
+            f" {sorted(tables)} with the old plan: call pipeline.detach() first; its"
+            " next progress() takes these batches up again"
         )
 
 
 def reshard_collections(changes: Sequence[Change]) -> None:
-    """Changes the plans of collections in place: of all of them, or of none. Collective."""
+    """Changes the plans of collections in place: of all of them, or of none.
+
+    Collective.
+    """
     rebuilt: list[tuple[ReshardableCollection, ReshardableCollection]] = []
     try:
         for change in changes:
@@ -193,8 +260,9 @@ def reshard_collections(changes: Sequence[Change]) -> None:
     except BaseException as error:
         for collection, fresh in rebuilt:
             collection.recstore_state.copies.refuse_all(
-                f"RecStore tables {collection.recstore_table_names()} have lost rows, because a reshard failed with "
-                f"{type(error).__name__}: {error}: start the job again from its last checkpoint"
+                f"RecStore tables {collection.recstore_table_names()} have lost rows,"
+                f" because a reshard failed with {type(error).__name__}: {error}: start"
+                " the job again from its last checkpoint"
             )
             fresh.close_tables()
         raise
@@ -207,7 +275,8 @@ def _is_frozen(sharding: ParameterSharding) -> bool:
 
 
 def _same(old: ParameterSharding, new: ParameterSharding) -> bool:
-    # The sharder adds its own arguments to the entries, so the other fields of RecStore's entries are not compared.
+    # The sharder adds its own arguments to the entries, so the other fields of
+    # RecStore's entries are not compared.
     names = [*(each.name for each in fields(ParameterSharding)), "options"]
     return all(getattr(old, name, None) == getattr(new, name, None) for name in names)
 
@@ -225,24 +294,44 @@ class _Place:
 
     @staticmethod
     def of_all_ranks(shards: Sequence[LocalShard], env: ShardingEnv) -> list[_Place]:
-        """Returns the places of a table's shards, in the order of the ranks. Collective."""
-        described = [(s.table.columns, s.routing, s.table.dtype, len(s.table)) for s in shards]
+        """Returns the places of a table's shards, in the order of the ranks.
+
+        Collective.
+        """
+        described = [
+            (s.table.columns, s.routing, s.table.dtype, len(s.table)) for s in shards
+        ]
         gathered = enumerate(all_gathered(described, env))
-        return [_Place(rank, number, *each) for rank, of_rank in gathered for number, each in enumerate(of_rank)]
+        return [
+            _Place(rank, number, *each)
+            for rank, of_rank in gathered
+            for number, each in enumerate(of_rank)
+        ]
 
 
 def move_rows(old: RowState, new: RowState) -> None:
-    """Moves all rows of a table, with its clocks and counts, to empty shards, as a load would. Collective.
+    """Moves all rows of a table, with its clocks and counts, to empty shards, as a load
+    would.
 
-    Raises the error of any rank on every rank; the rows are then in neither of the layouts.
+    Collective.
+
+    Raises the error of any rank on every rank; the rows are then in neither of the
+    layouts.
     """
-    # Rows leave the old shards while they arrive in the new ones, so that only the rows of one round are in memory
-    # twice. Each rank sends one part of each of its shards in a round. If max_rows bounds the table, only one group of
-    # shards with the same ids sends parts, of the size of a checkpoint's, so that the new shards get the rows in the
-    # order of a load: their evictions depend on it. If the layout does not change, rows are exchanged without copies.
+    # Rows leave the old shards while they arrive in the new ones, so that only the rows
+    # of one round are in memory twice. Each rank sends one part of each of its shards
+    # in a round. If max_rows bounds the table, only one group of shards with the same
+    # ids sends parts, of the size of a checkpoint's, so that the new shards get the
+    # rows in the order of a load: their evictions depend on it. If the layout does not
+    # change, rows are exchanged without copies.
     env = old.env
-    before, after = ([(s.table.columns, s.table.options, s.routing) for s in each.shards] for each in (old, new))
-    states = all_gathered(([shard.state() for shard in old.shards], before == after), env)
+    before, after = (
+        [(s.table.columns, s.table.options, s.routing) for s in each.shards]
+        for each in (old, new)
+    )
+    states = all_gathered(
+        ([shard.state() for shard in old.shards], before == after), env
+    )
     state = TableState.merged(each for of_rank, _ in states for each in of_rank)
     left = _left_ids(old, new)
     if all(same for _, same in states):
@@ -258,37 +347,62 @@ def move_rows(old: RowState, new: RowState) -> None:
 
 
 def _left_ids(old: RowState, new: RowState) -> LeftIds | None:
-    """Returns the ids that have left the old shards, or None if one of the layouts does not record them. Collective."""
+    """Returns the ids that have left the old shards, or None if one of the layouts does
+    not record them.
+
+    Collective.
+    """
     if old.options.left_ids is None or new.options.left_ids is None:
         return None
     with refused_together(old.env):
         records = [shard.table.left_ids() for shard in old.shards]
-    return LeftIds.merged(record for of_rank in all_gathered(records, old.env) for record in of_rank)
+    return LeftIds.merged(
+        record for of_rank in all_gathered(records, old.env) for record in of_rank
+    )
 
 
 def _stream(old: RowState, new: RowState, state: TableState) -> None:
     env = old.env
-    sources, places = _Place.of_all_ranks(old.shards, env), _Place.of_all_ranks(new.shards, env)
+    sources, places = (
+        _Place.of_all_ranks(old.shards, env),
+        _Place.of_all_ranks(new.shards, env),
+    )
     rows = {place.routing: place.rows for place in sources if place.columns.start == 0}
     groups = list(rows)
     with refused_together(env):
         if any(place.rows != rows.get(place.routing) for place in sources):
-            raise RuntimeError(f"RecStore table {old.name!r}: its column shards hold different numbers of rows")
-        # The statistics of the tables themselves do not count the moved rows as new ones, as after a load.
+            raise RuntimeError(
+                f"RecStore table {old.name!r}: its column shards hold different numbers"
+                " of rows"
+            )
+        # The statistics of the tables themselves do not count the moved rows as new
+        # ones, as after a load.
         arriving = [shard.table.empty_copy() for shard in new.shards]
         for shard, table in zip(new.shards, arriving, strict=True):
             table.set_state(state.owned(shard.owned))
-        senders = [_Sender(shard, groups.index(shard.routing), new.options) for shard in old.shards]
+        senders = [
+            _Sender(shard, groups.index(shard.routing), new.options)
+            for shard in old.shards
+        ]
     bounded = new.options.max_rows is not None
-    size = rows_in(PART_BYTES if bounded else _MESSAGE_BYTES, old.dim, sources[0].dtype, old.optimizer)
+    size = rows_in(
+        PART_BYTES if bounded else _MESSAGE_BYTES,
+        old.dim,
+        sources[0].dtype,
+        old.optimizer,
+    )
     parts = [-(-rows[routing] // size) for routing in groups]
     rounds = [({g}, i) for g, count in enumerate(parts) for i in range(count)]
     if not bounded:
-        rounds = [({g for g, count in enumerate(parts) if i < count}, i) for i in range(max(parts, default=0))]
+        rounds = [
+            ({g for g, count in enumerate(parts) if i < count}, i)
+            for i in range(max(parts, default=0))
+        ]
     received: list[_Message] = []
 
     def write_and_take(active: set[int], part: range) -> list[list[_Message]]:
-        # Ranks wait for each other once for both: the rows of the last round are written, and those of the next leave.
+        # Ranks wait for each other once for both: the rows of the last round are
+        # written, and those of the next leave.
         nonlocal received
         _write(old.name, arriving, received)
         received = []
@@ -300,7 +414,9 @@ def _stream(old: RowState, new: RowState, state: TableState) -> None:
     with refused_together(env):
         _write(old.name, arriving, received)
         # Rows that had no room in the new shards have left the table.
-        evicted = [table.left_ids() for table in arriving if new.options.left_ids is not None]
+        evicted = [
+            table.left_ids() for table in arriving if new.options.left_ids is not None
+        ]
         exchange_all(zip([shard.table for shard in new.shards], arriving, strict=True))
         for shard, left in zip(new.shards, evicted, strict=False):
             shard.table.add_left_ids(left)
@@ -309,7 +425,8 @@ def _stream(old: RowState, new: RowState, state: TableState) -> None:
 class _Sender:
     """A shard whose rows leave it in ascending order of their ids.
 
-    ``group`` is the number of the shard's group, and ``options`` are those of the new shards.
+    ``group`` is the number of the shard's group, and ``options`` are those of the new
+    shards.
     """
 
     def __init__(self, shard: LocalShard, group: int, options: TableOptions) -> None:
@@ -331,9 +448,15 @@ class _Sender:
 
 
 def _by_rank(
-    senders: Sequence[_Sender], active: set[int], part: range, places: Sequence[_Place], env: ShardingEnv
+    senders: Sequence[_Sender],
+    active: set[int],
+    part: range,
+    places: Sequence[_Place],
+    env: ShardingEnv,
 ) -> list[list[_Message]]:
-    """Takes the rows of a round from this rank's shards, and returns them by the rank of the shard that gets them."""
+    """Takes the rows of a round from this rank's shards, and returns them by the rank
+    of the shard that gets them.
+    """
     sent: list[list[_Message]] = [[] for _ in range(env.world_size)]
     for sender in senders:
         if sender.group not in active:
@@ -341,12 +464,21 @@ def _by_rank(
         taken = sender.take(part)
         owned: dict[BlockRouting | None, Part] = {None: taken}
         for place in places:
-            if place.columns.start >= taken.columns.stop or taken.columns.start >= place.columns.stop:
+            if (
+                place.columns.start >= taken.columns.stop
+                or taken.columns.start >= place.columns.stop
+            ):
                 continue
             if place.routing is not None and place.routing not in owned:
                 owned[place.routing] = taken.owned(place.routing.owned)
             if len(owned[place.routing]):
-                sent[place.rank].append((place.number, sender.group, owned[place.routing].cut(place.columns)))
+                sent[place.rank].append(
+                    (
+                        place.number,
+                        sender.group,
+                        owned[place.routing].cut(place.columns),
+                    )
+                )
     return sent
 
 
@@ -362,17 +494,32 @@ def _write(name: str, tables: Sequence[Table], received: Sequence[_Message]) -> 
         tables[number].write(part)
 
 
-def _exchanged(take: Callable[[], list[list[_Message]]], env: ShardingEnv) -> list[_Message]:
-    """Sends the result of ``take``, rows by receiving rank, and returns the rows for this rank. Collective."""
+def _exchanged(
+    take: Callable[[], list[list[_Message]]], env: ShardingEnv
+) -> list[_Message]:
+    """Sends the result of ``take``, rows by receiving rank, and returns the rows for
+    this rank.
+
+    Collective.
+    """
     group = env.process_group
     if group is None or env.world_size == 1:
         return take()[0]
-    device = torch.device("cpu") if torch.device("cpu") in group._device_types else torch.device("cuda")
+    device = (
+        torch.device("cpu")
+        if torch.device("cpu") in group._device_types
+        else torch.device("cuda")
+    )
     with refused_together(env):
         sent = take()
-        packed, of_parts = Part.packed([part for to_rank in sent for _, _, part in to_rank])
+        packed, of_parts = Part.packed(
+            [part for to_rank in sent for _, _, part in to_rank]
+        )
         packed, left = packed.to(device), iter(of_parts)
-    described = [[(number, of_group, next(left)) for number, of_group, _ in to_rank] for to_rank in sent]
+    described = [
+        [(number, of_group, next(left)) for number, of_group, _ in to_rank]
+        for to_rank in sent
+    ]
     sizes = [sum(size for _, _, size in to_rank) for to_rank in described]
     arriving = [of_rank[env.rank] for of_rank in all_gathered(described, env)]
     expected = [sum(size for _, _, size in messages) for messages in arriving]
@@ -381,10 +528,16 @@ def _exchanged(take: Callable[[], list[list[_Message]]], env: ShardingEnv) -> li
     try:
         dist.all_to_all_single(buffer, packed, expected, sizes, group=group)
     except RuntimeError as error:
-        raise RuntimeError(f"a rank of the job has died: {str(error).strip()}") from error
+        raise RuntimeError(
+            f"a rank of the job has died: {str(error).strip()}"
+        ) from error
     received, begin = [], 0
     buffer = buffer.cpu()
-    for number, of_group, size in (message for messages in arriving for message in messages):
-        received.append((number, of_group, Part.from_bytes(buffer[begin : begin + size])))
+    for number, of_group, size in (
+        message for messages in arriving for message in messages
+    ):
+        received.append(
+            (number, of_group, Part.from_bytes(buffer[begin : begin + size]))
+        )
         begin += size
     return received

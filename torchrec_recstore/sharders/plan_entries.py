@@ -1,4 +1,5 @@
-"""The plan's entries for RecStore tables, their checks, and the way of a sharder's arguments to the tables.
+"""The plan's entries for RecStore tables, their checks, and the way of a sharder's
+arguments to the tables.
 
 Tests: tests/sharders/test_stock_tables.py, tests/planner/test_planners.py.
 """
@@ -12,7 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner.types import Enumerator, ParameterConstraints, PlannerError, PlannerErrorType
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+)
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleSharder,
@@ -39,33 +45,54 @@ from torchrec_recstore.sharders.fused_params import (
 from torchrec_recstore.sharders.kernel import ROW_SPLIT
 from torchrec_recstore.table_configs import check_init_fn
 from torchrec_recstore.torchrec_seams.models import marked_optimizer
-from torchrec_recstore.torchrec_seams.planning import caller_that_enumerates, compute_device, constraints_of
+from torchrec_recstore.torchrec_seams.planning import (
+    caller_that_enumerates,
+    compute_device,
+    constraints_of,
+)
 from torchrec_recstore.utils import warn_user
 
 RECSTORE_KERNEL: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
-"""The name of RecStore's kernel in plans and constraints. (TorchRec uses this name for all kernels but its own.)"""
+"""The name of RecStore's kernel in plans and constraints. (TorchRec uses this name for
+all kernels but its own.)
+"""
 
 DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
-SHARDING_TYPES = [each.value for each in ShardingType if each is not ShardingType.DATA_PARALLEL]
-_SHOWN = ("table in RecStore", "sharding type", "ranks", "options")  # The columns of a printed plan.
+SHARDING_TYPES = [
+    each.value for each in ShardingType if each is not ShardingType.DATA_PARALLEL
+]
+# The columns of a printed plan.
+_SHOWN = ("table in RecStore", "sharding type", "ranks", "options")
 
-# The tables that a warning was given about, because their sharding names no kernel, until they are sharded.
+# The tables that a warning was given about, because their sharding names no kernel,
+# until they are sharded.
 _stock_by_default: set[str] = set()
 
 
 class RecStoreModulePlan(EmbeddingModuleShardingPlan):  # type: ignore[misc]
-    """A module's plan from ``RecStorePlanner``, in which tables are on TorchRec's kernels only by constraint."""
+    """A module's plan from ``RecStorePlanner``, in which tables are on TorchRec's
+    kernels only by constraint.
+    """
 
     def __str__(self) -> str:
         cells = self._cells()
-        return f"{super().__str__()}\n\n{text_table(_SHOWN, cells)}\n" if cells else str(super().__str__())
+        return (
+            f"{super().__str__()}\n\n{text_table(_SHOWN, cells)}\n"
+            if cells
+            else str(super().__str__())
+        )
 
     def _repr_html_(self) -> str:
         return html_table(_SHOWN, self._cells())
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [
-            (name, str(each.sharding_type), ", ".join(map(str, each.ranks or ())), repr(each.options))
+            (
+                name,
+                str(each.sharding_type),
+                ", ".join(map(str, each.ranks or ())),
+                repr(each.options),
+            )
             for name, each in self.items()
             if isinstance(each, RecStoreParameterSharding)
         ]
@@ -73,17 +100,21 @@ class RecStoreModulePlan(EmbeddingModuleShardingPlan):  # type: ignore[misc]
 
 @dataclass
 class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
-    """A plan's entry for a RecStore table, with the table's options. It is pickled with the plan.
+    """A plan's entry for a RecStore table, with the table's options.
 
-    The other fields are those of TorchRec's ``ParameterSharding``. The sharder sets the last three, from its arguments.
+    It is pickled with the plan.
+
+    The other fields are those of TorchRec's ``ParameterSharding``. The sharder sets the
+    last three, from its arguments.
 
     Args:
         options: The table's options. Default: ``TableOptions()``.
-        row_name: The name that determines the table's initial rows and keeps them apart in a cold store. A planner sets
-            it if several collections of the model have tables with the same name. Default: None, the name in the
-            table's config.
+        row_name: The name that determines the table's initial rows and keeps them apart
+            in a cold store. A planner sets it if several collections of the model have
+            tables with the same name. Default: None, the name in the table's config.
         optimizer: The ``optimizer`` argument of the sharder. Default: None.
-        accumulation_steps: The ``accumulation_steps`` argument of the sharder. Default: 1.
+        accumulation_steps: The ``accumulation_steps`` argument of the sharder. Default:
+            1.
         state_dtype: The data type of optimizer state. Default: None, float32.
     """
 
@@ -95,7 +126,10 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
 
     @classmethod
     def of(
-        cls, sharding: ParameterSharding, options: TableOptions, row_name: str | None = None
+        cls,
+        sharding: ParameterSharding,
+        options: TableOptions,
+        row_name: str | None = None,
     ) -> RecStoreParameterSharding:
         """Returns a copy of ``sharding`` with ``options`` and ``row_name``."""
         stock = {f.name: getattr(sharding, f.name) for f in fields(ParameterSharding)}
@@ -103,8 +137,11 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
 
     def get_additional_fused_params(self) -> dict[str, Any]:
         """Returns the entries that the table's ``fused_params`` get from the plan."""
-        # add_params_from_parameter_sharding calls this method for customized kernels (torchrec 1.8.0).
-        params: dict[str, Any] = {OPTIONS_KEY: CarriedOptions(self.options, self.row_name)}
+        # add_params_from_parameter_sharding calls this method for customized kernels
+        # (torchrec 1.8.0).
+        params: dict[str, Any] = {
+            OPTIONS_KEY: CarriedOptions(self.options, self.row_name)
+        }
         if self.optimizer is not None:
             params[OPTIMIZER_KEY] = self.optimizer
         if self.accumulation_steps > 1:
@@ -117,16 +154,25 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
 class ResidentParameter(nn.Parameter):
     """A view of a table's parameter whose ``numel`` counts resident rows only.
 
-    TorchRec plans a table's memory by ``numel()`` (``get_tensor_size_bytes``, torchrec 1.8.0), and shards by ``shape``.
+    TorchRec plans a table's memory by ``numel()`` (``get_tensor_size_bytes``, torchrec
+    1.8.0), and shards by ``shape``.
     """
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, rows: int | None = None, name: str = "") -> ResidentParameter:
-        """Returns a view of a parameter with ``rows`` over all ranks. Default: those of the default options."""
+    def of(
+        cls, parameter: nn.Parameter, rows: int | None = None, name: str = ""
+    ) -> ResidentParameter:
+        """Returns a view of a parameter with ``rows`` over all ranks.
+
+        Default: those of the default options.
+        """
         view = cls(parameter.data, requires_grad=parameter.requires_grad)
-        view.__dict__.update(parameter.__dict__)  # This copies the attributes that apply_optimizer_in_backward sets.
+        # This copies the attributes that apply_optimizer_in_backward sets.
+        view.__dict__.update(parameter.__dict__)
         num_embeddings = parameter.shape[0]
-        view._resident_rows = resident_rows(TableOptions(), num_embeddings) if rows is None else rows
+        view._resident_rows = (
+            resident_rows(TableOptions(), num_embeddings) if rows is None else rows
+        )
         view._table_name = name
         return view
 
@@ -135,13 +181,15 @@ class ResidentParameter(nn.Parameter):
 
     @property
     def _in_backward_optimizers(self) -> list[object]:
-        # table_wise() and the like read this attribute if they get no compute_kernel, and then choose TorchRec's, even
-        # if the sharder does not offer it (_get_compute_kernel, torchrec 1.8.0).
+        # table_wise() and the like read this attribute if they get no compute_kernel,
+        # and then choose TorchRec's, even if the sharder does not offer it
+        # (_get_compute_kernel, torchrec 1.8.0).
         _stock_by_default.add(self._table_name)
         warn_user(
-            f"table {self._table_name!r} is planned on TorchRec's own kernel, since its sharding names none: pass "
-            f"compute_kernel={RECSTORE_KERNEL!r} to table_wise(...) or the other sharding function for RecStore, or "
-            "pass the name of TorchRec's kernel"
+            f"table {self._table_name!r} is planned on TorchRec's own kernel, since its"
+            f" sharding names none: pass compute_kernel={RECSTORE_KERNEL!r} to"
+            " table_wise(...) or the other sharding function for RecStore, or pass the"
+            " name of TorchRec's kernel"
         )
         if "_in_backward_optimizers" not in self.__dict__:
             raise AttributeError("_in_backward_optimizers")
@@ -155,21 +203,34 @@ class ResidentParameter(nn.Parameter):
 
 
 def with_own_arguments(
-    fused_params: Mapping[str, Any] | None, optimizer: Optimizer | None, accumulation_steps: int
+    fused_params: Mapping[str, Any] | None,
+    optimizer: Optimizer | None,
+    accumulation_steps: int,
 ) -> dict[str, Any] | None:
-    """Returns a sharder's ``fused_params`` with its own arguments, which the planner reads too."""
+    """Returns a sharder's ``fused_params`` with its own arguments, which the planner
+    reads too.
+    """
     check_int("accumulation_steps", accumulation_steps, 1)
-    own: dict[str, Any] = {} if accumulation_steps == 1 else {ACCUMULATION_KEY: accumulation_steps}
+    own: dict[str, Any] = (
+        {} if accumulation_steps == 1 else {ACCUMULATION_KEY: accumulation_steps}
+    )
     if optimizer is not None:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(optimizer).__name__}")
+            raise TypeError(
+                "optimizer must be one of torchrec_recstore.optim, got"
+                f" {type(optimizer).__name__}"
+            )
         own[OPTIMIZER_KEY] = optimizer
         optimizer_from_fused_params({**(fused_params or {}), **own}, [])
     return None if fused_params is None and not own else {**(fused_params or {}), **own}
 
 
-def with_marks(fused_params: Mapping[str, Any], parameter: nn.Parameter | None) -> dict[str, Any]:
-    """Returns a table's ``fused_params``: the marks of its parameter take precedence over those of the sharder."""
+def with_marks(
+    fused_params: Mapping[str, Any], parameter: nn.Parameter | None
+) -> dict[str, Any]:
+    """Returns a table's ``fused_params``: the marks of its parameter take precedence
+    over those of the sharder.
+    """
     optimizer_class, marked = marked_optimizer(parameter)
     if optimizer_class is not None and "optimizer" not in marked:
         marked["optimizer"] = optimizer_type_to_emb_opt_type(optimizer_class)
@@ -184,17 +245,25 @@ def deal_out(
     env: ShardingEnv,
     parameters: Mapping[str, nn.Parameter],
 ) -> tuple[dict[str, Any] | None, dict[str, ParameterSharding]]:
-    """Checks a plan, and moves the sharder's own arguments and ``STATE_KEYS`` to its RecStore entries.
+    """Checks a plan, and moves the sharder's own arguments and ``STATE_KEYS`` to its
+    RecStore entries.
 
-    Returns the sharder's ``fused_params`` without what has been moved, for TorchRec's kernels, and the plan with it.
-    Raises ValueError and NotImplementedError as ``RecStoreSharder.shard``.
+    Returns the sharder's ``fused_params`` without what has been moved, for TorchRec's
+    kernels, and the plan with it. Raises ValueError and NotImplementedError as
+    ``RecStoreSharder.shard``.
     """
-    tables = [name for name, sharding in plan.items() if sharding.compute_kernel == RECSTORE_KERNEL]
-    if tables and isinstance(env, ShardingEnv2D):  # DMPCollection averages only tables on TorchRec's kernels.
+    tables = [
+        name
+        for name, sharding in plan.items()
+        if sharding.compute_kernel == RECSTORE_KERNEL
+    ]
+    # DMPCollection averages only tables on TorchRec's kernels.
+    if tables and isinstance(env, ShardingEnv2D):
         raise NotImplementedError(
-            f"RecStore table(s) {', '.join(map(repr, tables))}: DMPCollection would not average their replicas, which "
-            "would drift apart: use DistributedModelParallel, which shards tables over all ranks and replicates the "
-            "other layers, or TorchRec's own kernels"
+            f"RecStore table(s) {', '.join(map(repr, tables))}: DMPCollection would not"
+            " average their replicas, which would drift apart: use"
+            " DistributedModelParallel, which shards tables over all ranks and"
+            " replicates the other layers, or TorchRec's own kernels"
         )
     _warn_of_stock_tables(sharder, plan)
     plan = with_frozen(plan, parameters)
@@ -218,15 +287,24 @@ def deal_out(
                 state_dtype=None if asked is torch.float32 else asked,
             )
         elif sharding.compute_kernel.startswith("fused"):
-            refused = f"table {name!r} is on TorchRec's kernel {sharding.compute_kernel!r}, which does not take"
+            refused = (
+                f"table {name!r} is on TorchRec's kernel {sharding.compute_kernel!r},"
+                " which does not take"
+            )
             if asked is not torch.float32:
                 keys = " and ".join(key for key in STATE_KEYS if key in own)
-                raise ValueError(f"{refused} {keys}: leave it out of fused_params, or place the table in RecStore")
-            selected = "optimizer" in stock or marked_optimizer(parameters.get(name))[0] is not None
+                raise ValueError(
+                    f"{refused} {keys}: leave it out of fused_params, or place the"
+                    " table in RecStore"
+                )
+            selected = (
+                "optimizer" in stock
+                or marked_optimizer(parameters.get(name))[0] is not None
+            )
             if OPTIMIZER_KEY in own and not selected:
                 raise ValueError(
-                    f"{refused} optimizer={own[OPTIMIZER_KEY]!r}: select its optimizer by fused_params or "
-                    "apply_optimizer_in_backward"
+                    f"{refused} optimizer={own[OPTIMIZER_KEY]!r}: select its optimizer"
+                    " by fused_params or apply_optimizer_in_backward"
                 )
     return stock, dealt
 
@@ -234,25 +312,35 @@ def deal_out(
 def with_frozen(
     plan: Mapping[str, ParameterSharding], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, ParameterSharding]:
-    """Returns a plan in which the RecStore tables are frozen whose parameter requires no gradient.
+    """Returns a plan in which the RecStore tables are frozen whose parameter requires
+    no gradient.
 
     TorchRec's own kernels train such tables all the same (torchrec 1.8.0).
     """
     entries = dict(plan)
     for name, sharding in plan.items():
         parameter = parameters.get(name)
-        if sharding.compute_kernel != RECSTORE_KERNEL or parameter is None or parameter.requires_grad:
+        if (
+            sharding.compute_kernel != RECSTORE_KERNEL
+            or parameter is None
+            or parameter.requires_grad
+        ):
             continue
         if not isinstance(sharding, RecStoreParameterSharding):
             sharding = RecStoreParameterSharding.of(sharding, TableOptions())
-        entries[name] = replace(sharding, options=replace(sharding.options, frozen=True))
+        entries[name] = replace(
+            sharding, options=replace(sharding.options, frozen=True)
+        )
     return entries
 
 
 def _check_marks(
-    fused_params: Mapping[str, Any], plan: Mapping[str, ParameterSharding], parameters: Mapping[str, nn.Parameter]
+    fused_params: Mapping[str, Any],
+    plan: Mapping[str, ParameterSharding],
+    parameters: Mapping[str, nn.Parameter],
 ) -> None:
-    # In TorchRec, the marks silently take precedence (merge_fused_params, torchrec 1.8.0), which hides a mistake.
+    # In TorchRec, the marks silently take precedence (merge_fused_params, torchrec
+    # 1.8.0), which hides a mistake.
     if "optimizer" not in fused_params:
         return
     for name, sharding in plan.items():
@@ -260,31 +348,58 @@ def _check_marks(
         if marked is None or sharding.compute_kernel != RECSTORE_KERNEL:
             continue
         by_params = optimizer_from_fused_params(fused_params, [name])
-        by_mark = optimizer_from_fused_params({"optimizer": optimizer_type_to_emb_opt_type(marked)}, [name])
+        by_mark = optimizer_from_fused_params(
+            {"optimizer": optimizer_type_to_emb_opt_type(marked)}, [name]
+        )
         if type(by_params) is not type(by_mark):
             raise ValueError(
-                f"RecStore table {name!r}: fused_params select {type(by_params).__name__}, "
-                f"apply_optimizer_in_backward selects {type(by_mark).__name__}: use only one of them"
+                f"RecStore table {name!r}: fused_params select"
+                f" {type(by_params).__name__}, apply_optimizer_in_backward selects"
+                f" {type(by_mark).__name__}: use only one of them"
             )
 
 
 def check_plan(
-    config: BaseEmbeddingConfig, sharding: ParameterSharding, supported: Collection[str], collection: str
+    config: BaseEmbeddingConfig,
+    sharding: ParameterSharding,
+    supported: Collection[str],
+    collection: str,
 ) -> None:
-    """Raises ValueError if the sharding type or the ``init_fn`` of a RecStore table is not supported."""
+    """Raises ValueError if the sharding type or the ``init_fn`` of a RecStore table is
+    not supported.
+    """
     if sharding.compute_kernel != RECSTORE_KERNEL:
         return
-    refused = f"RecStore table {config.name!r}: sharding type {sharding.sharding_type!r} is not supported"
+    refused = (
+        f"RecStore table {config.name!r}: sharding type {sharding.sharding_type!r} is"
+        " not supported"
+    )
     if sharding.sharding_type not in supported:
-        raise ValueError(f"{refused} in {collection}; supported are {', '.join(supported)}")
-    if remote_options(sharding) is not None and sharding.sharding_type != ShardingType.TABLE_WISE.value:
-        raise ValueError(f"{refused} for a table on servers, which distribute its rows: use table_wise")
-    check_init_fn(config, sharding.options if isinstance(sharding, RecStoreParameterSharding) else None)
+        raise ValueError(
+            f"{refused} in {collection}; supported are {', '.join(supported)}"
+        )
+    if (
+        remote_options(sharding) is not None
+        and sharding.sharding_type != ShardingType.TABLE_WISE.value
+    ):
+        raise ValueError(
+            f"{refused} for a table on servers, which distribute its rows: use"
+            " table_wise"
+        )
+    check_init_fn(
+        config,
+        sharding.options if isinstance(sharding, RecStoreParameterSharding) else None,
+    )
 
 
 def remote_options(sharding: ParameterSharding | None) -> Servers | None:
-    """Returns the servers on which a plan's entry places a table, or None if its rows are on the ranks."""
-    if isinstance(sharding, RecStoreParameterSharding) and sharding.compute_kernel == RECSTORE_KERNEL:
+    """Returns the servers on which a plan's entry places a table, or None if its rows
+    are on the ranks.
+    """
+    if (
+        isinstance(sharding, RecStoreParameterSharding)
+        and sharding.compute_kernel == RECSTORE_KERNEL
+    ):
         return sharding.options.servers
     return None
 
@@ -292,18 +407,26 @@ def remote_options(sharding: ParameterSharding | None) -> Servers | None:
 def hashed_features(
     configs: Sequence[BaseEmbeddingConfig], shardings: Mapping[str, ParameterSharding]
 ) -> frozenset[str]:
-    """Returns the features of tables with hash routing, whose ids are mixed before the input distribution.
+    """Returns the features of tables with hash routing, whose ids are mixed before the
+    input distribution.
 
-    Raises ValueError, which names both tables, if a feature also belongs to a table whose ids must not be mixed.
+    Raises ValueError, which names both tables, if a feature also belongs to a table
+    whose ids must not be mixed.
     """
-    hashed = {feature: c.name for c in configs if _is_hashed(shardings[c.name]) for feature in c.feature_names}
+    hashed = {
+        feature: c.name
+        for c in configs
+        if _is_hashed(shardings[c.name])
+        for feature in c.feature_names
+    }
     for config in configs:
         shared = sorted(hashed.keys() & set(config.feature_names))
         if shared and not _is_hashed(shardings[config.name]):
             raise ValueError(
-                f"RecStore table {hashed[shared[0]]!r} with routing='hash' shares feature(s) {shared} with table "
-                f"{config.name!r}, whose ids are routed in another way: use routing='hash' and a row-wise sharding "
-                "type for both tables or for neither"
+                f"RecStore table {hashed[shared[0]]!r} with routing='hash' shares"
+                f" feature(s) {shared} with table {config.name!r}, whose ids are routed"
+                " in another way: use routing='hash' and a row-wise sharding type for"
+                " both tables or for neither"
             )
     return frozenset(hashed)
 
@@ -326,10 +449,17 @@ def asks_for_recstore(constraint: ParameterConstraints | None) -> bool:
     return bool(constraint.sharding_types != [DATA_PARALLEL])
 
 
-def _warn_of_stock_tables(sharder: ModuleSharder[nn.Module], plan: Mapping[str, ParameterSharding]) -> None:
-    # RecStorePlanner places tables on TorchRec's kernels only by constraint. Other plans have no RecStore tables if
-    # they were made with other sharders than those that shard the model.
-    kernels = {name: s.compute_kernel for name, s in plan.items() if s.sharding_type != DATA_PARALLEL}
+def _warn_of_stock_tables(
+    sharder: ModuleSharder[nn.Module], plan: Mapping[str, ParameterSharding]
+) -> None:
+    # RecStorePlanner places tables on TorchRec's kernels only by constraint. Other
+    # plans have no RecStore tables if they were made with other sharders than those
+    # that shard the model.
+    kernels = {
+        name: s.compute_kernel
+        for name, s in plan.items()
+        if s.sharding_type != DATA_PARALLEL
+    }
     if isinstance(plan, RecStoreModulePlan) or RECSTORE_KERNEL in kernels.values():
         return
     tables = [name for name in kernels if name not in _stock_by_default]
@@ -337,16 +467,21 @@ def _warn_of_stock_tables(sharder: ModuleSharder[nn.Module], plan: Mapping[str, 
     if tables:
         ours = type(sharder).__name__
         warn_user(
-            f"table(s) {', '.join(map(repr, tables))} are not in RecStore: the plan for {ours} has only TorchRec's own "
-            f"kernels: pass {ours} to the planner as well, or use TorchRec's sharder"
+            f"table(s) {', '.join(map(repr, tables))} are not in RecStore: the plan for"
+            f" {ours} has only TorchRec's own kernels: pass {ours} to the planner as"
+            " well, or use TorchRec's sharder"
         )
 
 
-def warn_of_planner(sharder: ModuleSharder[nn.Module], kind: type[nn.Module], offers_stock: bool) -> None:
-    """Warns of what TorchRec's planner does not do for RecStore tables, if it reads ``module_type``, ``kind``.
+def warn_of_planner(
+    sharder: ModuleSharder[nn.Module], kind: type[nn.Module], offers_stock: bool
+) -> None:
+    """Warns of what TorchRec's planner does not do for RecStore tables, if it reads
+    ``module_type``, ``kind``.
 
-    TorchRec reads nothing else of a sharder that a later sharder overrides, so the caller leads to the planner. Only
-    RecStore's enumerator makes sharders that ``offers_stock``.
+    TorchRec reads nothing else of a sharder that a later sharder overrides, so the
+    caller leads to the planner. Only RecStore's enumerator makes sharders that
+    ``offers_stock``.
 
     Raises:
         PlannerError: The constraint of a table allows nothing that the sharder offers.
@@ -358,20 +493,33 @@ def warn_of_planner(sharder: ModuleSharder[nn.Module], kind: type[nn.Module], of
     if not offers_stock:
         _warn_of_stock_enumerator(enumerator)
     behind = sharders[[other is sharder for other in sharders].index(True) + 1 :]
-    # Other RecStore sharders are left out: reading their module_type would call this function again.
-    stock = [other for other in behind if not hasattr(other, "with_stock_kernels") and other.module_type is kind]
+    # Other RecStore sharders are left out: reading their module_type would call this
+    # function again.
+    stock = [
+        other
+        for other in behind
+        if not hasattr(other, "with_stock_kernels") and other.module_type is kind
+    ]
     constraints = constraints_of(enumerator)
-    names = [name for each in module.modules() if type(each) is kind for name in sharder.shardable_parameters(each)]
+    names = [
+        name
+        for each in module.modules()
+        if type(each) is kind
+        for name in sharder.shardable_parameters(each)
+    ]
     if not stock:
         if not offers_stock:
-            _check_options_left(sharder, enumerator, {name: constraints.get(name) for name in names})
+            _check_options_left(
+                sharder, enumerator, {name: constraints.get(name) for name in names}
+            )
         return
     tables = [name for name in names if asks_for_recstore(constraints.get(name))]
     if tables:
         ours, theirs = type(sharder).__name__, type(stock[-1]).__name__
         warn_user(
-            f"table(s) {', '.join(map(repr, tables))} are not in RecStore: {theirs}, which comes later in the list of "
-            f"sharders, overrides {ours}: put {ours} after it, or leave {theirs} out"
+            f"table(s) {', '.join(map(repr, tables))} are not in RecStore: {theirs},"
+            f" which comes later in the list of sharders, overrides {ours}: put {ours}"
+            f" after it, or leave {theirs} out"
         )
 
 
@@ -380,7 +528,9 @@ def _check_options_left(
     enumerator: Enumerator,
     constraints: Mapping[str, ParameterConstraints | None],
 ) -> None:
-    """Raises PlannerError if TorchRec's planner would find no sharding option for a table."""
+    """Raises PlannerError if TorchRec's planner would find no sharding option for a
+    table.
+    """
     device = compute_device(enumerator)
     supported = sharder.sharding_types(device)
     for name, constraint in constraints.items():
@@ -391,12 +541,12 @@ def _check_options_left(
         if RECSTORE_KERNEL in kernels and not set(types).isdisjoint(supported):
             continue
         raise PlannerError(
-            f"TorchRec's planner has no sharding option for RecStore table {name!r} with "
-            f"sharding_types={constraint.sharding_types}, "
-            f"compute_kernels={constraint.compute_kernels}: use RecStorePlanner, which places a "
-            "table with data_parallel, or with kernels of TorchRec, outside of RecStore; or set "
-            f"sharding_types to some of {supported} without compute_kernels, which places it in "
-            "RecStore",
+            f"TorchRec's planner has no sharding option for RecStore table {name!r}"
+            f" with sharding_types={constraint.sharding_types},"
+            f" compute_kernels={constraint.compute_kernels}: use RecStorePlanner, which"
+            " places a table with data_parallel, or with kernels of TorchRec, outside"
+            f" of RecStore; or set sharding_types to some of {supported} without"
+            " compute_kernels, which places it in RecStore",
             error_type=PlannerErrorType.STRICT_CONSTRAINTS,
         )
 
@@ -405,13 +555,17 @@ def _warn_of_stock_enumerator(enumerator: Enumerator) -> None:
     device = compute_device(enumerator)
     if device != "cpu":
         warn_user(
-            f"TorchRec's enumerator counts the rows of RecStore tables as memory of {device!r}, and they are in host "
-            "memory: use RecStorePlanner, or pass enumerator=RecStoreEnumerator(topology, ...) to TorchRec's planner"
+            "TorchRec's enumerator counts the rows of RecStore tables as memory of"
+            f" {device!r}, and they are in host memory: use RecStorePlanner, or pass"
+            " enumerator=RecStoreEnumerator(topology, ...) to TorchRec's planner"
         )
-    asked = {name: getattr(each, "options", TableOptions()) for name, each in constraints_of(enumerator).items()}
+    asked = {
+        name: getattr(each, "options", TableOptions())
+        for name, each in constraints_of(enumerator).items()
+    }
     lost = [name for name, options in asked.items() if options != TableOptions()]
     if lost:
         warn_user(
-            f"TorchRec's planner does not carry the options of table(s) {', '.join(map(repr, lost))} to the ranks: use "
-            "RecStorePlanner"
+            "TorchRec's planner does not carry the options of table(s)"
+            f" {', '.join(map(repr, lost))} to the ranks: use RecStorePlanner"
         )

@@ -1,4 +1,5 @@
-"""The functions of users that take a model and the name of one of its tables: scores of rows, and the ids that left.
+"""The functions of users that take a model and the name of one of its tables: scores of
+rows, and the ids that left.
 
 Tests: tests/sharders/test_row_functions.py, tests/distributed/test_row_functions.py.
 """
@@ -9,7 +10,11 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
 
-from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.sharders.gather import (
+    all_gathered,
+    refused_together,
+    whole_environment,
+)
 from torchrec_recstore.sharders.model_tables import (
     EagerModelTable,
     ModelTable,
@@ -21,25 +26,34 @@ from torchrec_recstore.store.arguments import check_ids, check_scores
 
 
 def set_scores(model: nn.Module, name: str, ids: Tensor, scores: Tensor) -> int:
-    """Sets the scores of rows, by which a table with ``eviction=Scored()`` selects the rows to evict. Collective.
+    """Sets the scores of rows, by which a table with ``eviction=Scored()`` selects the
+    rows to evict.
 
-    Each rank passes some of the scores, for example those of its own batches; the scores of all ranks are set, wherever
-    the rows are. Of an id that several ranks pass, or that occurs several times, the last score counts, in the order of
-    the ranks. Ids without a row are ignored: a row that is made later has no score.
+    Collective.
+
+    Each rank passes some of the scores, for example those of its own batches; the
+    scores of all ranks are set, wherever the rows are. Of an id that several ranks
+    pass, or that occurs several times, the last score counts, in the order of the
+    ranks. Ids without a row are ignored: a row that is made later has no score.
 
     Args:
-        model: ``DistributedModelParallel``, or any module that contains sharded modules or eager modules.
+        model: ``DistributedModelParallel``, or any module that contains sharded modules
+            or eager modules.
         name: The name of the table, or the path of its collection, a dot and the name.
         ids: (N,) int64, on the CPU. N may differ between the ranks, and may be 0.
-        scores: (N,) float32, finite. The score of each entry of ``ids``. Rows with lower scores are evicted first.
+        scores: (N,) float32, finite. The score of each entry of ``ids``. Rows with
+            lower scores are evicted first.
 
     Returns:
-        The number of rows of the whole table whose score was set, the same on every rank.
+        The number of rows of the whole table whose score was set, the same on every
+        rank.
 
     Raises:
-        TypeError, ValueError: ``ids`` or ``scores`` has another dtype or shape, a score is not finite, the model has no
-            table of this name, or the table has no ``eviction=Scored()``. No score has changed.
-        ColdStoreError: A cold store fails. Some scores may have been set; the call can be repeated.
+        TypeError, ValueError: ``ids`` or ``scores`` has another dtype or shape, a score
+            is not finite, the model has no table of this name, or the table has no
+            ``eviction=Scored()``. No score has changed.
+        ColdStoreError: A cold store fails. Some scores may have been set; the call can
+            be repeated.
 
     All of these errors are raised on every rank.
     """
@@ -50,7 +64,8 @@ def set_scores(model: nn.Module, name: str, ids: Tensor, scores: Tensor) -> int:
         table = _table(model, name, "set_scores")
         shards = table.shards
         for shard in shards:
-            shard.table.set_scores(ids[:0], scores[:0])  # This raises the error of a table without scores.
+            # This raises the error of a table without scores.
+            shard.table.set_scores(ids[:0], scores[:0])
     everywhere = all_gathered((ids, scores.detach()), env)
     all_ids = torch.cat([of_rank[0] for of_rank in everywhere])
     all_scores = torch.cat([of_rank[1] for of_rank in everywhere])
@@ -67,26 +82,34 @@ def set_scores(model: nn.Module, name: str, ids: Tensor, scores: Tensor) -> int:
 
 
 def left_ids(model: nn.Module, name: str) -> LeftIds:
-    """Returns the ids whose rows have left a table since the last call, and begins a new record. Collective.
+    """Returns the ids whose rows have left a table since the last call, and begins a
+    new record.
 
-    A feature store or an index that follows the table deletes these ids. A row leaves by eviction without a cold store,
-    by expiry, by removal, or when ``load_checkpoint``, ``reset_rows`` or a ``state_dict`` replaces the rows of the
-    table. A row that moves to the cold store, or to another shard in ``reshard``, has not left. An id that has left and
-    has a row again is not in the result. The first call returns the ids since the model was made. The record is not in
-    checkpoints: after a restart, compare all ids once.
+    Collective.
+
+    A feature store or an index that follows the table deletes these ids. A row leaves
+    by eviction without a cold store, by expiry, by removal, or when
+    ``load_checkpoint``, ``reset_rows`` or a ``state_dict`` replaces the rows of the
+    table. A row that moves to the cold store, or to another shard in ``reshard``, has
+    not left. An id that has left and has a row again is not in the result. The first
+    call returns the ids since the model was made. The record is not in checkpoints:
+    after a restart, compare all ids once.
 
     Args:
-        model: ``DistributedModelParallel``, or any module that contains sharded modules or eager modules.
-        name: The name of the table, or the path of its collection, a dot and the name. The table has
-            ``TableOptions(left_ids=...)``.
+        model: ``DistributedModelParallel``, or any module that contains sharded modules
+            or eager modules.
+        name: The name of the table, or the path of its collection, a dot and the name.
+            The table has ``TableOptions(left_ids=...)``.
 
     Returns:
-        The ids of all ranks, each once, the same on every rank. If more ids have left a shard than
-        ``TableOptions.left_ids``, ``complete`` is False and ``ids`` is empty: compare all ids once. For an eager
-        module, the ids of the rank's own table.
+        The ids of all ranks, each once, the same on every rank. If more ids have left a
+        shard than ``TableOptions.left_ids``, ``complete`` is False and ``ids`` is
+        empty: compare all ids once. For an eager module, the ids of the rank's own
+        table.
 
     Raises:
-        ValueError: The model has no table of this name, or the table has no ``left_ids``.
+        ValueError: The model has no table of this name, or the table has no
+            ``left_ids``.
         ColdStoreError: A cold store fails. The call can be repeated.
 
     All of these errors are raised on every rank, and the record goes on.
@@ -98,7 +121,11 @@ def left_ids(model: nn.Module, name: str) -> LeftIds:
             table = _table(model, name, "left_ids")
             for shard in table.shards:
                 taken.append((shard.table, shard.table.left_ids()))
-        return _merged([left for _, left in taken], env, gathers=not isinstance(table, EagerModelTable))
+        return _merged(
+            [left for _, left in taken],
+            env,
+            gathers=not isinstance(table, EagerModelTable),
+        )
     except BaseException:
         for of_shard, left in taken:
             of_shard.add_left_ids(left)
@@ -108,13 +135,20 @@ def left_ids(model: nn.Module, name: str) -> LeftIds:
 def _merged(records: list[LeftIds], env: ShardingEnv, *, gathers: bool) -> LeftIds:
     if not gathers:
         return LeftIds.merged(records)
-    return LeftIds.merged(record for of_rank in all_gathered(records, env) for record in of_rank)
+    return LeftIds.merged(
+        record for of_rank in all_gathered(records, env) for record in of_rank
+    )
 
 
 def _table(model: nn.Module, name: str, function: str) -> ModelTable | EagerModelTable:
     """Returns the table with this name or full name.
 
-    Raises ValueError if there is not exactly one, or if the model has tables on servers.
+    Raises ValueError if there is not exactly one, or if the model has tables on
+    servers.
     """
-    refuse_remote_tables(model, f"{function}: {{}} is on servers: call {function} for models without tables on servers")
+    refuse_remote_tables(
+        model,
+        f"{function}: {{}} is on servers: call {function} for models without tables on"
+        " servers",
+    )
     return any_table_named(model, name)

@@ -1,4 +1,5 @@
-"""The rows of RecStore tables in ``state_dict`` and in the state of the fused optimizer.
+"""The rows of RecStore tables in ``state_dict`` and in the state of the fused
+optimizer.
 
 Tests: tests/checkpoint/test_state_dict.py, tests/sharders/test_state_writes.py.
 """
@@ -17,34 +18,56 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_recstore import ops
-from torchrec_recstore.modules.table_module import rows_not_loaded, warn_of_rows_on_servers
+from torchrec_recstore.modules.table_module import (
+    rows_not_loaded,
+    warn_of_rows_on_servers,
+)
 from torchrec_recstore.optim import Optimizer, StateKind, state_names
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.sharders.kernel import BackwardOptimizer, placeholder_parameter
-from torchrec_recstore.sharders.layout import LocalShard, ShardLayout, Value, WholeRows, gathered_rows, owned_positions
+from torchrec_recstore.sharders.layout import (
+    LocalShard,
+    ShardLayout,
+    Value,
+    WholeRows,
+    gathered_rows,
+    owned_positions,
+)
 from torchrec_recstore.store import Part, Table, TableState
-from torchrec_recstore.store.parts import COUNTS_KEY, SCORES_KEY, STAMPS, column_weighted_mean, frequency_key
+from torchrec_recstore.store.parts import (
+    COUNTS_KEY,
+    SCORES_KEY,
+    STAMPS,
+    column_weighted_mean,
+    frequency_key,
+)
 from torchrec_recstore.store.table import check_applied
 from torchrec_recstore.table_parameter import GivenCopies, without_rows_to_load
 
-# The methods that return copies of a table's weights and ids, and of its optimizer state, for error messages.
+# The methods that return copies of a table's weights and ids, and of its optimizer
+# state, for error messages.
 WEIGHTS, _STATES = "state_dict", "fused_optimizer.state_dict"
 
 
 @dataclass(eq=False, repr=False)
 class RowState:
-    """A table's optimizer state and bookkeeping, whose methods TorchRec's ``KeyedOptimizer`` calls (torchrec 1.8.0).
+    """A table's optimizer state and bookkeeping, whose methods TorchRec's
+    ``KeyedOptimizer`` calls (torchrec 1.8.0).
 
-    The state of a table with ``R`` rows, ``D`` columns and ``C`` column shards has these entries:
+    The state of a table with ``R`` rows, ``D`` columns and ``C`` column shards has
+    these entries:
 
     - ``id``: (R,) int64. The ids of the rows.
     - ``columns``: (C,) int64. The first column of each column shard.
-    - The states of the optimizer: (R, D) for element-wise states, (R, C) for row-wise states.
-    - ``last_step`` and ``frequency``: (R,) int64. The stamps that eviction and expiry use. With ``Scored()`` the key
-      of the frequencies, which encode scores, is ``encoded_score``.
+    - The states of the optimizer: (R, D) for element-wise states, (R, C) for row-wise
+      states.
+    - ``last_step`` and ``frequency``: (R,) int64. The stamps that eviction and expiry
+      use. With ``Scored()`` the key of the frequencies, which encode scores, is
+      ``encoded_score``.
     - ``rows``: (1,) int64. R.
-    - The tensors of :class:`torchrec_recstore.store.TableState`: the table's clocks, and the counts of its admission.
+    - The tensors of :class:`torchrec_recstore.store.TableState`: the table's clocks,
+      and the counts of its admission.
     """
 
     name: str
@@ -52,9 +75,12 @@ class RowState:
     shards: Sequence[LocalShard]  # The table's shards on this rank.
     env: ShardingEnv
     optimizer: Optimizer
-    options: TableOptions  # Of the whole table; the options of a shard have only its part of max_rows.
-    copies: GivenCopies  # The tensors that the states of the module's tables have returned.
-    emits_rows: bool = True  # Whether state_dict returns the state and load_state_dict loads it.
+    # Of the whole table; the options of a shard have only its part of max_rows.
+    options: TableOptions
+    # The tensors that the states of the module's tables have returned.
+    copies: GivenCopies
+    # Whether state_dict returns the state and load_state_dict loads it.
+    emits_rows: bool = True
 
     @property
     def _states(self) -> dict[str, StateKind]:
@@ -69,13 +95,22 @@ class RowState:
         rows = [self._read(shard.table) for shard in self.shards]
         by_kind = {"element": layout.by_column, "row": layout.by_column_shard}
         starts = torch.tensor([columns.start for columns in layout.column_shards])
-        plain = {"columns": starts, "rows": torch.tensor([layout.rows]), **layout.state.tensors()}
+        plain = {
+            "columns": starts,
+            "rows": torch.tensor([layout.rows]),
+            **layout.state.tensors(),
+        }
         return {
             "id": layout.by_row(of_shard["id"] for of_shard in rows),
             **{key: self._given(value) for key, value in plain.items()},
             "last_step": layout.by_row(of_shard["last_step"] for of_shard in rows),
-            frequency_key(self.options): layout.by_row(of_shard["frequency"] for of_shard in rows),
-            **{key: by_kind[kind](of_shard[key] for of_shard in rows) for key, kind in self._states.items()},
+            frequency_key(self.options): layout.by_row(
+                of_shard["frequency"] for of_shard in rows
+            ),
+            **{
+                key: by_kind[kind](of_shard[key] for of_shard in rows)
+                for key, kind in self._states.items()
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
@@ -83,35 +118,61 @@ class RowState:
 
         Frequencies of the other kind than the table's, scores or counts, become 0.
 
-        Raises ValueError if the state does not fit or an id has no row; then no row has changed.
+        Raises ValueError if the state does not fit or an id has no row; then no row has
+        changed.
         """
         if not self.emits_rows:
             return
         self.check_keys(state)
-        # The gathering is collective, so every rank takes part, also ranks without a shard.
+        # The gathering is collective, so every rank takes part, also ranks without a
+        # shard.
         by_row = ("id", "last_step", COUNTS_KEY, SCORES_KEY)
-        state = {k: gathered_rows(v, self.env) if k in by_row else v for k, v in state.items()}
+        state = {
+            k: gathered_rows(v, self.env) if k in by_row else v
+            for k, v in state.items()
+        }
         with refused_together(self.env):
-            _check_row_count(self.name, state["rows"], len(torch.as_tensor(state["id"])))
+            _check_row_count(
+                self.name, state["rows"], len(torch.as_tensor(state["id"]))
+            )
             whole = TableState.from_tensors(state)
             parts = [self._part(shard, state) for shard in self.shards]
         for shard, part in zip(self.shards, parts, strict=True):
-            # The state must be set before rows are written, because eviction chooses rows by it.
+            # The state must be set before rows are written, because eviction chooses
+            # rows by it.
             shard.table.set_state(whole.owned(shard.owned))
             shard.table.write(part)
         self.copies.forget(self.name, _STATES)
 
     def forget_copies(self) -> None:
-        """Ends the check for writes to the tensors that ``state_dict`` returned, after all rows were replaced."""
+        """Ends the check for writes to the tensors that ``state_dict`` returned, after
+        all rows were replaced.
+        """
         for what in (WEIGHTS, _STATES):
             self.copies.forget(self.name, what)
 
     def check_keys(self, state: Mapping[str, object]) -> None:
-        """Raises ``ValueError`` if an optimizer state lacks a key. The message names the table and the keys."""
-        self._check_present(("id", "columns", "rows", "steps", "optimizer_steps", "last_step", *self._states), state)
+        """Raises ``ValueError`` if an optimizer state lacks a key.
+
+        The message names the table and the keys.
+        """
+        self._check_present(
+            (
+                "id",
+                "columns",
+                "rows",
+                "steps",
+                "optimizer_steps",
+                "last_step",
+                *self._states,
+            ),
+            state,
+        )
 
     def check_bookkeeping(self, state: Mapping[str, object]) -> None:
-        """Raises ``ValueError`` like :meth:`check_keys` if a key of the clocks and the stamps is missing."""
+        """Raises ``ValueError`` like :meth:`check_keys` if a key of the clocks and the
+        stamps is missing.
+        """
         self._check_present(("id", "steps", "optimizer_steps", "last_step"), state)
 
     def _check_present(self, keys: Sequence[str], state: Mapping[str, object]) -> None:
@@ -119,38 +180,59 @@ class RowState:
         if COUNTS_KEY not in state and SCORES_KEY not in state:
             missing.append(frequency_key(self.options))
         if missing:
-            raise ValueError(f"RecStore table {self.name!r}: the optimizer state has no {', '.join(missing)}")
+            raise ValueError(
+                f"RecStore table {self.name!r}: the optimizer state has no"
+                f" {', '.join(missing)}"
+            )
 
     def _part(self, shard: LocalShard, state: Mapping[str, Value]) -> Part:
-        """Returns the rows in ``state``, whose (R,) entries are plain tensors, that belong to a shard."""
+        """Returns the rows in ``state``, whose (R,) entries are plain tensors, that
+        belong to a shard.
+        """
         whole_ids = torch.as_tensor(state["id"])
         positions = owned_positions(shard, whole_ids)
         part = shard.table.part(whole_ids[positions])
         part.rows["frequency"] = torch.zeros(len(positions), dtype=torch.int64)
-        for name, key in {"last_step": "last_step", "frequency": frequency_key(self.options)}.items():
+        for name, key in {
+            "last_step": "last_step",
+            "frequency": frequency_key(self.options),
+        }.items():
             if key not in state:  # The state has frequencies of the other kind.
                 continue
             if state[key].shape != whole_ids.shape:
                 raise ValueError(
-                    f"RecStore table {self.name!r}: {key} is of shape {tuple(state[key].shape)}, but there are "
-                    f"{len(whole_ids)} ids"
+                    f"RecStore table {self.name!r}: {key} is of shape"
+                    f" {tuple(state[key].shape)}, but there are {len(whole_ids)} ids"
                 )
             part.rows[name] = state[key][positions]
         starts = torch.as_tensor(state["columns"]).tolist()
         for key, kind in self._states.items():
-            source = WholeRows(f"RecStore table {self.name!r}: {key}", state[key], whole_ids)
+            source = WholeRows(
+                f"RecStore table {self.name!r}: {key}", state[key], whole_ids
+            )
             width = self.dim if kind == "element" else len(starts)
             if source.shape[1] != width:
-                raise ValueError(f"RecStore table {self.name!r}: {key} is of shape {source.shape}, not {width} columns")
-            part.rows[key] = source.rows(shard, part.columns) if kind == "element" else _row_wise(shard, source, starts)
+                raise ValueError(
+                    f"RecStore table {self.name!r}: {key} is of shape {source.shape},"
+                    f" not {width} columns"
+                )
+            part.rows[key] = (
+                source.rows(shard, part.columns)
+                if kind == "element"
+                else _row_wise(shard, source, starts)
+            )
         return part
 
     def _given(self, copy: Tensor) -> Tensor:
         return self.copies.give(self.name, _STATES, copy)
 
     def _read(self, table: Table) -> dict[str, Tensor]:
-        """Returns the ids, the optimizer state and the stamps of all rows, without the weights."""
-        parts: dict[str, list[Tensor]] = {key: [] for key in ("id", *self._states, *STAMPS)}
+        """Returns the ids, the optimizer state and the stamps of all rows, without the
+        weights.
+        """
+        parts: dict[str, list[Tensor]] = {
+            key: [] for key in ("id", *self._states, *STAMPS)
+        }
         for part in table.parts():
             for key, values in parts.items():
                 values.append(part.ids if key == "id" else part.rows[key])
@@ -158,65 +240,94 @@ class RowState:
 
 
 def _row_wise(shard: LocalShard, source: WholeRows, starts: Sequence[int]) -> Tensor:
-    """Returns a row-wise state of a shard, (n,), from that of column shards, (R, C), which begin at ``starts``.
+    """Returns a row-wise state of a shard, (n,), from that of column shards, (R, C),
+    which begin at ``starts``.
 
     It is the column-weighted mean of the states that cover the shard's columns.
     """
     columns = shard.table.columns
     if source.is_sharded:
-        # If the state has another column split than the model, there is no such place, and rows() raises an error.
+        # If the state has another column split than the model, there is no such place,
+        # and rows() raises an error.
         place = starts.index(columns.start) if columns.start in starts else len(starts)
         return source.rows(shard, range(place, place + 1)).squeeze(1)
     values = source.rows(shard, range(len(starts)))
     edges = pairwise([*starts, shard.table.dim])
-    overlaps = [len(range(max(start, columns.start), min(end, columns.stop))) for start, end in edges]
+    overlaps = [
+        len(range(max(start, columns.start), min(end, columns.stop)))
+        for start, end in edges
+    ]
     covering = [i for i, overlap in enumerate(overlaps) if overlap]
-    return column_weighted_mean([values[:, i].contiguous() for i in covering], [overlaps[i] for i in covering])
+    return column_weighted_mean(
+        [values[:, i].contiguous() for i in covering], [overlaps[i] for i in covering]
+    )
 
 
 def _check_row_count(name: str, saved: Value, loaded: int) -> None:
-    # torch.distributed.checkpoint refuses it itself, but a user's load planner may read as many rows as the model has.
+    # torch.distributed.checkpoint refuses it itself, but a user's load planner may read
+    # as many rows as the model has.
     rows = int(torch.as_tensor(saved)[0])
     if rows != loaded:
         raise ValueError(
-            f"RecStore table {name!r}: the state has the weights or ids of {loaded} rows, and was saved with {rows} "
-            "rows. torch.distributed.checkpoint.load reads as many rows as the model has: call load_distributed_state "
-            "of torchrec_recstore in its place, or load_distributed_checkpoint(model, checkpoint_id)"
+            f"RecStore table {name!r}: the state has the weights or ids of {loaded}"
+            f" rows, and was saved with {rows} rows. torch.distributed.checkpoint.load"
+            " reads as many rows as the model has: call load_distributed_state of"
+            " torchrec_recstore in its place, or load_distributed_checkpoint(model,"
+            " checkpoint_id)"
         )
 
 
 def _export_weights(table: RowState) -> tuple[Tensor, Tensor]:
-    """Returns copies of a table's ``weight``, (R, dim) of its dtype, and ``weight_id``, (R,) int64. Collective."""
+    """Returns copies of a table's ``weight``, (R, dim) of its dtype, and ``weight_id``,
+    (R,) int64.
+
+    Collective.
+    """
     layout = ShardLayout(table.name, table.shards, table.env)
     ids = [shard.table.ids() for shard in table.shards]
-    weights = [shard.table.lookup(i) for shard, i in zip(table.shards, ids, strict=True)]
-    given = [[table.copies.give(table.name, WEIGHTS, part) for part in parts] for parts in (weights, ids)]
+    weights = [
+        shard.table.lookup(i) for shard, i in zip(table.shards, ids, strict=True)
+    ]
+    given = [
+        [table.copies.give(table.name, WEIGHTS, part) for part in parts]
+        for parts in (weights, ids)
+    ]
     whole = layout.by_column(given[0], layout.dtype)
     whole.ids = whole_ids = layout.by_row(given[1])
     return whole, whole_ids
 
 
-def _checked_weights(name: str, shards: Sequence[LocalShard], weight: Value, ids: Tensor | None) -> WholeRows:
-    """Checks weights, (R, dim), that replace a table's rows. ``ids`` are those of :class:`WholeRows`."""
+def _checked_weights(
+    name: str, shards: Sequence[LocalShard], weight: Value, ids: Tensor | None
+) -> WholeRows:
+    """Checks weights, (R, dim), that replace a table's rows.
+
+    ``ids`` are those of :class:`WholeRows`.
+    """
     check_not_shared(shards)
     source = WholeRows(f"RecStore table {name!r}: weight", weight, ids)
     for shard in shards:
         if shard.table.dim != source.shape[1]:
             raise ValueError(
-                f"RecStore table {name!r}: weight is of shape {source.shape}, the table's dim is {shard.table.dim}"
+                f"RecStore table {name!r}: weight is of shape {source.shape}, the"
+                f" table's dim is {shard.table.dim}"
             )
         source.check(shard, shard.table.columns)
     return source
 
 
 def check_not_shared(shards: Sequence[LocalShard]) -> None:
-    """Raises ``ValueError`` if the rows of a table are in a shared cold store, so that others use them."""
+    """Raises ``ValueError`` if the rows of a table are in a shared cold store, so that
+    others use them.
+    """
     for shard in shards:
         shard.table.check_unshared("others' rows would be replaced")
 
 
 def replace_rows(shards: Sequence[LocalShard], source: WholeRows) -> None:
-    """Replaces the rows of a table's shards by those of ``source``, and resets optimizer states."""
+    """Replaces the rows of a table's shards by those of ``source``, and resets
+    optimizer states.
+    """
     for shard in shards:
         rows = source.rows(shard, shard.table.columns)
         shard.table.remove(shard.table.ids())
@@ -227,18 +338,27 @@ def replace_rows(shards: Sequence[LocalShard], source: WholeRows) -> None:
 
 @dataclass(eq=False, repr=False)
 class ModuleState:
-    """The rows of a sharded module's RecStore tables in its ``state_dict``, and their states in its fused optimizer."""
+    """The rows of a sharded module's RecStore tables in its ``state_dict``, and their
+    states in its fused optimizer.
+    """
 
-    container: str  # The name of the module's attribute with TorchRec's tables: embedding_bags or embeddings.
-    tables: Mapping[str, RowState]  # All RecStore tables of the plan by name, in the same order on every rank.
+    # The name of the module's attribute with TorchRec's tables: embedding_bags or
+    # embeddings.
+    container: str
+    # All RecStore tables of the plan by name, in the same order on every rank.
+    tables: Mapping[str, RowState]
     env: ShardingEnv
     copies: GivenCopies  # The tensors that the states of the tables have returned.
-    remote: dict[str, int]  # The dims of the tables on servers, by name. state_dict does not contain them.
-    # The marks of each table's shards, by table name, for each saved or loaded checkpoint, by its checksum.
+    # The dims of the tables on servers, by name. state_dict does not contain them.
+    remote: dict[str, int]
+    # The marks of each table's shards, by table name, for each saved or loaded
+    # checkpoint, by its checksum.
     marks: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    # The checksums of the checkpoints whose rows each table has had since its rows were replaced, by table name.
+    # The checksums of the checkpoints whose rows each table has had since its rows were
+    # replaced, by table name.
     _had: dict[str, set[str]] = field(default_factory=dict)
-    # The checksum of the base of each delta that each table has had rows of, by table name and checksum of the delta.
+    # The checksum of the base of each delta that each table has had rows of, by table
+    # name and checksum of the delta.
     _bases: dict[str, dict[str, str]] = field(default_factory=dict)
     _groups: dict[Optimizer, dict[str, Any]] = field(default_factory=dict)
     _handles: list[FusedOptimizer] = field(default_factory=list)
@@ -247,14 +367,17 @@ class ModuleState:
         """Returns the key of a table's weights in ``state_dict``."""
         return f"{prefix}{self.container}.{name}.weight"
 
-    def note_rows_of(self, name: str, checksum: str, base: str | None, *, is_complete: bool = True) -> None:
+    def note_rows_of(
+        self, name: str, checksum: str, base: str | None, *, is_complete: bool = True
+    ) -> None:
         """Notes that a table has been saved to a checkpoint, or has got the rows of it.
 
         Args:
             name: The name of the table.
             checksum: The checksum of the checkpoint.
             base: The checksum of the base, if the checkpoint is a delta.
-            is_complete: Whether the table has got the rows of the base before. Default: True.
+            is_complete: Whether the table has got the rows of the base before. Default:
+                True.
         """
         self._forget_deltas_of(name, checksum)
         if is_complete:
@@ -263,7 +386,9 @@ class ModuleState:
             self._bases.setdefault(name, {})[checksum] = base
 
     def _forget_deltas_of(self, name: str, checksum: str) -> None:
-        """Forgets the deltas that were made after a checkpoint whose rows replace theirs."""
+        """Forgets the deltas that were made after a checkpoint whose rows replace
+        theirs.
+        """
         bases = self._bases.get(name, {})
         for delta in [delta for delta, base in bases.items() if base == checksum]:
             del bases[delta]
@@ -271,7 +396,9 @@ class ModuleState:
             self._forget_deltas_of(name, delta)
 
     def has_had_rows_of(self, name: str, checksum: str) -> bool:
-        """Returns whether a table has had the rows of a checkpoint, which it may have changed since."""
+        """Returns whether a table has had the rows of a checkpoint, which it may have
+        changed since.
+        """
         return checksum in self._had.get(name, ())
 
     def has_had_delta_of(self, name: str, checksum: str) -> bool:
@@ -284,7 +411,9 @@ class ModuleState:
         self._bases.pop(name, None)
 
     def forget_replaced(self, name: str) -> None:
-        """Notes that all rows and states of a table were replaced, so that copies of them may be written to."""
+        """Notes that all rows and states of a table were replaced, so that copies of
+        them may be written to.
+        """
         self.forget_rows_of(name)
         self.tables[name].forget_copies()
 
@@ -295,7 +424,9 @@ class ModuleState:
 
     @property
     def emits_rows(self) -> bool:
-        """Whether ``state_dict`` of the module and its fused optimizer has the rows, and loading it replaces them."""
+        """Whether ``state_dict`` of the module and its fused optimizer has the rows,
+        and loading it replaces them.
+        """
         return all(table.emits_rows for table in self.tables.values())
 
     @emits_rows.setter
@@ -304,10 +435,13 @@ class ModuleState:
             table.emits_rows = emits
 
     def load(self, state_dict: dict[str, Value], prefix: str) -> None:
-        """Loads the rows in ``state_dict``, and replaces them there by empty parameters for TorchRec. Collective.
+        """Loads the rows in ``state_dict``, and replaces them there by empty parameters
+        for TorchRec.
 
-        Raises ValueError if weights do not fit, or if the rows are in a shared cold store or on servers; then no table
-        has changed.
+        Collective.
+
+        Raises ValueError if weights do not fit, or if the rows are in a shared cold
+        store or on servers; then no table has changed.
         """
         for name, dim in self.remote.items():
             key = self.weight_key(prefix, name)
@@ -316,22 +450,37 @@ class ModuleState:
             state_dict[key] = without_rows_to_load(placeholder_parameter(name, dim))
         keys = {name: self.weight_key(prefix, name) for name in self.shards}
         if self.emits_rows:
-            given = [each for key in keys.values() for each in (key, f"{key}_id", f"{key}_rows") if each in state_dict]
+            given = [
+                each
+                for key in keys.values()
+                for each in (key, f"{key}_id", f"{key}_rows")
+                if each in state_dict
+            ]
             if any(of_rank != given for of_rank in all_gathered(given, self.env)):
                 raise ValueError(
-                    "the ranks load other entries of RecStore tables: pass the whole state on every rank, because "
-                    "broadcast_from_rank0=True sends no ids, or call load_distributed_checkpoint"
+                    "the ranks load other entries of RecStore tables: pass the whole"
+                    " state on every rank, because broadcast_from_rank0=True sends no"
+                    " ids, or call load_distributed_checkpoint"
                 )
             found = {name: key for name, key in keys.items() if key in state_dict}
-            ids = {name: state_dict.pop(f"{key}_id", None) for name, key in found.items()}
-            counts = {name: state_dict.pop(f"{key}_rows", None) for name, key in found.items()}
-            whole_ids = {name: None if i is None else gathered_rows(i, self.env) for name, i in ids.items()}
+            ids = {
+                name: state_dict.pop(f"{key}_id", None) for name, key in found.items()
+            }
+            counts = {
+                name: state_dict.pop(f"{key}_rows", None) for name, key in found.items()
+            }
+            whole_ids = {
+                name: None if i is None else gathered_rows(i, self.env)
+                for name, i in ids.items()
+            }
             with refused_together(self.env):
                 for name, count in counts.items():
                     if count is not None:
                         _check_row_count(name, count, state_dict[found[name]].size(0))
                 sources = {
-                    name: _checked_weights(name, self.tables[name].shards, state_dict[key], whole_ids[name])
+                    name: _checked_weights(
+                        name, self.tables[name].shards, state_dict[key], whole_ids[name]
+                    )
                     for name, key in found.items()
                 }
             for name, source in sources.items():
@@ -340,21 +489,36 @@ class ModuleState:
                 self.copies.forget(name, WEIGHTS)
         for name, key in keys.items():
             if key in state_dict or not self.emits_rows:
-                state_dict[key] = without_rows_to_load(placeholder_parameter(name, self.tables[name].dim))
+                state_dict[key] = without_rows_to_load(
+                    placeholder_parameter(name, self.tables[name].dim)
+                )
 
     def optimizer_with_states(self, optimizer: CombinedOptimizer) -> CombinedOptimizer:
-        """Returns the module's fused optimizer, which has the tables of this rank, with the states of all tables."""
-        # Saving is collective for each table, so every rank must have all tables, in the same order.
+        """Returns the module's fused optimizer, which has the tables of this rank, with
+        the states of all tables.
+        """
+        # Saving is collective for each table, so every rank must have all tables, in
+        # the same order.
         parameters, states, others = {}, {}, []
-        tables = {self.weight_key("", name): table for name, table in self.tables.items()}
+        tables = {
+            self.weight_key("", name): table for name, table in self.tables.items()
+        }
         for key, table in tables.items():
-            found = [handle.params[key] for _, handle in optimizer.optimizers if key in handle.params]
+            found = [
+                handle.params[key]
+                for _, handle in optimizer.optimizers
+                if key in handle.params
+            ]
             if found:
                 parameters[key] = found[0]
             else:
-                parameters[key] = placeholder_parameter(table.name, table.dim, frozen=table.options.frozen)
+                parameters[key] = placeholder_parameter(
+                    table.name, table.dim, frozen=table.options.frozen
+                )
             states[parameters[key]] = {"rows": table}
-            group = self._groups.setdefault(table.optimizer, {"params": [], "lr": table.optimizer.lr})
+            group = self._groups.setdefault(
+                table.optimizer, {"params": [], "lr": table.optimizer.lr}
+            )
             group["params"].append(parameters[key])
         for path, handle in optimizer.optimizers:
             own = [tables[key] for key in handle.params if key in tables]
@@ -368,8 +532,11 @@ class ModuleState:
         return CombinedOptimizer([*others, ("", of_module)])
 
     def take_over(self, fresh: ModuleState) -> None:
-        """Replaces the tables by those of a module of the same tables with another plan."""
-        # The parameter groups stay, with their learning rates: optimizers and schedulers of the user refer to them.
+        """Replaces the tables by those of a module of the same tables with another
+        plan.
+        """
+        # The parameter groups stay, with their learning rates: optimizers and
+        # schedulers of the user refer to them.
         kept = {id(fresh._groups[key]): group for key, group in self._groups.items()}
         for handle in fresh._handles:
             handle.param_groups = [kept[id(group)] for group in handle.param_groups]
@@ -378,8 +545,17 @@ class ModuleState:
         self._handles = fresh._handles
         self.copies, self.tables, self.marks = fresh.copies, fresh.tables, {}
 
-    def add_rows(self, module: nn.Module, state_dict: dict[str, Value], prefix: str, metadata: object) -> None:
-        """Adds the rows to the ``state_dict`` of the module, as a hook of it. Collective."""
+    def add_rows(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Value],
+        prefix: str,
+        metadata: object,
+    ) -> None:
+        """Adds the rows to the ``state_dict`` of the module, as a hook of it.
+
+        Collective.
+        """
         for name in self.remote:
             state_dict.pop(self.weight_key(prefix, name), None)
         if self.remote and self.emits_rows:
@@ -388,7 +564,10 @@ class ModuleState:
             return
         with refused_together(self.env):
             self.copies.check()
-        check_applied((shard.table for shards in self.shards.values() for shard in shards), saves=True)
+        check_applied(
+            (shard.table for shards in self.shards.values() for shard in shards),
+            saves=True,
+        )
         for name, table in self.tables.items():
             key = self.weight_key(prefix, name)
             weights, ids = _export_weights(table)

@@ -1,4 +1,5 @@
-"""The sharders and sharded modules of TorchRec's collections, with tables in RecStore or on TorchRec's kernels.
+"""The sharders and sharded modules of TorchRec's collections, with tables in RecStore
+or on TorchRec's kernels.
 
 Tests: tests/sharders/test_embeddingbag.py, tests/sharders/test_embedding.py.
 """
@@ -11,9 +12,15 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionSharder,
+    ShardedEmbeddingCollection,
+)
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
 from torchrec.distributed.fp_embeddingbag import (
     FeatureProcessedEmbeddingBagCollectionSharder,
     ShardedFeatureProcessedEmbeddingBagCollection,
@@ -27,16 +34,26 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import (
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_recstore.options import LFU
-from torchrec_recstore.sharders.collection import InverseIndices, RecStoreCollection, RecStoreCollectionSharder
+from torchrec_recstore.sharders.collection import (
+    InverseIndices,
+    RecStoreCollection,
+    RecStoreCollectionSharder,
+)
 from torchrec_recstore.sharders.kernel import ROW_SPLIT
 from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL, warn_of_planner
-from torchrec_recstore.sharders.sharding_kernels import RecStorePooledLookup, RecStoreSequenceLookup
+from torchrec_recstore.sharders.sharding_kernels import (
+    RecStorePooledLookup,
+    RecStoreSequenceLookup,
+)
 from torchrec_recstore.torchrec_seams.models import (
     BagCollectionSeams,
     FeatureProcessedSharderSeams,
@@ -52,14 +69,18 @@ from torchrec_recstore.utils import warn_user
 
 
 def _has_trained_weights(features: KeyedJaggedTensor) -> bool:
-    """Returns whether ``features`` have per-sample weights that require a gradient, while gradients are enabled."""
+    """Returns whether ``features`` have per-sample weights that require a gradient,
+    while gradients are enabled.
+    """
     if not torch.is_grad_enabled():
         return False
     weights = features.weights_or_none()
     return weights is not None and bool(weights.requires_grad)
 
 
-def _bags_of_examples(pooled: KeyedTensor, *, inverse: InverseIndices, feature_of: Mapping[str, str]) -> KeyedTensor:
+def _bags_of_examples(
+    pooled: KeyedTensor, *, inverse: InverseIndices, feature_of: Mapping[str, str]
+) -> KeyedTensor:
     """Returns the pooled rows of the bag of each example.
 
     Args:
@@ -69,33 +90,56 @@ def _bags_of_examples(pooled: KeyedTensor, *, inverse: InverseIndices, feature_o
     """
     places = {name: place for place, name in enumerate(inverse[0])}
     parts = []
-    for name, of_output in zip(pooled.keys(), pooled.values().split(pooled.length_per_key(), dim=1), strict=True):
+    for name, of_output in zip(
+        pooled.keys(),
+        pooled.values().split(pooled.length_per_key(), dim=1),
+        strict=True,
+    ):
         parts.append(of_output.index_select(0, inverse[1][places[feature_of[name]]]))
-    return KeyedTensor(keys=pooled.keys(), length_per_key=pooled.length_per_key(), values=torch.cat(parts, dim=1))
+    return KeyedTensor(
+        keys=pooled.keys(),
+        length_per_key=pooled.length_per_key(),
+        values=torch.cat(parts, dim=1),
+    )
 
 
-class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSeams, ShardedEmbeddingBagCollection):  # type: ignore[misc]
-    """A sharded ``EmbeddingBagCollection`` whose tables are in RecStore or on TorchRec's kernels, as the plan says.
+class RecStoreShardedEmbeddingBagCollection(
+    RecStoreCollection,
+    BagCollectionSeams,
+    ShardedEmbeddingBagCollection,  # type: ignore[misc]
+):
+    """A sharded ``EmbeddingBagCollection`` whose tables are in RecStore or on
+    TorchRec's kernels, as the plan says.
 
-    A RecStore table accepts any int64 id. In training, the forward pass makes rows and the backward pass updates them.
-    In evaluation, nothing changes. The initial weights come from the table's options and config, not from the unsharded
-    module.
+    A RecStore table accepts any int64 id. In training, the forward pass makes rows and
+    the backward pass updates them. In evaluation, nothing changes. The initial weights
+    come from the table's options and config, not from the unsharded module.
 
     Raises:
-        ValueError: RecStore does not support the sharding type, data type, ``init_fn``, optimizer, routing or
-            ``max_rows`` of a RecStore table.
+        ValueError: RecStore does not support the sharding type, data type, ``init_fn``,
+            optimizer, routing or ``max_rows`` of a RecStore table.
         ColdStoreError: A cold store cannot be opened.
-        ImportError: The package of a cold store is not installed. All of these errors are raised on every rank.
+        ImportError: The package of a cold store is not installed. All of these errors
+            are raised on every rank.
     """
 
-    _supported = ("table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "grid_shard")
+    _supported = (
+        "table_wise",
+        "column_wise",
+        "table_column_wise",
+        "row_wise",
+        "table_row_wise",
+        "grid_shard",
+    )
     _configs_name = "embedding_bag_configs"
     _tables_name = "embedding_bags"
     _lookup_type = RecStorePooledLookup
     _uses_inverse_indices = True
 
     weights_come_later = False
-    """Whether feature processors make the per-sample weights between the input distribution and the lookup."""
+    """Whether feature processors make the per-sample weights between the input
+    distribution and the lookup.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -104,40 +148,61 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Awaitable[KJTList]]:
         """Distributes a batch to the ranks. See :meth:`RecStoreCollection.input_dist`.
 
-        Raises NotImplementedError on every rank if the per-sample weights require a gradient that TorchRec's input
-        distribution loses. In evaluation, it is a warning. Raises ValueError if the collection is weighted and the
-        batch has no weights.
+        Raises NotImplementedError on every rank if the per-sample weights require a
+        gradient that TorchRec's input distribution loses. In evaluation, it is a
+        warning. Raises ValueError if the collection is weighted and the batch has no
+        weights.
         """
         if not isinstance(features, KeyedJaggedTensor):
             features = maybe_td_to_kjt(features)
-        # TorchRec's kernels would use the weight 1 for each id (torchrec 1.8.0). The unsharded collection raises.
-        if is_weighted(self) and not self.weights_come_later and features.weights_or_none() is None:
+        # TorchRec's kernels would use the weight 1 for each id (torchrec 1.8.0). The
+        # unsharded collection raises.
+        if (
+            is_weighted(self)
+            and not self.weights_come_later
+            and features.weights_or_none() is None
+        ):
             raise ValueError(
-                f"is_weighted=True needs weights of the features {features.keys()}: give the batch weights, or shard "
-                "feature processors that make them with RecStoreFeatureProcessedEmbeddingBagCollectionSharder"
+                f"is_weighted=True needs weights of the features {features.keys()}:"
+                " give the batch weights, or shard feature processors that make them"
+                " with RecStoreFeatureProcessedEmbeddingBagCollectionSharder"
             )
         if is_weighted(self) and _has_trained_weights(features):
             lost = self._lost_weight_gradients(features)
             if lost and self.training:
                 raise NotImplementedError(lost)
             if lost:
-                warn_user(f"a backward of this lookup in evaluation mode loses a gradient: {lost}")
+                warn_user(
+                    "a backward of this lookup in evaluation mode loses a gradient:"
+                    f" {lost}"
+                )
         return super().input_dist(ctx, features)
 
     def output_dist(self, ctx: Any, output: Any) -> LazyAwaitable[KeyedTensor]:
-        """Distributes the results, as TorchRec's method does, and applies inverse indices."""
+        """Distributes the results, as TorchRec's method does, and applies inverse
+        indices.
+        """
         return self._by_inverse_indices(ctx, super().output_dist(ctx, output))
 
-    def compute_and_output_dist(self, ctx: Any, input: Any) -> LazyAwaitable[KeyedTensor]:
+    def compute_and_output_dist(
+        self, ctx: Any, input: Any
+    ) -> LazyAwaitable[KeyedTensor]:
         """Looks up the batch and distributes the results. See :meth:`output_dist`."""
-        return self._by_inverse_indices(ctx, super().compute_and_output_dist(ctx, input))
+        return self._by_inverse_indices(
+            ctx, super().compute_and_output_dist(ctx, input)
+        )
 
-    def _by_inverse_indices(self, ctx: Any, pooled: LazyAwaitable[KeyedTensor]) -> LazyAwaitable[KeyedTensor]:
-        # The unsharded collection applies the inverse indices of every batch, and TorchRec's sharded one only those of
-        # batches whose sizes vary by feature (torchrec 1.8.0).
+    def _by_inverse_indices(
+        self, ctx: Any, pooled: LazyAwaitable[KeyedTensor]
+    ) -> LazyAwaitable[KeyedTensor]:
+        # The unsharded collection applies the inverse indices of every batch, and
+        # TorchRec's sharded one only those of batches whose sizes vary by feature
+        # (torchrec 1.8.0).
         if ctx.inverse_indices is not None and not ctx.variable_batch_per_feature:
             inverse = ctx.inverse_indices
-            pooled.callbacks.append(partial(_bags_of_examples, inverse=inverse, feature_of=self._feature_of))
+            pooled.callbacks.append(
+                partial(_bags_of_examples, inverse=inverse, feature_of=self._feature_of)
+            )
         return pooled
 
     @cached_property
@@ -154,42 +219,71 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
         return is_weighted(self)
 
     def _lost_weight_gradients(self, features: KeyedJaggedTensor) -> str:
-        """Describes the gradients of weights that the input distribution of a RecStore table would lose, if any."""
-        # TorchRec distributes features outside of autograd (torchrec 1.8.0). Weights keep their gradient only if they
-        # are returned unchanged: on one rank, with one sharding that does not split rows, and with the features in the
-        # order of that sharding.
-        plan, shardings, ranks = self.module_sharding_plan, self.shardings_in_order, self.ranks_env.world_size
-        names, order = features.keys(), [name for sharding in shardings for name in sharding.feature_names()]
+        """Describes the gradients of weights that the input distribution of a RecStore
+        table would lose, if any.
+        """
+        # TorchRec distributes features outside of autograd (torchrec 1.8.0). Weights
+        # keep their gradient only if they are returned unchanged: on one rank, with one
+        # sharding that does not split rows, and with the features in the order of that
+        # sharding.
+        plan, shardings, ranks = (
+            self.module_sharding_plan,
+            self.shardings_in_order,
+            self.ranks_env.world_size,
+        )
+        names, order = (
+            features.keys(),
+            [name for sharding in shardings for name in sharding.feature_names()],
+        )
         if not self.awaits_first_batch:
-            names = list(self._first_keys)  # The input distribution brings the features into this order.
+            # The input distribution brings the features into this order.
+            names = list(self._first_keys)
         for config in self.table_configs:
             of_table = [name for name in config.feature_names if name in names]
             if plan[config.name].compute_kernel != RECSTORE_KERNEL or not of_table:
                 continue
             sharding_type = plan[config.name].sharding_type
-            if ranks == 1 and len(shardings) == 1 and sharding_type not in ROW_SPLIT and names == order:
+            if (
+                ranks == 1
+                and len(shardings) == 1
+                and sharding_type not in ROW_SPLIT
+                and names == order
+            ):
                 continue
-            fix = "use a FeatureProcessedEmbeddingBagCollection, which makes weights after it, or detach the weights"
-            if ranks == 1 and {sharding.sharding_type for sharding in plan.values()} == {ShardingType.TABLE_WISE.value}:
+            fix = (
+                "use a FeatureProcessedEmbeddingBagCollection, which makes weights"
+                " after it, or detach the weights"
+            )
+            if ranks == 1 and {
+                sharding.sharding_type for sharding in plan.values()
+            } == {ShardingType.TABLE_WISE.value}:
                 fix = f"give the features in the order {order}, {fix}"
             elif ranks == 1:
                 fix = f"shard all tables of the collection table_wise, {fix}"
             return (
-                f"RecStore table {config.name!r}: the weights of feature(s) {', '.join(map(repr, of_table))} require a "
-                f"gradient, which TorchRec's input distribution does not carry ({sharding_type} on {ranks} rank(s)): "
-                f"{fix}"
+                f"RecStore table {config.name!r}: the weights of feature(s)"
+                f" {', '.join(map(repr, of_table))} require a gradient, which"
+                f" TorchRec's input distribution does not carry ({sharding_type} on"
+                f" {ranks} rank(s)): {fix}"
             )
         return ""
 
     def _divided_afterwards(self) -> set[str]:
-        """Returns the outputs with mean pooling that are divided by their lengths after the output distribution."""
+        """Returns the outputs with mean pooling that are divided by their lengths after
+        the output distribution.
+        """
         names = get_embedding_names_by_table(self.table_configs)
         divided = set()
         for config, of_table in zip(self.table_configs, names, strict=True):
             sharding = self.module_sharding_plan[config.name]
-            # In torchrec 1.8.0 the stock kernels of a grid sharding return means, one for each shard of rows.
+            # In torchrec 1.8.0 the stock kernels of a grid sharding return means, one
+            # for each shard of rows.
             grid = sharding.sharding_type == ShardingType.GRID_SHARD.value
-            summed = sharding.compute_kernel == RECSTORE_KERNEL if grid else sharding.sharding_type in ROW_SPLIT
+            summed = (
+                sharding.compute_kernel == RECSTORE_KERNEL
+                if grid
+                else sharding.sharding_type in ROW_SPLIT
+            )
             if summed and config.pooling == PoolingType.MEAN:
                 divided.update(of_table)
         return divided
@@ -198,14 +292,17 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
 class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):  # type: ignore[misc]
     """The sharder of ``EmbeddingBagCollection`` that places tables in RecStore.
 
-    If ``DistributedModelParallel`` gets this sharder and no plan, it places every table in RecStore.
-    ``RecStorePlanner`` also places tables on TorchRec's kernels if their constraints name these kernels.
+    If ``DistributedModelParallel`` gets this sharder and no plan, it places every table
+    in RecStore. ``RecStorePlanner`` also places tables on TorchRec's kernels if their
+    constraints name these kernels.
 
-    Rows are stored in the ``data_type`` of the table's config: FP32, FP16, BF16 or INT8. Casting the sharded model with
-    ``bfloat16()``, ``half()`` or ``to(dtype)`` changes neither the rows nor the dtype of lookups; set ``data_type``
-    instead. ``fused_params["output_dtype"]`` is the dtype of the results of lookups. Default: FP32, as in TorchRec's
-    kernels. If ``fused_params["stochastic_rounding"]`` is True, updates of 16-bit rows are rounded stochastically.
-    Default: False. Updates of INT8 rows always are.
+    Rows are stored in the ``data_type`` of the table's config: FP32, FP16, BF16 or
+    INT8. Casting the sharded model with ``bfloat16()``, ``half()`` or ``to(dtype)``
+    changes neither the rows nor the dtype of lookups; set ``data_type`` instead.
+    ``fused_params["output_dtype"]`` is the dtype of the results of lookups. Default:
+    FP32, as in TorchRec's kernels. If ``fused_params["stochastic_rounding"]`` is True,
+    updates of 16-bit rows are rounded stochastically. Default: False. Updates of INT8
+    rows always are.
 
     Example::
 
@@ -213,20 +310,23 @@ class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):
         model = DistributedModelParallel(model, sharders=[sharder])
 
     Args:
-        fused_params: The arguments of the fused optimizer, as for TorchRec's sharder. They select the optimizer of
-            tables that have none from ``apply_optimizer_in_backward``.
-        optimizer: The optimizer of the RecStore tables, from ``torchrec_recstore.optim``. It can be an optimizer that
-            ``fused_params`` cannot select. Default: None, the optimizer that ``fused_params`` select.
-        accumulation_steps: The number of backward passes whose gradients are summed before one update of the RecStore
-            tables. The update uses the learning rate of the last backward pass. Until then, forward passes read the
-            rows without these gradients. Default: 1.
+        fused_params: The arguments of the fused optimizer, as for TorchRec's sharder.
+            They select the optimizer of tables that have none from
+            ``apply_optimizer_in_backward``.
+        optimizer: The optimizer of the RecStore tables, from
+            ``torchrec_recstore.optim``. It can be an optimizer that ``fused_params``
+            cannot select. Default: None, the optimizer that ``fused_params`` select.
+        accumulation_steps: The number of backward passes whose gradients are summed
+            before one update of the RecStore tables. The update uses the learning rate
+            of the last backward pass. Until then, forward passes read the rows without
+            these gradients. Default: 1.
         args, kwargs: The other arguments of TorchRec's sharder.
 
     Raises:
-        TypeError: ``optimizer`` is not an optimizer of ``torchrec_recstore.optim``, or ``accumulation_steps`` is not an
-            int.
-        ValueError: ``optimizer`` and ``fused_params`` select different optimizers, or ``accumulation_steps`` is less
-            than 1.
+        TypeError: ``optimizer`` is not an optimizer of ``torchrec_recstore.optim``, or
+            ``accumulation_steps`` is not an int.
+        ValueError: ``optimizer`` and ``fused_params`` select different optimizers, or
+            ``accumulation_steps`` is less than 1.
     """
 
     _sharded = RecStoreShardedEmbeddingBagCollection
@@ -240,14 +340,18 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
     FeatureProcessedSharderSeams,
     FeatureProcessedEmbeddingBagCollectionSharder,  # type: ignore[misc]
 ):
-    """The sharder of ``FeatureProcessedEmbeddingBagCollection`` that places tables in RecStore.
+    """The sharder of ``FeatureProcessedEmbeddingBagCollection`` that places tables in
+    RecStore.
 
-    The feature processors are trained as with TorchRec's sharder. TorchRec's sharder itself cannot place tables in
-    RecStore, because it does not ask ``ebc_sharder`` for its compute kernels (torchrec 1.8.0).
+    The feature processors are trained as with TorchRec's sharder. TorchRec's sharder
+    itself cannot place tables in RecStore, because it does not ask ``ebc_sharder`` for
+    its compute kernels (torchrec 1.8.0).
 
     Args:
-        ebc_sharder: The sharder of the inner ``EmbeddingBagCollection``. Default: ``RecStoreSharder()``.
-        qcomm_codecs_registry: The codecs of quantized communication, as for TorchRec's sharder. Default: None.
+        ebc_sharder: The sharder of the inner ``EmbeddingBagCollection``. Default:
+            ``RecStoreSharder()``.
+        qcomm_codecs_registry: The codecs of quantized communication, as for TorchRec's
+            sharder. Default: None.
 
     Raises:
         TypeError: ``ebc_sharder`` is not a :class:`RecStoreSharder`.
@@ -261,7 +365,10 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
         if ebc_sharder is None:
             ebc_sharder = RecStoreSharder(qcomm_codecs_registry=qcomm_codecs_registry)
         if not isinstance(ebc_sharder, RecStoreSharder):
-            raise TypeError(f"ebc_sharder must be a RecStoreSharder, got {type(ebc_sharder).__name__}")
+            raise TypeError(
+                "ebc_sharder must be a RecStoreSharder, got"
+                f" {type(ebc_sharder).__name__}"
+            )
         super().__init__(ebc_sharder, qcomm_codecs_registry)
 
     def __repr__(self) -> str:
@@ -274,8 +381,12 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
         warn_of_planner(self, kind, self.inner_sharder.offers_stock)
         return kind
 
-    def with_stock_kernels(self) -> RecStoreFeatureProcessedEmbeddingBagCollectionSharder:
-        """Returns a copy that also offers TorchRec's kernels, for planners that choose the kernel by constraint."""
+    def with_stock_kernels(
+        self,
+    ) -> RecStoreFeatureProcessedEmbeddingBagCollectionSharder:
+        """Returns a copy that also offers TorchRec's kernels, for planners that choose
+        the kernel by constraint.
+        """
         offer = copy.copy(self)
         offer.inner_sharder = self.inner_sharder.with_stock_kernels()
         return offer
@@ -288,8 +399,13 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedFeatureProcessedEmbeddingBagCollection:
-        """Returns the sharded module, on the CPU by default. See ``RecStoreSharder.shard``."""
-        sharded = super().shard(module, params, env, device or torch.device("cpu"), module_fqn)
+        """Returns the sharded module, on the CPU by default.
+
+        See ``RecStoreSharder.shard``.
+        """
+        sharded = super().shard(
+            module, params, env, device or torch.device("cpu"), module_fqn
+        )
         collection = collection_inside(sharded)
         assert isinstance(collection, RecStoreShardedEmbeddingBagCollection)
         collection.weights_come_later = True
@@ -299,17 +415,25 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
         """Returns the sharding types that ``ebc_sharder`` supports."""
         return self.inner_sharder.sharding_types(compute_device_type)  # type: ignore[no-any-return]
 
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+    def compute_kernels(
+        self, sharding_type: str, compute_device_type: str
+    ) -> list[str]:
         """Returns the compute kernels that ``ebc_sharder`` offers."""
         return self.inner_sharder.compute_kernels(sharding_type, compute_device_type)  # type: ignore[no-any-return]
 
 
-class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionSeams, ShardedEmbeddingCollection):  # type: ignore[misc]
-    """A sharded ``EmbeddingCollection`` whose tables are in RecStore or on TorchRec's kernels, as the plan says.
+class RecStoreShardedEmbeddingCollection(
+    RecStoreCollection,
+    SequenceCollectionSeams,
+    ShardedEmbeddingCollection,  # type: ignore[misc]
+):
+    """A sharded ``EmbeddingCollection`` whose tables are in RecStore or on TorchRec's
+    kernels, as the plan says.
 
     The output has one row for each id. Rows are made and updated as in
-    :class:`RecStoreShardedEmbeddingBagCollection`. TorchRec 1.8.0 has no table-column-wise, table-row-wise and grid
-    sharding for ``EmbeddingCollection``. The errors are those of :class:`RecStoreShardedEmbeddingBagCollection`.
+    :class:`RecStoreShardedEmbeddingBagCollection`. TorchRec 1.8.0 has no
+    table-column-wise, table-row-wise and grid sharding for ``EmbeddingCollection``. The
+    errors are those of :class:`RecStoreShardedEmbeddingBagCollection`.
     """
 
     _supported = ("table_wise", "column_wise", "row_wise")
@@ -319,49 +443,82 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionS
     _uses_inverse_indices = False
 
     def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
-        # The stock constructor loads the weights of all tables of a module that is not on the meta device (torchrec
-        # 1.8.0), but RecStore tables do not take the weights of the unsharded module. So the constructor gets a module
-        # on the meta device, and the weights of the tables on TorchRec's kernels are loaded below.
+        # The stock constructor loads the weights of all tables of a module that is not
+        # on the meta device (torchrec 1.8.0), but RecStore tables do not take the
+        # weights of the unsharded module. So the constructor gets a module on the meta
+        # device, and the weights of the tables on TorchRec's kernels are loaded below.
         super().__init__(on_meta_device(module), *args, **kwargs)
         hashed = sorted(self._hashed_features())
         if hashed and need_indices(self):
-            raise ValueError(f"need_indices is not supported with routing='hash': features {hashed}")
+            raise ValueError(
+                f"need_indices is not supported with routing='hash': features {hashed}"
+            )
         for name, state in self.recstore_state.tables.items():
             eviction = state.options.eviction
-            if uses_index_dedup(self) and isinstance(eviction, LFU) and eviction.count == "occurrences":
+            if (
+                uses_index_dedup(self)
+                and isinstance(eviction, LFU)
+                and eviction.count == "occurrences"
+            ):
                 raise ValueError(
-                    f"RecStore table {name!r}: LFU(count='occurrences') cannot be used with use_index_dedup=True, "
-                    "which sends each id of a rank's batch once: leave use_index_dedup out, or use LFU(count='steps')"
+                    f"RecStore table {name!r}: LFU(count='occurrences') cannot be used"
+                    " with use_index_dedup=True, which sends each id of a rank's batch"
+                    " once: leave use_index_dedup out, or use LFU(count='steps')"
                 )
         if module.device != torch.device("meta"):
-            recstore = {f"embeddings.{name}.weight" for name in self.recstore_table_names()}
-            stock = {key: weight for key, weight in module.state_dict().items() if key not in recstore}
+            recstore = {
+                f"embeddings.{name}.weight" for name in self.recstore_table_names()
+            }
+            stock = {
+                key: weight
+                for key, weight in module.state_dict().items()
+                if key not in recstore
+            }
             self.load_state_dict(stock, strict=False)
 
     @property
     def unsharded_module_type(self) -> type[EmbeddingCollection]:
-        """The class of the unsharded module, by which ``DistributedModelParallel.reshard`` finds the sharder."""
+        """The class of the unsharded module, by which
+        ``DistributedModelParallel.reshard`` finds the sharder.
+        """
         return EmbeddingCollection  # type: ignore[no-any-return]
 
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Any]:
-        """Distributes a batch to the ranks. Raises NotImplementedError in training if batch sizes vary by feature."""
-        # TorchRec 1.8.0 expands the rows of these batches with fbgemm::permute_1D_sparse_data, which has no gradient on
-        # CPU, so that the gradients would be wrong.
-        trains = self.training and torch.is_grad_enabled() and self.recstore_table_names()
-        if trains and isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key():
+        """Distributes a batch to the ranks.
+
+        Raises NotImplementedError in training if batch sizes vary by feature.
+        """
+        # TorchRec 1.8.0 expands the rows of these batches with
+        # fbgemm::permute_1D_sparse_data, which has no gradient on CPU, so that the
+        # gradients would be wrong.
+        trains = (
+            self.training and torch.is_grad_enabled() and self.recstore_table_names()
+        )
+        if (
+            trains
+            and isinstance(features, KeyedJaggedTensor)
+            and features.variable_stride_per_key()
+        ):
             raise NotImplementedError(
-                f"RecStore tables {self.recstore_table_names()}: an EmbeddingCollection cannot train on batches of "
-                "varying size: TorchRec has no gradient for it on CPU; give all features the same batch size"
+                f"RecStore tables {self.recstore_table_names()}: an EmbeddingCollection"
+                " cannot train on batches of varying size: TorchRec has no gradient"
+                " for it on CPU; give all features the same batch size"
             )
         return super().input_dist(ctx, features)
 
     def _uses_weights(self) -> bool:
-        # TorchRec's virtual tables take the weights of sequences for scores, by which they evict rows (torchrec 1.8.0).
+        # TorchRec's virtual tables take the weights of sequences for scores, by which
+        # they evict rows (torchrec 1.8.0).
         return any(config.use_virtual_table for config in self.table_configs)
 
 
-class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCollectionSharder):  # type: ignore[misc]
-    """The sharder of ``EmbeddingCollection`` that places tables in RecStore, as :class:`RecStoreSharder` does."""
+class RecStoreEmbeddingCollectionSharder(
+    RecStoreCollectionSharder,
+    EmbeddingCollectionSharder,  # type: ignore[misc]
+):
+    """The sharder of ``EmbeddingCollection`` that places tables in RecStore, as
+    :class:`RecStoreSharder` does.
+    """
 
     _sharded = RecStoreShardedEmbeddingCollection
 
@@ -376,9 +533,12 @@ class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCol
         env: ShardingEnv,
         device: torch.device | None = None,
     ) -> RecStoreShardedEmbeddingCollection:
-        """Changes the plan of a sharded module in place. ``DistributedModelParallel.reshard`` calls this method.
+        """Changes the plan of a sharded module in place.
 
-        See :func:`torchrec_recstore.reshard`. TorchRec has the method for ``EmbeddingBagCollection`` only.
+        ``DistributedModelParallel.reshard`` calls this method.
+
+        See :func:`torchrec_recstore.reshard`. TorchRec has the method for
+        ``EmbeddingBagCollection`` only.
         """
         sharded_module.update_shards(changed_shard_to_params, env, device)
         return sharded_module

@@ -1,4 +1,5 @@
-"""The kernels of one sharding: RecStore's for groups of RecStore tables, and TorchRec's for other groups.
+"""The kernels of one sharding: RecStore's for groups of RecStore tables, and TorchRec's
+for other groups.
 
 TorchRec calls the module that holds these kernels a lookup.
 
@@ -12,8 +13,14 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.embedding_lookup import (
+    GroupedEmbeddingsLookup,
+    GroupedPooledEmbeddingsLookup,
+)
+from torchrec.distributed.embedding_types import (
+    EmbeddingComputeKernel,
+    GroupedEmbeddingConfig,
+)
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -39,28 +46,51 @@ from torchrec_recstore.torchrec_seams.models import (
 
 
 class RecStoreLookup(LookupSeams):
-    """A mixin for TorchRec's lookups that uses RecStore's kernel for the groups that the plan places in RecStore."""
+    """A mixin for TorchRec's lookups that uses RecStore's kernel for the groups that
+    the plan places in RecStore.
+    """
 
-    def __init__(self, sharding: Sharding, type_name: str, device: torch.device | None, **more: Any) -> None:
+    def __init__(
+        self,
+        sharding: Sharding,
+        type_name: str,
+        device: torch.device | None,
+        **more: Any,
+    ) -> None:
         # TorchRec's constructor makes the kernels, which need these attributes.
-        self._split, self._rank = row_split(sharding, type_name), sharding_env(sharding).rank
+        self._split, self._rank = (
+            row_split(sharding, type_name),
+            sharding_env(sharding).rank,
+        )
         self._groups_of_all_ranks = grouped_configs_of_all_ranks(sharding)
-        own = {"grouped_configs": grouped_configs(sharding), "pg": process_group(sharding)}
+        own = {
+            "grouped_configs": grouped_configs(sharding),
+            "pg": process_group(sharding),
+        }
         super().__init__(**own, device=device, env=sharding_env(sharding), **more)
         self._dtype = _dtype_of_all_ranks(self._groups_of_all_ranks)
         self.set_dtype_without_tables(self._dtype)
-        # The kernel that the whole batch is for. In a tuple, so that it does not become a submodule a second time.
-        plain = (k for k in self.kernels() if not (k.config.is_weighted or k.config.has_feature_processor))
+        # The kernel that the whole batch is for. In a tuple, so that it does not become
+        # a submodule a second time.
+        plain = (
+            k
+            for k in self.kernels()
+            if not (k.config.is_weighted or k.config.has_feature_processor)
+        )
         self._only = tuple(plain) if len(kernels_of(self)) == 1 else ()
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """Looks up a batch, as TorchRec's method does. The results have the same data type on every rank."""
+        """Looks up a batch, as TorchRec's method does.
+
+        The results have the same data type on every rank.
+        """
         rows = self._rows(sparse_features)
         return rows if rows.dtype is self._dtype else rows.to(self._dtype)
 
     def _rows(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         if self._only and self.optim_state_tracker_fn is None:
-            # TorchRec's method would split the batch into one part, and then concatenate the one result.
+            # TorchRec's method would split the batch into one part, and then
+            # concatenate the one result.
             return self._only[0](sparse_features)  # type: ignore[no-any-return]
         values = sparse_features.values()
         kernels = [] if values.is_cpu else list(self.kernels())
@@ -73,15 +103,22 @@ class RecStoreLookup(LookupSeams):
                 kernel.batch = None
 
     def make_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel | None:
-        """Returns RecStore's kernel for a group of RecStore tables, or None for a group on TorchRec's kernels."""
+        """Returns RecStore's kernel for a group of RecStore tables, or None for a group
+        on TorchRec's kernels.
+        """
         recstore = config.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL
         return self._recstore_kernel(config) if recstore else None
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
         raise NotImplementedError
 
-    def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
-        """Prepares the rows of a batch before its forward. TorchRec's train pipelines call this method."""
+    def prefetch(
+        self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None
+    ) -> None:
+        """Prepares the rows of a batch before its forward.
+
+        TorchRec's train pipelines call this method.
+        """
         super().prefetch(sparse_features, forward_stream)
         if not kernels_of(self):
             return
@@ -90,13 +127,23 @@ class RecStoreLookup(LookupSeams):
                 kernel.prefetch(features, sparse_features.values())
 
     def register_optim_state_tracker_fn(self, record_fn: Record) -> None:
-        """Registers a function that is called after the lookup of each group. TorchRec's trackers call this method."""
-        for table in (table for group in self._groups_of_all_ranks for table in group.embedding_tables):
+        """Registers a function that is called after the lookup of each group.
+
+        TorchRec's trackers call this method.
+        """
+        for table in (
+            table
+            for group in self._groups_of_all_ranks
+            for table in group.embedding_tables
+        ):
             if table_options(table.fused_params).servers is not None:
                 raise NotImplementedError(
-                    f"RecStore table {table.name!r} is on servers: trackers of ids and embeddings do not support it"
+                    f"RecStore table {table.name!r} is on servers: trackers of ids and"
+                    " embeddings do not support it"
                 )
-        super().register_optim_state_tracker_fn(tracking(record_fn, self._groups_of_all_ranks, list(self.kernels())))
+        super().register_optim_state_tracker_fn(
+            tracking(record_fn, self._groups_of_all_ranks, list(self.kernels()))
+        )
 
     def kernels(self) -> Iterator[RecStoreKernel]:
         """Yields RecStore's kernels on this rank."""
@@ -108,20 +155,29 @@ class RecStoreLookup(LookupSeams):
 def _dtype_of_all_ranks(groups: Iterable[GroupedEmbeddingConfig]) -> torch.dtype:
     """Returns the data type that holds the results of all groups of a sharding.
 
-    The ranks exchange the results of a sharding in one collective, which does not check that all ranks send the same
-    data type (torchrec 1.8.0). A rank may have no table, or only tables whose results have another type.
+    The ranks exchange the results of a sharding in one collective, which does not check
+    that all ranks send the same data type (torchrec 1.8.0). A rank may have no table,
+    or only tables whose results have another type.
     """
     dtypes = [output_dtype(group.fused_params, group.table_names()) for group in groups]
     return reduce(torch.promote_types, dtypes)
 
 
-class RecStorePooledLookup(RecStoreLookup, PooledLookupSeams, GroupedPooledEmbeddingsLookup):  # type: ignore[misc]
+class RecStorePooledLookup(
+    RecStoreLookup,
+    PooledLookupSeams,
+    GroupedPooledEmbeddingsLookup,  # type: ignore[misc]
+):
     """TorchRec's pooled lookup with RecStore's kernel."""
 
-    def __init__(self, sharding: Sharding, type_name: str, device: torch.device | None) -> None:
+    def __init__(
+        self, sharding: Sharding, type_name: str, device: torch.device | None
+    ) -> None:
         rows_in_node = dict.fromkeys(IN_NODE, ShardingType.TABLE_ROW_WISE)
         # TorchRec's shardings pass these types to their lookups.
-        self._pools_as = {"row_wise": ShardingType.ROW_WISE, **rows_in_node}.get(type_name)
+        self._pools_as = {"row_wise": ShardingType.ROW_WISE, **rows_in_node}.get(
+            type_name
+        )
         super().__init__(sharding, type_name, device, sharding_type=self._pools_as)
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:

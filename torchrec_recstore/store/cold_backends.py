@@ -19,15 +19,17 @@ from torchrec_recstore.store.ssd_store import SSDColdStore
 def open_cold_store(options: object, *, name: str, row_bytes: int) -> ColdStore:
     """Opens a cold store. It is empty, unless it is a :class:`SharedColdStore`.
 
-    To add a cold store, write a function that opens it and register the function for the type of its options, with the
-    decorator ``@open_cold_store.register``. ``torchrec_recstore.store.conformance`` tests whether a cold store fulfills
-    the protocol.
+    To add a cold store, write a function that opens it and register the function for
+    the type of its options, with the decorator ``@open_cold_store.register``.
+    ``torchrec_recstore.store.conformance`` tests whether a cold store fulfills the
+    protocol.
 
     Args:
         options: ``TableOptions.cold_store``, a frozen dataclass.
-        name: The name of the shard: table, rank and columns. Two stores with the same name that are open at the same
-            time do not share rows. The name of a shared store consists of table and columns, and all shared stores with
-            the same name share their rows.
+        name: The name of the shard: table, rank and columns. Two stores with the same
+            name that are open at the same time do not share rows. The name of a shared
+            store consists of table and columns, and all shared stores with the same
+            name share their rows.
         row_bytes: The size of a row in bytes.
 
     Raises:
@@ -36,20 +38,37 @@ def open_cold_store(options: object, *, name: str, row_bytes: int) -> ColdStore:
         ImportError: The package that the cold store needs is missing.
     """
     raise TypeError(
-        f"TableOptions.cold_store: no cold store is registered for {type(options).__name__}: use SSDStore, "
-        "RocksDBStore, RedisStore or ServerStore, or register one with open_cold_store.register"
+        "TableOptions.cold_store: no cold store is registered for"
+        f" {type(options).__name__}: use SSDStore, RocksDBStore, RedisStore or"
+        " ServerStore, or register one with open_cold_store.register"
     )
 
 
-def _open(packages: str, find: Callable[[], Any], options: object, *, name: str, row_bytes: int) -> ColdStore:
+def _open(
+    packages: str,
+    find: Callable[[], Any],
+    options: object,
+    *,
+    name: str,
+    row_bytes: int,
+) -> ColdStore:
     try:
         opened: ColdStore = find()(options, name=name, row_bytes=row_bytes)
     except ModuleNotFoundError as error:
-        raise ImportError(f"{options!r} needs a package that is missing: pip install {packages} ({error})") from error
+        raise ImportError(
+            f"{options!r} needs a package that is missing: pip install {packages}"
+            f" ({error})"
+        ) from error
     return opened
 
 
 open_cold_store.register(SSDStore, SSDColdStore)
-open_cold_store.register(RocksDBStore, partial(_open, "rocksdict", partial(plugin, "rocksdb_store")))
-open_cold_store.register(RedisStore, partial(_open, "redis hiredis", partial(plugin, "redis_store")))
-open_cold_store.register(ServerStore, partial(_open, "grpcio protobuf", partial(plugin, "server_store")))
+open_cold_store.register(
+    RocksDBStore, partial(_open, "rocksdict", partial(plugin, "rocksdb_store"))
+)
+open_cold_store.register(
+    RedisStore, partial(_open, "redis hiredis", partial(plugin, "redis_store"))
+)
+open_cold_store.register(
+    ServerStore, partial(_open, "grpcio protobuf", partial(plugin, "server_store"))
+)

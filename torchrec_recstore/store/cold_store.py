@@ -1,4 +1,5 @@
-"""The protocol of cold stores, its error, and the byte encodings that the implementations share.
+"""The protocol of cold stores, its error, and the byte encodings that the
+implementations share.
 
 Tests: tests/store/test_conformance.py.
 """
@@ -29,46 +30,63 @@ class ColdStoreError(StorageError):
 
 
 class ColdStore(Protocol):
-    """The protocol of a cold store: it stores the rows of one shard of one table by id. A row is a string of bytes.
+    """The protocol of a cold store: it stores the rows of one shard of one table by id.
 
-    The store returns a row byte for byte as it was put, until the row is put again or deleted. A call has finished its
-    work when it returns. A call that raises an error may be repeated. Calls come from one thread at a time, but not
-    always from the same thread. Only the iterator of :meth:`scan` may be used while other calls run, and only if
-    ``ascending_snapshots`` is True.
+    A row is a string of bytes.
 
-    Every call raises :class:`ColdStoreError` if the store cannot be reached, is full, or has lost rows.
+    The store returns a row byte for byte as it was put, until the row is put again or
+    deleted. A call has finished its work when it returns. A call that raises an error
+    may be repeated. Calls come from one thread at a time, but not always from the same
+    thread. Only the iterator of :meth:`scan` may be used while other calls run, and
+    only if ``ascending_snapshots`` is True.
+
+    Every call raises :class:`ColdStoreError` if the store cannot be reached, is full,
+    or has lost rows.
     """
 
     ascending_snapshots: bool
-    """Whether :meth:`scan` returns ids in ascending order, and the rows as they were when it was called, even if rows
-    are put or deleted before the iterator is exhausted. If it is False, the table scans the store only while the store
-    does not change."""
+    """Whether :meth:`scan` returns ids in ascending order, and the rows as they were
+    when it was called, even if rows are put or deleted before the iterator is
+    exhausted.
+
+    If it is False, the table scans the store only while the store does not change.
+    """
 
     def get(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Reads the rows of ``ids``, (N,) int64, distinct.
 
         Returns:
-            Which ids have a row, (N,) bool, and the rows of these ids, (n, row bytes) uint8, in the order of ``ids``.
+            Which ids have a row, (N,) bool, and the rows of these ids, (n, row bytes)
+            uint8, in the order of ``ids``.
         """
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
-        """Writes ``rows``, (N, row bytes) uint8, of ``ids``, (N,) int64, distinct, and overwrites existing rows."""
+        """Writes ``rows``, (N, row bytes) uint8, of ``ids``, (N,) int64, distinct, and
+        overwrites existing rows.
+        """
 
     def delete(self, ids: Tensor) -> None:
         """Deletes the rows of ``ids``, (N,) int64. Ids without a row are ignored."""
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Returns an iterator over all rows, each once: batches of ids, (n,) int64, and rows, (n, row bytes) uint8."""
+        """Returns an iterator over all rows, each once: batches of ids, (n,) int64, and
+        rows, (n, row bytes) uint8.
+        """
 
     def close(self) -> None:
-        """Deletes all rows and frees all resources. The store may be closed twice. Every other call then raises."""
+        """Deletes all rows and frees all resources.
+
+        The store may be closed twice. Every other call then raises.
+        """
 
 
 class SharedColdStore(ColdStore, Protocol):
-    """The protocol of a cold store that several tables of the same name read and write: its options set ``shared``.
+    """The protocol of a cold store that several tables of the same name read and write:
+    its options set ``shared``.
 
-    The store may have rows when it is opened, and keeps its rows when it is closed. :meth:`scan` may return each row as
-    it was at any time since the call. It may leave out rows that other jobs delete in the meantime.
+    The store may have rows when it is opened, and keeps its rows when it is closed.
+    :meth:`scan` may return each row as it was at any time since the call. It may leave
+    out rows that other jobs delete in the meantime.
     """
 
     def ids(self) -> Tensor:
@@ -76,24 +94,37 @@ class SharedColdStore(ColdStore, Protocol):
 
 
 def id_bytes(ids: Tensor) -> Tensor:
-    """Encodes ids, (N,) int64, as (N, 8) uint8: big-endian, with the sign bit flipped, so that bytes sort as ids."""
+    """Encodes ids, (N,) int64, as (N, 8) uint8: big-endian, with the sign bit flipped,
+    so that bytes sort as ids.
+    """
     return _swapped(ids ^ _SIGN).contiguous().view(torch.uint8).view(-1, ID_BYTES)
 
 
 def ids_of(encoded: Tensor) -> Tensor:
-    """Returns the ids, (N,) int64, that :func:`id_bytes` has encoded as ``encoded``, (N, 8) uint8."""
+    """Returns the ids, (N,) int64, that :func:`id_bytes` has encoded as ``encoded``,
+    (N, 8) uint8.
+    """
     return _swapped(as_numbers(encoded, torch.int64).squeeze(1)) ^ _SIGN
 
 
 def _swapped(words: Tensor) -> Tensor:
-    """Reverses the bytes of each int64 value. It is six times as fast as ``torch.flip`` of the bytes."""
-    for bits, mask in ((8, 0x00FF00FF00FF00FF), (16, 0x0000FFFF0000FFFF), (32, 0x00000000FFFFFFFF)):
+    """Reverses the bytes of each int64 value.
+
+    It is six times as fast as ``torch.flip`` of the bytes.
+    """
+    for bits, mask in (
+        (8, 0x00FF00FF00FF00FF),
+        (16, 0x0000FFFF0000FFFF),
+        (32, 0x00000000FFFFFFFF),
+    ):
         words = (words & mask) << bits | (words >> bits) & mask
     return words
 
 
 def split(table: Tensor) -> list[bytes]:
-    """Returns each row of ``table``, (N, width) uint8, as a bytes object, without a Python loop over the rows."""
+    """Returns each row of ``table``, (N, width) uint8, as a bytes object, without a
+    Python loop over the rows.
+    """
     table = table.contiguous()
     if not table.numel():
         return [b""] * len(table)
@@ -102,18 +133,30 @@ def split(table: Tensor) -> list[bytes]:
 
 
 def in_parts(tensor: Tensor, n: int) -> list[Tensor]:
-    """Splits ``tensor`` into parts of at most ``n`` rows, in order. An empty tensor is one part."""
+    """Splits ``tensor`` into parts of at most ``n`` rows, in order.
+
+    An empty tensor is one part.
+    """
     return [tensor[begin : begin + n] for begin in range(0, max(1, len(tensor)), n)]
 
 
 def join(pieces: Iterable[bytes], width: int) -> Tensor:
-    """Concatenates bytes objects to a tensor, (N, width) uint8. Their total size is a multiple of ``width``."""
+    """Concatenates bytes objects to a tensor, (N, width) uint8.
+
+    Their total size is a multiple of ``width``.
+    """
     data = bytearray().join(pieces)  # torch.frombuffer refuses an empty one
-    return torch.frombuffer(data, dtype=torch.uint8).view(-1, width) if data else torch.empty(0, width).byte()
+    return (
+        torch.frombuffer(data, dtype=torch.uint8).view(-1, width)
+        if data
+        else torch.empty(0, width).byte()
+    )
 
 
 def found_rows(values: Sequence[bytes | None], width: int) -> tuple[Tensor, Tensor]:
-    """Returns which values are neither None nor empty, (N,) bool, and these values, (n, width) uint8."""
+    """Returns which values are neither None nor empty, (N,) bool, and these values, (n,
+    width) uint8.
+    """
     rows = join(filter(None, values), width)
     if len(rows) == len(values):
         return torch.ones(len(values), dtype=torch.bool), rows
@@ -121,11 +164,19 @@ def found_rows(values: Sequence[bytes | None], width: int) -> tuple[Tensor, Tens
 
 
 def escaped_name(name: str) -> str:
-    """Encodes ``name``, uniquely, as a file name of at most 128 characters that is also valid in a Redis pattern."""
+    """Encodes ``name``, uniquely, as a file name of at most 128 characters that is also
+    valid in a Redis pattern.
+    """
     escaped = quote(name, safe="").replace(".", "%2E") or "%"
-    return escaped if len(escaped) <= 128 else f"{escaped[:100]}~{hashlib.sha256(name.encode()).hexdigest()[:24]}"
+    return (
+        escaped
+        if len(escaped) <= 128
+        else f"{escaped[:100]}~{hashlib.sha256(name.encode()).hexdigest()[:24]}"
+    )
 
 
 def new_run() -> str:
-    """Returns 12 random hexadecimal digits, which tell apart the stores in one directory or on one server."""
+    """Returns 12 random hexadecimal digits, which tell apart the stores in one
+    directory or on one server.
+    """
     return secrets.token_hex(6)

@@ -16,12 +16,15 @@ from torchrec_recstore.store.parts import Owned
 
 @dataclass(frozen=True, eq=False)
 class LeftIds:
-    """The ids whose rows have left a table: by eviction, expiry, removal, or because other rows were loaded.
+    """The ids whose rows have left a table: by eviction, expiry, removal, or because
+    other rows were loaded.
 
     Args:
-        ids: (N,) int64, ascending. The ids that had a row and have none now. It is empty unless ``complete``.
-        complete: Whether these are all of the ids that have left. If False, more ids have left than the record can
-            hold (``TableOptions.left_ids``), and the record has dropped them.
+        ids: (N,) int64, ascending. The ids that had a row and have none now. It is
+            empty unless ``complete``.
+        complete: Whether these are all of the ids that have left. If False, more ids
+            have left than the record can hold (``TableOptions.left_ids``), and the
+            record has dropped them.
     """
 
     ids: Tensor
@@ -29,7 +32,9 @@ class LeftIds:
 
     @staticmethod
     def merged(records: Iterable[LeftIds]) -> LeftIds:
-        """Returns the record of a table from those of its shards, also of several shards with the same ids."""
+        """Returns the record of a table from those of its shards, also of several
+        shards with the same ids.
+        """
         records = list(records)
         if not all(record.complete for record in records):
             return LeftIds(_no_ids(), complete=False)
@@ -37,8 +42,12 @@ class LeftIds:
         return LeftIds(ids, complete=True)
 
     def owned(self, owned: Owned | None) -> LeftIds:
-        """Returns the record of the shard to which the ids for which ``owned`` is true belong."""
-        return self if owned is None else LeftIds(self.ids[owned(self.ids)], self.complete)
+        """Returns the record of the shard to which the ids for which ``owned`` is true
+        belong.
+        """
+        return (
+            self if owned is None else LeftIds(self.ids[owned(self.ids)], self.complete)
+        )
 
     def __repr__(self) -> str:
         return f"LeftIds(ids={self.ids}, complete={self.complete})"

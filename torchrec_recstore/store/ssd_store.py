@@ -26,15 +26,20 @@ _ops = torch.ops.recstore_ops
 
 
 class SSDColdStore:
-    """A cold store in one file. Rows go to the page cache of the kernel, so they survive the process at any moment.
+    """A cold store in one file.
 
-    If a put or delete fails, the rows are those of before, and the call can be repeated.
+    Rows go to the page cache of the kernel, so they survive the process at any moment.
+
+    If a put or delete fails, the rows are those of before, and the call can be
+    repeated.
     """
 
     ascending_snapshots = True
 
     def __init__(self, options: SSDStore, *, name: str, row_bytes: int) -> None:
-        """Creates the file of the store, or opens that of shared rows, or raises ColdStoreError."""
+        """Creates the file of the store, or opens that of shared rows, or raises
+        ColdStoreError.
+        """
         self._row_bytes = row_bytes
         self._name = f"cold store SSDStore({options.path!r})"
         self._directory: RunDirectory | None = None
@@ -42,10 +47,17 @@ class SSDColdStore:
         self._scans: WeakSet[_Native] = WeakSet()
         try:
             if options.shared is None:
-                self._directory = RunDirectory(options.path, escaped_name(name), new_run())
+                self._directory = RunDirectory(
+                    options.path, escaped_name(name), new_run()
+                )
                 path = self._directory.path / "rows"
             else:
-                folder = Path(options.path, "shared", escaped_name(options.shared), escaped_name(name))
+                folder = Path(
+                    options.path,
+                    "shared",
+                    escaped_name(options.shared),
+                    escaped_name(name),
+                )
                 refuse_foreign(folder)
                 for part in (folder.parent.parent, folder.parent, folder):
                     refuse_link(part)
@@ -67,9 +79,10 @@ class SSDColdStore:
         dropped = _ops.ssd_dropped(self._handle)
         if dropped:
             warn_user(
-                f"{self}: {dropped} rows at its end were dropped ({dropped * self._row_bytes} bytes): the call that "
-                "wrote them failed, or was not acknowledged before its process was killed. All acknowledged rows are "
-                "there"
+                f"{self}: {dropped} rows at its end were dropped"
+                f" ({dropped * self._row_bytes} bytes): the call that wrote them"
+                " failed, or was not acknowledged before its process was killed. All"
+                " acknowledged rows are there"
             )
 
     def get(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +112,9 @@ class SSDColdStore:
         return ids
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """See :meth:`ColdStore.scan`. Ids are in ascending order, and the rows are those of the time of the call.
+        """See :meth:`ColdStore.scan`.
+
+        Ids are in ascending order, and the rows are those of the time of the call.
 
         The iterator takes 16 bytes for each row.
         """
@@ -111,7 +126,9 @@ class SSDColdStore:
     def close(self) -> None:
         """See :meth:`ColdStore.close`. Shared rows stay in their file."""
         for scan in list(self._scans):
-            scan.close()  # a scan has the file open, and the end of a former use would end the lock of the next one
+            # a scan has the file open, and the end of a former use would end the lock
+            # of the next one
+            scan.close()
         self._file = None
         directory, self._directory = self._directory, None
         try:
@@ -132,7 +149,9 @@ class SSDColdStore:
     def _rows_of(self, scan: _Native) -> Iterator[tuple[Tensor, Tensor]]:
         while self._handle:
             with self._errors():
-                ids, rows = _ops.ssd_scan_read(scan.handle, max(1, _SCAN_BYTES // self._row_bytes))
+                ids, rows = _ops.ssd_scan_read(
+                    scan.handle, max(1, _SCAN_BYTES // self._row_bytes)
+                )
             if not len(ids):
                 return
             yield ids, rows
@@ -150,11 +169,14 @@ class SSDColdStore:
 class _Native:
     """A handle of the native code, which is closed with its last user."""
 
-    def __init__(self, handle: int, close: Callable[[int], None], row_bytes: int) -> None:
+    def __init__(
+        self, handle: int, close: Callable[[int], None], row_bytes: int
+    ) -> None:
         self.handle = handle
         self.row_bytes = row_bytes
         self._free = weakref.finalize(self, close, handle)
-        # While the interpreter ends, ops cannot be called. The kernel closes the file, which has all rows.
+        # While the interpreter ends, ops cannot be called. The kernel closes the file,
+        # which has all rows.
         self._free.atexit = False
 
     def close(self) -> None:
@@ -162,7 +184,9 @@ class _Native:
         self._free()
 
 
-_close, _scan_close = (ops.untraced(op) for op in (_ops.ssd_close.default, _ops.ssd_scan_close.default))
+_close, _scan_close = (
+    ops.untraced(op) for op in (_ops.ssd_close.default, _ops.ssd_scan_close.default)
+)
 _files: WeakValueDictionary[Path, _Native] = (
     WeakValueDictionary()
 )  # tables of this process share the files of shared rows
@@ -173,7 +197,12 @@ def _opened(path: Path, row_bytes: int, *, keep: bool) -> _Native:
     with _opening:
         file = _files.get(path)
         if file is None:
-            file = _files[path] = _Native(_ops.ssd_open(str(path), row_bytes, keep), _close, row_bytes)
+            file = _files[path] = _Native(
+                _ops.ssd_open(str(path), row_bytes, keep), _close, row_bytes
+            )
     if file.row_bytes != row_bytes:
-        raise ColdStoreError(f"{path} has rows of {file.row_bytes} bytes, and the table has rows of {row_bytes} bytes")
+        raise ColdStoreError(
+            f"{path} has rows of {file.row_bytes} bytes, and the table has rows of"
+            f" {row_bytes} bytes"
+        )
     return file

@@ -9,8 +9,19 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, is_square, state_names, without_state
-from torchrec_recstore.options import Scored, TableOptions, default_initializer, is_shared
+from torchrec_recstore.optim import (
+    Optimizer,
+    RowWiseAdagrad,
+    is_square,
+    state_names,
+    without_state,
+)
+from torchrec_recstore.options import (
+    Scored,
+    TableOptions,
+    default_initializer,
+    is_shared,
+)
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store.arguments import (
     among,
@@ -28,50 +39,72 @@ from torchrec_recstore.store.left_ids import LeftIds
 from torchrec_recstore.store.memory_tier import MemoryTier, holding
 from torchrec_recstore.store.parts import ImageLayout, Part, Parts, named_rows
 from torchrec_recstore.store.snapshot import ColdSnapshot, Snapshot
-from torchrec_recstore.store.table_state import Sightings, TableState, TableStats, no_sightings, set_event_time
+from torchrec_recstore.store.table_state import (
+    Sightings,
+    TableState,
+    TableStats,
+    no_sightings,
+    set_event_time,
+)
 from torchrec_recstore.utils import warn_user
 
 PART_ROWS = 1 << 16
-"""The rows that :meth:`Table.parts` reads, and :meth:`Table.write` writes, at once: it limits memory and pauses."""
+"""The rows that :meth:`Table.parts` reads, and :meth:`Table.write` writes, at once: it
+limits memory and pauses.
+"""
 
 _ARRIVALS = 8  # the parts of max_rows in which rows are written
-_STATS = "rows bytes lookups misses inserts updates nonfinite steps refused evicted expired cold_hits refused_times"
+_STATS = (
+    "rows bytes lookups misses inserts updates nonfinite steps refused evicted expired"
+    " cold_hits refused_times"
+)
 
 
 class Table(AbstractContextManager["Table"]):
     """One shard of one embedding table: a growing native store of rows by id.
 
-    Every int64 value is a valid id. A call either does all of its work, or raises an error and leaves the table
-    unchanged: a call that raises ColdStoreError, because the cold store fails, can be repeated. Several threads may
-    call the table at the same time. Calls that only read share it, and each reads the rows of one moment; a call that
-    changes it runs alone. The results of a call are the same, to the bit, for every number of torch's threads.
+    Every int64 value is a valid id. A call either does all of its work, or raises an
+    error and leaves the table unchanged: a call that raises ColdStoreError, because the
+    cold store fails, can be repeated. Several threads may call the table at the same
+    time. Calls that only read share it, and each reads the rows of one moment; a call
+    that changes it runs alone. The results of a call are the same, to the bit, for
+    every number of torch's threads.
 
     Args:
         dim: The number of columns of the whole table.
-        dtype: The data type of the weights: ``torch.float32``, ``float16``, ``bfloat16`` or ``int8`` (8 bits a weight,
-            and a scale and a bias a row; lookups are then float32). All arithmetic is float32. Stored weights are
+        dtype: The data type of the weights: ``torch.float32``, ``float16``,
+            ``bfloat16`` or ``int8`` (8 bits a weight, and a scale and a bias a row;
+            lookups are then float32). All arithmetic is float32. Stored weights are
             rounded to nearest.
-        optimizer: The optimizer with which :meth:`update` and the backward of a kernel update rows. A table with
-            ``options.frozen`` has none, and ``table.optimizer`` is then an :class:`SGD`, whose rows have no state.
+        optimizer: The optimizer with which :meth:`update` and the backward of a kernel
+            update rows. A table with ``options.frozen`` has none, and
+            ``table.optimizer`` is then an :class:`SGD`, whose rows have no state.
         options: How rows are created, read, evicted and stored.
         name: The name of the table, on which the weights of new rows depend.
-        columns: The columns of the shard, ``range(a, b)``. The result of a lookup then has the shape (N, b - a).
-            Default: None, which means all columns.
-        stochastic_rounding: Whether updates of narrow rows are rounded up or down at random, so that the mean is right
-            and that steps smaller than the last bit are not lost. The random numbers depend only on the seed, the name,
-            the id, the column and the number of the table's update. float32 rows are exact. Default: None, which is
-            True for ``int8``, where False is an error, else False.
-        state_dtype: The data type in which optimizer state is stored: ``torch.float32`` or ``float16``. A float16 state
-            is rounded stochastically in each update, and to nearest when it is written. A sum or an average of squares
-            is stored as its square root, so that the squares of small gradients are not lost. Numbers above the largest
-            one, 65504, become 65504. The table reads and writes states as float32 in either case.
-        shard: The index of the shard, if the rows of the table are split. It tells shards apart in a cold store.
-        owned: A function that takes ids, (N,) int64, and returns which of them belong to this shard, (N,) bool. A
-            shared cold store, which stores the rows of all shards under one name, needs it if the rows are split.
-            Default: None, which means that all ids belong to this shard.
+        columns: The columns of the shard, ``range(a, b)``. The result of a lookup then
+            has the shape (N, b - a). Default: None, which means all columns.
+        stochastic_rounding: Whether updates of narrow rows are rounded up or down at
+            random, so that the mean is right and that steps smaller than the last bit
+            are not lost. The random numbers depend only on the seed, the name, the id,
+            the column and the number of the table's update. float32 rows are exact.
+            Default: None, which is True for ``int8``, where False is an error, else
+            False.
+        state_dtype: The data type in which optimizer state is stored: ``torch.float32``
+            or ``float16``. A float16 state is rounded stochastically in each update,
+            and to nearest when it is written. A sum or an average of squares is stored
+            as its square root, so that the squares of small gradients are not lost.
+            Numbers above the largest one, 65504, become 65504. The table reads and
+            writes states as float32 in either case.
+        shard: The index of the shard, if the rows of the table are split. It tells
+            shards apart in a cold store.
+        owned: A function that takes ids, (N,) int64, and returns which of them belong
+            to this shard, (N,) bool. A shared cold store, which stores the rows of all
+            shards under one name, needs it if the rows are split. Default: None, which
+            means that all ids belong to this shard.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or an invalid value. The message names the argument.
+        TypeError, ValueError: An argument has the wrong type or an invalid value. The
+            message names the argument.
         ColdStoreError: The cold store cannot be opened.
         ImportError: The package that the cold store needs is missing.
 
@@ -98,7 +131,16 @@ class Table(AbstractContextManager["Table"]):
         shard: int = 0,
         owned: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        check_table(dim, dtype, optimizer, options, name, columns, stochastic_rounding, state_dtype)
+        check_table(
+            dim,
+            dtype,
+            optimizer,
+            options,
+            name,
+            columns,
+            stochastic_rounding,
+            state_dtype,
+        )
         columns = range(dim) if columns is None else columns
         if options.frozen:
             optimizer = without_state(optimizer)
@@ -110,58 +152,94 @@ class Table(AbstractContextManager["Table"]):
         self._value_dtype = value_dtype(dtype)
         self._who = f"table '{name}'"  # names the table in errors
         self.columns = columns
-        self.stochastic_rounding = dtype is torch.int8 if stochastic_rounding is None else stochastic_rounding
+        self.stochastic_rounding = (
+            dtype is torch.int8 if stochastic_rounding is None else stochastic_rounding
+        )
         self.state_dtype = state_dtype
         self.shard = shard
-        new_rows = (name, columns, options.seed, options.missing, default_initializer(options))
-        self.handle = ops.table_create(*new_rows, optimizer, dtype, self.stochastic_rounding, state_dtype, options)
-        """The handle of the native table, for :func:`torchrec_recstore.ops.group_create`."""
+        new_rows = (
+            name,
+            columns,
+            options.seed,
+            options.missing,
+            default_initializer(options),
+        )
+        self.handle = ops.table_create(
+            *new_rows, optimizer, dtype, self.stochastic_rounding, state_dtype, options
+        )
+        """The handle of the native table, for
+        :func:`torchrec_recstore.ops.group_create`.
+        """
         self._free_rows = weakref.finalize(self, ops.table_destroy, self.handle)
         if options.left_ids is not None:
             ops.table_record_left(self.handle, options.left_ids)
         self.pending_passes: list[tuple[Tensor, Tensor]] = []
-        """The backward passes whose gradients a kernel keeps until it updates the rows with those of further passes."""
+        """The backward passes whose gradients a kernel keeps until it updates the rows
+        with those of further passes.
+        """
         self.tier = MemoryTier(self.handle)
-        """The strategy by which rows move between memory and the cold store, if there is one."""
+        """The strategy by which rows move between memory and the cold store, if there
+        is one.
+        """
         if options.cold_store is not None:
             store_name = f"{name}.{shard}.{columns.start}-{columns.stop}"
             if is_shared(options.cold_store):
-                # The name has no shard index, because other jobs may split the rows differently. It has the data types
-                # and the states, because a job with others would misread the bytes of a row.
+                # The name has no shard index, because other jobs may split the rows
+                # differently. It has the data types and the states, because a job with
+                # others would misread the bytes of a row.
                 halves = ["float16"] if state_dtype is torch.float16 else []
-                kind = ".".join([str(dtype).removeprefix("torch."), *state_names(optimizer), *halves])
+                kind = ".".join(
+                    [
+                        str(dtype).removeprefix("torch."),
+                        *state_names(optimizer),
+                        *halves,
+                    ]
+                )
                 store_name = f"{name}.{columns.start}-{columns.stop}.{kind}"
-            self.tier = ColdTier(self.handle, self.image_layout, options, store_name, owned)
+            self.tier = ColdTier(
+                self.handle, self.image_layout, options, store_name, owned
+            )
         self._free_store = weakref.finalize(self, self.tier.close)
 
-    def lookup(self, ids: Tensor, *, train: bool = False, out: Tensor | None = None) -> Tensor:
+    def lookup(
+        self, ids: Tensor, *, train: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         """Reads the weights of rows.
 
         Args:
-            ids: (N,) int64. The ids whose rows are read. Any strides and duplicates are allowed.
-            train: Whether the call is a training step, which creates a row for each id without one. Otherwise, and
-                in a frozen table, nothing changes, and for an id without a row the call returns zeros or the id's
-                initial row (``options.missing``).
-            out: (N, columns), contiguous, of the dtype of the result. The tensor that receives the weights, only with
-                ``train=False``. Default: None, for a new tensor.
+            ids: (N,) int64. The ids whose rows are read. Any strides and duplicates are
+                allowed.
+            train: Whether the call is a training step, which creates a row for each id
+                without one. Otherwise, and in a frozen table, nothing changes, and for
+                an id without a row the call returns zeros or the id's initial row
+                (``options.missing``).
+            out: (N, columns), contiguous, of the dtype of the result. The tensor that
+                receives the weights, only with ``train=False``. Default: None, for a
+                new tensor.
 
         Returns:
-            (N, columns), of the table's dtype, or float32 for an ``int8`` table. The weights, in the order of ``ids``.
+            (N, columns), of the table's dtype, or float32 for an ``int8`` table. The
+            weights, in the order of ``ids``.
 
         Raises:
             TypeError: ``ids`` is not an int64 tensor.
-            ValueError: ``ids`` or ``out`` has another shape, the table is closed, or the ids need more rows at once
-                than ``options.max_rows``.
+            ValueError: ``ids`` or ``out`` has another shape, the table is closed, or
+                the ids need more rows at once than ``options.max_rows``.
             MemoryError: There is no memory for the new rows.
             ColdStoreError: The cold store fails.
         """
         check_ids(ids)
         if out is not None:
-            check_rows(out, "out", (ids.shape[0], len(self.columns)), (self._value_dtype,))
+            check_rows(
+                out, "out", (ids.shape[0], len(self.columns)), (self._value_dtype,)
+            )
             if train:
                 raise ValueError("out needs train=False")
         train = train and not self.options.frozen
-        with ops.native_errors(self._who), self.tier.resident(ids, "lookup" if train else None):
+        with (
+            ops.native_errors(self._who),
+            self.tier.resident(ids, "lookup" if train else None),
+        ):
             if out is not None and out.dtype is torch.float32:
                 ops.table_read(self.handle, ids, out)
             else:
@@ -176,37 +254,51 @@ class Table(AbstractContextManager["Table"]):
     def update(self, ids: Tensor, grads: Tensor, *, lr: float | None = None) -> None:
         """Applies the optimizer once to the row of each distinct id.
 
-        The gradients of an id are added in the order of ``ids``, and the optimizer is applied to the sum. An id without
-        a row gets its initial row first. With ``MinFrequency(count)`` and a count above 1, it does not get one, and its
+        The gradients of an id are added in the order of ``ids``, and the optimizer is
+        applied to the sum. An id without a row gets its initial row first. With
+        ``MinFrequency(count)`` and a count above 1, it does not get one, and its
         gradients are dropped: only a training lookup admits an id.
 
         Args:
             ids: (N,) int64. The ids whose rows are updated. Duplicates are allowed.
-            grads: (N, columns), float32 or the table's dtype. The gradient of each entry of ``ids``.
+            grads: (N, columns), float32 or the table's dtype. The gradient of each
+                entry of ``ids``.
             lr: The learning rate. Default: None, which means the optimizer's.
 
         Raises:
-            TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`lookup`. ``grads`` is checked like ``ids``.
-                It is a ValueError, too, if the table is frozen.
+            TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`lookup`.
+                ``grads`` is checked like ``ids``. It is a ValueError, too, if the table
+                is frozen.
         """
         if self.options.frozen:
             raise ValueError(
-                f"{self._who} is frozen by its options, and is not updated: insert(ids, weights) writes rows"
+                f"{self._who} is frozen by its options, and is not updated: insert(ids,"
+                " weights) writes rows"
             )
         check_ids(ids)
         self._check_rows(grads, "grads", ids)
         with ops.native_errors(self._who), self.tier.resident(ids, "update"):
-            ops.table_update(self.handle, ids, plain_rows(grads), self.optimizer.lr if lr is None else lr)
+            ops.table_update(
+                self.handle,
+                ids,
+                plain_rows(grads),
+                self.optimizer.lr if lr is None else lr,
+            )
 
     def insert(self, ids: Tensor, weights: Tensor) -> None:
-        """Writes the weights of rows. A new row has zero optimizer state; an existing row keeps its optimizer state.
+        """Writes the weights of rows.
+
+        A new row has zero optimizer state; an existing row keeps its optimizer state.
 
         Args:
-            ids: (N,) int64. The ids whose rows are written. Among duplicates, the last one counts.
-            weights: (N, columns), float32 or the table's dtype. The weights of each entry of ``ids``.
+            ids: (N,) int64. The ids whose rows are written. Among duplicates, the last
+                one counts.
+            weights: (N, columns), float32 or the table's dtype. The weights of each
+                entry of ``ids``.
 
         Raises:
-            TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`lookup`. ``weights`` is checked like ``ids``.
+            TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`lookup`.
+                ``weights`` is checked like ``ids``.
         """
         check_ids(ids)
         self._check_rows(weights, "weights", ids)
@@ -214,59 +306,80 @@ class Table(AbstractContextManager["Table"]):
             ops.table_insert(self.handle, ids, plain_rows(weights))
 
     def read_rows(self, ids: Tensor) -> dict[str, Tensor]:
-        """Returns copies of the whole rows of ``ids``, (N,) int64: weights, optimizer states and bookkeeping.
+        """Returns copies of the whole rows of ``ids``, (N,) int64: weights, optimizer
+        states and bookkeeping.
 
         Returns:
-            A dictionary: ``weight``, the stored weights (see ``row_types.py``); ``last_step`` and ``frequency``, (N,)
-            int64; and the optimizer's states (:func:`torchrec_recstore.optim.state_names`), float32: element-wise
-            states have the shape (N, columns), row-wise states (N,).
+            A dictionary: ``weight``, the stored weights (see ``row_types.py``);
+            ``last_step`` and ``frequency``, (N,) int64; and the optimizer's states
+            (:func:`torchrec_recstore.optim.state_names`), float32: element-wise states
+            have the shape (N, columns), row-wise states (N,).
 
         Raises:
-            TypeError, ValueError, ColdStoreError: See :meth:`lookup`. It is a ValueError, too, if an id has no row.
+            TypeError, ValueError, ColdStoreError: See :meth:`lookup`. It is a
+                ValueError, too, if an id has no row.
         """
         check_ids(ids)
         with ops.native_errors(self._who), self.tier.resident(ids):
             return named_rows(self.optimizer, self.tier.export(ids))
 
     def write_rows(self, ids: Tensor, rows: Mapping[str, Tensor]) -> None:
-        """Writes whole rows: weights, optimizer states and bookkeeping. An id without a row gets one.
+        """Writes whole rows: weights, optimizer states and bookkeeping.
+
+        An id without a row gets one.
 
         Args:
-            ids: (N,) int64. The ids whose rows are written. Among duplicates, the last one counts.
-            rows: The rows, in the form that :meth:`read_rows` returns. ``weight`` may also be (N, columns) float32.
+            ids: (N,) int64. The ids whose rows are written. Among duplicates, the last
+                one counts.
+            rows: The rows, in the form that :meth:`read_rows` returns. ``weight`` may
+                also be (N, columns) float32.
 
         Raises:
-            TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`lookup`. It is a ValueError, too, if a key of
-                ``rows`` is missing or unknown, or a tensor has another shape.
+            TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`lookup`. It
+                is a ValueError, too, if a key of ``rows`` is missing or unknown, or a
+                tensor has another shape.
         """
         check_ids(ids)
-        checked = check_whole_rows(rows, (len(ids), len(self.columns)), self.dtype, state_names(self.optimizer))
+        checked = check_whole_rows(
+            rows, (len(ids), len(self.columns)), self.dtype, state_names(self.optimizer)
+        )
         with ops.native_errors(self._who), self.tier.resident(ids, "write"):
             ops.table_import(self.handle, ids, *checked)
 
     @property
     def is_being_saved(self) -> bool:
-        """Whether there is a snapshot of the table. Its rows cannot be exchanged before the snapshot is closed."""
+        """Whether there is a snapshot of the table.
+
+        Its rows cannot be exchanged before the snapshot is closed.
+        """
         with ops.native_errors(self._who):
             return ops.table_is_being_saved(self.handle)
 
     def part(self, ids: Tensor) -> Part:
-        """Returns the rows of ``ids``, (N,) int64, as :meth:`read_rows` does, with their ids and columns."""
+        """Returns the rows of ``ids``, (N,) int64, as :meth:`read_rows` does, with
+        their ids and columns.
+        """
         return Part(ids, self.columns, self.read_rows(ids))
 
     def parts(self) -> Parts:
         """Reads all rows, cold rows included, in ascending order of their ids.
 
-        A table without rows has one part. The table must not change meanwhile; :meth:`snapshot` reads one that does.
+        A table without rows has one part. The table must not change meanwhile;
+        :meth:`snapshot` reads one that does.
         """
         ids = self.ids()
-        return (self.part(ids[begin : begin + PART_ROWS]) for begin in range(0, max(1, len(ids)), PART_ROWS))
+        return (
+            self.part(ids[begin : begin + PART_ROWS])
+            for begin in range(0, max(1, len(ids)), PART_ROWS)
+        )
 
     def write(self, part: Part) -> None:
-        """Writes the rows of a part with the table's columns, also more rows than ``max_rows`` at once.
+        """Writes the rows of a part with the table's columns, also more rows than
+        ``max_rows`` at once.
 
-        Weights of another data type are rounded to nearest. Rows that exceed ``max_rows`` are evicted as they arrive.
-        If the call fails, some of the rows may have been written.
+        Weights of another data type are rounded to nearest. Rows that exceed
+        ``max_rows`` are evicted as they arrive. If the call fails, some of the rows may
+        have been written.
 
         Raises:
             TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`write_rows`.
@@ -277,42 +390,61 @@ class Table(AbstractContextManager["Table"]):
             self.write_rows(some.ids, some.rows)
 
     def insert_all(self, ids: Tensor, weights: Tensor) -> None:
-        """Calls :meth:`insert` for any number of rows. See :meth:`write`, which is the same for whole rows."""
+        """Calls :meth:`insert` for any number of rows.
+
+        See :meth:`write`, which is the same for whole rows.
+        """
         for place in self._arriving(len(ids)):
             self.insert(ids[place], weights[place])
 
     def _arriving(self, rows: int) -> Iterator[slice]:
-        """Yields the places of the rows that are written in one call, for which other calls wait."""
+        """Yields the places of the rows that are written in one call, for which other
+        calls wait.
+        """
         size = PART_ROWS
-        if self.options.max_rows is not None:  # the last rows stay in memory, whatever their stamps: they must be few
+        # the last rows stay in memory, whatever their stamps: they must be few
+        if self.options.max_rows is not None:
             size = min(size, max(1, self.options.max_rows // _ARRIVALS))
         return (slice(begin, begin + size) for begin in range(0, max(1, rows), size))
 
     def state(self) -> TableState:
-        """Returns a copy of what the table knows besides its rows: its clocks, and the counts of admission."""
+        """Returns a copy of what the table knows besides its rows: its clocks, and the
+        counts of admission.
+        """
         with ops.native_errors(self._who):
             sightings = None
             if self._counts_sightings:
                 sightings = Sightings(*ops.table_sightings(self.handle))
-                sightings = sightings.take(sightings.ids.argsort(stable=True))  # in an order that no history changes
+                # in an order that no history changes
+                sightings = sightings.take(sightings.ids.argsort(stable=True))
             times = ops.table_times(self.handle)
-            return TableState(self.steps, self.optimizer_steps, tuple(times) if times else None, sightings)
+            return TableState(
+                self.steps,
+                self.optimizer_steps,
+                tuple(times) if times else None,
+                sightings,
+            )
 
     def set_state(self, state: TableState) -> None:
-        """Replaces what the table knows besides its rows. Set it before rows are written: eviction and expiry use it.
+        """Replaces what the table knows besides its rows.
 
-        Times are ignored if the rows do not expire after a time, and sightings if admission does not count. Without
-        times, the age of the rows counts from the next step. Without sightings, admission counts from zero. The state
-        of other shards becomes that of this one by ``TableState.merged(states).owned(owned)``.
+        Set it before rows are written: eviction and expiry use it.
+
+        Times are ignored if the rows do not expire after a time, and sightings if
+        admission does not count. Without times, the age of the rows counts from the
+        next step. Without sightings, admission counts from zero. The state of other
+        shards becomes that of this one by ``TableState.merged(states).owned(owned)``.
 
         Raises:
-            ValueError: The times are damaged, a number of steps is out of range, or a tensor has another shape.
+            ValueError: The times are damaged, a number of steps is out of range, or a
+                tensor has another shape.
             ColdStoreError: The cold store fails.
         """
         state = TableState.from_tensors(state.tensors())  # checks the tensors
         with ops.native_errors(self._who):
             times = list(state.times or ()) if ops.table_times(self.handle) else []
-            # A table without rows checks the numbers, because the native table sets them one after the other.
+            # A table without rows checks the numbers, because the native table sets
+            # them one after the other.
             empty = Table(1, options=TableOptions(expiry=self.options.expiry))
             empty.tier.set_clock(state.steps, times)
             ops.table_set_optimizer_steps(empty.handle, state.optimizer_steps)
@@ -320,22 +452,32 @@ class Table(AbstractContextManager["Table"]):
             self.tier.set_clock(state.steps, times)
             ops.table_set_optimizer_steps(self.handle, state.optimizer_steps)
             if self._counts_sightings:
-                ops.table_set_sightings(self.handle, *(state.sightings or no_sightings()))
+                ops.table_set_sightings(
+                    self.handle, *(state.sightings or no_sightings())
+                )
 
     @property
     def _counts_sightings(self) -> bool:
         return self.options.admission is not None and self.options.admission.count > 1
 
     def set_time(self, unix_seconds: float) -> None:
-        """Sets the time by which rows expire to that of the events, as :func:`torchrec_recstore.set_time` does."""
+        """Sets the time by which rows expire to that of the events, as
+        :func:`torchrec_recstore.set_time` does.
+        """
         with ops.native_errors(self._who):
             set_event_time([self], [check_time(unix_seconds)])
 
     @property
     def image_layout(self) -> ImageLayout:
         """The layout of a row with all of its state, as a cold store stores it."""
-        squares = [is_square(name) for name, kind in state_names(self.optimizer).items() if kind == "element"]
-        return ImageLayout(self.dtype, len(self.columns), self.state_dtype, tuple(squares))
+        squares = [
+            is_square(name)
+            for name, kind in state_names(self.optimizer).items()
+            if kind == "element"
+        ]
+        return ImageLayout(
+            self.dtype, len(self.columns), self.state_dtype, tuple(squares)
+        )
 
     @property
     def image_bytes(self) -> int:
@@ -343,91 +485,139 @@ class Table(AbstractContextManager["Table"]):
         return ops.table_image_bytes(self.handle)
 
     def mark(self) -> int:
-        """Marks this moment, and returns the mark. ``snapshot(since=mark)`` later returns the changes since then.
+        """Marks this moment, and returns the mark.
 
-        A snapshot also has a mark, of its moment. From the first mark on, the table records which rows change, in one
-        byte per row, and which rows are removed, in eight bytes per id. It remembers at least the last 127 marks.
+        ``snapshot(since=mark)`` later returns the changes since then.
+
+        A snapshot also has a mark, of its moment. From the first mark on, the table
+        records which rows change, in one byte per row, and which rows are removed, in
+        eight bytes per id. It remembers at least the last 127 marks.
         """
         with ops.native_errors(self._who):
             return ops.table_mark(self.handle)
 
     def locate_rows(self) -> None:
-        """Records where the index has each row, in four bytes per row, which may raise MemoryError.
+        """Records where the index has each row, in four bytes per row, which may raise
+        MemoryError.
 
-        With this record, a snapshot since a mark takes time for the changed rows only. The first call walks over the
-        index. The record is lost when the table exchanges its rows.
+        With this record, a snapshot since a mark takes time for the changed rows only.
+        The first call walks over the index. The record is lost when the table exchanges
+        its rows.
         """
         with ops.native_errors(self._who):
             ops.table_locate_rows(self.handle)
 
     def reserve(self, rows: int) -> None:
-        """Grows the index for ``rows`` rows in all, at most ``max_rows``, so that no entries move while they arrive.
+        """Grows the index for ``rows`` rows in all, at most ``max_rows``, so that no
+        entries move while they arrive.
 
-        The memory of the rows themselves grows with them, and is checked again then: other processes may take it.
+        The memory of the rows themselves grows with them, and is checked again then:
+        other processes may take it.
 
         Raises:
             ValueError: ``rows`` is negative.
-            MemoryError: There is no memory for so many rows now. The rows are unchanged.
+            MemoryError: There is no memory for so many rows now. The rows are
+                unchanged.
         """
         with ops.native_errors(self._who):
             ops.table_reserve(self.handle, rows)
 
     def shrink(self) -> None:
-        """Returns the memory of removed rows to the system. Without this call, that happens when half of them are gone.
+        """Returns the memory of removed rows to the system.
 
-        The call does nothing while the table has a snapshot, or a backward pass is pending.
+        Without this call, that happens when half of them are gone.
+
+        The call does nothing while the table has a snapshot, or a backward pass is
+        pending.
         """
         with ops.native_errors(self._who):
             ops.table_shrink(self.handle)
 
     def snapshot(self, since: int | None = None) -> Snapshot:
-        """Returns a snapshot of the rows as they are now, which can be read while the table changes.
+        """Returns a snapshot of the rows as they are now, which can be read while the
+        table changes.
 
-        A table has at most one snapshot at a time. If the cold store cannot be read as it was at one moment
-        (``ColdStore.ascending_snapshots``), the call first copies the store to a temporary file.
+        A table has at most one snapshot at a time. If the cold store cannot be read as
+        it was at one moment (``ColdStore.ascending_snapshots``), the call first copies
+        the store to a temporary file.
 
         Args:
-            since: A mark. The snapshot then has only the rows that were changed or created after the mark.
+            since: A mark. The snapshot then has only the rows that were changed or
+                created after the mark.
 
         Raises:
-            ValueError: There is a snapshot of the table already, the mark has been forgotten, or there is a mark and
-                the cold store is shared, so that changes by other jobs are not known.
+            ValueError: There is a snapshot of the table already, the mark has been
+                forgotten, or there is a mark and the cold store is shared, so that
+                changes by other jobs are not known.
             ColdStoreError: The cold store fails.
         """
         if since is not None:
-            self.check_unshared("changes by other jobs since a mark are not known: save the whole table")
+            self.check_unshared(
+                "changes by other jobs since a mark are not known: save the whole table"
+            )
         with ops.native_errors(self._who), self.tier.lock:
             handle = ops.snapshot_open(self.handle, since)
             try:
                 tier = self.tier
-                cold = ColdSnapshot(self.handle, tier, handle, since) if isinstance(tier, ColdTier) else None
-                return Snapshot(self.name, self.optimizer, self.columns, self.image_layout, handle, cold)
+                cold = (
+                    ColdSnapshot(self.handle, tier, handle, since)
+                    if isinstance(tier, ColdTier)
+                    else None
+                )
+                return Snapshot(
+                    self.name,
+                    self.optimizer,
+                    self.columns,
+                    self.image_layout,
+                    handle,
+                    cold,
+                )
             except BaseException:
                 ops.snapshot_close(handle)
                 raise
 
     def empty_copy(self) -> Table:
-        """Returns a table with the same arguments and no rows. Raises ValueError if the cold store is shared."""
+        """Returns a table with the same arguments and no rows.
+
+        Raises ValueError if the cold store is shared.
+        """
         self.check_unshared("other jobs use them, so that they cannot be replaced")
-        named = partial(Table, self.dim, self.dtype, self.optimizer, self.options, name=self.name, columns=self.columns)
-        return named(stochastic_rounding=self.stochastic_rounding, state_dtype=self.state_dtype, shard=self.shard)
+        named = partial(
+            Table,
+            self.dim,
+            self.dtype,
+            self.optimizer,
+            self.options,
+            name=self.name,
+            columns=self.columns,
+        )
+        return named(
+            stochastic_rounding=self.stochastic_rounding,
+            state_dtype=self.state_dtype,
+            shard=self.shard,
+        )
 
     def exchange_rows(self, other: Table, *, record_other: bool = True) -> None:
-        """Exchanges the rows, ``steps`` and ``optimizer_steps`` of this table and another table, without copying rows.
+        """Exchanges the rows, ``steps`` and ``optimizer_steps`` of this table and
+        another table, without copying rows.
 
-        The backward of a forward that ran before the exchange updates neither table. Both tables forget all marks.
+        The backward of a forward that ran before the exchange updates neither table.
+        Both tables forget all marks.
 
         Args:
             other: The other table.
-            record_other: Whether the other table, too, records which ids leave it. That reads whole cold stores, for
-                nothing if the other table is closed afterwards.
+            record_other: Whether the other table, too, records which ids leave it. That
+                reads whole cold stores, for nothing if the other table is closed
+                afterwards.
 
         Raises:
-            ValueError: The tables differ in columns, data types, optimizer or bounds, there is a snapshot of one of
-                them, or a cold store is shared.
+            ValueError: The tables differ in columns, data types, optimizer or bounds,
+                there is a snapshot of one of them, or a cold store is shared.
         """
         for table in (self, other):
-            table.check_unshared("other jobs use them, so that they cannot move to another table")
+            table.check_unshared(
+                "other jobs use them, so that they cannot move to another table"
+            )
         with ops.native_errors(self._who), holding([self.tier, other.tier]):
             self._record_exchange(other)
             if record_other:
@@ -438,7 +628,8 @@ class Table(AbstractContextManager["Table"]):
             self.tier.exchange(other.tier)
 
     def take_rows(self, other: Table) -> None:
-        """Replaces the rows, ``steps`` and ``optimizer_steps`` by those of another table, which is then closed.
+        """Replaces the rows, ``steps`` and ``optimizer_steps`` by those of another
+        table, which is then closed.
 
         Raises:
             ValueError: See :meth:`exchange_rows`. The other table stays open.
@@ -447,53 +638,67 @@ class Table(AbstractContextManager["Table"]):
         other.close()
 
     def contains(self, ids: Tensor) -> Tensor:
-        """Returns which of ``ids``, (N,) int64, have a row: (N,) bool. Cold rows count."""
+        """Returns which of ``ids``, (N,) int64, have a row: (N,) bool.
+
+        Cold rows count.
+        """
         check_ids(ids)
         with ops.native_errors(self._who), self.tier.resident(ids):
             return self.tier.contains(ids)
 
     def remove(self, ids: Tensor) -> int:
-        """Removes the rows of ``ids``, (N,) int64, and returns how many rows there were. Cold rows are removed too."""
+        """Removes the rows of ``ids``, (N,) int64, and returns how many rows there
+        were.
+
+        Cold rows are removed too.
+        """
         check_ids(ids)
         with ops.native_errors(self._who), self.tier.resident(ids):
             return self.tier.remove(ids)
 
     def set_scores(self, ids: Tensor, scores: Tensor) -> int:
-        """Sets the scores of rows, by which a table with ``eviction=Scored()`` selects the rows to evict.
+        """Sets the scores of rows, by which a table with ``eviction=Scored()`` selects
+        the rows to evict.
 
-        Ids without a row are ignored: a row that is made later has no score. Cold rows stay in the cold store. If the
-        cold store fails, some scores may have been set; the call can be repeated.
+        Ids without a row are ignored: a row that is made later has no score. Cold rows
+        stay in the cold store. If the cold store fails, some scores may have been set;
+        the call can be repeated.
 
         Args:
             ids: (N,) int64. The ids of the rows. Among duplicates, the last one counts.
-            scores: (N,) float32, finite. The score of each entry of ``ids``. Rows with lower scores are evicted first.
+            scores: (N,) float32, finite. The score of each entry of ``ids``. Rows with
+                lower scores are evicted first.
 
         Returns:
             The number of rows whose score was set.
 
         Raises:
-            TypeError, ValueError: ``ids`` or ``scores`` has another dtype or shape, a score is not finite, or the
-                table has no ``eviction=Scored()``. Nothing has changed.
+            TypeError, ValueError: ``ids`` or ``scores`` has another dtype or shape, a
+                score is not finite, or the table has no ``eviction=Scored()``. Nothing
+                has changed.
             ColdStoreError: The cold store fails.
         """
         check_ids(ids)
         check_scores(scores, ids)
         if not isinstance(self.options.eviction, Scored):
             raise ValueError(
-                f"{self._who} does not evict by scores: its eviction is {self.options.eviction!r}; make it with "
-                "TableOptions(max_rows=..., eviction=Scored())"
+                f"{self._who} does not evict by scores: its eviction is"
+                f" {self.options.eviction!r}; make it with TableOptions(max_rows=...,"
+                " eviction=Scored())"
             )
         distinct, scores = _last_scores(ids, scores.detach())
         with ops.native_errors(self._who), self.tier.resident(distinct):
             return self.tier.set_scores(distinct, scores)
 
     def left_ids(self) -> LeftIds:
-        """Returns the ids whose rows have left the table since the last call, and begins a new record.
+        """Returns the ids whose rows have left the table since the last call, and
+        begins a new record.
 
-        A row leaves by eviction without a cold store, by expiry, by :meth:`remove`, or if other rows take the place of
-        the table's rows. A row that moves to the cold store has not left. An id that has left and has a row again is
-        not in the result. The first call returns the ids since the table was made. The call reads the whole cold store
-        if its rows expire.
+        A row leaves by eviction without a cold store, by expiry, by :meth:`remove`, or
+        if other rows take the place of the table's rows. A row that moves to the cold
+        store has not left. An id that has left and has a row again is not in the
+        result. The first call returns the ids since the table was made. The call reads
+        the whole cold store if its rows expire.
 
         Raises:
             ValueError: The table has no ``options.left_ids``.
@@ -510,53 +715,70 @@ class Table(AbstractContextManager["Table"]):
                 raise
 
     def add_left_ids(self, left: LeftIds) -> None:
-        """Adds ids to the record that :meth:`left_ids` returns, such as those of a table that this one replaces."""
+        """Adds ids to the record that :meth:`left_ids` returns, such as those of a
+        table that this one replaces.
+        """
         self.check_records_left("add_left_ids")
         with ops.native_errors(self._who):
             ops.table_add_left(self.handle, left.ids, left.complete)
 
     def check_records_left(self, what: str) -> None:
-        """Raises ValueError, which begins with ``what``, if the table does not record which ids leave it."""
+        """Raises ValueError, which begins with ``what``, if the table does not record
+        which ids leave it.
+        """
         if self.options.left_ids is None:
             raise ValueError(
-                f"{what}: {self._who} does not record which ids leave it: make it with TableOptions(left_ids=...), the "
-                "largest number of ids in the record"
+                f"{what}: {self._who} does not record which ids leave it: make it with"
+                " TableOptions(left_ids=...), the largest number of ids in the record"
             )
 
     def _record_exchange(self, other: Table) -> None:
-        """Records the ids of this table that ``other``, with which it is about to exchange its rows, does not have."""
+        """Records the ids of this table that ``other``, with which it is about to
+        exchange its rows, does not have.
+        """
         if self.options.left_ids is None:
             return
         try:
-            # The native errors are converted within this block, so that it catches those for want of memory.
+            # The native errors are converted within this block, so that it catches
+            # those for want of memory.
             with ops.native_errors(self._who):
                 self.tier.bury_expired()
             ids = self.ids()
-            if len(ids) == 0:  # The ids of the other table, with all of its cold rows, are not needed.
+            # The ids of the other table, with all of its cold rows, are not needed.
+            if len(ids) == 0:
                 return
             self.add_left_ids(LeftIds(ids[~among(ids, other.ids())], complete=True))
         except (ColdStoreError, MemoryError):  # The exchange must not fail.
-            self.add_left_ids(LeftIds(torch.empty(0, dtype=torch.int64), complete=False))
+            self.add_left_ids(
+                LeftIds(torch.empty(0, dtype=torch.int64), complete=False)
+            )
 
     def ids(self) -> Tensor:
-        """Returns the ids that have a row, cold rows included: (rows,) int64, ascending."""
+        """Returns the ids that have a row, cold rows included: (rows,) int64,
+        ascending.
+        """
         with ops.native_errors(self._who):
             return self.tier.ids()
 
     def flush(self) -> None:
-        """Writes the rows that have changed in memory to the shared cold store, so that other jobs can read them.
+        """Writes the rows that have changed in memory to the shared cold store, so that
+        other jobs can read them.
 
-        The rows also stay in memory. They overwrite the rows that other jobs have written in the meantime.
+        The rows also stay in memory. They overwrite the rows that other jobs have
+        written in the meantime.
 
         Raises:
-            ValueError: The table has no shared cold store, or there is a snapshot of the table.
-            ColdStoreError: The cold store fails. It may have stored some of the rows. The call can be repeated.
+            ValueError: The table has no shared cold store, or there is a snapshot of
+                the table.
+            ColdStoreError: The cold store fails. It may have stored some of the rows.
+                The call can be repeated.
         """
         with ops.native_errors(self._who):
             self._shared_tier().flush()
 
     def refresh(self) -> None:
-        """Calls :meth:`flush` and then removes the rows from memory, so that lookups read what other jobs have written.
+        """Calls :meth:`flush` and then removes the rows from memory, so that lookups
+        read what other jobs have written.
 
         Rows of a forward whose backward has not run yet stay in memory.
 
@@ -568,30 +790,43 @@ class Table(AbstractContextManager["Table"]):
 
     @property
     def optimizer_steps(self) -> int:
-        """The number of updates so far, one per step. The bias correction of Adam and LAMB uses it."""
+        """The number of updates so far, one per step.
+
+        The bias correction of Adam and LAMB uses it.
+        """
         with ops.native_errors(self._who):
             return ops.table_optimizer_steps(self.handle)
 
     @property
     def steps(self) -> int:
-        """The number of training lookups so far. It is the clock of ``last_step`` and of expiry."""
+        """The number of training lookups so far.
+
+        It is the clock of ``last_step`` and of expiry.
+        """
         with ops.native_errors(self._who):
             return ops.table_steps(self.handle)
 
     def stats(self) -> TableStats:
-        """Returns the table's statistics: numbers of rows, bytes, hits, misses and so on."""
+        """Returns the table's statistics: numbers of rows, bytes, hits, misses and so
+        on.
+        """
         with ops.native_errors(self._who):
             told = dict(zip(_STATS.split(), ops.table_stats(self.handle), strict=True))
-        return TableStats(**told, cold_rows=self.tier.rows, hits=told["lookups"] - told["misses"])
+        return TableStats(
+            **told, cold_rows=self.tier.rows, hits=told["lookups"] - told["misses"]
+        )
 
     def close(self, *, flush: bool = True) -> None:
-        """Frees all rows, cold rows too. Every later call raises ValueError. The table may be closed twice.
+        """Frees all rows, cold rows too.
+
+        Every later call raises ValueError. The table may be closed twice.
 
         The rows of a shared cold store stay there.
 
         Args:
-            flush: Whether a table with a shared cold store calls :meth:`flush` first. If it raises an error, the table
-                stays open. A table that is garbage-collected without being closed does not flush.
+            flush: Whether a table with a shared cold store calls :meth:`flush` first.
+                If it raises an error, the table stays open. A table that is
+                garbage-collected without being closed does not flush.
         """
         ops.finish_updates()
         if flush and self._free_rows.alive and self.tier.shared:
@@ -613,16 +848,19 @@ class Table(AbstractContextManager["Table"]):
             self.close()
         except ColdStoreError:
             self.close(flush=False)
-            if kind is None:  # otherwise the error of the with statement's body is raised
+            # otherwise the error of the with statement's body is raised
+            if kind is None:
                 raise
 
     def __reduce__(self) -> str:
-        raise TypeError(f"table {self.name!r} owns native memory and cannot be copied or pickled")
+        raise TypeError(
+            f"table {self.name!r} owns native memory and cannot be copied or pickled"
+        )
 
     def __repr__(self) -> str:
         return (
-            f"Table(dim={self.dim}, dtype={self.dtype}, optimizer={self.optimizer}, name={self.name!r}, "
-            f"columns={self.columns})"
+            f"Table(dim={self.dim}, dtype={self.dtype}, optimizer={self.optimizer},"
+            f" name={self.name!r}, columns={self.columns})"
         )
 
     def _shared_tier(self) -> ColdTier:
@@ -631,12 +869,22 @@ class Table(AbstractContextManager["Table"]):
         raise ValueError(f"{self._who} has no shared cold store")
 
     def check_unshared(self, why: str) -> None:
-        """Raises ValueError, which ends with the reason ``why``, if the rows are in a shared cold store."""
+        """Raises ValueError, which ends with the reason ``why``, if the rows are in a
+        shared cold store.
+        """
         if self.tier.shared:
-            raise ValueError(f"{self._who}: its rows are in {self.options.cold_store!r}, which is shared: {why}")
+            raise ValueError(
+                f"{self._who}: its rows are in {self.options.cold_store!r}, which is"
+                f" shared: {why}"
+            )
 
     def _check_rows(self, rows: Tensor, argument: str, ids: Tensor) -> None:
-        check_rows(rows, argument, (len(ids), len(self.columns)), (torch.float32, self._value_dtype))
+        check_rows(
+            rows,
+            argument,
+            (len(ids), len(self.columns)),
+            (torch.float32, self._value_dtype),
+        )
 
 
 def _last_scores(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -650,27 +898,44 @@ def _last_scores(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_replaceable(tables: Iterable[Table]) -> None:
-    """Raises ValueError, which names the table, if the rows of a table are being written to a checkpoint."""
+    """Raises ValueError, which names the table, if the rows of a table are being
+    written to a checkpoint.
+    """
     for table in tables:
         if table.is_being_saved:
-            raise ValueError(f"table '{table.name}': the table is being saved already: wait until the save has ended")
+            raise ValueError(
+                f"table '{table.name}': the table is being saved already: wait until"
+                " the save has ended"
+            )
 
 
 def check_applied(tables: Iterable[Table], *, saves: bool = False) -> None:
-    """Raises ValueError, which names the table, if a kernel with ``accumulation_steps`` keeps gradients of a table.
+    """Raises ValueError, which names the table, if a kernel with ``accumulation_steps``
+    keeps gradients of a table.
 
-    If the caller ``saves`` a state, which then lacks these gradients, the function only warns.
+    If the caller ``saves`` a state, which then lacks these gradients, the function only
+    warns.
     """
     for table in tables:
         if waiting := len(table.pending_passes):
-            what = f"the gradients of {waiting} backward passes have not been applied yet"
+            what = (
+                f"the gradients of {waiting} backward passes have not been applied yet"
+            )
             if not saves:
-                raise ValueError(f"table '{table.name}': {what}: call it after a multiple of accumulation_steps")
-            warn_user(f"table '{table.name}': {what}, and are not saved: save after a multiple of accumulation_steps")
+                raise ValueError(
+                    f"table '{table.name}': {what}: call it after a multiple of"
+                    " accumulation_steps"
+                )
+            warn_user(
+                f"table '{table.name}': {what}, and are not saved: save after a"
+                " multiple of accumulation_steps"
+            )
             return
 
 
 def exchange_all(pairs: Iterable[tuple[Table, Table]]) -> None:
-    """Replaces the rows of the first table of each pair by those of the second, and closes the second."""
+    """Replaces the rows of the first table of each pair by those of the second, and
+    closes the second.
+    """
     for table, fresh in pairs:
         table.take_rows(fresh)

@@ -1,4 +1,5 @@
-"""The private parts of TorchRec's shardings, sharded modules, lookups, kernels and optimizers.
+"""The private parts of TorchRec's shardings, sharded modules, lookups, kernels and
+optimizers.
 
 A seam that gives no other reason exists because TorchRec has no public accessor.
 
@@ -19,7 +20,11 @@ from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_sharding import EmbeddingSharding
-from torchrec.distributed.embedding_types import BaseEmbeddingLookup, GroupedEmbeddingConfig, ShardedEmbeddingModule
+from torchrec.distributed.embedding_types import (
+    BaseEmbeddingLookup,
+    GroupedEmbeddingConfig,
+    ShardedEmbeddingModule,
+)
 from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
 from torchrec.distributed.model_tracker.types import TrackingMode
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
@@ -34,19 +39,29 @@ process_group: Callable[[Sharding], dist.ProcessGroup | None] = attrgetter("_pg"
 
 
 def sharding_env(sharded: Any) -> ShardingEnv:
-    """Returns the environment of a sharding or of a sharded module. ``torch.compile`` traces this, no attrgetter."""
+    """Returns the environment of a sharding or of a sharded module.
+
+    ``torch.compile`` traces this, no attrgetter.
+    """
     env: ShardingEnv = sharded._env
     return env
 
 
 def split_in_node(sharding: Sharding) -> tuple[int, int]:
-    """Returns the ranks of a node and this rank among them, for table-row-wise and grid shardings."""
+    """Returns the ranks of a node and this rank among them, for table-row-wise and grid
+    shardings.
+    """
     return sharding._local_size, sharding._rank % sharding._local_size
 
 
 def grouped_configs(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
-    """Returns the groups of tables on this rank. Table-row-wise and grid shardings keep those of every rank only."""
-    groups: list[GroupedEmbeddingConfig] | None = getattr(sharding, "_grouped_embedding_configs", None)
+    """Returns the groups of tables on this rank.
+
+    Table-row-wise and grid shardings keep those of every rank only.
+    """
+    groups: list[GroupedEmbeddingConfig] | None = getattr(
+        sharding, "_grouped_embedding_configs", None
+    )
     per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
     if groups is None:
         groups = [] if per_rank is None else per_rank[sharding._rank]
@@ -60,10 +75,13 @@ def grouped_configs_of_all_ranks(sharding: Sharding) -> list[GroupedEmbeddingCon
 
 
 class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
-    """A mixin for TorchRec's sharded collections: it gives their private hooks and attributes public names."""
+    """A mixin for TorchRec's sharded collections: it gives their private hooks and
+    attributes public names.
+    """
 
     _optim: CombinedOptimizer
-    # The unsharded module's method, and with an underscore before it the sharded one's list, of table configs.
+    # The unsharded module's method, and with an underscore before it the sharded one's
+    # list, of table configs.
     _configs_name: ClassVar[str]
 
     @property
@@ -95,7 +113,9 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
     def shardings_in_order(self) -> list[Sharding]:
         """The shardings, in the order of their types."""
         shardings = getattr(self, "_embedding_shardings", None)
-        return list(self._sharding_type_to_sharding.values() if shardings is None else shardings)
+        return list(
+            self._sharding_type_to_sharding.values() if shardings is None else shardings
+        )
 
     def shardings_by_type(self) -> Iterator[tuple[str, Sharding]]:
         """Yields the type of each sharding, and the sharding."""
@@ -108,18 +128,29 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
 
     @contextmanager
     def hidden_configs(self, tables: Sequence[str]) -> Iterator[None]:
-        """Hides the configs of some tables from TorchRec's methods, which have no argument for it."""
+        """Hides the configs of some tables from TorchRec's methods, which have no
+        argument for it.
+        """
         name, configs = f"_{self._configs_name}", self.table_configs
-        setattr(self, name, [config for config in configs if config.name not in set(tables)])
+        setattr(
+            self, name, [config for config in configs if config.name not in set(tables)]
+        )
         try:
             yield
         finally:
             setattr(self, name, configs)
 
     def become(self, other: CollectionSeams) -> None:
-        """Takes over everything of another sharded collection of the same tables, but stays the same object."""
-        # The hooks of the user and TorchRec's refer to this object, and stay. So does the fused optimizer.
-        hooks = {name: value for name, value in self.__dict__.items() if name.endswith("_hooks")}
+        """Takes over everything of another sharded collection of the same tables, but
+        stays the same object.
+        """
+        # The hooks of the user and TorchRec's refer to this object, and stay. So does
+        # the fused optimizer.
+        hooks = {
+            name: value
+            for name, value in self.__dict__.items()
+            if name.endswith("_hooks")
+        }
         optimizer, training = self._optim, self.training
         optimizer.optimizers[:] = other._optim.optimizers
         self.__dict__.clear()
@@ -131,7 +162,9 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
         raise NotImplementedError
 
     def make_state(self, fused_optimizer: CombinedOptimizer) -> CombinedOptimizer:
-        """Returns the collection's fused optimizer, once the stock tables are registered."""
+        """Returns the collection's fused optimizer, once the stock tables are
+        registered.
+        """
         raise NotImplementedError
 
     def register_tables(self) -> None:
@@ -139,7 +172,9 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
         raise NotImplementedError
 
     def load_rows(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Takes the rows of the collection's own tables out of a state that is being loaded."""
+        """Takes the rows of the collection's own tables out of a state that is being
+        loaded.
+        """
         raise NotImplementedError
 
     def _create_lookups(self) -> None:  # the only place between shardings and kernels
@@ -152,7 +187,9 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
             self._optim = self.make_state(self._optim)
 
     @staticmethod
-    def _pre_load_state_dict_hook(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _pre_load_state_dict_hook(
+        self: Any, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         # Both stock collections register the hook under this name.
         self.load_rows(state_dict, prefix)
         super()._pre_load_state_dict_hook(self, state_dict, prefix, *args)
@@ -162,19 +199,29 @@ class BagCollectionSeams(CollectionSeams):
     """A mixin for ``ShardedEmbeddingBagCollection``."""
 
     def divide_afterwards(self, names: set[str]) -> None:
-        """Sets the outputs that kernels sum and that are divided afterwards. TorchRec chooses by sharding type only."""
+        """Sets the outputs that kernels sum and that are divided afterwards.
+
+        TorchRec chooses by sharding type only.
+        """
         self._divided = names
         self._has_mean_pooling_callback = bool(names)
 
     def _init_mean_pooling_callback(self, *args: Any) -> None:
         super()._init_mean_pooling_callback(*args)
-        # TorchRec finds the outputs to divide by name, and divides wrong ones for a feature of several tables.
-        # Every output is identified by its position instead. Column-wise and grid shardings keep one name for each
-        # shard; uncombined_embedding_names of a grid sharding has the combined names.
+        # TorchRec finds the outputs to divide by name, and divides wrong ones for a
+        # feature of several tables. Every output is identified by its position instead.
+        # Column-wise and grid shardings keep one name for each shard;
+        # uncombined_embedding_names of a grid sharding has the combined names.
         shardings = self.shardings_in_order
-        places = [name for each in shardings for name in getattr(each, "_embedding_names", each.embedding_names())]
+        places = [
+            name
+            for each in shardings
+            for name in getattr(each, "_embedding_names", each.embedding_names())
+        ]
         self._kjt_key_indices = {str(place): place for place in range(len(places))}
-        whole = [str(place) for place, name in enumerate(places) if name not in self._divided]
+        whole = [
+            str(place) for place, name in enumerate(places) if name not in self._divided
+        ]
         self._pooling_type_to_rs_features = {PoolingType.SUM.value: whole}
         self._kt_key_ordering = torch.tensor(
             [places.index(name) for name in self._embedding_names], device=self._device
@@ -186,32 +233,44 @@ class SequenceCollectionSeams(CollectionSeams):
 
     def _create_lookups(self) -> None:
         super()._create_lookups()
-        if self.enable_embedding_update:  # TorchRec's method, which is not called, also makes the updates.
-            for sharding, lookup in zip(self.shardings_in_order, self.lookups, strict=True):
+        # TorchRec's method, which is not called, also makes the updates.
+        if self.enable_embedding_update:
+            for sharding, lookup in zip(
+                self.shardings_in_order, self.lookups, strict=True
+            ):
                 if sharding.enable_embedding_update:
                     self._updates.append(sharding.create_update(lookup))
 
 
 def is_in_pipeline(module: nn.Module) -> bool:
-    """Returns whether a train pipeline has replaced the ``forward`` of a sharded module, as TorchRec's pipelines do."""
-    # Detaching a pipeline leaves the original method in the attribute of the object (torchrec 1.8.0).
+    """Returns whether a train pipeline has replaced the ``forward`` of a sharded
+    module, as TorchRec's pipelines do.
+    """
+    # Detaching a pipeline leaves the original method in the attribute of the object
+    # (torchrec 1.8.0).
     return getattr(module.forward, "__func__", None) is not type(module).forward
 
 
 def on_meta_device(module: nn.Module) -> nn.Module:
-    """Returns a shallow copy of an unsharded collection, on the meta device: sharding it loads no weights."""
+    """Returns a shallow copy of an unsharded collection, on the meta device: sharding
+    it loads no weights.
+    """
     shallow = copy.copy(module)
     shallow._device = torch.device("meta")  # type: ignore[assignment]
     return shallow
 
 
 def set_device(collection: nn.Module, device: torch.device) -> None:
-    """Sets the ``device`` attribute of an unsharded collection after its tables have been replaced."""
+    """Sets the ``device`` attribute of an unsharded collection after its tables have
+    been replaced.
+    """
     collection._device = device  # type: ignore[assignment]
 
 
 def configs_of(collection: nn.Module) -> list[BaseEmbeddingConfig]:
-    """Returns the table configs of a collection, sharded or not, and an empty list for other modules."""
+    """Returns the table configs of a collection, sharded or not, and an empty list for
+    other modules.
+    """
     for name in ("embedding_bag_configs", "embedding_configs"):
         if hasattr(collection, f"_{name}"):  # sharded ones have no public name
             return list(getattr(collection, f"_{name}"))
@@ -221,17 +280,22 @@ def configs_of(collection: nn.Module) -> list[BaseEmbeddingConfig]:
 
 
 def is_weighted(collection: nn.Module) -> bool:
-    """Returns whether a sharded bag collection uses the weights of its features. ``torch.compile`` traces it."""
+    """Returns whether a sharded bag collection uses the weights of its features.
+
+    ``torch.compile`` traces it.
+    """
     return bool(collection._is_weighted)
 
 
-# Whether the output of a sharded sequence collection has the ids, and whether a PositionWeightedModule finds the
-# positions in the weights.
+# Whether the output of a sharded sequence collection has the ids, and whether a
+# PositionWeightedModule finds the positions in the weights.
 need_indices: Callable[[nn.Module], bool] = attrgetter("_need_indices")
 weights_are_positions: Callable[[nn.Module], bool] = attrgetter("_pre_processed")
 # The processors of a feature-processed collection, and the bag collection inside it.
 feature_processors: Callable[[nn.Module], nn.Module] = attrgetter("_feature_processors")
-collection_inside: Callable[[nn.Module], nn.Module] = attrgetter("_embedding_bag_collection")
+collection_inside: Callable[[nn.Module], nn.Module] = attrgetter(
+    "_embedding_bag_collection"
+)
 
 
 def kernels_of(owner: nn.Module) -> list[Any]:
@@ -239,22 +303,30 @@ def kernels_of(owner: nn.Module) -> list[Any]:
     return list(owner._emb_modules)  # type: ignore[arg-type]
 
 
-# The arguments sharded_module_order_overwrite of a bag sharder, and use_index_dedup of a sequence sharder.
+# The arguments sharded_module_order_overwrite of a bag sharder, and use_index_dedup of
+# a sequence sharder.
 module_order: Callable[[Any], Any] = attrgetter("_sharded_module_order_overwrite")
 uses_index_dedup: Callable[[Any], bool] = attrgetter("_use_index_dedup")
 
 
 def set_plan(model: DistributedModelParallel, plan: ShardingPlan) -> None:
-    """Sets the plan that ``model.plan`` returns. There is no public way, and the present plan belongs to the user."""
+    """Sets the plan that ``model.plan`` returns.
+
+    There is no public way, and the present plan belongs to the user.
+    """
     model._plan = plan
 
 
 def follow_collection_inside(collection: nn.Module) -> None:
-    """Sets what the constructor of a feature-processed collection has read of the plan of the collection inside."""
+    """Sets what the constructor of a feature-processed collection has read of the plan
+    of the collection inside.
+    """
     inside: Any = collection_inside(collection)
     collection._lookups = inside._lookups
     rows_split = {"row_wise", "table_row_wise", "grid_shard"}
-    types = {sharding.sharding_type for sharding in inside.module_sharding_plan.values()}
+    types = {
+        sharding.sharding_type for sharding in inside.module_sharding_plan.values()
+    }
     collection._row_wise_sharded = bool(types & rows_split)  # type: ignore[assignment]
 
 
@@ -274,25 +346,41 @@ class FeatureProcessedSharderSeams:
 
 
 class LookupSeams(BaseEmbeddingLookup):  # type: ignore[misc]
-    """A mixin for TorchRec's lookups: a subclass makes its own kernel for some groups of tables."""
+    """A mixin for TorchRec's lookups: a subclass makes its own kernel for some groups
+    of tables.
+    """
 
     _dummy_embs_tensor: Tensor
 
     def set_dtype_without_tables(self, dtype: torch.dtype) -> None:
-        """Sets the data type of the empty output of a rank without tables. TorchRec's is float32 (torchrec 1.8.0)."""
+        """Sets the data type of the empty output of a rank without tables.
+
+        TorchRec's is float32 (torchrec 1.8.0).
+        """
         device = self._dummy_embs_tensor.device
-        self._dummy_embs_tensor = torch.empty(0, dtype=dtype, device=device, requires_grad=True)
+        self._dummy_embs_tensor = torch.empty(
+            0, dtype=dtype, device=device, requires_grad=True
+        )
 
     def make_kernel(self, config: GroupedEmbeddingConfig) -> BaseEmbedding | None:
         """Returns the kernel of a group, or None if TorchRec makes the kernel."""
         raise NotImplementedError
 
-    def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *args: Any, **kwargs: Any) -> BaseEmbedding:
-        # The only place where kernels are made; TorchRec's method refuses CUSTOMIZED_KERNEL.
+    def _create_embedding_kernel(
+        self, config: GroupedEmbeddingConfig, *args: Any, **kwargs: Any
+    ) -> BaseEmbedding:
+        # The only place where kernels are made; TorchRec's method refuses
+        # CUSTOMIZED_KERNEL.
         kernel = self.make_kernel(config)
-        return super()._create_embedding_kernel(config, *args, **kwargs) if kernel is None else kernel
+        return (
+            super()._create_embedding_kernel(config, *args, **kwargs)
+            if kernel is None
+            else kernel
+        )
 
-    def features_by_kernel(self, features: KeyedJaggedTensor) -> Iterator[tuple[Any, KeyedJaggedTensor]]:
+    def features_by_kernel(
+        self, features: KeyedJaggedTensor
+    ) -> Iterator[tuple[Any, KeyedJaggedTensor]]:
         """Each kernel and its features."""
         return zip(kernels_of(self), features.split(self._feature_splits), strict=True)
 
@@ -300,15 +388,29 @@ class LookupSeams(BaseEmbeddingLookup):  # type: ignore[misc]
 class PooledLookupSeams(LookupSeams):
     """A mixin for ``GroupedPooledEmbeddingsLookup``."""
 
-    def _forward_with_vbe_merging(self, features_by_group: list[KeyedJaggedTensor], device: torch.device) -> Tensor:
-        # The stock method gives its kernels a preallocated output, which neither RecStore's nor FBGEMM's on a CPU take.
+    def _forward_with_vbe_merging(
+        self, features_by_group: list[KeyedJaggedTensor], device: torch.device
+    ) -> Tensor:
+        # The stock method gives its kernels a preallocated output, which neither
+        # RecStore's nor FBGEMM's on a CPU take.
         by_rank = []
-        pieces_of_groups = self._vbe_splits(features_by_group)  # elements by rank, then by feature
-        groups = zip(self._forward(features_by_group), pieces_of_groups, self._feature_splits, strict=True)
+        # elements by rank, then by feature
+        pieces_of_groups = self._vbe_splits(features_by_group)
+        groups = zip(
+            self._forward(features_by_group),
+            pieces_of_groups,
+            self._feature_splits,
+            strict=True,
+        )
         for pooled, pieces, features in groups:
-            sizes = [sum(pieces[first : first + features]) for first in range(0, len(pieces), features)]
+            sizes = [
+                sum(pieces[first : first + features])
+                for first in range(0, len(pieces), features)
+            ]
             by_rank.append(pooled.split(sizes))
-        return torch.cat([part for of_rank in zip(*by_rank, strict=True) for part in of_rank])
+        return torch.cat(
+            [part for of_rank in zip(*by_rank, strict=True) for part in of_rank]
+        )
 
 
 def optimizer_states(kernel: nn.Module) -> Any:
@@ -319,12 +421,18 @@ def optimizer_states(kernel: nn.Module) -> Any:
 tracking_mode: Callable[[ModelDeltaTrackerTrec], TrackingMode] = attrgetter("_mode")
 
 
-def marked_optimizer(parameter: Tensor | None) -> tuple[type[torch.optim.Optimizer] | None, dict[str, Any]]:
-    """Returns the optimizer class and arguments that ``apply_optimizer_in_backward`` has set, or (None, {})."""
+def marked_optimizer(
+    parameter: Tensor | None,
+) -> tuple[type[torch.optim.Optimizer] | None, dict[str, Any]]:
+    """Returns the optimizer class and arguments that ``apply_optimizer_in_backward``
+    has set, or (None, {}).
+    """
     (kind,) = getattr(parameter, "_optimizer_classes", [None])
     return kind, dict(getattr(parameter, "_optimizer_kwargs", [{}])[0])
 
 
 def mark_as_optimized(parameter: Tensor, optimizer: object) -> None:
-    """Marks a parameter as updated in backward, as ``in_backward_optimizer_filter`` reads it."""
+    """Marks a parameter as updated in backward, as ``in_backward_optimizer_filter``
+    reads it.
+    """
     parameter._in_backward_optimizers = [optimizer]  # type: ignore[attr-defined]

@@ -14,9 +14,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.model_parallel import get_unwrapped_module
-from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
-from torchrec.distributed.train_pipeline.runtime_forwards import PrefetchPipelinedForward
-from torchrec.distributed.train_pipeline.train_pipelines import PrefetchTrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.pipeline_context import (
+    PrefetchTrainPipelineContext,
+)
+from torchrec.distributed.train_pipeline.runtime_forwards import (
+    PrefetchPipelinedForward,
+)
+from torchrec.distributed.train_pipeline.train_pipelines import (
+    PrefetchTrainPipelineSparseDist,
+)
 
 
 def _no_pipeline() -> None:
@@ -28,9 +34,11 @@ class BatchContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
     """What a pipeline has begun for one batch.
 
     Args:
-        pipeline: Returns the pipeline of the batch, or None if the pipeline no longer exists.
+        pipeline: Returns the pipeline of the batch, or None if the pipeline no longer
+            exists.
         distributed: Whether the input distribution of the batch has been started.
-        prefetched: Whether the input distribution has ended and the rows are being prefetched.
+        prefetched: Whether the input distribution has ended and the rows are being
+            prefetched.
     """
 
     pipeline: Callable[[], PrefetchPipelineSeams | None] = field(default=_no_pipeline)
@@ -39,25 +47,32 @@ class BatchContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
 
 
 class _Forward(PrefetchPipelinedForward):  # type: ignore[misc]
-    """The forward of a pipelined module: that of TorchRec within a step, and the module's own outside of a step."""
+    """The forward of a pipelined module: that of TorchRec within a step, and the
+    module's own outside of a step.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pipeline = self._context.pipeline()
         if pipeline is None or pipeline.in_step:
             return super().__call__(*args, **kwargs)
-        # TorchRec's forward would return the embeddings of the next batch of the pipeline, whatever the arguments are.
+        # TorchRec's forward would return the embeddings of the next batch of the
+        # pipeline, whatever the arguments are.
         pipeline.detach()
         return self._module.forward(*args, **kwargs)
 
 
 class _BeforeForward:
-    """The hook that a pipeline adds to its model: it tells the pipeline of calls of the model.
+    """The hook that a pipeline adds to its model: it tells the pipeline of calls of the
+    model.
 
-    A copy of the model, such as an export makes of its dense layers, belongs to no pipeline. So a copy of the hook
-    does nothing, and a model with the hook can be copied and pickled without its pipeline.
+    A copy of the model, such as an export makes of its dense layers, belongs to no
+    pipeline. So a copy of the hook does nothing, and a model with the hook can be
+    copied and pickled without its pipeline.
     """
 
-    def __init__(self, pipeline: Callable[[], PrefetchPipelineSeams | None] = _no_pipeline) -> None:
+    def __init__(
+        self, pipeline: Callable[[], PrefetchPipelineSeams | None] = _no_pipeline
+    ) -> None:
         self._pipeline = pipeline
 
     def __call__(self, *_: Any) -> None:
@@ -70,10 +85,12 @@ class _BeforeForward:
 
 
 class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[misc]
-    """A prefetching pipeline that also prefetches where there are no CUDA streams, and that can be interrupted.
+    """A prefetching pipeline that also prefetches where there are no CUDA streams, and
+    that can be interrupted.
 
-    TorchRec's methods assume that every batch in flight is in the stage in which an undisturbed step leaves it. This
-    class records the stage of each batch, and brings the batches to these stages before each step.
+    TorchRec's methods assume that every batch in flight is in the stage in which an
+    undisturbed step leaves it. This class records the stage of each batch, and brings
+    the batches to these stages before each step.
     """
 
     _pipelined_forward_type = _Forward
@@ -94,16 +111,24 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
         """Whether the pipeline is between the beginning and the end of a step."""
         return self._stepping
 
-    def prefetch_without_stream(self, module: Any, features: Any, device: torch.device) -> None:
-        """Prepares the rows of a sharded module's next training batch if there is no stream."""
+    def prefetch_without_stream(
+        self, module: Any, features: Any, device: torch.device
+    ) -> None:
+        """Prepares the rows of a sharded module's next training batch if there is no
+        stream.
+        """
         raise NotImplementedError
 
     def finish_prefetch(self) -> None:
-        """Waits until the rows of the batches in flight are prepared, or raises the error of the preparation."""
+        """Waits until the rows of the batches in flight are prepared, or raises the
+        error of the preparation.
+        """
         raise NotImplementedError
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Trains the model on one batch of the iterator, and returns the output of the model."""
+        """Trains the model on one batch of the iterator, and returns the output of the
+        model.
+        """
         self._check_mode(dataloader_iter)
         try:
             self.finish_prefetch()
@@ -113,7 +138,8 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
         except StopIteration:
             raise
         except BaseException:
-            # The stages of the batches are not known now. The next step begins all of them again.
+            # The stages of the batches are not known now. The next step begins all of
+            # them again.
             self._stepping = False
             self._begin_again()
             raise
@@ -122,16 +148,20 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
             self._loaded_for_training = self._model.training
 
     def _check_mode(self, dataloader_iter: Iterator[Any]) -> None:
-        changes = dataloader_iter is not self._dataloader_iter and self._model.training != self._loaded_for_training
+        changes = (
+            dataloader_iter is not self._dataloader_iter
+            and self._model.training != self._loaded_for_training
+        )
         if not self.batches or not changes:
             return
         loaded = "training" if self._loaded_for_training else "evaluation"
         mode = "training" if self._model.training else "evaluation"
         raise RuntimeError(
-            f"progress: {len(self.batches)} batch(es) of another iterator were loaded for {loaded}, and the model is "
-            f"in {mode} mode now: call the model itself to evaluate a batch between two steps, use another pipeline "
-            "for the other iterator, or train the loaded batches first: call progress(iter(())) until it raises "
-            "StopIteration"
+            f"progress: {len(self.batches)} batch(es) of another iterator were loaded"
+            f" for {loaded}, and the model is in {mode} mode now: call the model itself"
+            " to evaluate a batch between two steps, use another pipeline for the"
+            " other iterator, or train the loaded batches first: call"
+            " progress(iter(())) until it raises StopIteration"
         )
 
     def _create_context(self) -> BatchContext:
@@ -140,9 +170,12 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
         return context
 
     def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
-        """Loads up to two batches, prefetches the first, and starts the input distribution of the second."""
-        # TorchRec's method does nothing if a batch is in flight, in whatever stage (torchrec 1.7.0 to 1.9.2). Then one
-        # batch without input distribution would be left by a new iterator, an error, or a pipeline that was detached.
+        """Loads up to two batches, prefetches the first, and starts the input
+        distribution of the second.
+        """
+        # TorchRec's method does nothing if a batch is in flight, in whatever stage
+        # (torchrec 1.7.0 to 1.9.2). Then one batch without input distribution would be
+        # left by a new iterator, an error, or a pipeline that was detached.
         if not self.batches and not self.enqueue_batch(dataloader_iter):
             return
         if not self.contexts[0].prefetched:
@@ -158,26 +191,36 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
         self._stepping = True
 
     def _start(self, place: int) -> None:
-        """Starts the input distribution of a batch in flight, if it has not been started."""
+        """Starts the input distribution of a batch in flight, if it has not been
+        started.
+        """
         if not self.contexts[place].distributed:
             # The method pipelines the model before its first batch.
-            self._init_pipelined_modules(self.batches[place], self.contexts[place], self._pipelined_forward_type)
+            self._init_pipelined_modules(
+                self.batches[place], self.contexts[place], self._pipelined_forward_type
+            )
 
     def _start_early(self) -> None:
-        """Starts the input distribution of the second batch. On one rank, its error waits until it is the first."""
+        """Starts the input distribution of the second batch.
+
+        On one rank, its error waits until it is the first.
+        """
         try:
             self.start_sparse_data_dist(self.batches[1], self.contexts[1])
         except Exception:
             # Ranks that go on would wait for one that has not started it.
-            if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            if (
+                torch.distributed.is_initialized()
+                and torch.distributed.get_world_size() > 1
+            ):
                 raise
             self._forget(1)
 
     def start_sparse_data_dist(self, batch: Any, context: BatchContext) -> None:
         """Starts the input distribution of a batch before a step.
 
-        At the end of a step it does nothing, so that an error of the third batch does not look like an error of the
-        step that has trained the first.
+        At the end of a step it does nothing, so that an error of the third batch does
+        not look like an error of the step that has trained the first.
         """
         if not self._stepping:
             super().start_sparse_data_dist(batch, context)
@@ -198,7 +241,9 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
             name = module.forward.name
             features = context.input_dist_tensors_requests.pop(name).wait()
             context.module_input_post_prefetch[name] = features
-            context.module_contexts_post_prefetch[name] = context.module_contexts.pop(name)
+            context.module_contexts_post_prefetch[name] = context.module_contexts.pop(
+                name
+            )
             if self._model.training:
                 self.prefetch_without_stream(module, features, self._device)
 
@@ -220,7 +265,8 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
                 self.finish_prefetch()
                 waiting = False
             except Exception:
-                # The rows are prepared again before the batch is used, which raises this error again.
+                # The rows are prepared again before the batch is used, which raises
+                # this error again.
                 continue
 
     def _forget(self, place: int) -> None:
@@ -232,8 +278,9 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
     def detach(self) -> nn.Module:
         """Gives the model its own forward back, and returns the model.
 
-        The batches in flight are kept. The next :meth:`progress` attaches the model and begins these batches again, so
-        that the model may be evaluated, trained, saved or resharded in the meantime.
+        The batches in flight are kept. The next :meth:`progress` attaches the model and
+        begins these batches again, so that the model may be evaluated, trained, saved
+        or resharded in the meantime.
         """
         if not self._model_attached:
             return self._model  # type: ignore[no-any-return]
@@ -247,16 +294,20 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
         return model
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
-        """Takes up the model again after :meth:`detach`, or takes another model. :meth:`progress` calls it if needed.
+        """Takes up the model again after :meth:`detach`, or takes another model.
+        :meth:`progress` calls it if needed.
 
         Args:
             model: The model. Default: None, the model that was detached.
-            sparse_dist: Whether the input distribution of the first batch in flight is started at once. Default: True.
+            sparse_dist: Whether the input distribution of the first batch in flight is
+                started at once. Default: True.
         """
         if self._model_attached:
             self.detach()
         if model is not None and self._calls_model:
-            self._model_fwd = model  # TorchRec's method would go on calling the former model (torchrec 1.7.0 to 1.9.2).
+            # TorchRec's method would go on calling the former model (torchrec 1.7.0 to
+            # 1.9.2).
+            self._model_fwd = model
         super().attach(model, sparse_dist)
 
     def reset(self) -> None:
@@ -264,14 +315,19 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
         self._begin_again()
         super().reset()
 
-    def _pipeline_model(self, batch: Any, context: BatchContext, *args: Any, **kwargs: Any) -> None:
+    def _pipeline_model(
+        self, batch: Any, context: BatchContext, *args: Any, **kwargs: Any
+    ) -> None:
         super()._pipeline_model(batch, context, *args, **kwargs)
         if self._hook is None:
             hook = _BeforeForward(weakref.ref(self))
-            self._hook = get_unwrapped_module(self._model).register_forward_pre_hook(hook)
+            self._hook = get_unwrapped_module(self._model).register_forward_pre_hook(
+                hook
+            )
 
     def before_forward(self) -> None:
         """Detaches the model if it is called outside of a step of the pipeline."""
-        # Modules that prepare the input of a sharded module are replaced too, and run before it.
+        # Modules that prepare the input of a sharded module are replaced too, and run
+        # before it.
         if not self._stepping:
             self.detach()

@@ -27,19 +27,29 @@ compute_device: Callable[[Enumerator], str] = attrgetter("_compute_device")
 
 
 class ConstraintsSeams(ParameterConstraints):  # type: ignore[misc]
-    """A mixin for constraints with additional fields: the key of a stored plan depends on these fields, too."""
+    """A mixin for constraints with additional fields: the key of a stored plan depends
+    on these fields, too.
+    """
 
     def own_fields(self) -> str:
-        """Returns the fields that TorchRec's constraints do not have, as text that is the same in every process."""
+        """Returns the fields that TorchRec's constraints do not have, as text that is
+        the same in every process.
+        """
         raise NotImplementedError
 
     def hash_with_own_fields(self) -> int:
-        """Returns the hash of all fields; a dataclass sets its own ``__hash__``, which has to call this."""
+        """Returns the hash of all fields; a dataclass sets its own ``__hash__``, which
+        has to call this.
+        """
         return int(hash_sha256_to_int([super().__hash__(), self.own_fields()]))
 
     def _persistent_hash(self, cache_params_memo: object) -> int:
         # The key of a stored plan from torchrec 1.9 on; before, it was __hash__.
-        return int(hash_sha256_to_int([super()._persistent_hash(cache_params_memo), self.own_fields()]))
+        return int(
+            hash_sha256_to_int(
+                [super()._persistent_hash(cache_params_memo), self.own_fields()]
+            )
+        )
 
 
 def constraints_of(part: object) -> Mapping[str, ParameterConstraints]:
@@ -48,10 +58,15 @@ def constraints_of(part: object) -> Mapping[str, ParameterConstraints]:
 
 
 class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
-    """A planner that chooses its enumerator and its statistics once TorchRec's constructor has found the topology."""
+    """A planner that chooses its enumerator and its statistics once TorchRec's
+    constructor has found the topology.
+    """
 
     def make_enumerator(
-        self, topology: Topology, batch_size: int, constraints: dict[str, ParameterConstraints] | None
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: dict[str, ParameterConstraints] | None,
     ) -> Enumerator:
         """Returns the enumerator of a planner whose caller passes no enumerator."""
         raise NotImplementedError
@@ -74,36 +89,66 @@ class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
     ) -> None:
         super().__init__(topology, batch_size, enumerator, *args, **kwargs)
         if enumerator is None:
-            self._enumerator = self.make_enumerator(self._topology, self._batch_size, self._constraints)
-        # TorchRec calls the callbacks with its best plan, before it makes a plan of it (torchrec 1.7.0 to 1.9.2).
-        callbacks: list[Callable[[list[ShardingOption]], list[ShardingOption]]] = getattr(self, "_callbacks", [])
+            self._enumerator = self.make_enumerator(
+                self._topology, self._batch_size, self._constraints
+            )
+        # TorchRec calls the callbacks with its best plan, before it makes a plan of it
+        # (torchrec 1.7.0 to 1.9.2).
+        callbacks: list[Callable[[list[ShardingOption]], list[ShardingOption]]] = (
+            getattr(self, "_callbacks", [])
+        )
         self._callbacks = [self.refine, *callbacks]
         self._stats: list[Stats] = [self.replace_stats(stats) for stats in self._stats]
 
     @property
     def searched(self) -> tuple[Enumerator, Topology]:
-        """The enumerator, and the topology without the memory reserved for the dense part."""
-        return self._enumerator, self._storage_reservation.last_reserved_topology or self._topology
+        """The enumerator, and the topology without the memory reserved for the dense
+        part.
+        """
+        return (
+            self._enumerator,
+            self._storage_reservation.last_reserved_topology or self._topology,
+        )
 
 
-def caller_that_enumerates(depth: int) -> tuple[Enumerator, nn.Module, list[ModuleSharder[nn.Module]]] | None:
-    """Returns the enumerator, the model and the sharders of ``EmbeddingEnumerator.enumerate``, if that is the caller.
+def caller_that_enumerates(
+    depth: int,
+) -> tuple[Enumerator, nn.Module, list[ModuleSharder[nn.Module]]] | None:
+    """Returns the enumerator, the model and the sharders of
+    ``EmbeddingEnumerator.enumerate``, if that is the caller.
 
-    It is ``depth`` calls away. Its local variables are the only way to the sharders that others override.
+    It is ``depth`` calls away. Its local variables are the only way to the sharders
+    that others override.
     """
     frame = sys._getframe(depth + 1)
-    if frame.f_code.co_name == "<dictcomp>" and frame.f_back is not None:  # up to Python 3.11
+    # up to Python 3.11
+    if frame.f_code.co_name == "<dictcomp>" and frame.f_back is not None:
         frame = frame.f_back
-    enumerator, module, sharders = (frame.f_locals.get(name) for name in ("self", "module", "sharders"))
-    if not isinstance(enumerator, Enumerator) or not isinstance(module, nn.Module) or not isinstance(sharders, list):
+    enumerator, module, sharders = (
+        frame.f_locals.get(name) for name in ("self", "module", "sharders")
+    )
+    if (
+        not isinstance(enumerator, Enumerator)
+        or not isinstance(module, nn.Module)
+        or not isinstance(sharders, list)
+    ):
         return None
     return enumerator, module, sharders
 
 
 def _estimate(method: str) -> Callable[[Any, ShardPerfContext, object], float]:
-    return lambda evaluator, context, config: float(getattr(evaluator, method)(context, config))
+    return lambda evaluator, context, config: float(
+        getattr(evaluator, method)(context, config)
+    )
 
 
-# TorchRec's estimates of a forward, a backward and their collectives, for a config without annotated methods.
-default_forward_ms, default_backward_ms = _estimate("_default_fwd_comp"), _estimate("_default_bwd_comp")
-default_forward_comms_ms, default_backward_comms_ms = _estimate("_default_fwd_comms"), _estimate("_default_bwd_comms")
+# TorchRec's estimates of a forward, a backward and their collectives, for a config
+# without annotated methods.
+default_forward_ms, default_backward_ms = (
+    _estimate("_default_fwd_comp"),
+    _estimate("_default_bwd_comp"),
+)
+default_forward_comms_ms, default_backward_comms_ms = (
+    _estimate("_default_fwd_comms"),
+    _estimate("_default_bwd_comms"),
+)

@@ -1,4 +1,5 @@
-"""The calls of a client that run in other threads: prefetches, and updates that nobody waits for yet.
+"""The calls of a client that run in other threads: prefetches, and updates that nobody
+waits for yet.
 
 Tests: tests/service/test_seed_calls.py.
 """
@@ -21,7 +22,9 @@ _not_closed: weakref.WeakSet[Updates] = weakref.WeakSet()
 
 
 class Prefetches(Generic[_Result]):
-    """Reads that run in background threads. The result of each read can be fetched once.
+    """Reads that run in background threads.
+
+    The result of each read can be fetched once.
 
     Args:
         threads: The number of reads that run at the same time. Further reads wait.
@@ -47,12 +50,15 @@ class Prefetches(Generic[_Result]):
         """Waits for a read and returns its result, or raises its error.
 
         Raises:
-            ValueError: The handle does not exist, or its result has already been fetched.
+            ValueError: The handle does not exist, or its result has already been
+                fetched.
         """
         with self._lock:
             future = self._pending.pop(handle, None)
         if future is None:
-            raise ValueError(f"there is no prefetch {handle!r}, or it has been waited for already")
+            raise ValueError(
+                f"there is no prefetch {handle!r}, or it has been waited for already"
+            )
         try:
             return future.result()
         except CancelledError:
@@ -68,9 +74,11 @@ class Prefetches(Generic[_Result]):
 
 
 class Updates:
-    """Updates that run in one background thread, in the order in which they were started.
+    """Updates that run in one background thread, in the order in which they were
+    started.
 
-    A process that ends without a call of :meth:`close` finishes the updates, and warns of those that fail.
+    A process that ends without a call of :meth:`close` finishes the updates, and warns
+    of those that fail.
     """
 
     def __init__(self) -> None:
@@ -83,7 +91,9 @@ class Updates:
         _not_closed.add(self)
 
     def start(self, update: Callable[[], None]) -> int:
-        """Calls ``update`` in the thread, after all earlier updates, and returns a handle for :meth:`wait`."""
+        """Calls ``update`` in the thread, after all earlier updates, and returns a
+        handle for :meth:`wait`.
+        """
         with self._lock:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "recstore-update")
@@ -98,7 +108,9 @@ class Updates:
             return self._started
 
     def wait(self, handle: int) -> None:
-        """Waits for an update, or raises its error. It does nothing for an update that has been waited for already.
+        """Waits for an update, or raises its error.
+
+        It does nothing for an update that has been waited for already.
 
         Raises:
             ValueError: The handle does not exist.
@@ -112,7 +124,10 @@ class Updates:
             future.result()
 
     def wait_for_earlier(self) -> None:
-        """Waits for all updates that have been started. Their errors are those of their own :meth:`wait`."""
+        """Waits for all updates that have been started.
+
+        Their errors are those of their own :meth:`wait`.
+        """
         with self._lock:
             pending = list(self.pending.values())
         wait(pending)
@@ -125,7 +140,9 @@ class Updates:
         return [error for error in errors if isinstance(error, Exception)]
 
     def close(self) -> list[Exception]:
-        """Waits for all updates, ends the thread, and returns the errors of the updates that nobody has waited for."""
+        """Waits for all updates, ends the thread, and returns the errors of the updates
+        that nobody has waited for.
+        """
         errors = self.wait_for_all()
         _not_closed.discard(self)
         with self._lock:
@@ -135,8 +152,11 @@ class Updates:
         return errors
 
     def warn_of_errors(self) -> None:
-        """Waits for all updates, as :meth:`close` does, and warns of those that have failed."""
-        if os.getpid() == self._process:  # a forked process has neither the thread nor usable locks
+        """Waits for all updates, as :meth:`close` does, and warns of those that have
+        failed.
+        """
+        # a forked process has neither the thread nor usable locks
+        if os.getpid() == self._process:
             for error in self.close():
                 warn_user(f"an update that was not waited for has failed: {error}")
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from torchrec_recstore_service.wire.protocol import ServerRestartedError
 
 MOST_ANSWERS = 1024
-"""The writes of a client whose answers a server keeps, from the oldest on that it may repeat: csrc/applied.cpp."""
+"""The writes of a client whose answers a server keeps, from the oldest on that it may
+repeat: csrc/applied.cpp.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,21 +33,26 @@ class Runs:
 
 
 def writes_lost(error: ServerRestartedError) -> ServerRestartedError:
-    """Returns the error of a client whose writes may be lost, for the error of a server."""
+    """Returns the error of a client whose writes may be lost, for the error of a
+    server.
+    """
     return ServerRestartedError(
-        f"{error}; this client's writes since its last save are lost: load a save, or continue with a new client"
+        f"{error}; this client's writes since its last save are lost: load a save, or"
+        " continue with a new client"
     )
 
 
 class ClientEpoch:
-    """The epoch that the calls of a client are for, and the numbers of its writes, for all servers of a set.
+    """The epoch that the calls of a client are for, and the numbers of its writes, for
+    all servers of a set.
 
-    A client accepts another epoch by itself if all of its writes are in a save. Otherwise its writes may be lost, and
-    its calls raise errors until it loads a save.
+    A client accepts another epoch by itself if all of its writes are in a save.
+    Otherwise its writes may be lost, and its calls raise errors until it loads a save.
 
     Args:
-        find: A function that returns the epoch in which all servers are. Its argument is the name of the table of the
-            call, for errors. It resumes servers that wait.
+        find: A function that returns the epoch in which all servers are. Its argument
+            is the name of the table of the call, for errors. It resumes servers that
+            wait.
     """
 
     def __init__(self, find: Callable[[str], Runs]) -> None:
@@ -65,7 +72,8 @@ class ClientEpoch:
         return self.runs.label or self._find_after("", table)
 
     def resumed(self, known: Runs, table: str) -> None:
-        """Finds the runs of the servers again, after a server has refused a call as one for an earlier run.
+        """Finds the runs of the servers again, after a server has refused a call as one
+        for an earlier run.
 
         Args:
             known: The value of :attr:`runs` before the call.
@@ -82,8 +90,15 @@ class ClientEpoch:
                     with self._lock:
                         self.runs = found
 
-    def after(self, error: ServerRestartedError, label: str, table: str, write: int | None = None) -> str:
-        """Returns the label of the epoch for the repetition of a call that the servers of another epoch have refused.
+    def after(
+        self,
+        error: ServerRestartedError,
+        label: str,
+        table: str,
+        write: int | None = None,
+    ) -> str:
+        """Returns the label of the epoch for the repetition of a call that the servers
+        of another epoch have refused.
 
         Args:
             error: The error of the call.
@@ -92,7 +107,8 @@ class ClientEpoch:
             write: The number of the write. Default: None, for a read.
 
         Raises:
-            ServerRestartedError: This client has writes that none of its saves contains.
+            ServerRestartedError: This client has writes that none of its saves
+                contains.
             ServerSetError: The servers are not in one epoch.
         """
         with self._lock:
@@ -102,16 +118,24 @@ class ClientEpoch:
         return self._find_after(label, table)
 
     def begin(self, runs: Runs, saved: int) -> None:
-        """Sets the epoch that this client has begun, and the number of its last write before."""
+        """Sets the epoch that this client has begun, and the number of its last write
+        before.
+        """
         with self._lock:
             self.runs = runs
             self._saved = max(self._saved, saved)
 
     @contextmanager
     def write(self) -> Iterator[int]:
-        """Returns a context with the number of a write. It waits for a write that is 1024 numbers behind."""
+        """Returns a context with the number of a write.
+
+        It waits for a write that is 1024 numbers behind.
+        """
         with self._lock:
-            while self._pending and self._requests >= min(self._pending) + MOST_ANSWERS - 1:
+            while (
+                self._pending
+                and self._requests >= min(self._pending) + MOST_ANSWERS - 1
+            ):
                 self._ended.wait()
             self._requests += 1
             number = self._requests
@@ -131,7 +155,9 @@ class ClientEpoch:
 
     @property
     def done(self) -> int:
-        """The number of the last write before which no write is running, and which is not running itself."""
+        """The number of the last write before which no write is running, and which is
+        not running itself.
+        """
         return self.done_before - 1
 
     def set_saved(self, number: int) -> None:

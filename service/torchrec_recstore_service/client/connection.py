@@ -1,4 +1,5 @@
-"""The connection to one parameter server: calls with a deadline, which are repeated if that is safe.
+"""The connection to one parameter server: calls with a deadline, which are repeated if
+that is safe.
 
 Tests: tests/service/test_connections.py and test_faults.py.
 """
@@ -22,7 +23,12 @@ from torchrec_recstore.network import check_token
 from torchrec_recstore.utils import leave_to_parent
 from torchrec_recstore_service.client.client_epoch import ClientEpoch, Runs, writes_lost
 from torchrec_recstore_service.client.row_port import RowPort
-from torchrec_recstore_service.client.shared_memory import DoesNotFitError, RowConnections, ServedError, shared_memory
+from torchrec_recstore_service.client.shared_memory import (
+    DoesNotFitError,
+    RowConnections,
+    ServedError,
+    shared_memory,
+)
 from torchrec_recstore_service.client.streams import Streams
 from torchrec_recstore_service.client.tcp_rows import TcpConnection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
@@ -48,9 +54,14 @@ from torchrec_recstore_service.wire.protocol import (
 from torchrec_recstore_service.wire.recstore_pb2_grpc import ParameterServerStub
 from torchrec_recstore_service.wire.table_rows import TableRows
 
-_LONG_CALL_S = 24 * 3600.0  # the deadline of a save or load, whose time is not known; keepalive detects a dead server
-_BY_MEMORY, _BY_TCP = 8, 64  # connections for rows to one server; more calls at the same time than these go by gRPC
-_HANGS_S = 8.0  # the time after which a call that one server of a pair has not answered goes to the other one
+# the deadline of a save or load, whose time is not known; keepalive detects a dead
+# server
+_LONG_CALL_S = 24 * 3600.0
+# connections for rows to one server; more calls at the same time than these go by gRPC
+_BY_MEMORY, _BY_TCP = 8, 64
+# the time after which a call that one server of a pair has not answered goes to the
+# other one
+_HANGS_S = 8.0
 _PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -71,14 +82,19 @@ class Access:
     """The credentials, certificates and timeout with which servers are called.
 
     Args:
-        token: The token that the servers require. Default: None, for servers without a token.
-        tls_ca: The path of a PEM file with the certificates of the authority that signed the servers' certificates.
-            Connections are then encrypted. Default: None, which means no encryption.
-        tls_cert: The path of a PEM file with the client's certificate, if the servers require one. Default: None.
-        tls_key: The path of a PEM file with the key of the client's certificate. Default: None.
-        timeout_s: The longest time in seconds that a call may take, with all of its repetitions. Default: 30.
-        shared_memory: Whether rows travel by shared memory to servers on the same host that run as the same user.
-            Default: True.
+        token: The token that the servers require. Default: None, for servers without a
+            token.
+        tls_ca: The path of a PEM file with the certificates of the authority that
+            signed the servers' certificates. Connections are then encrypted. Default:
+            None, which means no encryption.
+        tls_cert: The path of a PEM file with the client's certificate, if the servers
+            require one. Default: None.
+        tls_key: The path of a PEM file with the key of the client's certificate.
+            Default: None.
+        timeout_s: The longest time in seconds that a call may take, with all of its
+            repetitions. Default: 30.
+        shared_memory: Whether rows travel by shared memory to servers on the same host
+            that run as the same user. Default: True.
 
     Raises:
         ValueError: A field has an invalid value. The message names the field.
@@ -92,8 +108,13 @@ class Access:
     shared_memory: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < float("inf"):
-            raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}")
+        if not isinstance(
+            self.timeout_s, int | float
+        ) or not 0 < self.timeout_s < float("inf"):
+            raise ValueError(
+                "timeout_s must be a positive number of seconds, got"
+                f" {self.timeout_s!r}"
+            )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key must be set together")
         if self.tls_cert is not None and self.tls_ca is None:
@@ -104,20 +125,26 @@ class Access:
 class Connection:
     """The connection to one server, with the calls on its tables.
 
-    A call is repeated as long as the server cannot be reached. Repeating a write is safe, because it has a number, and
-    the server does not apply a number twice. Every call on tables is for an epoch of the set of servers. A server that
-    is not in this epoch refuses the call: it was started again and has lost writes, or a save was loaded.
+    A call is repeated as long as the server cannot be reached. Repeating a write is
+    safe, because it has a number, and the server does not apply a number twice. Every
+    call on tables is for an epoch of the set of servers. A server that is not in this
+    epoch refuses the call: it was started again and has lost writes, or a save was
+    loaded.
 
-    All methods raise :class:`ServiceError`, and the errors of the server's method. Several threads may call them at the
-    same time.
+    All methods raise :class:`ServiceError`, and the errors of the server's method.
+    Several threads may call them at the same time.
 
     Args:
-        address: The address of the server, ``host:port``, or ``host:port/host:port`` for a pair that is replicated.
+        address: The address of the server, ``host:port``, or ``host:port/host:port``
+            for a pair that is replicated.
         access: The credentials, certificates and timeout.
-        epoch: The epoch of the calls. Default: None, for a connection without calls on tables.
+        epoch: The epoch of the calls. Default: None, for a connection without calls on
+            tables.
     """
 
-    def __init__(self, address: str, access: Access, epoch: ClientEpoch | None = None) -> None:
+    def __init__(
+        self, address: str, access: Access, epoch: ClientEpoch | None = None
+    ) -> None:
         self.address = address
         self._access = access
         self._epoch = epoch or ClientEpoch(lambda table: Runs("", {}))
@@ -125,22 +152,28 @@ class Connection:
         self._sides = [Side(each, access, context) for each in address.split("/")]
         self._side = self._sides[0]  # the server that has answered last
         self._process = os.getpid()
-        leave_to_parent(self)  # the destructor of a channel waits for locks and threads of gRPC
+        # the destructor of a channel waits for locks and threads of gRPC
+        leave_to_parent(self)
 
     def describe(self, table: str = "") -> pb.DescribeReply:
         """Returns the server's state and tables. Errors name ``table``."""
-        reply: pb.DescribeReply = self._call(table, lambda left: self._unary("Describe", pb.DescribeRequest(), left))
+        reply: pb.DescribeReply = self._call(
+            table, lambda left: self._unary("Describe", pb.DescribeRequest(), left)
+        )
         return reply
 
     def rows_address(self) -> str:
-        """Returns the address of the server's port for rows, or those of its pair in the form of :attr:`address`.
+        """Returns the address of the server's port for rows, or those of its pair in
+        the form of :attr:`address`.
 
         Raises:
             ValueError: The server takes no calls on rows by TCP.
         """
 
         def port(side: Side) -> str:
-            offer = self._call("", lambda left: side.unary("Attach", pb.AttachRequest(port=True), left))
+            offer = self._call(
+                "", lambda left: side.unary("Attach", pb.AttachRequest(port=True), left)
+            )
             address = side.row_port.address(offer)
             if address is None:
                 raise ValueError(f"server {side.address} takes no calls on rows by TCP")
@@ -152,16 +185,29 @@ class Connection:
         """Creates a table. ``spec`` is the JSON of a :class:`TableSpec`."""
 
         def attempt(epoch: str, left: float) -> None:
-            self._unary("Create", pb.CreateRequest(table=table, spec=spec, epoch=epoch), left)
+            self._unary(
+                "Create", pb.CreateRequest(table=table, spec=spec, epoch=epoch), left
+            )
 
         self._in_epoch(table, attempt)
 
     def drop(self, table: str, run: str) -> None:
-        """Deletes a table and its rows in a run of the server. A table that does not exist is ignored."""
-        self._call(table, lambda left: self._unary("Drop", pb.DropRequest(table=table, epoch=run), left))
+        """Deletes a table and its rows in a run of the server.
+
+        A table that does not exist is ignored.
+        """
+        self._call(
+            table,
+            lambda left: self._unary(
+                "Drop", pb.DropRequest(table=table, epoch=run), left
+            ),
+        )
 
     def pull(self, call: TableRows) -> None:
-        """Reads rows into the memory of ``call``. An id without a row reads as its initial row, or as zeros."""
+        """Reads rows into the memory of ``call``.
+
+        An id without a row reads as its initial row, or as zeros.
+        """
 
         def attempt(epoch: str, left: float) -> bool:
             fits: bool = self._carry(left, "pull", epoch, call)
@@ -179,21 +225,31 @@ class Connection:
             row_bytes: The size of a row in bytes. If it is 0, no rows are read.
 
         Returns:
-            Which ids have a row, (N,) bool, and the rows of these ids, (n, row bytes) uint8.
+            Which ids have a row, (N,) bool, and the rows of these ids, (n, row bytes)
+            uint8.
         """
-        return self._in_epoch(table, lambda epoch, left: self._found(table, epoch, ids, row_bytes, left))
+        return self._in_epoch(
+            table, lambda epoch, left: self._found(table, epoch, ids, row_bytes, left)
+        )
 
     def write(
-        self, kind: pb.WriteHeader.Kind, call: TableRows, initial: TableRows | None = None, float32: bool = False
+        self,
+        kind: pb.WriteHeader.Kind,
+        call: TableRows,
+        initial: TableRows | None = None,
+        float32: bool = False,
     ) -> int:
-        """Writes, updates or deletes rows. This is one write, with one number, also for several tables.
+        """Writes, updates or deletes rows.
+
+        This is one write, with one number, also for several tables.
 
         Args:
             kind: The kind of the write. Several tables can only be updated.
             call: The ids and rows. The rows have no columns for a delete.
-            initial: Distinct ids and their rows, float32. Those of these ids that have no row get one before the
-                update. Default: None.
-            float32: Whether the rows are float32 even if the table has another data type. Default: False.
+            initial: Distinct ids and their rows, float32. Those of these ids that have
+                no row get one before the update. Default: None.
+            float32: Whether the rows are float32 even if the table has another data
+                type. Default: False.
 
         Returns:
             The number of deleted rows.
@@ -222,7 +278,9 @@ class Connection:
 
         def attempt(epoch: str, left: float) -> Tensor:
             request = pb.IdsRequest(table=table, epoch=epoch)
-            replies = self._side.stub.Ids(request, timeout=left, metadata=self._side.metadata)
+            replies = self._side.stub.Ids(
+                request, timeout=left, metadata=self._side.metadata
+            )
             return from_bytes([reply.ids for reply in replies], torch.int64)
 
         return self._in_epoch(table, attempt)
@@ -231,22 +289,33 @@ class Connection:
         """Returns the statistics of a table, by the names of ``TableStats``."""
 
         def attempt(epoch: str, left: float) -> dict[str, int]:
-            return dict(self._unary("Stats", pb.StatsRequest(table=table, epoch=epoch), left).counts)
+            return dict(
+                self._unary(
+                    "Stats", pb.StatsRequest(table=table, epoch=epoch), left
+                ).counts
+            )
 
         return self._in_epoch(table, attempt)
 
-    def look(self, table: str, by: str, count: int, row: bytes = b"", but: int = 0) -> pb.LookReply:
+    def look(
+        self, table: str, by: str, count: int, row: bytes = b"", but: int = 0
+    ) -> pb.LookReply:
         """Looks through all rows of a table. See ``LookRequest``."""
 
         def attempt(epoch: str, left: float) -> pb.LookReply:
-            request = pb.LookRequest(table=table, epoch=epoch, by=by, count=count, row=row, but=but)
+            request = pb.LookRequest(
+                table=table, epoch=epoch, by=by, count=count, row=row, but=but
+            )
             reply: pb.LookReply = self._unary("Look", request, left)
             return reply
 
         return self._in_epoch(table, attempt)
 
     def save(self, request: pb.SaveRequest, label: str) -> pb.SaveReply:
-        """Makes a phase of a save, in the epoch with this label. A phase can be repeated."""
+        """Makes a phase of a save, in the epoch with this label.
+
+        A phase can be repeated.
+        """
 
         def attempt(run: str, left: float) -> pb.SaveReply:
             request.epoch = run
@@ -257,17 +326,28 @@ class Connection:
 
     def load(self, request: pb.LoadRequest) -> None:
         """Makes a phase of a load. A phase can be repeated."""
-        self._call("", lambda left: self._unary("Load", request, left), timeout_s=_LONG_CALL_S)
+        self._call(
+            "", lambda left: self._unary("Load", request, left), timeout_s=_LONG_CALL_S
+        )
 
     def resume(self, request: pb.ResumeRequest) -> pb.ResumeReply:
-        """Makes a phase of the resuming of a server that was stopped. A phase can be repeated."""
-        reply: pb.ResumeReply = self._call("", lambda left: self._unary("Resume", request, left))
+        """Makes a phase of the resuming of a server that was stopped.
+
+        A phase can be repeated.
+        """
+        reply: pb.ResumeReply = self._call(
+            "", lambda left: self._unary("Resume", request, left)
+        )
         return reply
 
-    def read_file(self, save: pb.Saved, file: str = "", offset: int = 0) -> pb.ReadFileReply:
+    def read_file(
+        self, save: pb.Saved, file: str = "", offset: int = 0
+    ) -> pb.ReadFileReply:
         """Reads a piece of a file of a save, or the names of its files."""
         request = pb.ReadFileRequest(save=save, file=file, offset=offset)
-        reply: pb.ReadFileReply = self._call("", lambda left: self._unary("ReadFile", request, left))
+        reply: pb.ReadFileReply = self._call(
+            "", lambda left: self._unary("ReadFile", request, left)
+        )
         return reply
 
     def write_file(self, request: pb.WriteFileRequest) -> None:
@@ -275,13 +355,17 @@ class Connection:
         self._call("", lambda left: self._unary("WriteFile", request, left))
 
     def check_process(self) -> None:
-        """Raises an error in a forked process, because its requests would have the numbers of the parent's requests.
+        """Raises an error in a forked process, because its requests would have the
+        numbers of the parent's requests.
 
         Raises:
             ValueError: Another process created the connection.
         """
         if os.getpid() != self._process:
-            raise ValueError(f"{self._named('')}: the client was made in another process; make one in each process")
+            raise ValueError(
+                f"{self._named('')}: the client was made in another process; make one"
+                " in each process"
+            )
 
     def close(self) -> None:
         """Closes the connection."""
@@ -291,7 +375,9 @@ class Connection:
     def _unary(self, method: str, request: Any, left: float) -> Any:
         return self._side.unary(method, request, left)
 
-    def _found(self, table: str, epoch: str, ids: Tensor, row_bytes: int, left: float) -> tuple[Tensor, Tensor]:
+    def _found(
+        self, table: str, epoch: str, ids: Tensor, row_bytes: int, left: float
+    ) -> tuple[Tensor, Tensor]:
         want = pb.PullHeader.FOUND_ROWS if row_bytes else pb.PullHeader.FOUND
         header = pb.PullHeader(table=table, epoch=epoch, want=want)
         received = self._carry(left, "found", header, ids, row_bytes)
@@ -301,7 +387,8 @@ class Connection:
         return found, received[1].view(-1, max(1, row_bytes))
 
     def _carry(self, left: float, method: str, *arguments: Any) -> Any:
-        """Calls a method of a connection by shared memory if that is possible, else by TCP, else of :class:`Streams`.
+        """Calls a method of a connection by shared memory if that is possible, else by
+        TCP, else of :class:`Streams`.
 
         Args:
             left: The time left in seconds.
@@ -328,44 +415,65 @@ class Connection:
         return getattr(side.streams, method)(*arguments, left)
 
     def _unfit(self, table: str) -> ServiceError:
-        return ServiceError(f"{self._named(table)} has answered with a wrong number of rows")
+        return ServiceError(
+            f"{self._named(table)} has answered with a wrong number of rows"
+        )
 
-    def _in_epoch(self, table: str, attempt: Callable[[str, float], _Result], write: int | None = None) -> _Result:
+    def _in_epoch(
+        self,
+        table: str,
+        attempt: Callable[[str, float], _Result],
+        write: int | None = None,
+    ) -> _Result:
         """Makes a call that may be repeated in another epoch.
 
         Args:
             table: The name of the table, for errors.
-            attempt: A function that makes the call once. Its arguments are the label of the run, and the time left in
-                seconds.
-            write: The number of the write, by which the server applies it once. Default: None, for a read.
+            attempt: A function that makes the call once. Its arguments are the label of
+                the run, and the time left in seconds.
+            write: The number of the write, by which the server applies it once.
+                Default: None, for a read.
         """
         label = self._epoch.runs.label or self._epoch.label(table)
         try:
             return self._call(table, attempt, label)
         except ServerRestartedError as error:
-            if write is not None and error.repeated:  # the lost answer's attempt may be in the save that was loaded
+            # the lost answer's attempt may be in the save that was loaded
+            if write is not None and error.repeated:
                 raise writes_lost(error) from None
             label = self._epoch.after(error, label, table, write)
         return self._call(table, attempt, label)
 
     def _call(
-        self, table: str, attempt: Callable[..., _Result], label: str | None = None, timeout_s: float | None = None
+        self,
+        table: str,
+        attempt: Callable[..., _Result],
+        label: str | None = None,
+        timeout_s: float | None = None,
     ) -> _Result:
-        """Calls ``attempt``, and repeats it as long as the server cannot be reached and there is time left.
+        """Calls ``attempt``, and repeats it as long as the server cannot be reached and
+        there is time left.
 
         Args:
             table: The name of the table, for errors.
-            attempt: A function that makes the call once. Its last argument is the time left in seconds.
-            label: The label of the epoch of the call. ``attempt`` then gets the name of the server's run before the
-                time. Default: None, for a call that is for no epoch.
-            timeout_s: The timeout of one attempt in seconds. The time for repetitions then begins with the first
-                failure. Default: None, which means that all attempts share the timeout of ``access``.
+            attempt: A function that makes the call once. Its last argument is the time
+                left in seconds.
+            label: The label of the epoch of the call. ``attempt`` then gets the name of
+                the server's run before the time. Default: None, for a call that is for
+                no epoch.
+            timeout_s: The timeout of one attempt in seconds. The time for repetitions
+                then begins with the first failure. Default: None, which means that all
+                attempts share the timeout of ``access``.
         """
         if os.getpid() != self._process:
             self.check_process()
         end = time.monotonic() + self._access.timeout_s
         is_pair = len(self._sides) > 1
-        most = min(_HANGS_S, self._access.timeout_s) if is_pair and timeout_s is None else float("inf")
+        most = (
+            min(_HANGS_S, self._access.timeout_s)
+            if is_pair and timeout_s is None
+            else float("inf")
+        )
         left = min(most, timeout_s or self._access.timeout_s)
         backoff: Backoff | None = None
         unreached: grpc.RpcError | None = None
@@ -379,30 +487,49 @@ class Connection:
             except grpc.RpcError as error:
                 repeated = backoff is not None
                 if backoff is None:
-                    backoff = Backoff(self._access.timeout_s if timeout_s is not None else end - time.monotonic())
+                    backoff = Backoff(
+                        self._access.timeout_s
+                        if timeout_s is not None
+                        else end - time.monotonic()
+                    )
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
                     unreached = error
                     answers[side] = error.details() or ""
                 hangs = is_pair and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 if (error.code() not in _PASSING and not hangs) or backoff.left_s <= 0:
-                    # The last attempt has only the rest of the time, which may end while it connects.
-                    late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is None
-                    raised = self._error(table, unreached if late and unreached else error, answers)
+                    # The last attempt has only the rest of the time, which may end
+                    # while it connects.
+                    late = (
+                        error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                        and timeout_s is None
+                    )
+                    raised = self._error(
+                        table, unreached if late and unreached else error, answers
+                    )
                     if isinstance(raised, ServerRestartedError):
                         raised.repeated = repeated
                     raise raised from None
                 if _kind(error) == SERVER_RESUMED:
                     self._epoch.resumed(known, table)
-                elif is_pair and self._side is side:  # the other server of the pair may be the primary now
+                elif (
+                    is_pair and self._side is side
+                ):  # the other server of the pair may be the primary now
                     self._side = self._sides[1 - self._sides.index(side)]
             except ValueError as error:
                 if "closed channel" in str(error):
-                    raise ValueError(f"{self._named(table)}: the client is closed") from None
+                    raise ValueError(
+                        f"{self._named(table)}: the client is closed"
+                    ) from None
                 raise
             backoff.pause()
             left = min(most, timeout_s or max(0.001, backoff.left_s))
 
-    def _error(self, table: str, error: grpc.RpcError, answers: Mapping[Side, str] | None = None) -> Exception:
+    def _error(
+        self,
+        table: str,
+        error: grpc.RpcError,
+        answers: Mapping[Side, str] | None = None,
+    ) -> Exception:
         code, details = error.code(), error.details() or ""
         kind = _kind(error)
         named = self._named(table)
@@ -412,20 +539,36 @@ class Connection:
             return REMOTE_ERRORS[kind](f"{named}: {details}")
         if code is grpc.StatusCode.UNAVAILABLE:
             if answers is not None and len(answers) > 1:
-                details = "; ".join(f"{side.address}: {answer}" for side, answer in answers.items())
-            return ServiceError(f"{named} cannot be reached for {self._access.timeout_s:g} s: {details}")
+                details = "; ".join(
+                    f"{side.address}: {answer}" for side, answer in answers.items()
+                )
+            return ServiceError(
+                f"{named} cannot be reached for {self._access.timeout_s:g} s: {details}"
+            )
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return ServiceError(f"{named} has not answered within {self._access.timeout_s:g} s")
-        return ServiceError(f"{named}: {details} ({code.name.lower().replace('_', ' ')})", kind)
+            return ServiceError(
+                f"{named} has not answered within {self._access.timeout_s:g} s"
+            )
+        return ServiceError(
+            f"{named}: {details} ({code.name.lower().replace('_', ' ')})", kind
+        )
 
     def _named(self, table: str) -> str:
-        return f"table {table!r} on server {self.address}" if table else f"server {self.address}"
+        return (
+            f"table {table!r} on server {self.address}"
+            if table
+            else f"server {self.address}"
+        )
 
 
 class Side:
-    """The channel and the connections for rows to one server: the only one, or one of a pair."""
+    """The channel and the connections for rows to one server: the only one, or one of a
+    pair.
+    """
 
-    def __init__(self, address: str, access: Access, context: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, address: str, access: Access, context: ssl.SSLContext | None
+    ) -> None:
         self.address = address
         self._channel = channel_of(address, access)
         self.stub: Any = ParameterServerStub(self._channel)  # type: ignore[no-untyped-call]
@@ -436,10 +579,16 @@ class Side:
         makers = [(shared_memory, _BY_MEMORY)] if access.shared_memory else []
         attach = partial(self.unary, "Attach", pb.AttachRequest())
         self.row_port = RowPort(address, access.token, context, attach)
-        self.roads = [RowConnections(attach, make, most) for make, most in [*makers, (self._by_tcp, _BY_TCP)]]
+        self.roads = [
+            RowConnections(attach, make, most)
+            for make, most in [*makers, (self._by_tcp, _BY_TCP)]
+        ]
 
     def unary(self, method: str, request: Any, left: float) -> Any:
-        """Calls a method of gRPC, with the time left in seconds. Raises grpc.RpcError."""
+        """Calls a method of gRPC, with the time left in seconds.
+
+        Raises grpc.RpcError.
+        """
         return getattr(self.stub, method)(request, timeout=left, metadata=self.metadata)
 
     def _by_tcp(self, offer: pb.AttachReply) -> TcpConnection | None:
@@ -458,9 +607,13 @@ def _kind(error: grpc.RpcError) -> str:
 
 
 def channel_of(address: str, access: Access) -> Any:
-    """Returns a channel of gRPC to a server. Raises OSError if a file of ``access`` cannot be read."""
-    # Without a scheme, gRPC takes the host of "unix:80" for one, and connects to the socket "80" in the
-    # working directory. Servers name addresses to each other, so an address is a host and a port only.
+    """Returns a channel of gRPC to a server.
+
+    Raises OSError if a file of ``access`` cannot be read.
+    """
+    # Without a scheme, gRPC takes the host of "unix:80" for one, and connects to the
+    # socket "80" in the working directory. Servers name addresses to each other, so an
+    # address is a host and a port only.
     target = f"dns:///{address}"
     if access.tls_ca is None:
         return grpc.insecure_channel(target, _OPTIONS)

@@ -11,8 +11,18 @@ from torchrec_recstore.checkpoint.files import CheckpointError
 from torchrec_recstore.checkpoint.fold import check_rows
 from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
 from torchrec_recstore.checkpoint.reader import check_fits, held_rows, load_rows
-from torchrec_recstore.checkpoint.warm_start import RowFunction, RowsWithoutState, WarmStart, named
-from torchrec_recstore.checkpoint.writer import PartWriter, SavedShard, finish, write_shard
+from torchrec_recstore.checkpoint.warm_start import (
+    RowFunction,
+    RowsWithoutState,
+    WarmStart,
+    named,
+)
+from torchrec_recstore.checkpoint.writer import (
+    PartWriter,
+    SavedShard,
+    finish,
+    write_shard,
+)
 from torchrec_recstore.encoding import encode
 from torchrec_recstore.options import not_on_servers
 from torchrec_recstore.row_types import ROW_DTYPES
@@ -20,7 +30,8 @@ from torchrec_recstore.store import Table
 from torchrec_recstore.store.parts import Owned
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
-_SPECS = "served_tables"  # key in the training state: the JSON of each table's specification, by table name
+# key in the training state: the JSON of each table's specification, by table name
+_SPECS = "served_tables"
 
 
 def write_tables(
@@ -29,7 +40,8 @@ def write_tables(
     destination: Destination,
     more: Mapping[str, Any] | None = None,
 ) -> CheckpointInfo:
-    """Writes a checkpoint from snapshots of tables, with low priority, while the tables stay in use.
+    """Writes a checkpoint from snapshots of tables, with low priority, while the tables
+    stay in use.
 
     Args:
         shards: The snapshots, one shard for each table.
@@ -38,7 +50,8 @@ def write_tables(
         more: Further values of the training state. Default: None.
 
     Raises:
-        OSError: A file cannot be written. Nothing new is left at the path of ``destination``.
+        OSError: A file cannot be written. Nothing new is left at the path of
+            ``destination``.
     """
     tables: dict[str, TableInfo] = {}
     writer = PartWriter(destination.stage(), 0, polite=True)
@@ -48,24 +61,38 @@ def write_tables(
     finally:
         files = writer.close()
     step = max((table.steps for table in tables.values()), default=0)
-    info = CheckpointInfo(path=destination.path, step=step, world_size=1, tables=tables, files=files, dense=())
-    state = {_SPECS: {name: spec.to_json() for name, spec in specs.items()}, **(more or {})}
+    info = CheckpointInfo(
+        path=destination.path,
+        step=step,
+        world_size=1,
+        tables=tables,
+        files=files,
+        dense=(),
+    )
+    state = {
+        _SPECS: {name: spec.to_json() for name, spec in specs.items()},
+        **(more or {}),
+    }
     return finish(destination, info, encode(state, {}))
 
 
-def saved_specs(info: CheckpointInfo, names: Iterable[str] | None = None) -> dict[str, TableSpec]:
+def saved_specs(
+    info: CheckpointInfo, names: Iterable[str] | None = None
+) -> dict[str, TableSpec]:
     """Returns the specifications of tables of a checkpoint, by table name.
 
     For a checkpoint of a model, the specifications are derived from the model's tables.
 
     Args:
         info: The metadata of the checkpoint.
-        names: The names of the tables, all of which the checkpoint has. Other tables may have options that servers do
-            not have. Default: None, all tables.
+        names: The names of the tables, all of which the checkpoint has. Other tables
+            may have options that servers do not have. Default: None, all tables.
 
     Raises:
-        CheckpointError: The specifications are damaged, or do not match the rows of the checkpoint.
-        ValueError: The checkpoint is of a model, and a table has an option that servers do not have.
+        CheckpointError: The specifications are damaged, or do not match the rows of the
+            checkpoint.
+        ValueError: The checkpoint is of a model, and a table has an option that servers
+            do not have.
     """
     chosen = list(info.tables if names is None else names)
     state = info.training_state
@@ -75,25 +102,39 @@ def saved_specs(info: CheckpointInfo, names: Iterable[str] | None = None) -> dic
     if written.keys() != info.tables.keys():
         lacking = ", ".join(map(repr, sorted(written.keys() ^ info.tables.keys())))
         raise CheckpointError(
-            f"{info.path} has only the rows or only the specification of {lacking}: the checkpoint is incomplete"
+            f"{info.path} has only the rows or only the specification of {lacking}: the"
+            " checkpoint is incomplete"
         )
     try:
         specs = {name: TableSpec.from_json(written[name]) for name in chosen}
         for name, spec in specs.items():
-            check_fits(name, info.tables[name], info.path, spec.dim, spec.optimizer, "its specification", hints=False)
+            check_fits(
+                name,
+                info.tables[name],
+                info.path,
+                spec.dim,
+                spec.optimizer,
+                "its specification",
+                hints=False,
+            )
     except ValueError as error:
-        raise CheckpointError(f"{info.path}: the specifications of its tables are invalid: {error}") from error
+        raise CheckpointError(
+            f"{info.path}: the specifications of its tables are invalid: {error}"
+        ) from error
     return specs
 
 
 def _spec_of_model(info: CheckpointInfo, name: str) -> TableSpec:
-    """Returns the specification of a table of a model's checkpoint. Servers keep no record of the ids that leave."""
+    """Returns the specification of a table of a model's checkpoint.
+
+    Servers keep no record of the ids that leave.
+    """
     saved = info.tables[name]
     options = replace(saved.options, left_ids=None)
     if (reason := not_on_servers(options)) is not None:
         raise ValueError(
-            f"table {name!r} of {info.path}: {reason}. Load the checkpoint into a model whose table has this policy, "
-            "and save it again"
+            f"table {name!r} of {info.path}: {reason}. Load the checkpoint into a model"
+            " whose table has this policy, and save it again"
         )
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in ROW_DTYPES}
     return TableSpec(saved.dim, dtypes[saved.dtype], saved.optimizer, options)
@@ -109,8 +150,11 @@ class LoadedSource:
     function: RowFunction | None
 
 
-def sources(info: CheckpointInfo, warm: WarmStart, present: Iterable[str]) -> dict[str, LoadedSource]:
-    """Returns the tables of a checkpoint that are loaded, by their names in the process.
+def sources(
+    info: CheckpointInfo, warm: WarmStart, present: Iterable[str]
+) -> dict[str, LoadedSource]:
+    """Returns the tables of a checkpoint that are loaded, by their names in the
+    process.
 
     Args:
         info: The metadata of the checkpoint.
@@ -118,30 +162,40 @@ def sources(info: CheckpointInfo, warm: WarmStart, present: Iterable[str]) -> di
         present: The names of the tables in the process.
 
     Raises:
-        CheckpointError: The specifications are damaged, or do not match the rows of the checkpoint.
+        CheckpointError: The specifications are damaged, or do not match the rows of the
+            checkpoint.
         ValueError: A name in ``tables``, ``rename`` or ``rows`` is unknown.
     """
     known = sorted({*present, *warm.rename.values(), *info.tables})
     saved_names = warm.saved_names([(name,) for name in known], info.tables)
-    chosen = {name: saved_name for name, saved_name in zip(known, saved_names, strict=True) if saved_name is not None}
+    chosen = {
+        name: saved_name
+        for name, saved_name in zip(known, saved_names, strict=True)
+        if saved_name is not None
+    }
     for argument, given in (("tables", warm.tables or ()), ("rows", warm.rows)):
         for name in given:
             if name not in chosen:
                 if name in warm.rename:
                     raise warm.without_source(name)
                 raise ValueError(
-                    f"{argument}: the checkpoint {info.path} has no table {name!r}; it has {named(chosen)}: "
-                    "rename={'name in the checkpoint': 'name here'} loads a table of another name"
+                    f"{argument}: the checkpoint {info.path} has no table {name!r}; it"
+                    f" has {named(chosen)}: rename={{'name in the checkpoint': 'name"
+                    " here'} loads a table of another name"
                 )
     if warm.tables is not None:
-        for argument, names in (("rename", [*warm.rename.values()]), ("rows", [*warm.rows])):
+        for argument, names in (
+            ("rename", [*warm.rename.values()]),
+            ("rows", [*warm.rows]),
+        ):
             for name in names:
                 if name not in warm.tables:
                     raise warm.not_chosen(argument, name)
         chosen = {name: chosen[name] for name in warm.tables}
     saved = saved_specs(info, chosen.values())
     return {
-        name: LoadedSource(saved_name, saved[saved_name], warm.rows.get(name)) for name, saved_name in chosen.items()
+        name: LoadedSource(saved_name, saved[saved_name], warm.rows.get(name))
+        for name, saved_name in chosen.items()
     }
 
 
@@ -160,36 +214,54 @@ def check_loadable(
         warm: What the load takes over. Tables that it does not choose are not checked.
 
     Raises:
-        ValueError: A table of the process that is not temporary is not in the checkpoint, or has another specification
-            there; or a temporary table is in the checkpoint.
+        ValueError: A table of the process that is not temporary is not in the
+            checkpoint, or has another specification there; or a temporary table is in
+            the checkpoint.
     """
     for name, source in loaded.items():
         if name not in present and source.function is not None:
-            raise ValueError(f"rows: there is no table {name!r} in this process: make it with its dim before the load")
+            raise ValueError(
+                f"rows: there is no table {name!r} in this process: make it with its"
+                " dim before the load"
+            )
     for name, spec in sorted(present.items()):
         if warm.tables is not None and name not in warm.tables:
             continue
         if spec.temporary:
             if name in loaded:
                 raise ValueError(
-                    f"table {name!r} is a temporary table in this process, but the checkpoint {info.path} contains it"
+                    f"table {name!r} is a temporary table in this process, but the"
+                    f" checkpoint {info.path} contains it"
                 )
             continue
         if name not in loaded:
             if name in warm.rename:
                 raise warm.without_source(name)
-            raise ValueError(f"the checkpoint {info.path} has no table {name!r}, but this process has it")
+            raise ValueError(
+                f"the checkpoint {info.path} has no table {name!r}, but this process"
+                " has it"
+            )
         source = loaded[name]
         dim = spec.dim if source.function is None else source.spec.dim
         optimizer = spec.optimizer if warm.optimizer else None
-        check_fits(name, info.tables[source.saved_name], info.path, dim, optimizer, "this process")
+        check_fits(
+            name,
+            info.tables[source.saved_name],
+            info.path,
+            dim,
+            optimizer,
+            "this process",
+        )
         if source.spec.initial_rows != spec.initial_rows:
-            raise ValueError(f"table {name!r} was made with another init_func in the checkpoint {info.path}")
+            raise ValueError(
+                f"table {name!r} was made with another init_func in the checkpoint"
+                f" {info.path}"
+            )
         if source.spec.shard != spec.shard:
             (part, parts), (own, own_parts) = source.spec.shard, spec.shard
             raise ValueError(
-                f"the checkpoint {info.path} has part {part + 1} of {parts} of table {name!r}, "
-                f"but this process has part {own + 1} of {own_parts}"
+                f"the checkpoint {info.path} has part {part + 1} of {parts} of table"
+                f" {name!r}, but this process has part {own + 1} of {own_parts}"
             )
 
 
@@ -203,15 +275,18 @@ def loaded_tables(
     """Creates tables with the rows of a checkpoint and returns them by name.
 
     Args:
-        chain: The checkpoint and its bases. See :func:`torchrec_recstore.checkpoint.info.read_chain`.
+        chain: The checkpoint and its bases. See
+            :func:`torchrec_recstore.checkpoint.info.read_chain`.
         empty: For each table name, a function that creates the empty table.
-        owned: A function that selects the ids that belong to the tables. Default: None, all ids do.
-        loaded: The result of :func:`sources`. Default: None, the tables have the names that they have in the
-            checkpoint.
+        owned: A function that selects the ids that belong to the tables. Default: None,
+            all ids do.
+        loaded: The result of :func:`sources`. Default: None, the tables have the names
+            that they have in the checkpoint.
         warm: What the load takes over. Default: everything.
 
     Raises:
-        CheckpointError, MemoryError, ColdStoreError: See :func:`torchrec_recstore.checkpoint.reader.load_rows`.
+        CheckpointError, MemoryError, ColdStoreError: See
+            :func:`torchrec_recstore.checkpoint.reader.load_rows`.
     """
     tables: dict[str, Table] = {}
     try:
@@ -222,9 +297,18 @@ def loaded_tables(
             if not warm.optimizer:
                 function = None if loaded is None else loaded[name].function
                 saved_dim = chain[-1].tables[saved_name].dim
-                without_state = RowsWithoutState(name, table.optimizer, saved_dim, table.dim, function)
+                without_state = RowsWithoutState(
+                    name, table.optimizer, saved_dim, table.dim, function
+                )
             expected_rows = chain[-1].tables[saved_name].rows if owned is None else 0
-            load_rows(table, saved_name, chain, owned, without_state=without_state, expected_rows=expected_rows)
+            load_rows(
+                table,
+                saved_name,
+                chain,
+                owned,
+                without_state=without_state,
+                expected_rows=expected_rows,
+            )
             if owned is None:
                 check_rows(chain, saved_name, held_rows(table))
     except BaseException:

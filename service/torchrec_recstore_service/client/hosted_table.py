@@ -32,31 +32,40 @@ class Hosted:
     spec: TableSpec
     table: Table
     lock: ReadWriteLock = field(default_factory=ReadWriteLock)
-    """Held during every call that uses the rows: shared by calls that read, alone by a call that changes them."""
+    """Held during every call that uses the rows: shared by calls that read, alone by a
+    call that changes them.
+    """
     dropped: bool = False
     last_used: float = field(default_factory=time.monotonic)
-    """The time, on the monotonic clock, of the last call that read or changed the rows."""
+    """The time, on the monotonic clock, of the last call that read or changed the rows.
+    """
 
     def __post_init__(self) -> None:
         self.kernel = PooledKernel([self.table], [0], "sum")
 
 
 def check_initial_rows(hosted: Hosted, ids: Tensor) -> None:
-    """Raises NoInitialRow if the table has ``initial_rows`` and one of ``ids``, (N,) int64, has no row."""
+    """Raises NoInitialRow if the table has ``initial_rows`` and one of ``ids``, (N,)
+    int64, has no row.
+    """
     if hosted.spec.initial_rows and not bool(hosted.table.contains(ids).all()):
         raise NoInitialRow(hosted.name, torch.arange(len(ids)))
 
 
-def read_rows(tables: Sequence[Hosted], reads: Sequence[RowRead], out: Sequence[Tensor]) -> None:
+def read_rows(
+    tables: Sequence[Hosted], reads: Sequence[RowRead], out: Sequence[Tensor]
+) -> None:
     """Reads rows.
 
     Args:
         tables: The table of each read, whose lock the caller shares.
         reads: The ids whose rows are read.
-        out: For each read, (N, dim), contiguous, in the dtype of its table. The tensor that receives the rows.
+        out: For each read, (N, dim), contiguous, in the dtype of its table. The tensor
+            that receives the rows.
 
     Raises:
-        NoInitialRow: An id has no row and does not read as zeros, and its table has ``initial_rows``.
+        NoInitialRow: An id has no row and does not read as zeros, and its table has
+            ``initial_rows``.
         MemoryError, ColdStoreError: See :meth:`Table.lookup`.
     """
     native = []
@@ -80,7 +89,8 @@ def update_rows(tables: Sequence[Hosted], updates: Sequence[RowUpdate]) -> None:
     """Updates rows: one step of each table. If one update fails, no row is updated.
 
     Args:
-        tables: The table of each update, which the caller has locked. They have no ``initial_rows``.
+        tables: The table of each update, which the caller has locked. They have no
+            ``initial_rows``.
         updates: The gradients. Each table occurs once.
 
     Raises:
@@ -97,20 +107,31 @@ def update_rows(tables: Sequence[Hosted], updates: Sequence[RowUpdate]) -> None:
             [update.ids for update in updates],
             [update.grads.float() for update in updates],
             [
-                hosted.table.optimizer.lr if update.learning_rate is None else update.learning_rate
+                (
+                    hosted.table.optimizer.lr
+                    if update.learning_rate is None
+                    else update.learning_rate
+                )
                 for hosted, update in zip(tables, updates, strict=True)
             ],
         )
 
 
-def without_row(hosted: Hosted, ids: Tensor, initial: InitialRows | None) -> InitialRows:
+def without_row(
+    hosted: Hosted, ids: Tensor, initial: InitialRows | None
+) -> InitialRows:
     """Returns the initial rows of the ids that have no row.
 
     Raises:
-        NoInitialRow: The table has ``initial_rows``, and an id has neither a row nor an initial row in ``initial``.
+        NoInitialRow: The table has ``initial_rows``, and an id has neither a row nor an
+            initial row in ``initial``.
     """
     missing = torch.unique(ids[~hosted.table.contains(ids)])
-    known, rows = initial if initial is not None else (missing[:0], torch.empty(0, hosted.spec.dim))
+    known, rows = (
+        initial
+        if initial is not None
+        else (missing[:0], torch.empty(0, hosted.spec.dim))
+    )
     if hosted.spec.initial_rows and not bool(among(missing, known.sort().values).all()):
         raise NoInitialRow(hosted.name, torch.arange(len(ids)))
     wanted = among(known, missing)

@@ -20,18 +20,24 @@ from torchrec_recstore_service.wire.table_spec import TableSpec
 
 @dataclass(frozen=True)
 class Limits:
-    """The bounds of all tables of a process, which apply where a table's specification sets none.
+    """The bounds of all tables of a process, which apply where a table's specification
+    sets none.
 
     Args:
-        max_rows: The largest number of rows of each table in this process. A specification can lower this limit but not
-            raise it. Default: None, no limit.
-        eviction: The eviction policy of tables with ``max_rows``. See :class:`TableOptions`.
+        max_rows: The largest number of rows of each table in this process. A
+            specification can lower this limit but not raise it. Default: None, no
+            limit.
+        eviction: The eviction policy of tables with ``max_rows``. See
+            :class:`TableOptions`.
         expiry: The expiry of all tables. See :class:`TableOptions`.
         admission: The admission policy of all tables. See :class:`TableOptions`.
-        cold_store: The cold store of tables with ``max_rows``. See :class:`TableOptions`.
-        max_tables: The largest number of tables of this process. Default: None, no limit.
-        max_counter_bytes: The largest size in bytes of the memory in which all tables count how often they have seen
-            ids. See :class:`MinFrequency`. Default: None, no limit.
+        cold_store: The cold store of tables with ``max_rows``. See
+            :class:`TableOptions`.
+        max_tables: The largest number of tables of this process. Default: None, no
+            limit.
+        max_counter_bytes: The largest size in bytes of the memory in which all tables
+            count how often they have seen ids. See :class:`MinFrequency`. Default:
+            None, no limit.
 
     Raises:
         TypeError, ValueError: A value is invalid. The message names it.
@@ -48,7 +54,8 @@ class Limits:
     def __post_init__(self) -> None:
         if self.max_tables is not None and self.max_tables < 1:
             raise ValueError(f"max_tables must be at least 1, got {self.max_tables}")
-        # max_rows=1 passes the check that eviction and cold_store need max_rows: specifications may set it later.
+        # max_rows=1 passes the check that eviction and cold_store need max_rows:
+        # specifications may set it later.
         options = TableOptions(
             max_rows=1 if self.max_rows is None else self.max_rows,
             eviction=self.eviction,
@@ -62,7 +69,13 @@ class Limits:
 
 def limits_of(options: TableOptions) -> Limits:
     """Returns the bounds of ``options`` as bounds of all tables of a process."""
-    return Limits(options.max_rows, options.eviction, options.expiry, options.admission, options.cold_store)
+    return Limits(
+        options.max_rows,
+        options.eviction,
+        options.expiry,
+        options.admission,
+        options.cold_store,
+    )
 
 
 def held_options(name: str, spec: TableSpec, limits: Limits) -> TableOptions:
@@ -70,11 +83,13 @@ def held_options(name: str, spec: TableSpec, limits: Limits) -> TableOptions:
 
     Args:
         name: The name of the table.
-        spec: The specification of the table. Its ``max_rows`` counts the rows of all shards.
+        spec: The specification of the table. Its ``max_rows`` counts the rows of all
+            shards.
         limits: The bounds of this process.
 
     Raises:
-        ValueError: ``max_rows`` is less than the number of shards. The message names the table.
+        ValueError: ``max_rows`` is less than the number of shards. The message names
+            the table.
     """
     shard, shards = spec.shard
     options = shard_options(spec.options, (shards, shard), name)

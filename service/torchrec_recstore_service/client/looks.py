@@ -8,7 +8,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torchrec_recstore.checkpoint.row_search import By, Metric, TopRows, descending, nearest, top_rows
+from torchrec_recstore.checkpoint.row_search import (
+    By,
+    Metric,
+    TopRows,
+    descending,
+    nearest,
+    top_rows,
+)
 from torchrec_recstore.store import Table
 from torchrec_recstore_service.client.server_set import ServerSet
 from torchrec_recstore_service.wire import recstore_pb2 as pb
@@ -30,19 +37,32 @@ def look(request: Any, table: Table) -> pb.LookReply:
         found = top_rows(table, by=cast(By, request.by), count=request.count)
         return _reply(found.ids, dict(found.columns), found.rows, found.steps)
     if len(request.row) != 4 * len(table.columns):
-        raise ValueError(f"row must have {4 * len(table.columns)} bytes, not {len(request.row)}")
+        raise ValueError(
+            f"row must have {4 * len(table.columns)} bytes, not {len(request.row)}"
+        )
     row = torch.frombuffer(bytearray(request.row), dtype=torch.float32)
-    ids, near = nearest(table, row, but=request.but, metric=cast(Metric, request.by), count=request.count)
+    ids, near = nearest(
+        table,
+        row,
+        but=request.but,
+        metric=cast(Metric, request.by),
+        count=request.count,
+    )
     return _reply(ids, {request.by: near}, len(table), table.steps)
 
 
-def _reply(ids: Tensor, columns: dict[str, Tensor], rows: int, steps: int) -> pb.LookReply:
+def _reply(
+    ids: Tensor, columns: dict[str, Tensor], rows: int, steps: int
+) -> pb.LookReply:
     values = {name: to_bytes(each.contiguous()) for name, each in columns.items()}
     return pb.LookReply(rows=rows, steps=steps, ids=to_bytes(ids), columns=values)
 
 
 def top_rows_of_servers(servers: ServerSet, table: str, by: By, count: int) -> TopRows:
-    """Returns the rows with the largest values among those of all servers, without quantiles. See :func:`top_rows`.
+    """Returns the rows with the largest values among those of all servers, without
+    quantiles.
+
+    See :func:`top_rows`.
 
     Raises:
         ServiceError: A server cannot be reached, or there is no such table.
@@ -60,8 +80,12 @@ def top_rows_of_servers(servers: ServerSet, table: str, by: By, count: int) -> T
     )
 
 
-def neighbours_on_servers(servers: ServerSet, id: int, table: str, metric: Metric, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the rows of all servers that are nearest to the row of an id. See :func:`neighbours`.
+def neighbours_on_servers(
+    servers: ServerSet, id: int, table: str, metric: Metric, count: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the rows of all servers that are nearest to the row of an id.
+
+    See :func:`neighbours`.
 
     Raises:
         ValueError: The id has no row.
@@ -71,20 +95,33 @@ def neighbours_on_servers(servers: ServerSet, id: int, table: str, metric: Metri
     if not found.any():
         raise ValueError(f"id {id} has no row in table {table!r}")
     row = rows.float().contiguous()
-    ids, columns, _ = _of_all_servers(servers.look(table, metric, count, to_bytes(row), id))
+    ids, columns, _ = _of_all_servers(
+        servers.look(table, metric, count, to_bytes(row), id)
+    )
     near = columns[metric]
     order = descending(near.double() if metric != "l2" else -near.double(), ids)[:count]
     return ids[order], near[order]
 
 
-def _of_all_servers(replies: Sequence[pb.LookReply]) -> tuple[Tensor, dict[str, Tensor], Sequence[pb.LookReply]]:
+def _of_all_servers(
+    replies: Sequence[pb.LookReply],
+) -> tuple[Tensor, dict[str, Tensor], Sequence[pb.LookReply]]:
     ids = torch.cat([_numbers(reply.ids, torch.int64) for reply in replies])
     columns = {
-        name: torch.cat([_numbers(reply.columns[name], _DTYPES.get(name, torch.float32)) for reply in replies])
+        name: torch.cat(
+            [
+                _numbers(reply.columns[name], _DTYPES.get(name, torch.float32))
+                for reply in replies
+            ]
+        )
         for name in replies[0].columns
     }
     return ids, columns, replies
 
 
 def _numbers(data: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return (
+        torch.frombuffer(bytearray(data), dtype=dtype)
+        if data
+        else torch.empty(0, dtype=dtype)
+    )

@@ -13,14 +13,16 @@ from contextlib import contextmanager
 class ReadWriteLock:
     """A lock that many readers share, or one writer has alone. It is not reentrant.
 
-    ``with lock:`` has it alone, and ``with lock.shared():`` shares it. As in the lock of a native table
-    (``csrc/table_mutex.h``), readers and writers pass one turnstile, and whoever has to wait holds up those that come
-    later. Neither a stream of readers nor a stream of writers starves the others.
+    ``with lock:`` has it alone, and ``with lock.shared():`` shares it. As in the lock
+    of a native table (``csrc/table_mutex.h``), readers and writers pass one turnstile,
+    and whoever has to wait holds up those that come later. Neither a stream of readers
+    nor a stream of writers starves the others.
     """
 
     def __init__(self) -> None:
         self._turnstile = threading.Lock()
-        self._inside = threading.Lock()  # held by the writer, or by the readers together
+        # held by the writer, or by the readers together
+        self._inside = threading.Lock()
         self._counting = threading.Lock()  # guards _readers
         self._readers = 0
 
@@ -36,7 +38,8 @@ class ReadWriteLock:
         """Shares the lock with other readers."""
         with self._turnstile, self._counting:
             if self._readers == 0:
-                self._inside.acquire()  # no reader is inside, so that none waits for _counting
+                # no reader is inside, so that none waits for _counting
+                self._inside.acquire()
             self._readers += 1
         try:
             yield

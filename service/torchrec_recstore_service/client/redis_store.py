@@ -39,42 +39,64 @@ _SCAN_COUNT = 4096
 _TIMEOUT_S = 5.0
 _CHECK_SECONDS = 10.0  # the time between two checks of the server's eviction policy
 _REFUSED = (errors.AuthenticationError, errors.AuthorizationError)
-_UNREACHABLE = (errors.ConnectionError, errors.TimeoutError, errors.RedisClusterException)
+_UNREACHABLE = (
+    errors.ConnectionError,
+    errors.TimeoutError,
+    errors.RedisClusterException,
+)
 _MOVED = (errors.MovedError, errors.AskError, errors.TryAgainError)
-_PASSING = (*_UNREACHABLE, *_MOVED, errors.ClusterDownError, errors.MasterDownError, errors.ReadOnlyError)
+_PASSING = (
+    *_UNREACHABLE,
+    *_MOVED,
+    errors.ClusterDownError,
+    errors.MasterDownError,
+    errors.ReadOnlyError,
+)
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
 class RedisColdStore:
-    """A cold store on a Redis or Valkey server or cluster. Keys are ``recstore:<name>:{<run>-<group>}<id>``.
+    """A cold store on a Redis or Valkey server or cluster.
 
-    A group has the keys with the same hash tag. They are on one node, so that one ``MGET`` or ``MSET`` may read or
-    write several of them. A server has one group, a cluster ``CLUSTER_GROUPS``.
+    Keys are ``recstore:<name>:{<run>-<group>}<id>``.
 
-    A server can lose rows: it restarts empty or from an old file, fails over to a replica that lags, or evicts keys.
-    Each group therefore has a version, a key that every write to the group increments. A put writes it in the same
-    command as the rows, and each read also reads it. If it is missing, or lower than at the last write, the call raises
-    an error. An id counts as missing only if the version is right.
+    A group has the keys with the same hash tag. They are on one node, so that one
+    ``MGET`` or ``MSET`` may read or write several of them. A server has one group, a
+    cluster ``CLUSTER_GROUPS``.
 
-    A version does not show that a single row has been evicted. The store therefore checks the server's eviction policy
-    and its number of evicted keys when the store is opened, after each failure, and every ``_CHECK_SECONDS`` of use.
+    A server can lose rows: it restarts empty or from an old file, fails over to a
+    replica that lags, or evicts keys. Each group therefore has a version, a key that
+    every write to the group increments. A put writes it in the same command as the
+    rows, and each read also reads it. If it is missing, or lower than at the last
+    write, the call raises an error. An id counts as missing only if the version is
+    right.
+
+    A version does not show that a single row has been evicted. The store therefore
+    checks the server's eviction policy and its number of evicted keys when the store is
+    opened, after each failure, and every ``_CHECK_SECONDS`` of use.
     """
 
     ascending_snapshots = False
 
     def __init__(self, options: RedisStore, *, name: str, row_bytes: int) -> None:
-        """Connects to the server, and raises ColdStoreError if it cannot be reached, refuses access, or evicts rows."""
+        """Connects to the server, and raises ColdStoreError if it cannot be reached,
+        refuses access, or evicts rows.
+        """
         self._options = options
         self._cluster = "+cluster" in options.url.partition("://")[0]
         self._row_bytes = row_bytes
         self._client: Any = None
         self._open = True
-        self._next_check_s = 0.0  # the time of the next check of the eviction policy, by time.monotonic()
-        self._evicted: dict[str, int] = {}  # each node's number of evicted keys at the last check, by its run_id
+        # the time of the next check of the eviction policy, by time.monotonic()
+        self._next_check_s = 0.0
+        # each node's number of evicted keys at the last check, by its run_id
+        self._evicted: dict[str, int] = {}
         self._prefix = f"recstore:{escaped_name(name)}:{{{new_run()}-"
         groups = CLUSTER_GROUPS if self._cluster else 1
-        self._group_keys = [f"{self._prefix}{group:02x}}}".encode() for group in range(groups)]
+        self._group_keys = [
+            f"{self._prefix}{group:02x}}}".encode() for group in range(groups)
+        ]
         self._key_bytes = len(self._group_keys[0]) + ID_BYTES
         self._group_prefixes = join(self._group_keys, len(self._group_keys[0]))
         self._acknowledged = [0] * groups
@@ -87,7 +109,9 @@ class RedisColdStore:
         """See :meth:`ColdStore.get`."""
         check_ids(ids)
         self._check_open()
-        found, rows = zip(*map(self._get_part, in_parts(ids, self._rows_a_pipeline)), strict=True)
+        found, rows = zip(
+            *map(self._get_part, in_parts(ids, self._rows_a_pipeline)), strict=True
+        )
         return torch.cat(found), torch.cat(rows)
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
@@ -96,10 +120,15 @@ class RedisColdStore:
         check_rows(rows, "rows", (len(ids), self._row_bytes), [torch.uint8])
         self._check_open()
         size = self._rows_a_pipeline
-        for some, its_rows in zip(in_parts(ids, size), in_parts(rows, size), strict=True):
+        for some, its_rows in zip(
+            in_parts(ids, size), in_parts(rows, size), strict=True
+        ):
             batches, order = self._in_groups(some)
             values = iter(split(its_rows if order is None else its_rows[order]))
-            writes = [(group, keys, list(islice(values, len(keys)))) for group, keys in batches]
+            writes = [
+                (group, keys, list(islice(values, len(keys))))
+                for group, keys in batches
+            ]
             self._call(partial(self._write, writes))
 
     def delete(self, ids: Tensor) -> None:
@@ -107,17 +136,28 @@ class RedisColdStore:
         check_ids(ids)
         self._check_open()
         for part in in_parts(ids, self._rows_a_pipeline):
-            self._call(partial(self._write, [(group, keys, None) for group, keys in self._in_groups(part)[0]]))
+            self._call(
+                partial(
+                    self._write,
+                    [(group, keys, None) for group, keys in self._in_groups(part)[0]],
+                )
+            )
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """See :meth:`ColdStore.scan`. It first reads all ids, 8 bytes each, because the server may repeat ids."""
+        """See :meth:`ColdStore.scan`.
+
+        It first reads all ids, 8 bytes each, because the server may repeat ids.
+        """
         self._check_open()
         ids = self._call(self._scan_ids)
         self._call(partial(self._check_versions, range(len(self._group_keys))))
         return self._rows_of(ids)
 
     def close(self) -> None:
-        """See :meth:`ColdStore.close`. A server that cannot be reached keeps the keys, and a warning is logged."""
+        """See :meth:`ColdStore.close`.
+
+        A server that cannot be reached keeps the keys, and a warning is logged.
+        """
         if not self._open:
             return
         self._open = False
@@ -141,7 +181,11 @@ class RedisColdStore:
             raise self._error("is closed", "only close() may be called")
 
     def _call(self, action: Callable[[], _Result]) -> _Result:
-        """Calls ``action``. If it fails for a reason that may pass, repeats it for at most ``retry_seconds``."""
+        """Calls ``action``.
+
+        If it fails for a reason that may pass, repeats it for at most
+        ``retry_seconds``.
+        """
         backoff = Backoff(self._options.retry_seconds)
         failed = False
         while True:
@@ -150,17 +194,22 @@ class RedisColdStore:
                     self._check_eviction()
                 result = action()
                 if failed:
-                    # redis-py keeps errors in reference cycles, which keep the frames of all callers alive, and so the
-                    # outputs of a training step, whose rows cannot be evicted.
+                    # redis-py keeps errors in reference cycles, which keep the frames
+                    # of all callers alive, and so the outputs of a training step, whose
+                    # rows cannot be evicted.
                     gc.collect()
                 return result
             except _REFUSED as error:
                 raise self._error("refuses access", error) from error
             except _PASSING as error:
                 failed = True
-                self._next_check_s = 0.0  # a server that has restarted may have other settings
+                # a server that has restarted may have other settings
+                self._next_check_s = 0.0
                 if backoff.left_s <= 0:
-                    raise self._error(f"cannot be reached for {self._options.retry_seconds:g} s", error) from error
+                    raise self._error(
+                        f"cannot be reached for {self._options.retry_seconds:g} s",
+                        error,
+                    ) from error
                 backoff.pause()
             except redis.RedisError as error:
                 raise self._error("has failed", error) from error
@@ -168,22 +217,38 @@ class RedisColdStore:
     def _connected(self) -> Any:
         if self._client is None:
             kind: Any = redis.RedisCluster if self._cluster else redis.Redis
-            url = self._options.url.replace("+cluster", "", 1) if self._cluster else self._options.url
-            # The client does not retry, because _call does, with a limit. Timeouts in the URL override these.
-            timeouts = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
+            url = (
+                self._options.url.replace("+cluster", "", 1)
+                if self._cluster
+                else self._options.url
+            )
+            # The client does not retry, because _call does, with a limit. Timeouts in
+            # the URL override these.
+            timeouts = {
+                "socket_timeout": _TIMEOUT_S,
+                "socket_connect_timeout": _TIMEOUT_S,
+            }
             try:
-                self._client = kind.from_url(url, retry=Retry(NoBackoff(), 0), **timeouts)
-            except ValueError:  # the message of the error may contain a part of the password
+                self._client = kind.from_url(
+                    url, retry=Retry(NoBackoff(), 0), **timeouts
+                )
+            except (
+                ValueError
+            ):  # the message of the error may contain a part of the password
                 raise ColdStoreError(f"{self}: the url cannot be parsed") from None
         return self._client
 
     def _run(self, commands: list[tuple[Any, ...]]) -> list[Any]:
-        """Sends commands in one pipeline. Raises the first error among the answers. The error does not name a key."""
+        """Sends commands in one pipeline.
+
+        Raises the first error among the answers. The error does not name a key.
+        """
         if not commands:
             return []
         pipeline = self._connected().pipeline(transaction=False)
         for command in commands:
-            # A cluster's pipeline.mget refuses commands with several keys, although these keys are on one node.
+            # A cluster's pipeline.mget refuses commands with several keys, although
+            # these keys are on one node.
             pipeline.execute_command(*command)
         answers: list[Any] = pipeline.execute(raise_on_error=False)
         for answer in answers:
@@ -197,7 +262,9 @@ class RedisColdStore:
         self._run([("SET", key, b"0") for key in self._group_keys])
 
     def _check_eviction(self) -> None:
-        """Raises ColdStoreError if the server may evict rows, or may have evicted rows since the last check."""
+        """Raises ColdStoreError if the server may evict rows, or may have evicted rows
+        since the last check.
+        """
         client = self._connected()
         try:
             if self._cluster:
@@ -205,41 +272,56 @@ class RedisColdStore:
                 nodes = [answer] if "used_memory" in answer else list(answer.values())
             else:
                 nodes = [client.info()]
-        except redis.ResponseError:  # the user may not call INFO, or the server does not have it
+        except (
+            redis.ResponseError
+        ):  # the user may not call INFO, or the server does not have it
             nodes = []
         evicted: dict[str, int] = {}
         for node in nodes:
-            run, policy = str(node.get("run_id", "")), str(node.get("maxmemory_policy", ""))
+            run, policy = (
+                str(node.get("run_id", "")),
+                str(node.get("maxmemory_policy", "")),
+            )
             evicted[run] = int(node.get("evicted_keys", 0))
             gone = evicted[run] - self._evicted.get(run, evicted[run])
-            # A volatile policy evicts only keys with an expiry time, and the keys of rows have none.
+            # A volatile policy evicts only keys with an expiry time, and the keys of
+            # rows have none.
             if gone > 0 and not policy.startswith("volatile-"):
                 raise self._error(
                     "has lost its rows",
-                    f"it evicted {gone} keys because its maxmemory-policy was not noeviction; set maxmemory-policy to "
-                    "noeviction, close the table and load the last checkpoint",
+                    f"it evicted {gone} keys because its maxmemory-policy was not"
+                    " noeviction; set maxmemory-policy to noeviction, close the table"
+                    " and load the last checkpoint",
                 )
             if int(node.get("maxmemory", 0)) and policy.startswith("allkeys-"):
-                raise self._error("would lose rows", f"its maxmemory-policy is {policy}; it must be noeviction")
+                raise self._error(
+                    "would lose rows",
+                    f"its maxmemory-policy is {policy}; it must be noeviction",
+                )
         self._evicted = evicted
         self._next_check_s = time.monotonic() + _CHECK_SECONDS
 
-    def _in_groups(self, ids: Tensor) -> tuple[list[tuple[int, list[bytes]]], Tensor | None]:
+    def _in_groups(
+        self, ids: Tensor
+    ) -> tuple[list[tuple[int, list[bytes]]], Tensor | None]:
         """Splits the keys of ids into groups, and each group into commands.
 
-        Returns the group and the keys of each command, and the order of the ids in all commands, (N,) int64, or None if
-        it is the order of ``ids``.
+        Returns the group and the keys of each command, and the order of the ids in all
+        commands, (N,) int64, or None if it is the order of ``ids``.
         """
         order = None
         groups = torch.zeros_like(ids)
         if len(self._group_keys) > 1:
-            # The upper bits of a product depend on all bits of the id. The & removes the sign bits of the shift.
+            # The upper bits of a product depend on all bits of the id. The & removes
+            # the sign bits of the shift.
             groups = ((ids * -0x61C8864680B583EB) >> 40) & (len(self._group_keys) - 1)
             groups, order = groups.sort(stable=True)
             ids = ids[order]
         keys = split(torch.cat([self._group_prefixes[groups], id_bytes(ids)], dim=1))
         batches, begin = [], 0
-        for group, count in enumerate(groups.bincount(minlength=len(self._group_keys)).tolist()):
+        for group, count in enumerate(
+            groups.bincount(minlength=len(self._group_keys)).tolist()
+        ):
             end = begin + count
             for at in range(begin, end, self._rows_a_command):
                 batches.append((group, keys[at : min(at + self._rows_a_command, end)]))
@@ -248,20 +330,35 @@ class RedisColdStore:
 
     def _check_version(self, group: int, answer: bytes | None) -> None:
         if answer is None:
-            raise self._error("has lost its rows", "it restarted without them, or they were flushed or evicted")
+            raise self._error(
+                "has lost its rows",
+                "it restarted without them, or they were flushed or evicted",
+            )
         if not self._acknowledged[group] <= int(answer) <= self._attempted[group]:
             raise self._error(
-                "has lost its last writes", "it restarted from older data, or a replica took over that lagged behind"
+                "has lost its last writes",
+                "it restarted from older data, or a replica took over that lagged"
+                " behind",
             )
 
     def _check_versions(self, groups: Sequence[int]) -> None:
-        for group, answer in zip(groups, self._run([("GET", self._group_keys[g]) for g in groups]), strict=True):
+        for group, answer in zip(
+            groups,
+            self._run([("GET", self._group_keys[g]) for g in groups]),
+            strict=True,
+        ):
             self._check_version(group, answer)
 
-    def _write(self, writes: Sequence[tuple[int, list[bytes], list[bytes] | None]]) -> None:
-        """Writes the values of the keys of each group. If the values are None, deletes the keys."""
+    def _write(
+        self, writes: Sequence[tuple[int, list[bytes], list[bytes] | None]]
+    ) -> None:
+        """Writes the values of the keys of each group.
+
+        If the values are None, deletes the keys.
+        """
         groups = list({group for group, _, _ in writes})
-        self._check_versions(groups)  # before the write, because the new version would hide that rows have been lost
+        # before the write, because the new version would hide that rows have been lost
+        self._check_versions(groups)
         commands: list[tuple[Any, ...]] = []
         for group, keys, values in writes:
             self._attempted[group] += 1
@@ -269,16 +366,26 @@ class RedisColdStore:
             if values is None:
                 commands += [("UNLINK", *keys), ("SET", *version)]
             else:
-                commands.append(("MSET", *(x for pair in zip(keys, values, strict=True) for x in pair), *version))
+                commands.append(
+                    (
+                        "MSET",
+                        *(x for pair in zip(keys, values, strict=True) for x in pair),
+                        *version,
+                    )
+                )
         self._run(commands)
         for group in groups:
             self._acknowledged[group] = self._attempted[group]
 
     def _get_part(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         batches, order = self._in_groups(ids)
-        commands: list[tuple[Any, ...]] = [("MGET", self._group_keys[group], *keys) for group, keys in batches]
+        commands: list[tuple[Any, ...]] = [
+            ("MGET", self._group_keys[group], *keys) for group, keys in batches
+        ]
         values: list[bytes | None] = []
-        for (group, _), (version, *some) in zip(batches, self._call(partial(self._run, commands)), strict=True):
+        for (group, _), (version, *some) in zip(
+            batches, self._call(partial(self._run, commands)), strict=True
+        ):
             self._check_version(group, version)
             values += some
         found, rows = found_rows(values, self._row_bytes)
@@ -302,6 +409,9 @@ class RedisColdStore:
             self._check_open()
             found, rows = self._get_part(part)
             if not found.all():
-                raise self._error("has changed while it was scanned", f"{int((~found).sum())} rows are gone")
+                raise self._error(
+                    "has changed while it was scanned",
+                    f"{int((~found).sum())} rows are gone",
+                )
             if len(part):
                 yield part, rows

@@ -1,8 +1,10 @@
-"""Compute kernels of tables whose rows a client reads and updates elsewhere, usually on parameter servers.
+"""Compute kernels of tables whose rows a client reads and updates elsewhere, usually on
+parameter servers.
 
-A training lookup reads each distinct id of the batch once, and pools the rows with the native kernel of a table in this
-process. Its backward sums the gradients of each distinct id with the same native code, in the order of the batch, and
-sends the sums. The results are therefore the same, to the bit, as those of a table in the process.
+A training lookup reads each distinct id of the batch once, and pools the rows with the
+native kernel of a table in this process. Its backward sums the gradients of each
+distinct id with the same native code, in the order of the batch, and sends the sums.
+The results are therefore the same, to the bit, as those of a table in the process.
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 
 class ClientTable:
-    """A table whose rows a client reads and updates elsewhere, usually on parameter servers.
+    """A table whose rows a client reads and updates elsewhere, usually on parameter
+    servers.
 
-    The constructor creates the table if it does not exist. All servers apply ``optimizer``; gradients are clipped by
-    value before they are sent, because clipping by value comes before the sum over an id.
+    The constructor creates the table if it does not exist. All servers apply
+    ``optimizer``; gradients are clipped by value before they are sent, because clipping
+    by value comes before the sum over an id.
 
     Args:
         client: The ``RecStoreClient``, which imports this module. It must stay open.
@@ -52,11 +56,12 @@ class ClientTable:
         dtype: The data type of the weights.
         optimizer: The optimizer of the updates.
         options: The options of the table. ``cold_store`` must be None.
-        staleness: The number of updates of this process that may be in progress while rows are read. With 0, each
-            backward waits for its update. Default: 0.
+        staleness: The number of updates of this process that may be in progress while
+            rows are read. With 0, each backward waits for its update. Default: 0.
 
     Raises:
-        TypeError, ValueError: An argument is not valid, or the table exists with another specification.
+        TypeError, ValueError: An argument is not valid, or the table exists with
+            another specification.
         ServiceError: A server cannot be reached, or refuses the table.
     """
 
@@ -81,11 +86,22 @@ class ClientTable:
         self.staleness = staleness
         self.handle = next(_handles)
         """A number that no other table has, native tables included."""
-        client.init_data(name, shape, dtype, optimizer=replace(optimizer, max_gradient=None), options=options)
+        client.init_data(
+            name,
+            shape,
+            dtype,
+            optimizer=replace(optimizer, max_gradient=None),
+            options=options,
+        )
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Reads rows for evaluation: (N, dim) in the dtype of lookups. ``ids``: (N,) int64."""
-        rows: list[Tensor] = self.client.pull_each([RowRead(self.name, ids, self.options.missing)])
+        """Reads rows for evaluation: (N, dim) in the dtype of lookups.
+
+        ``ids``: (N,) int64.
+        """
+        rows: list[Tensor] = self.client.pull_each(
+            [RowRead(self.name, ids, self.options.missing)]
+        )
         return rows[0]
 
     @property
@@ -98,15 +114,21 @@ class ClientTable:
 
 
 class _Workspace:
-    """Tables of this process that hold the rows of a pass while it is pooled, and then the sums of its gradients.
+    """Tables of this process that hold the rows of a pass while it is pooled, and then
+    the sums of its gradients.
 
-    Row i of a table is the row of the i-th distinct id. Rows are overwritten and never removed.
+    Row i of a table is the row of the i-th distinct id. Rows are overwritten and never
+    removed.
     """
 
     def __init__(self, tables: Sequence[ClientTable], make: _Make) -> None:
         zeros = TableOptions(initializer=ConstantInit(0.0))
-        # The step from a row of zeros with the learning rate 1 is minus the sum of the gradients, exactly.
-        self.tables = [Table(each.dim, torch.float32, _summing(each), zeros, name=each.name) for each in tables]
+        # The step from a row of zeros with the learning rate 1 is minus the sum of the
+        # gradients, exactly.
+        self.tables = [
+            Table(each.dim, torch.float32, _summing(each), zeros, name=each.name)
+            for each in tables
+        ]
         self.kernel = make(self.tables)
         self._numbers = torch.arange(0)
 
@@ -117,21 +139,32 @@ class _Workspace:
             if n:
                 ops.table_insert(table.handle, self._first(n), some.float())
 
-    def sums(self, context: Tensor, grad: Tensor, counts: Sequence[int], distinct: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the sum of the gradients of each distinct id of each table, (n, dim) float32."""
+    def sums(
+        self,
+        context: Tensor,
+        grad: Tensor,
+        counts: Sequence[int],
+        distinct: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Returns the sum of the gradients of each distinct id of each table, (n, dim)
+        float32.
+        """
         numbers = [ids.shape[0] for ids in distinct]
         sizes = [n * table.dim for n, table in zip(numbers, self.tables, strict=True)]
         flat = torch.zeros(sum(sizes))
         parts = [
             part.view(n, table.dim)
-            for n, table, part in zip(numbers, self.tables, torch.split(flat, sizes), strict=True)
+            for n, table, part in zip(
+                numbers, self.tables, torch.split(flat, sizes), strict=True
+            )
         ]
         self.write(parts)
         self.kernel.update(context, grad, False, counts)
         for n, table, part in zip(numbers, self.tables, parts, strict=True):
             if n:
                 ops.table_read(table.handle, self._first(n), part)
-        torch.sub(0.0, flat, out=flat)  # in place; the negative of 0.0 would be another zero
+        # in place; the negative of 0.0 would be another zero
+        torch.sub(0.0, flat, out=flat)
         return parts
 
     def _first(self, n: int) -> Tensor:
@@ -145,29 +178,43 @@ def _summing(table: ClientTable) -> SGD:
 
 
 class _Pass(bytearray):
-    """A training lookup, from its forward until its backward has run or its graph has been freed.
+    """A training lookup, from its forward until its backward has run or its graph has
+    been freed.
 
-    The context of the lookup is a tensor in the memory of this object, so that it lives as long as the context.
+    The context of the lookup is a tensor in the memory of this object, so that it lives
+    as long as the context.
     """
 
     overwritten = False
     """Whether the workspace has gradients in place of the rows."""
 
     def __init__(
-        self, free: deque[_Workspace], workspace: _Workspace, distinct: list[Tensor], rows: list[Tensor]
+        self,
+        free: deque[_Workspace],
+        workspace: _Workspace,
+        distinct: list[Tensor],
+        rows: list[Tensor],
     ) -> None:
         super().__init__(torch.int64.itemsize)
         self.number = next(_numbers)
-        self._free, self.workspace, self.distinct, self.rows = free, workspace, distinct, rows
+        self._free, self.workspace, self.distinct, self.rows = (
+            free,
+            workspace,
+            distinct,
+            rows,
+        )
         self.context = torch.empty(0)
 
     def __del__(self) -> None:
-        del self.context  # ends the native pass before another one begins in the same tables
+        # ends the native pass before another one begins in the same tables
+        del self.context
         self._free.append(self.workspace)
 
 
 class _Batch:
-    """The distinct ids of each table in a batch, (n,) int64, and the position of each id of the batch among them."""
+    """The distinct ids of each table in a batch, (n,) int64, and the position of each
+    id of the batch among them.
+    """
 
     def __init__(self, ids: Tensor, counts: Sequence[int]) -> None:
         distinct, self.places, sizes = row_ops.ids_distinct(ids, counts)
@@ -184,12 +231,27 @@ class _Prefetched:
         included: The number of updates that the rows are known to include.
     """
 
-    def __init__(self, ids: Tensor, counts: Sequence[int], batch: _Batch, handle: int, included: int) -> None:
-        self.ids, self.counts, self.batch, self.handle, self.included = ids, list(counts), batch, handle, included
+    def __init__(
+        self,
+        ids: Tensor,
+        counts: Sequence[int],
+        batch: _Batch,
+        handle: int,
+        included: int,
+    ) -> None:
+        self.ids, self.counts, self.batch, self.handle, self.included = (
+            ids,
+            list(counts),
+            batch,
+            handle,
+            included,
+        )
 
 
 class _Updates:
-    """The updates that a kernel has sent: at most ``staleness`` of them are in progress."""
+    """The updates that a kernel has sent: at most ``staleness`` of them are in
+    progress.
+    """
 
     def __init__(self, tables: Sequence[ClientTable]) -> None:
         self._tables = tables
@@ -197,12 +259,18 @@ class _Updates:
         self._staleness = tables[0].staleness
         self._pending: deque[int] = deque()
         self.lock = threading.Lock()
-        """Held while prefetches and the log change: a prefetch may run beside a step, in another thread."""
+        """Held while prefetches and the log change: a prefetch may run beside a step,
+        in another thread.
+        """
         self.sent = 0
         self.included = 0
-        """The number of the last update that has been carried out, so that all rows that are read later include it."""
+        """The number of the last update that has been carried out, so that all rows
+        that are read later include it.
+        """
         self.log: dict[int, list[Tensor]] = {}
-        """The distinct ids of each table, by the number of the update, for updates that a prefetch may lack."""
+        """The distinct ids of each table, by the number of the update, for updates that
+        a prefetch may lack.
+        """
 
     @property
     def required(self) -> int:
@@ -216,21 +284,33 @@ class _Updates:
         prefetched: Sequence[_Prefetched],
         learning_rate: float | None,
     ) -> None:
-        """Sends an update of all tables. It waits for the update that was sent ``staleness`` updates before.
+        """Sends an update of all tables.
+
+        It waits for the update that was sent ``staleness`` updates before.
 
         Args:
             distinct: The distinct ids of each table, (n,) int64.
             sums: The gradients of these ids, (n, dim) float32.
             prefetched: The prefetches that have not been looked up.
-            learning_rate: The learning rate of this update. None: that of the tables' optimizer.
+            learning_rate: The learning rate of this update. None: that of the tables'
+                optimizer.
         """
         parts = zip(self._tables, distinct, sums, strict=True)
-        updates = [RowUpdate(table.name, ids, grads, learning_rate) for table, ids, grads in parts]
+        updates = [
+            RowUpdate(table.name, ids, grads, learning_rate)
+            for table, ids, grads in parts
+        ]
         while len(self._pending) >= max(1, self._staleness):
             self._wait_for_one()
         with self.lock:
-            oldest = min((ahead.included for ahead in prefetched), default=self.included)
-            self.log = {number: ids for number, ids in self.log.items() if number > min(oldest, self.included)}
+            oldest = min(
+                (ahead.included for ahead in prefetched), default=self.included
+            )
+            self.log = {
+                number: ids
+                for number, ids in self.log.items()
+                if number > min(oldest, self.included)
+            }
             self.sent += 1
             self.log[self.sent] = list(distinct)
         if self._staleness:
@@ -249,8 +329,12 @@ class _Updates:
         self.included += 1
 
     def later_ids(self, table: int, after: int, last: int) -> Tensor:
-        """Returns the ids of a table, ascending, in the updates with numbers above ``after`` and up to ``last``."""
-        some = [ids[table] for number, ids in self.log.items() if after < number <= last]
+        """Returns the ids of a table, ascending, in the updates with numbers above
+        ``after`` and up to ``last``.
+        """
+        some = [
+            ids[table] for number, ids in self.log.items() if after < number <= last
+        ]
         ids = torch.cat([torch.empty(0, dtype=torch.int64), *some])
         ascending: Tensor = torch.unique(ids)
         return ascending
@@ -259,9 +343,10 @@ class _Updates:
 class RemoteKernel(LookupKernel):
     """The base class of the kernels whose rows a client reads and updates.
 
-    Rows are made by the update of a backward: a training lookup reads an id without a row as its initial row. A kernel
-    that is not used by several threads at once reads rows that lack at most the last ``staleness`` updates of this
-    process, also if they were prefetched.
+    Rows are made by the update of a backward: a training lookup reads an id without a
+    row as its initial row. A kernel that is not used by several threads at once reads
+    rows that lack at most the last ``staleness`` updates of this process, also if they
+    were prefetched.
 
     Args:
         tables: The tables, of one client, with the same ``staleness``.
@@ -269,7 +354,8 @@ class RemoteKernel(LookupKernel):
     """
 
     learning_rate = None
-    updates_late = False  # other processes see an update as soon as backward has returned
+    # other processes see an update as soon as backward has returned
+    updates_late = False
 
     def __init__(self, tables: Sequence[ClientTable], make: _Make) -> None:
         super().__init__(tables, 1)
@@ -283,13 +369,19 @@ class RemoteKernel(LookupKernel):
         self._shape_of = self._free[0].kernel
 
     def look_up(
-        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        counts: Sequence[int],
+        weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """See ``LookupKernel.look_up``."""
         batch, rows = self._rows(ids, self._table_counts(ids, offsets, counts))
         pass_ = _Pass(self._free, self._workspace(), batch.distinct, rows)
         pass_.workspace.write(rows)
-        out, pass_.context = pass_.workspace.kernel.look_up(batch.places, offsets, counts, weights)
+        out, pass_.context = pass_.workspace.kernel.look_up(
+            batch.places, offsets, counts, weights
+        )
         context = torch.frombuffer(pass_, dtype=torch.int64)
         context[0] = pass_.number
         _passes[pass_.number] = pass_
@@ -310,7 +402,10 @@ class RemoteKernel(LookupKernel):
         """
         pass_ = _passes.get(int(context[0]))
         if pass_ is None:
-            raise RuntimeError(f"{self._who}: the context of the lookup was copied, and the lookup has ended")
+            raise RuntimeError(
+                f"{self._who}: the context of the lookup was copied, and the lookup has"
+                " ended"
+            )
         of_weights = None
         if weight_grads:
             if pass_.overwritten:
@@ -323,10 +418,17 @@ class RemoteKernel(LookupKernel):
         self._updates.send(pass_.distinct, sums, self._prefetched, rate)
         return of_weights
 
-    def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
+    def read(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        counts: Sequence[int],
+        weights: Tensor | None,
+    ) -> Tensor:
         """See ``LookupKernel.read``. It waits for all updates of this kernel.
 
-        If the tables are frozen, training calls this method, too, and the rows may have been prefetched.
+        If the tables are frozen, training calls this method, too, and the rows may have
+        been prefetched.
         """
         self._updates.wait()
         table_counts = self._table_counts(ids, offsets, counts)
@@ -346,27 +448,38 @@ class RemoteKernel(LookupKernel):
         """Waits for all updates that were sent, or raises the error of one."""
         self._updates.wait()
 
-    def output_shape(self, offsets: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
+    def output_shape(
+        self, offsets: Tensor | None, counts: Sequence[int]
+    ) -> tuple[int, ...]:
         """See ``LookupKernel.output_shape``."""
         return self._shape_of.output_shape(offsets, counts)
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
-        """Requests the rows of a coming batch, in another thread, for its training lookup.
+        """Requests the rows of a coming batch, in another thread, for its training
+        lookup.
 
-        The lookup of the same ids waits for these rows, and reads the rows again that this kernel has updated since.
-        The kernel keeps the four newest batches. If the tables are frozen, a lookup in evaluation discards them.
+        The lookup of the same ids waits for these rows, and reads the rows again that
+        this kernel has updated since. The kernel keeps the four newest batches. If the
+        tables are frozen, a lookup in evaluation discards them.
 
         Args:
             ids: (N,) int64, table by table. The ids of the batch.
-            counts: The number of ids of each feature, or of each table if the kernel does not pool.
+            counts: The number of ids of each feature, or of each table if the kernel
+                does not pool.
         """
         ids, of_tables = ids.clone(), self._prefetch_counts(counts)
         batch = _Batch(ids, of_tables)
         with self._updates.lock:
             included = self._updates.included
             handle = self._client.prefetch_each(self._reads(batch.distinct))
-            self._prefetched.append(_Prefetched(ids, of_tables, batch, handle, included))
-            surplus = self._prefetched.popleft() if len(self._prefetched) > _MOST_PREFETCHES else None
+            self._prefetched.append(
+                _Prefetched(ids, of_tables, batch, handle, included)
+            )
+            surplus = (
+                self._prefetched.popleft()
+                if len(self._prefetched) > _MOST_PREFETCHES
+                else None
+            )
         if surplus is not None:
             self._client.wait_for_each(surplus.handle)
 
@@ -377,7 +490,9 @@ class RemoteKernel(LookupKernel):
             return _Workspace(self._tables, self._make)
 
     def _begin_lookup(self, train: bool) -> None:
-        """Discards the prefetched batches before a lookup of frozen tables in evaluation, which reads them anew."""
+        """Discards the prefetched batches before a lookup of frozen tables in
+        evaluation, which reads them anew.
+        """
         if train or not self.read_only or traced():
             return
         with self._updates.lock:
@@ -387,20 +502,31 @@ class RemoteKernel(LookupKernel):
             self._client.wait_for_each(ahead.handle)
 
     def _reads(self, distinct: Sequence[Tensor]) -> list[RowRead]:
-        """Returns the reads of a lookup in training, which reads frozen tables as a lookup in evaluation does."""
+        """Returns the reads of a lookup in training, which reads frozen tables as a
+        lookup in evaluation does.
+        """
         if self.read_only:
             return self._evaluation_reads(distinct)
-        return [RowRead(table.name, ids) for table, ids in zip(self._tables, distinct, strict=True)]
+        return [
+            RowRead(table.name, ids)
+            for table, ids in zip(self._tables, distinct, strict=True)
+        ]
 
     def _evaluation_reads(self, distinct: Sequence[Tensor]) -> list[RowRead]:
-        """Returns the reads of a lookup in evaluation: ``TableOptions.missing`` says how a missing id reads."""
+        """Returns the reads of a lookup in evaluation: ``TableOptions.missing`` says
+        how a missing id reads.
+        """
         parts = zip(self._tables, distinct, strict=True)
         return [RowRead(table.name, ids, table.options.missing) for table, ids in parts]
 
     def _rows(self, ids: Tensor, counts: Sequence[int]) -> tuple[_Batch, list[Tensor]]:
         """Returns the distinct ids of a batch and their rows, prefetched or read now."""
         with self._updates.lock:
-            fitting = (a for a in self._prefetched if a.counts == list(counts) and torch.equal(a.ids, ids))
+            fitting = (
+                a
+                for a in self._prefetched
+                if a.counts == list(counts) and torch.equal(a.ids, ids)
+            )
             ahead = next(fitting, None)
             if ahead is not None:
                 self._prefetched.remove(ahead)
@@ -410,46 +536,74 @@ class RemoteKernel(LookupKernel):
         return batch, self._client.pull_each(self._reads(batch.distinct))
 
     def _renewed(self, ahead: _Prefetched) -> list[Tensor]:
-        """Returns the rows of a prefetch, after it has read the rows again that it lacks updates of."""
+        """Returns the rows of a prefetch, after it has read the rows again that it
+        lacks updates of.
+        """
         rows: list[Tensor] = self._client.wait_for_each(ahead.handle)
         distinct, required = ahead.batch.distinct, self._updates.required
         stale = [
-            among(ids, self._updates.later_ids(number, ahead.included, required)) for number, ids in enumerate(distinct)
+            among(ids, self._updates.later_ids(number, ahead.included, required))
+            for number, ids in enumerate(distinct)
         ]
         if any(bool(some.any()) for some in stale):
-            again = self._client.pull_each(self._reads([ids[some] for ids, some in zip(distinct, stale, strict=True)]))
+            again = self._client.pull_each(
+                self._reads(
+                    [ids[some] for ids, some in zip(distinct, stale, strict=True)]
+                )
+            )
             for present, some, new in zip(rows, stale, again, strict=True):
                 present[some] = new
         return rows
 
-    def _table_counts(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]) -> Sequence[int]:
+    def _table_counts(
+        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]
+    ) -> Sequence[int]:
         """Returns the number of ids of each table in a batch."""
         raise NotImplementedError
 
     def _prefetch_counts(self, counts: Sequence[int]) -> Sequence[int]:
-        """Returns the number of ids of each table for the ``counts`` of :meth:`prefetch`."""
+        """Returns the number of ids of each table for the ``counts`` of
+        :meth:`prefetch`.
+        """
         raise NotImplementedError
 
 
 class RemotePooledKernel(RemoteKernel):
-    """A :class:`PooledKernel` whose rows a client reads and updates. The features of a table are adjacent.
+    """A :class:`PooledKernel` whose rows a client reads and updates.
+
+    The features of a table are adjacent.
 
     Args:
         tables: The tables, of one client.
-        feature_tables: The index of each feature's table in ``tables``, ascending, in the order of the features.
+        feature_tables: The index of each feature's table in ``tables``, ascending, in
+            the order of the features.
         pooling: See :class:`PooledKernel`.
     """
 
-    def __init__(self, tables: Sequence[ClientTable], feature_tables: Sequence[int], pooling: Any) -> None:
+    def __init__(
+        self, tables: Sequence[ClientTable], feature_tables: Sequence[int], pooling: Any
+    ) -> None:
         if list(feature_tables) != sorted(feature_tables):
             raise ValueError(f"feature_tables must ascend, got {list(feature_tables)}")
-        super().__init__(tables, lambda here: PooledKernel(here, feature_tables, pooling))
-        self._features = [list(feature_tables).count(number) for number in range(len(tables))]
+        super().__init__(
+            tables, lambda here: PooledKernel(here, feature_tables, pooling)
+        )
+        self._features = [
+            list(feature_tables).count(number) for number in range(len(tables))
+        ]
 
     def forward(
-        self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, train: bool, to: CopyTarget | None = None
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        *,
+        train: bool,
+        to: CopyTarget | None = None,
     ) -> Tensor:
-        """Looks up a batch and pools it. See :meth:`PooledKernel.forward`; the arguments are the same.
+        """Looks up a batch and pools it.
+
+        See :meth:`PooledKernel.forward`; the arguments are the same.
 
         Raises:
             TypeError, ValueError, MemoryError: See :meth:`PooledKernel.forward`.
@@ -460,21 +614,36 @@ class RemotePooledKernel(RemoteKernel):
         self._begin_lookup(train)
         return self._run(ids, offsets, (), weights, train, to)
 
-    def weight_gradients(self, ids: Tensor, offsets: Tensor | None, grad: Tensor) -> Tensor:
+    def weight_gradients(
+        self, ids: Tensor, offsets: Tensor | None, grad: Tensor
+    ) -> Tensor:
         """See ``LookupKernel.weight_gradients``."""
         assert isinstance(self._shape_of, PooledKernel)
         self._updates.wait()
         of_tables = torch.split(ids, list(self._table_counts(ids, offsets, ())))
-        rows = [table.lookup(some) for table, some in zip(self._tables, of_tables, strict=True)]
+        rows = [
+            table.lookup(some)
+            for table, some in zip(self._tables, of_tables, strict=True)
+        ]
         return self._shape_of.weight_gradients_of(rows, offsets, grad)
 
-    def _table_counts(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]) -> Sequence[int]:
+    def _table_counts(
+        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]
+    ) -> Sequence[int]:
         assert offsets is not None
         features = sum(self._features)
         bags = (len(offsets) - 1) // max(1, features)
         ends = offsets[::bags].tolist() if bags else [0] * (features + 1)
-        if len(offsets) != features * bags + 1 or ends[-1] != len(ids) or ends != sorted(ends) or ends[0]:
-            raise ValueError(f"offsets must ascend from 0 to {len(ids)}, with equal bags for {features} features")
+        if (
+            len(offsets) != features * bags + 1
+            or ends[-1] != len(ids)
+            or ends != sorted(ends)
+            or ends[0]
+        ):
+            raise ValueError(
+                f"offsets must ascend from 0 to {len(ids)}, with equal bags for"
+                f" {features} features"
+            )
         return self._of_tables([end - begin for begin, end in itertools.pairwise(ends)])
 
     def _prefetch_counts(self, counts: Sequence[int]) -> Sequence[int]:
@@ -495,8 +664,17 @@ class RemoteSequenceKernel(RemoteKernel):
     def __init__(self, tables: Sequence[ClientTable]) -> None:
         super().__init__(tables, SequenceKernel)
 
-    def forward(self, ids: Tensor, counts: Sequence[int], *, train: bool, to: CopyTarget | None = None) -> Tensor:
-        """Looks up a batch. See :meth:`SequenceKernel.forward`; the arguments are the same.
+    def forward(
+        self,
+        ids: Tensor,
+        counts: Sequence[int],
+        *,
+        train: bool,
+        to: CopyTarget | None = None,
+    ) -> Tensor:
+        """Looks up a batch.
+
+        See :meth:`SequenceKernel.forward`; the arguments are the same.
 
         Raises:
             TypeError, ValueError, MemoryError: See :meth:`SequenceKernel.forward`.
@@ -507,10 +685,13 @@ class RemoteSequenceKernel(RemoteKernel):
         self._begin_lookup(train)
         return self._run(ids, None, counts, None, train, to)
 
-    def _table_counts(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]) -> Sequence[int]:
+    def _table_counts(
+        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]
+    ) -> Sequence[int]:
         if sum(counts) != len(ids) or len(counts) != len(self._tables):
             raise ValueError(
-                f"counts must have a number for each of {len(self._tables)} tables, and the sum {len(ids)}"
+                f"counts must have a number for each of {len(self._tables)} tables, and"
+                f" the sum {len(ids)}"
             )
         return counts
 

@@ -39,29 +39,38 @@ WRITE_BUFFER_BYTES = 2**24
 WRITE_BUFFERS = 3
 SHARED_WRITE_BYTES = 3 * 2**25
 BLOOM_BITS = 10
-WRITE_BUFFER_BLOOM = 1 / 128  # of the write buffer: 11 bits per row for rows of 140 bytes
+# of the write buffer: 11 bits per row for rows of 140 bytes
+WRITE_BUFFER_BLOOM = 1 / 128
 MERGED_FILES = 8
 _READ_BYTES = 2**25
 _SCAN_BYTES = 2**22
-_HALVED_READ = 128  # a read of this number of rows, or more, is divided between two threads
-# rocksdict 0.3.29 holds the GIL while it writes a batch. Small batches let other threads run in between.
+# a read of this number of rows, or more, is divided between two threads
+_HALVED_READ = 128
+# rocksdict 0.3.29 holds the GIL while it writes a batch. Small batches let other
+# threads run in between.
 _WRITE_BYTES = 2**20
 _STALL_PAUSE_S = 0.002
-_threads: Literal["none", "started", "lost"] = "none"  # RocksDB's background threads in this process
+# RocksDB's background threads in this process
+_threads: Literal["none", "started", "lost"] = "none"
 
 
 class RocksDBColdStore:
-    """A cold store in a RocksDB database, which has the rows of one shard. Keys sort as ids do.
+    """A cold store in a RocksDB database, which has the rows of one shard.
 
-    Writes go to RocksDB's log without an fsync: rows survive errors and a full disk, and need not survive the process.
-    If a put or delete fails, the rows stay readable. The next put or delete reopens the database, because RocksDB
-    refuses all writes after a failed write. Open scans then end with an error.
+    Keys sort as ids do.
+
+    Writes go to RocksDB's log without an fsync: rows survive errors and a full disk,
+    and need not survive the process. If a put or delete fails, the rows stay readable.
+    The next put or delete reopens the database, because RocksDB refuses all writes
+    after a failed write. Open scans then end with an error.
     """
 
     ascending_snapshots = True
 
     def __init__(self, options: RocksDBStore, *, name: str, row_bytes: int) -> None:
-        """Creates the directory of the store and opens the database, or raises ColdStoreError."""
+        """Creates the directory of the store and opens the database, or raises
+        ColdStoreError.
+        """
         self._row_bytes = row_bytes
         self._rows_a_read = max(1, _READ_BYTES // row_bytes)
         self._rows_a_write = max(1, _WRITE_BYTES // row_bytes)
@@ -72,9 +81,13 @@ class RocksDBColdStore:
         self._db: rocksdict.Rdict | None = None
         leave_to_parent(self)
         try:
-            self._directory: RunDirectory | None = RunDirectory(options.path, escaped_name(name), new_run())
+            self._directory: RunDirectory | None = RunDirectory(
+                options.path, escaped_name(name), new_run()
+            )
         except OSError as error:
-            raise ColdStoreError(f"cold store RocksDBStore({options.path!r}): {error}") from error
+            raise ColdStoreError(
+                f"cold store RocksDBStore({options.path!r}): {error}"
+            ) from error
         self._path = self._directory.path
         try:
             self._database()
@@ -87,7 +100,11 @@ class RocksDBColdStore:
         check_ids(ids)
         db = self._database()
         parts = [self._get_part(db, part) for part in in_parts(ids, self._rows_a_read)]
-        return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))  # type: ignore[return-value]
+        return (
+            parts[0]  # type: ignore[return-value]
+            if len(parts) == 1
+            else tuple(map(torch.cat, zip(*parts, strict=True)))
+        )
 
     def _get_part(self, db: rocksdict.Rdict, ids: Tensor) -> tuple[Tensor, Tensor]:
         keys: list[Any] = split(id_bytes(ids))
@@ -102,7 +119,8 @@ class RocksDBColdStore:
         check_ids(ids)
         check_rows(rows, "rows", (len(ids), self._row_bytes), [torch.uint8])
         self._prepare_write(len(ids) * (self._row_bytes + ID_BYTES))
-        # Ascending keys take less processor time than random ones: 2.2 instead of 3.5 to 4.1 us per row of 140 bytes.
+        # Ascending keys take less processor time than random ones: 2.2 instead of 3.5
+        # to 4.1 us per row of 140 bytes.
         for part in in_parts(ids.argsort(), self._rows_a_write):
             # index_select copies whole rows, and an index in brackets single bytes.
             self._write(split(id_bytes(ids[part])), split(rows.index_select(0, part)))
@@ -115,7 +133,10 @@ class RocksDBColdStore:
             self._write(split(id_bytes(part)), None)
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """See :meth:`ColdStore.scan`. Ids are in ascending order, and the rows are those of the time of the call."""
+        """See :meth:`ColdStore.scan`.
+
+        Ids are in ascending order, and the rows are those of the time of the call.
+        """
         db = self._database()
         try:
             scan = _Scan(db.snapshot(), self._row_bytes, str(self))
@@ -150,14 +171,18 @@ class RocksDBColdStore:
             if _threads == "lost":
                 raise self._error(
                     "cannot be opened",
-                    "this process was forked from a process that uses RocksDB, and does not have its threads: start it "
-                    "with multiprocessing's start method 'spawn' or 'forkserver'",
+                    "this process was forked from a process that uses RocksDB, and does"
+                    " not have its threads: start it with multiprocessing's start"
+                    " method 'spawn' or 'forkserver'",
                 )
             _threads = "started"
             options = _options()
             try:
-                # Without column_families, rocksdict opens an existing database with the options that are on disk.
-                self._db = rocksdict.Rdict(str(self._path / "db"), options, {"default": options})
+                # Without column_families, rocksdict opens an existing database with the
+                # options that are on disk.
+                self._db = rocksdict.Rdict(
+                    str(self._path / "db"), options, {"default": options}
+                )
             except Exception as error:
                 raise self._error("cannot be opened", error) from error
             self._write_failed = False
@@ -168,14 +193,17 @@ class RocksDBColdStore:
             scan.end()
         db, self._db = self._db, None
         if db is not None:
-            with suppress(Exception):  # the flush may fail, but the database is closed, and its rows are in the log
+            # the flush may fail, but the database is closed, and its rows are in the
+            # log
+            with suppress(Exception):
                 db.close()
 
     def _prepare_write(self, n_bytes: int) -> None:
         db = self._database()
         if not self._write_failed:
             return
-        # Opening the database writes the rows of the log to a file. If that failed, no row could be read any more.
+        # Opening the database writes the rows of the log to a file. If that failed, no
+        # row could be read any more.
         in_memory = db.property_int_value("rocksdb.size-all-mem-tables") or 0
         try:
             _check_room(self._path / "room", in_memory + n_bytes + 2**20)
@@ -198,7 +226,8 @@ class RocksDBColdStore:
                 db.write(batch, self._write_options)
                 return
             except Exception as error:
-                # If compaction lags, the loop waits here, because RocksDB itself would wait while it holds the GIL.
+                # If compaction lags, the loop waits here, because RocksDB itself would
+                # wait while it holds the GIL.
                 if "Write stall" in str(error):
                     time.sleep(_STALL_PAUSE_S)
                     continue
@@ -212,7 +241,10 @@ def _reader() -> ThreadPoolExecutor:
 
 
 def _halved(read: Callable[[list[Any]], Any], keys: list[Any]) -> Any:
-    """Returns ``read(keys)``. A second thread reads half of them if they are many and torch may use two threads."""
+    """Returns ``read(keys)``.
+
+    A second thread reads half of them if they are many and torch may use two threads.
+    """
     if len(keys) < _HALVED_READ or torch.get_num_threads() == 1:
         return read(keys)
     half = len(keys) // 2
@@ -223,20 +255,24 @@ def _halved(read: Callable[[list[Any]], Any], keys: list[Any]) -> Any:
     try:
         values = read(keys[:half])
     finally:
-        second.exception()  # the database may not be closed before both reads have ended
+        # the database may not be closed before both reads have ended
+        second.exception()
     return values + second.result()
 
 
 def _lose_threads() -> None:
-    """Prepares a forked process, in which RocksDB's threads do not exist although RocksDB's state says that they do."""
+    """Prepares a forked process, in which RocksDB's threads do not exist although
+    RocksDB's state says that they do.
+    """
     global _threads
     _reader.cache_clear()
     if _threads == "none":
         return
     _threads = "lost"
-    # RocksDB joins its threads in a destructor that exit() calls, which would wait forever. Exit handlers run in the
-    # reverse order of their registration, so _exit ends the process before that destructor, with the same status. The
-    # interpreter has been finalized by then.
+    # RocksDB joins its threads in a destructor that exit() calls, which would wait
+    # forever. Exit handlers run in the reverse order of their registration, so _exit
+    # ends the process before that destructor, with the same status. The interpreter has
+    # been finalized by then.
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)
 
@@ -247,12 +283,15 @@ os.register_at_fork(after_in_child=_lose_threads)
 class _Scan(Iterator[tuple[Tensor, Tensor]]):
     """An iterator over the rows of a snapshot of a RocksDB database."""
 
-    def __init__(self, snapshot: rocksdict.Snapshot, row_bytes: int, store: str) -> None:
+    def __init__(
+        self, snapshot: rocksdict.Snapshot, row_bytes: int, store: str
+    ) -> None:
         options = rocksdict.ReadOptions()
         options.set_readahead_size(2**20)
         self._snapshot: rocksdict.Snapshot | None = snapshot
         self._items: Iterator[tuple[Any, Any]] | None = snapshot.items(read_opt=options)
-        # The iterators are opened here, because rocksdict 0.3.29 opens an iterator of a snapshot on the current rows.
+        # The iterators are opened here, because rocksdict 0.3.29 opens an iterator of a
+        # snapshot on the current rows.
         end = snapshot.iter()
         end.seek_to_last()
         end.status()
@@ -267,16 +306,23 @@ class _Scan(Iterator[tuple[Tensor, Tensor]]):
         if self._exhausted:
             raise StopIteration
         if self._items is None:
-            raise ColdStoreError(f"{self._store} was closed, or reopened after an error, while it was scanned")
+            raise ColdStoreError(
+                f"{self._store} was closed, or reopened after an error, while it was"
+                " scanned"
+            )
         keys, values = [], []
-        # A list of the pairs would start the garbage collector again and again: half of the processor time of a scan.
+        # A list of the pairs would start the garbage collector again and again: half of
+        # the processor time of a scan.
         for key, value in islice(self._items, self._batch_rows):
             keys.append(key)
             values.append(value)
         if not keys:
-            # At an error, an iterator of rocksdict ends without raising, as it does at the last row.
+            # At an error, an iterator of rocksdict ends without raising, as it does at
+            # the last row.
             if self._end != self._last:
-                raise ColdStoreError(f"{self._store} cannot be read: the scan ended before its last row")
+                raise ColdStoreError(
+                    f"{self._store} cannot be read: the scan ended before its last row"
+                )
             self.end()
             self._exhausted = True
             raise StopIteration
@@ -305,7 +351,8 @@ def _write_buffers() -> rocksdict.WriteBufferManager:
 
 def _options() -> rocksdict.Options:
     blocks = rocksdict.BlockBasedOptions()
-    # Reads are random, so a cache of blocks has few hits. It took a third of a read's time. The kernel caches files.
+    # Reads are random, so a cache of blocks has few hits. It took a third of a read's
+    # time. The kernel caches files.
     blocks.disable_cache()
     blocks.set_checksum_type(rocksdict.ChecksumType.xxh3())
     blocks.set_bloom_filter(BLOOM_BITS, False)
@@ -316,13 +363,17 @@ def _options() -> rocksdict.Options:
     options.set_write_buffer_manager(_write_buffers())
     options.set_write_buffer_size(WRITE_BUFFER_BYTES)
     options.set_max_write_buffer_number(WRITE_BUFFERS)
-    # Most ids of a read are not in the write buffers. Without a filter, their search took a third of the read's time.
+    # Most ids of a read are not in the write buffers. Without a filter, their search
+    # took a third of the read's time.
     options.set_memtable_prefix_bloom_ratio(WRITE_BUFFER_BLOOM)
     options.set_memtable_whole_key_filtering(True)
-    # With the default, 4 files, merges took 1.4 times the processor time. The filters keep reads of more files fast.
+    # With the default, 4 files, merges took 1.4 times the processor time. The filters
+    # keep reads of more files fast.
     options.set_level_zero_file_num_compaction_trigger(MERGED_FILES)
-    options.set_compression_type(rocksdict.DBCompressionType.none())  # lz4 did not make 299 MB of floats smaller
-    options.set_target_file_size_multiplier(2)  # larger files, because all files stay open
+    # lz4 did not make 299 MB of floats smaller
+    options.set_compression_type(rocksdict.DBCompressionType.none())
+    # larger files, because all files stay open
+    options.set_target_file_size_multiplier(2)
     options.set_keep_log_file_num(2)
     options.set_stats_dump_period_sec(0)
     options.set_stats_persist_period_sec(0)

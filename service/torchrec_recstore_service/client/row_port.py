@@ -1,4 +1,5 @@
-"""The port of a server for rows: where clients reach it, and what they report if they cannot.
+"""The port of a server for rows: where clients reach it, and what they report if they
+cannot.
 
 Tests: tests/service/test_ports.py.
 """
@@ -26,10 +27,11 @@ _log = logging.getLogger(__name__)
 
 
 def rows_addresses(address: str, offer: pb.AttachReply) -> list[str]:
-    """Returns the addresses at which a server may take calls on rows, ``host:port``, best first.
+    """Returns the addresses at which a server may take calls on rows, ``host:port``,
+    best first.
 
-    A server behind a mapping of ports advertises an address. Clients on its own network may reach
-    only the port that the server listens on.
+    A server behind a mapping of ports advertises an address. Clients on its own network
+    may reach only the port that the server listens on.
 
     Args:
         address: The address by which the client reaches the server, ``host:port``.
@@ -55,7 +57,8 @@ class RowPort:
         address: The address by which the client reaches the server, ``host:port``.
         token: The token that the server requires, or None.
         context: The context of TLS, or None for connections without encryption.
-        attach: The function that asks the server for its offer, with the time left in seconds.
+        attach: The function that asks the server for its offer, with the time left in
+            seconds.
     """
 
     def __init__(
@@ -72,9 +75,11 @@ class RowPort:
         self._has_warned = False
 
     def connect(self, offer: pb.AttachReply) -> TcpConnection | None:
-        """Makes a connection to the server that has made the offer, and to no other server.
+        """Makes a connection to the server that has made the offer, and to no other
+        server.
 
-        The first failure is logged as a warning, because all later calls on rows are slow.
+        The first failure is logged as a warning, because all later calls on rows are
+        slow.
 
         Returns:
             The connection. None if the server takes no calls on rows by TCP.
@@ -100,11 +105,13 @@ class RowPort:
         raise OSError(reason)
 
     def address(self, offer: pb.AttachReply) -> str | None:
-        """Returns the address for rows by which other programs reach the server of an offer.
+        """Returns the address for rows by which other programs reach the server of an
+        offer.
 
-        This is the one that the server advertises. If it advertises a port without a host, and is
-        not reached by this port on the host of the client's own address, because this client does
-        not go through the mapping, it is the port that the server listens on.
+        This is the one that the server advertises. If it advertises a port without a
+        host, and is not reached by this port on the host of the client's own address,
+        because this client does not go through the mapping, it is the port that the
+        server listens on.
 
         Returns:
             The address. None if the server takes no calls on rows by TCP.
@@ -114,7 +121,9 @@ class RowPort:
             return None
         if ":" in offer.rows_address or len(addresses) == 1:
             return addresses[0]
-        return next((each for each in addresses if self._reaches(each, offer)), addresses[0])
+        return next(
+            (each for each in addresses if self._reaches(each, offer)), addresses[0]
+        )
 
     def _connected(self, place: str, offer: pb.AttachReply) -> TcpConnection:
         host, _, port = place.rpartition(":")
@@ -142,7 +151,8 @@ class RowPort:
             return
         self._has_warned = True
         _log.warning(
-            "calls on rows of server %s go by gRPC, which is slower, because its port for rows cannot be used (%s): %s",
+            "calls on rows of server %s go by gRPC, which is slower, because its port"
+            " for rows cannot be used (%s): %s",
             self._address,
             reason,
             remedy,

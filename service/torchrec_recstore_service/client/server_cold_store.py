@@ -11,14 +11,20 @@ from torch import Tensor
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import ConstantInit, ServerStore, TableOptions
 from torchrec_recstore.store.arguments import check_ids, check_rows
-from torchrec_recstore.store.cold_store import ColdStoreError, escaped_name, in_parts, new_run
+from torchrec_recstore.store.cold_store import (
+    ColdStoreError,
+    escaped_name,
+    in_parts,
+    new_run,
+)
 from torchrec_recstore_service.client.connection import Access, Connection
 from torchrec_recstore_service.client.server_set import ServerSet
 from torchrec_recstore_service.wire.agreement import label_of, run_label, run_of
 from torchrec_recstore_service.wire.protocol import ServiceError
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
-_CALL_BYTES = 2**24  # the largest size of the rows in one call: each call has its own deadline
+# the largest size of the rows in one call: each call has its own deadline
+_CALL_BYTES = 2**24
 _CLOSE_S = 1.0  # the longest time of a call in close()
 _COLUMN_BYTES = 4
 _Result = TypeVar("_Result")
@@ -28,12 +34,13 @@ _log = logging.getLogger(__name__)
 class ServerColdStore:
     """A cold store on RecStore's parameter servers.
 
-    The rows are the weights of a table ``cold/<run or shared name>/<name>``. The bytes of a row are stored in float32
-    columns unchanged. The servers never update these rows, so that the bytes are never used as numbers.
+    The rows are the weights of a table ``cold/<run or shared name>/<name>``. The bytes
+    of a row are stored in float32 columns unchanged. The servers never update these
+    rows, so that the bytes are never used as numbers.
 
-    A server loses rows if it restarts from its last save or loads another checkpoint. The connections therefore
-    remember the state of the servers from when the store was opened, and every later call raises an error if a server
-    has lost writes since then.
+    A server loses rows if it restarts from its last save or loads another checkpoint.
+    The connections therefore remember the state of the servers from when the store was
+    opened, and every later call raises an error if a server has lost writes since then.
     """
 
     ascending_snapshots = False
@@ -43,7 +50,8 @@ class ServerColdStore:
 
         Args:
             options: The addresses of the servers, and how to connect to them.
-            name: The name of the shard. See :func:`torchrec_recstore.store.open_cold_store`.
+            name: The name of the shard. See
+                :func:`torchrec_recstore.store.open_cold_store`.
             row_bytes: The size of a row in bytes.
 
         Raises:
@@ -53,16 +61,21 @@ class ServerColdStore:
         self._row_bytes = row_bytes
         self._columns = -(-row_bytes // _COLUMN_BYTES)
         self._rows_a_call = max(1, _CALL_BYTES // (self._columns * _COLUMN_BYTES))
-        self._table = f"cold/{escaped_name(options.shared or new_run())}/{escaped_name(name)}"
+        self._table = (
+            f"cold/{escaped_name(options.shared or new_run())}/{escaped_name(name)}"
+        )
         self._open = True
         try:
-            self._access = Access(token=options.token, tls_ca=options.tls_ca, timeout_s=options.timeout_s)
+            self._access = Access(
+                token=options.token, tls_ca=options.tls_ca, timeout_s=options.timeout_s
+            )
             self._servers = ServerSet(options.addresses, self._access)
         except OSError as error:
             raise self._error("cannot be used", error) from error
         try:
             self._call(lambda: self._servers.create(self._table, self._spec()))
-            # A connection remembers the state of its server from the first write on, so this is an empty write.
+            # A connection remembers the state of its server from the first write on, so
+            # this is an empty write.
             self._delete_part(torch.empty(0, dtype=torch.int64))
         except ColdStoreError:
             self._servers.close()
@@ -72,7 +85,10 @@ class ServerColdStore:
         """See :meth:`ColdStore.get`."""
         check_ids(ids)
         self._check_open()
-        found, rows = zip(*(self._get_part(part) for part in in_parts(ids, self._rows_a_call)), strict=True)
+        found, rows = zip(
+            *(self._get_part(part) for part in in_parts(ids, self._rows_a_call)),
+            strict=True,
+        )
         return torch.cat(found), torch.cat(rows)
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
@@ -80,7 +96,11 @@ class ServerColdStore:
         check_ids(ids)
         check_rows(rows, "rows", (len(ids), self._row_bytes), [torch.uint8])
         self._check_open()
-        for some, its_rows in zip(in_parts(ids, self._rows_a_call), in_parts(rows, self._rows_a_call), strict=True):
+        for some, its_rows in zip(
+            in_parts(ids, self._rows_a_call),
+            in_parts(rows, self._rows_a_call),
+            strict=True,
+        ):
             self._put_part(some, its_rows)
 
     def delete(self, ids: Tensor) -> None:
@@ -96,11 +116,17 @@ class ServerColdStore:
         return self._call(lambda: self._servers.ids(self._table))
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """See :meth:`ColdStore.scan`. The call first reads all ids, which take 8 bytes each."""
+        """See :meth:`ColdStore.scan`.
+
+        The call first reads all ids, which take 8 bytes each.
+        """
         return self._rows_of(self.ids())
 
     def close(self) -> None:
-        """See :meth:`ColdStore.close`. A server that cannot be reached keeps the rows, and a warning is logged."""
+        """See :meth:`ColdStore.close`.
+
+        A server that cannot be reached keeps the rows, and a warning is logged.
+        """
         if not self._open:
             return
         self._open = False
@@ -108,14 +134,15 @@ class ServerColdStore:
         self._servers.close()
         if self._options.shared is not None:
             return
-        # The connections are used one after the other, because a process that is ending cannot start threads. The
-        # timeout is short, so that the process ends soon.
+        # The connections are used one after the other, because a process that is ending
+        # cannot start threads. The timeout is short, so that the process ends soon.
         access = replace(self._access, timeout_s=min(self._options.timeout_s, _CLOSE_S))
         for address in self._options.addresses:
             connection = Connection(address, access)
             try:
                 state = connection.describe()
-                if state.live and label_of(state) == epoch:  # another epoch does not have the table
+                # another epoch does not have the table
+                if state.live and label_of(state) == epoch:
                     connection.drop(self._table, run_label(epoch, run_of(state)))
             except (ServiceError, ValueError, OSError) as error:
                 _log.warning("%s: table %r may be left: %s", self, self._table, error)
@@ -135,7 +162,12 @@ class ServerColdStore:
     def _call(self, action: Callable[[], _Result]) -> _Result:
         try:
             return action()
-        except (ServiceError, ValueError, MemoryError, OSError) as error:  # the message names server and table
+        except (
+            ServiceError,
+            ValueError,
+            MemoryError,
+            OSError,
+        ) as error:  # the message names server and table
             raise self._error("has failed", error) from error
 
     def _spec(self) -> TableSpec:
@@ -155,7 +187,9 @@ class ServerColdStore:
     def _put_part(self, ids: Tensor, rows: Tensor) -> None:
         padded = torch.zeros(len(ids), self._columns * _COLUMN_BYTES, dtype=torch.uint8)
         padded[:, : self._row_bytes] = rows
-        self._call(lambda: self._servers.push(self._table, ids, padded.view(torch.float32)))
+        self._call(
+            lambda: self._servers.push(self._table, ids, padded.view(torch.float32))
+        )
 
     def _delete_part(self, ids: Tensor) -> None:
         self._call(lambda: self._servers.delete(self._table, ids))
@@ -165,6 +199,9 @@ class ServerColdStore:
             self._check_open()
             found, rows = self._get_part(part)
             if self._options.shared is None and not found.all():
-                raise self._error("has changed while it was scanned", f"{int((~found).sum())} rows are gone")
+                raise self._error(
+                    "has changed while it was scanned",
+                    f"{int((~found).sum())} rows are gone",
+                )
             if len(rows):
                 yield part[found], rows

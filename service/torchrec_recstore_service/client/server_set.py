@@ -52,69 +52,97 @@ from torchrec_recstore_service.wire.row_requests import InitialRows, RowRead, Ro
 from torchrec_recstore_service.wire.table_rows import TableRows, places_of_tables
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
-# The number of threads per server. The deadline of a call begins when it has a thread, so there are more threads than
-# concurrent calls in practice.
+# The number of threads per server. The deadline of a call begins when it has a thread,
+# so there are more threads than concurrent calls in practice.
 _CALLS = 256
 _ATTEMPTS = 5  # to begin an epoch, or a save, while other clients do the same
-_UPDATE_BYTES = WRITE_BYTES // 2  # of an update of several tables, unless one of them is larger
+# of an update of several tables, unless one of them is larger
+_UPDATE_BYTES = WRITE_BYTES // 2
 _Result = TypeVar("_Result")
 
 
 class ServerSet:
-    """The tables of a set of servers, among which their rows are distributed, and the connections to the servers.
+    """The tables of a set of servers, among which their rows are distributed, and the
+    connections to the servers.
 
-    The methods that :class:`HostedTables` has too mean the same. A call goes to all servers that store a part of its
-    rows, at the same time. If the call fails on one server, other servers may have done their part.
+    The methods that :class:`HostedTables` has too mean the same. A call goes to all
+    servers that store a part of its rows, at the same time. If the call fails on one
+    server, other servers may have done their part.
 
     Args:
-        addresses: The address of each server of a set, ``host:port``, in any order. ``host:port/host:port`` for a pair
-            that is replicated.
+        addresses: The address of each server of a set, ``host:port``, in any order.
+            ``host:port/host:port`` for a pair that is replicated.
         access: The credentials, certificates and timeout. See :class:`Connection`.
 
     Raises:
         TypeError: ``addresses`` is not a sequence of str.
-        ValueError: An address has another form or occurs twice, or a token would be sent to another machine without
-            TLS.
+        ValueError: An address has another form or occurs twice, or a token would be
+            sent to another machine without TLS.
         OSError: A file of certificates cannot be read.
     """
 
     def __init__(self, addresses: Sequence[str], access: Access) -> None:
         self.addresses = checked_addresses(addresses)
         if any(pair.count("/") > 1 for pair in self.addresses):
-            raise ValueError(f"servers: a pair has two addresses, got {max(self.addresses, key=len)}")
-        open_to_others = [a for pair in self.addresses for a in pair.split("/") if not is_loopback(host_of(a))]
+            raise ValueError(
+                f"servers: a pair has two addresses, got {max(self.addresses, key=len)}"
+            )
+        open_to_others = [
+            a
+            for pair in self.addresses
+            for a in pair.split("/")
+            if not is_loopback(host_of(a))
+        ]
         if access.token is not None and access.tls_ca is None and open_to_others:
-            raise ValueError(f"token would be sent to {open_to_others[0]} unencrypted: pass tls_ca as well")
+            raise ValueError(
+                f"token would be sent to {open_to_others[0]} unencrypted: pass tls_ca"
+                " as well"
+            )
         self._epoch = ClientEpoch(self._agreed)
-        self._owners = torch.zeros(SLOTS, dtype=torch.int64)  # for each slot, the index of its connection
+        # for each slot, the index of its connection
+        self._owners = torch.zeros(SLOTS, dtype=torch.int64)
         self._members: tuple[int, ...] = ()
         self._slots: tuple[int, ...] = ()
         self._specs: dict[str, TableSpec] = {}
-        self._connections = [Connection(address, access, self._epoch) for address in self.addresses]
-        self._threads = ThreadPoolExecutor(_CALLS * len(self.addresses), "recstore-client")
-        self._close = weakref.finalize(self, _close, self._connections, self._threads, os.getpid())
+        self._connections = [
+            Connection(address, access, self._epoch) for address in self.addresses
+        ]
+        self._threads = ThreadPoolExecutor(
+            _CALLS * len(self.addresses), "recstore-client"
+        )
+        self._close = weakref.finalize(
+            self, _close, self._connections, self._threads, os.getpid()
+        )
 
     def spec(self, name: str) -> TableSpec | None:
         """See :meth:`HostedTables.spec`.
 
         Raises:
-            ValueError: Only some of the servers have the table, because :meth:`create` has failed in the middle; or the
-                parts are those of another number of servers.
+            ValueError: Only some of the servers have the table, because :meth:`create`
+                has failed in the middle; or the parts are those of another number of
+                servers.
         """
         self._epoch.label(name)
-        parts = self._each(lambda connection: connection.describe(name).tables.get(name))
+        parts = self._each(
+            lambda connection: connection.describe(name).tables.get(name)
+        )
         there = [part for part in parts if part is not None]
         if not there:
             return None
         if len(there) < len(parts):
             lacking = self.addresses[parts.index(None)]
-            raise ValueError(f"table {name!r} is on other servers, but not on {lacking}: call init_data again")
-        for address, member, part in zip(self.addresses, self.members(name), there, strict=True):
+            raise ValueError(
+                f"table {name!r} is on other servers, but not on {lacking}: call"
+                " init_data again"
+            )
+        for address, member, part in zip(
+            self.addresses, self.members(name), there, strict=True
+        ):
             shard, shards = TableSpec.from_json(part).shard
             if (shard, shards) != (member, len(there)):
                 raise ValueError(
-                    f"table {name!r}: server {address} holds part {shard + 1} of {shards}, and is server {member + 1} "
-                    f"of {len(there)} in its set"
+                    f"table {name!r}: server {address} holds part {shard + 1} of"
+                    f" {shards}, and is server {member + 1} of {len(there)} in its set"
                 )
         spec = self._specs[name] = replace(TableSpec.from_json(there[0]), shard=(0, 1))
         return spec
@@ -125,7 +153,10 @@ class ServerSet:
         return self._members
 
     def rows_addresses(self) -> list[str]:
-        """Returns the address of the port for rows of each server. See :meth:`Connection.rows_address`."""
+        """Returns the address of the port for rows of each server.
+
+        See :meth:`Connection.rows_address`.
+        """
         return self._each(Connection.rows_address)
 
     def epoch(self) -> str:
@@ -133,10 +164,16 @@ class ServerSet:
         return self._epoch.label("")
 
     def create(self, name: str, spec: TableSpec) -> None:
-        """See :meth:`HostedTables.create`. ``spec.shard`` is the one of the whole table, (0, 1)."""
+        """See :meth:`HostedTables.create`.
+
+        ``spec.shard`` is the one of the whole table, (0, 1).
+        """
         number = dict(zip(self._connections, self.members(name), strict=True))
         self._each(
-            lambda each: each.create(name, replace(spec, shard=(number[each], len(self._connections))).to_json())
+            lambda each: each.create(
+                name,
+                replace(spec, shard=(number[each], len(self._connections))).to_json(),
+            )
         )
         self._specs[name] = spec
 
@@ -156,10 +193,14 @@ class ServerSet:
         """See :meth:`HostedTables.pull_each`. One request is sent to each server."""
         if not reads:
             return []
-        specs = [self._specs.get(read.table) or self._existing(read.table) for read in reads]
+        specs = [
+            self._specs.get(read.table) or self._existing(read.table) for read in reads
+        ]
         dtypes = [value_dtype(spec.dtype) for spec in specs]
         counts = [len(read.ids) for read in reads]
-        row_bytes = [spec.dim * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)]
+        row_bytes = [
+            spec.dim * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)
+        ]
         begins, size = places_of_tables(row_bytes, counts)
         memory = row_ops.rows_empty(1, size)[0]
         rows = [
@@ -168,19 +209,31 @@ class ServerSet:
         ]
         zeros = [read.missing == "zeros" for read in reads]
         ids = ops.concatenated([read.ids for read in reads])
-        parts = self._parts([read.table for read in reads], ids, counts, rows, zeros=zeros)
-        self._read(reads[0].table, lambda connection: connection.pull(parts[connection]))
-        return [each.view(dtype).view(-1, spec.dim) for each, spec, dtype in zip(rows, specs, dtypes, strict=True)]
+        parts = self._parts(
+            [read.table for read in reads], ids, counts, rows, zeros=zeros
+        )
+        self._read(
+            reads[0].table, lambda connection: connection.pull(parts[connection])
+        )
+        return [
+            each.view(dtype).view(-1, spec.dim)
+            for each, spec, dtype in zip(rows, specs, dtypes, strict=True)
+        ]
 
     def update_each(self, updates: Sequence[RowUpdate]) -> None:
-        """See :meth:`HostedTables.update_each`. One request is sent to each server, which updates all tables or none.
+        """See :meth:`HostedTables.update_each`.
 
-        An update that is too large for one request is sent as several ones, each of some of the tables.
+        One request is sent to each server, which updates all tables or none.
+
+        An update that is too large for one request is sent as several ones, each of
+        some of the tables.
         """
         size = 0
         some: list[RowUpdate] = []
         for update in updates:
-            more = len(update.ids) * max(BYTES_A_WRITTEN_ID, 8 + update.grads.shape[1] * 4)
+            more = len(update.ids) * max(
+                BYTES_A_WRITTEN_ID, 8 + update.grads.shape[1] * 4
+            )
             if some and size + more > _UPDATE_BYTES:
                 self._update_together(some)
                 some, size = [], 0
@@ -194,10 +247,17 @@ class ServerSet:
             [update.table for update in updates],
             ops.concatenated([update.ids for update in updates]),
             [len(update.ids) for update in updates],
-            [update.grads.detach().contiguous().view(torch.uint8) for update in updates],
+            [
+                update.grads.detach().contiguous().view(torch.uint8)
+                for update in updates
+            ],
             learning_rates=[update.learning_rate for update in updates],
         )
-        self._each(lambda connection: connection.write(pb.WriteHeader.UPDATE, parts[connection], float32=True))
+        self._each(
+            lambda connection: connection.write(
+                pb.WriteHeader.UPDATE, parts[connection], float32=True
+            )
+        )
 
     def exists(self, name: str, ids: Tensor) -> Tensor:
         """See :meth:`HostedTables.exists`."""
@@ -211,11 +271,17 @@ class ServerSet:
         return found, rows.view(dtype).view(-1, spec.dim)
 
     def _found(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
-        """Reads the rows of the ids that have one. See :meth:`Connection.found`; the arguments are the same."""
+        """Reads the rows of the ids that have one.
+
+        See :meth:`Connection.found`; the arguments are the same.
+        """
         if len(self._connections) == 1:
             return self._connections[0].found(table, ids, row_bytes)
         parts = self._split([table], ids, [len(ids)])
-        answers = self._read(table, lambda connection: connection.found(table, parts[connection][0], row_bytes))
+        answers = self._read(
+            table,
+            lambda connection: connection.found(table, parts[connection][0], row_bytes),
+        )
         found = torch.empty(len(ids), dtype=torch.bool)
         for (_, places, _), (there, _) in zip(parts.values(), answers, strict=True):
             found[places] = there
@@ -230,14 +296,19 @@ class ServerSet:
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
         """See :meth:`HostedTables.push`."""
         of_one = ids.element_size() + values.shape[1] * values.element_size()
-        for some, rows in zip(_splits(ids, of_one), _splits(values, of_one), strict=True):
+        for some, rows in zip(
+            _splits(ids, of_one), _splits(values, of_one), strict=True
+        ):
             self._write(name, pb.WriteHeader.PUSH, some, rows)
 
-    def update(self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
+    def update(
+        self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None
+    ) -> None:
         """See :meth:`HostedTables.update`.
 
         Raises:
-            NoInitialRow: Its ``pending`` has the positions of the ids of the servers that have refused the update.
+            NoInitialRow: Its ``pending`` has the positions of the ids of the servers
+                that have refused the update.
         """
         _, refused = self._write(name, pb.WriteHeader.UPDATE, ids, grads, initial)
         if refused is not None:
@@ -245,29 +316,50 @@ class ServerSet:
 
     def delete(self, name: str, ids: Tensor) -> int:
         """See :meth:`HostedTables.delete`."""
-        return sum(self._write(name, pb.WriteHeader.DELETE, some)[0] for some in _splits(ids, ids.element_size()))
+        return sum(
+            self._write(name, pb.WriteHeader.DELETE, some)[0]
+            for some in _splits(ids, ids.element_size())
+        )
 
     def ids(self, table: str) -> Tensor:
         """Returns the ids that have a row, (N,) int64, ascending."""
-        ids: Tensor = torch.cat(self._read(table, lambda connection: connection.ids(table))).sort().values
+        ids: Tensor = (
+            torch.cat(self._read(table, lambda connection: connection.ids(table)))
+            .sort()
+            .values
+        )
         return ids
 
     def stats(self, name: str) -> TableStats:
-        """See :meth:`HostedTables.stats`. The statistics are summed over all servers."""
+        """See :meth:`HostedTables.stats`.
+
+        The statistics are summed over all servers.
+        """
         known = [field.name for field in fields(TableStats)]
         replies = self._read(name, lambda connection: connection.stats(name))
-        return combined(TableStats(**{key: counts[key] for key in known}) for counts in replies)
+        return combined(
+            TableStats(**{key: counts[key] for key in known}) for counts in replies
+        )
 
-    def look(self, table: str, by: str, count: int, row: bytes = b"", but: int = 0) -> list[pb.LookReply]:
-        """Returns what each server finds among all of its rows of a table. See ``LookRequest``."""
-        return self._read(table, lambda connection: connection.look(table, by, count, row, but))
+    def look(
+        self, table: str, by: str, count: int, row: bytes = b"", but: int = 0
+    ) -> list[pb.LookReply]:
+        """Returns what each server finds among all of its rows of a table.
+
+        See ``LookRequest``.
+        """
+        return self._read(
+            table, lambda connection: connection.look(table, by, count, row, but)
+        )
 
     def describe(self, table: str = "") -> list[pb.DescribeReply]:
         """Returns the state of each server. Errors name ``table``."""
         return self._each(lambda connection: connection.describe(table))
 
     def describe_reachable(self) -> list[pb.DescribeReply | ServiceError]:
-        """Returns the state of each server, or the error of a server that cannot be reached."""
+        """Returns the state of each server, or the error of a server that cannot be
+        reached.
+        """
 
         def describe(connection: Connection) -> pb.DescribeReply | ServiceError:
             try:
@@ -277,29 +369,38 @@ class ServerSet:
 
         return self._each(describe)
 
-    def save(self, name: str | Path, overwrite: bool = False, forget: Sequence[str] = ()) -> None:
+    def save(
+        self, name: str | Path, overwrite: bool = False, forget: Sequence[str] = ()
+    ) -> None:
         """Saves all tables on all servers. The save counts on all servers or on none.
 
         Args:
             name: The name of the save, below each server's data directory.
             overwrite: Whether a save of this name is replaced.
-            forget: The names of saves that are deleted when this save counts. Default: none.
+            forget: The names of saves that are deleted when this save counts. Default:
+                none.
         """
         done = self._epoch.done
         label = self._epoch.label("")
         try:
             self._save(label, str(name), overwrite, forget)
         except ServerRestartedError as error:
-            self._save(self._epoch.after(error, label, ""), str(name), overwrite, forget)
+            self._save(
+                self._epoch.after(error, label, ""), str(name), overwrite, forget
+            )
         self._epoch.set_saved(done)
 
-    def _save(self, label: str, name: str, overwrite: bool, forget: Sequence[str]) -> None:
+    def _save(
+        self, label: str, name: str, overwrite: bool, forget: Sequence[str]
+    ) -> None:
         first, *others = sorted(self._connections, key=self._number)
         named = [connection.address for connection in (first, *others)]
         save = pb.Saved(name=name)
         phases = pb.SaveRequest
 
-        def request(phase: pb.SaveRequest.Phase, decided: Sequence[str] = ()) -> pb.SaveRequest:
+        def request(
+            phase: pb.SaveRequest.Phase, decided: Sequence[str] = ()
+        ) -> pb.SaveRequest:
             return pb.SaveRequest(
                 phase=phase,
                 save=save,
@@ -313,36 +414,54 @@ class ServerSet:
             save.id = uuid.uuid4().hex
             save.number = first.save(request(phases.RESERVE), label).number
             try:
-                self._each(lambda connection: connection.save(request(phases.PREPARE), label))
+                self._each(
+                    lambda connection: connection.save(request(phases.PREPARE), label)
+                )
                 break
             except BaseException as error:
                 with suppress(Exception):  # what is left is deleted by a later save
-                    self._each(lambda connection: connection.save(request(phases.ABORT), label))
-                superseded = isinstance(error, ServiceError) and error.kind == SAVE_SUPERSEDED
+                    self._each(
+                        lambda connection: connection.save(request(phases.ABORT), label)
+                    )
+                superseded = (
+                    isinstance(error, ServiceError) and error.kind == SAVE_SUPERSEDED
+                )
                 if not superseded or attempt + 1 == _ATTEMPTS:
                     raise
-        decided = first.save(request(phases.COMMIT), label).decided  # from here on the save counts
-        self._each(lambda connection: connection.save(request(phases.COMMIT, decided), label), others)
+        # from here on the save counts
+        decided = first.save(request(phases.COMMIT), label).decided
+        self._each(
+            lambda connection: connection.save(request(phases.COMMIT, decided), label),
+            others,
+        )
 
     def load(self, name: str | Path | None, exact: bool = False) -> None:
         """Begins an epoch on all servers with a save.
 
         Args:
             name: The name of the save. None: the epoch begins without rows.
-            exact: Whether tables that the save does not have are deleted, and tables with another specification are
-                replaced. Default: False, these tables are an error.
+            exact: Whether tables that the save does not have are deleted, and tables
+                with another specification are replaced. Default: False, these tables
+                are an error.
         """
-        # Writes of other threads that are pending now may reach the servers before or after the load, so they do not
-        # count as saved.
+        # Writes of other threads that are pending now may reach the servers before or
+        # after the load, so they do not count as saved.
         done = self._epoch.done
         save = None if name is None else str(name)
-        self._epoch.begin(self._begin("", lambda states: to_load(self.addresses, states, save, exact)), done)
+        self._epoch.begin(
+            self._begin(
+                "", lambda states: to_load(self.addresses, states, save, exact)
+            ),
+            done,
+        )
         self._specs.clear()
 
     def load_from(self, sources: ServerSet, name: str) -> None:
-        """Begins an epoch with a save of other servers, whose rows are distributed over these servers anew.
+        """Begins an epoch with a save of other servers, whose rows are distributed over
+        these servers anew.
 
-        These servers belong to no set, or to the set of the sources. They then have a save of the same name.
+        These servers belong to no set, or to the set of the sources. They then have a
+        save of the same name.
 
         Args:
             sources: The servers that have the save.
@@ -350,7 +469,9 @@ class ServerSet:
         """
         done = self._epoch.done
         of_sources = sources.describe()
-        save, begin = to_reshard(self.addresses, self.describe(), sources.addresses, of_sources, name)
+        save, begin = to_reshard(
+            self.addresses, self.describe(), sources.addresses, of_sources, name
+        )
         for part, connection in enumerate(sources._connections):
             for file in connection.read_file(save).files:
                 self._copy(connection, save, file, begin.save.id, part)
@@ -358,12 +479,16 @@ class ServerSet:
         self._set_owners(begin)
         self._epoch.begin(self._begun(begin), done)
 
-    def _copy(self, source: Connection, save: pb.Saved, file: str, save_id: str, part: int) -> None:
+    def _copy(
+        self, source: Connection, save: pb.Saved, file: str, save_id: str, part: int
+    ) -> None:
         """Copies a file of a save from another server to these servers."""
         offset, last = 0, False
         while not last:
             read = source.read_file(save, file, offset)
-            piece = pb.WriteFileRequest(id=save_id, part=part, file=file, offset=offset, content=read.content)
+            piece = pb.WriteFileRequest(
+                id=save_id, part=part, file=file, offset=offset, content=read.content
+            )
             self._each(partial(_write_file, piece=piece))
             offset, last = offset + len(read.content), read.last
 
@@ -373,22 +498,33 @@ class ServerSet:
         def plan(states: list[pb.DescribeReply]) -> Begin:
             begin = to_resume(self.addresses, states)
             # Calls in progress have split their ids by the map of slots.
-            if self._members and (begin.members, begin.slots) != (self._members, self._slots):
+            if self._members and (begin.members, begin.slots) != (
+                self._members,
+                self._slots,
+            ):
                 raise ServerSetError(
-                    f"the rows of the servers {', '.join(self.addresses)} were distributed anew: make a new client"
+                    f"the rows of the servers {', '.join(self.addresses)} were"
+                    " distributed anew: make a new client"
                 )
             for address, state in zip(self.addresses, states, strict=True):
                 if known.label and has_lost(state, known.label, known.of[address]):
                     raise ServerRestartedError(
-                        f"server {address} has older rows than this client has seen, because its data directory was "
-                        "rolled back or is a copy: only a new client continues with them"
+                        f"server {address} has older rows than this client has seen,"
+                        " because its data directory was rolled back or is a copy:"
+                        " only a new client continues with them"
                     )
             return begin
 
         return self._begin(table, plan)
 
-    def _begin(self, table: str, plan: Callable[[list[pb.DescribeReply]], Begin]) -> Runs:
-        """Begins an epoch on the servers that are not in it, and resumes those that wait. Returns their runs."""
+    def _begin(
+        self, table: str, plan: Callable[[list[pb.DescribeReply]], Begin]
+    ) -> Runs:
+        """Begins an epoch on the servers that are not in it, and resumes those that
+        wait.
+
+        Returns their runs.
+        """
         before: list[pb.DescribeReply] | None = None
         for attempt in range(_ATTEMPTS):
             last = attempt + 1 == _ATTEMPTS
@@ -401,16 +537,24 @@ class ServerSet:
                 before = states
                 continue
             try:
-                resumed = {index: self._resume(begin, index, run_of(states[index])) for index in begin.waiting}
+                resumed = {
+                    index: self._resume(begin, index, run_of(states[index]))
+                    for index in begin.waiting
+                }
                 self._load(begin)
-            except ServerRestartedError:  # another client has begun an epoch or resumed a server meanwhile
+            except (
+                ServerRestartedError
+            ):  # another client has begun an epoch or resumed a server meanwhile
                 if last:
                     raise
                 continue
             self._set_owners(begin)
             if begin.pending:
                 return self._begun(begin, table)
-            runs = {a: resumed.get(i) or run_of(states[i]) for i, a in enumerate(self.addresses)}
+            runs = {
+                a: resumed.get(i) or run_of(states[i])
+                for i, a in enumerate(self.addresses)
+            }
             return Runs(begin.label, runs)
         raise AssertionError("the last attempt raises")
 
@@ -418,18 +562,29 @@ class ServerSet:
         """Returns the runs of an epoch that has begun on some servers."""
         runs = {}
         for address, state in zip(self.addresses, self.describe(table), strict=True):
-            # Another client may have begun a later epoch, and then the first call is refused.
-            runs[address] = run_of(state) if label_of(state) == begin.label else begin.token
+            # Another client may have begun a later epoch, and then the first call is
+            # refused.
+            runs[address] = (
+                run_of(state) if label_of(state) == begin.label else begin.token
+            )
         return Runs(begin.label, runs)
 
     def _resume(self, begin: Begin, index: int, before: str) -> str:
-        """Lets a server that was stopped go on in its epoch, after the run ``before``, and returns its next run."""
+        """Lets a server that was stopped go on in its epoch, after the run ``before``,
+        and returns its next run.
+        """
         connection = self._connections[index]
         others = [other for other in self._connections if other is not connection]
         phases = pb.ResumeRequest
 
         def request(phase: pb.ResumeRequest.Phase, run: str = "") -> pb.ResumeRequest:
-            return phases(phase=phase, epoch=begin.label, member=begin.members[index], before=before, run=run)
+            return phases(
+                phase=phase,
+                epoch=begin.label,
+                member=begin.members[index],
+                before=before,
+                run=run,
+            )
 
         run = connection.resume(request(phases.PREPARE)).run
         self._each(lambda other: other.resume(request(phases.NOTE, run)), others)
@@ -442,7 +597,11 @@ class ServerSet:
         self._members, self._slots = begin.members, begin.slots
 
     def _load(self, begin: Begin, parts: int = 0) -> None:
-        """Begins an epoch. ``parts`` is the number of parts that were written to the servers, for other servers."""
+        """Begins an epoch.
+
+        ``parts`` is the number of parts that were written to the servers, for other
+        servers.
+        """
         pending = [self._connections[index] for index in begin.pending]
         numbers = dict(zip(self._connections, begin.members, strict=True))
 
@@ -464,13 +623,20 @@ class ServerSet:
 
         try:
             if parts:
-                self._each(lambda connection: load(connection, pb.LoadRequest.RESHARD), pending)
-            self._each(lambda connection: load(connection, pb.LoadRequest.PREPARE), pending)
+                self._each(
+                    lambda connection: load(connection, pb.LoadRequest.RESHARD), pending
+                )
+            self._each(
+                lambda connection: load(connection, pb.LoadRequest.PREPARE), pending
+            )
         except BaseException:
             with suppress(Exception):  # what is left is freed by a later save or load
-                self._each(lambda connection: load(connection, pb.LoadRequest.ABORT), pending)
+                self._each(
+                    lambda connection: load(connection, pb.LoadRequest.ABORT), pending
+                )
             raise
-        for connection in pending:  # one after the other, so that of two clients only one gets beyond the first
+        # one after the other, so that of two clients only one gets beyond the first
+        for connection in pending:
             load(connection, pb.LoadRequest.COMMIT)
 
     def _number(self, connection: Connection) -> int:
@@ -483,7 +649,9 @@ class ServerSet:
     def _existing(self, name: str) -> TableSpec:
         spec = self.spec(name)
         if spec is None:
-            raise ValueError(f"there is no table {name!r} on the servers {', '.join(self.addresses)}")
+            raise ValueError(
+                f"there is no table {name!r} on the servers {', '.join(self.addresses)}"
+            )
         return spec
 
     def _write(
@@ -497,10 +665,12 @@ class ServerSet:
         """Makes a write on each server that stores an id.
 
         Returns:
-            The number of deleted rows, and the positions of the ids whose server requires initial rows, (n,) int64, or
-            None if no server does.
+            The number of deleted rows, and the positions of the ids whose server
+            requires initial rows, (n,) int64, or None if no server does.
         """
-        values = ids.new_empty(len(ids), 0) if rows is None else rows.detach().contiguous()
+        values = (
+            ids.new_empty(len(ids), 0) if rows is None else rows.detach().contiguous()
+        )
         calls = self._parts([table], ids, [len(ids)], [values.view(torch.uint8)])
         firsts: dict[Connection, TableRows] = {}
         if initial is not None:
@@ -509,7 +679,12 @@ class ServerSet:
 
         def write(connection: Connection) -> int | None:
             try:
-                return connection.write(kind, calls[connection], firsts.get(connection), values.dtype is torch.float32)
+                return connection.write(
+                    kind,
+                    calls[connection],
+                    firsts.get(connection),
+                    values.dtype is torch.float32,
+                )
             except NoInitialRow:
                 return None
 
@@ -526,26 +701,47 @@ class ServerSet:
     def _split(
         self, tables: Sequence[str], ids: Tensor, counts: Sequence[int]
     ) -> dict[Connection, tuple[Tensor, Tensor, list[int]]]:
-        """Returns the ids of each server, their positions in ``ids``, ascending, and their number in each table."""
+        """Returns the ids of each server, their positions in ``ids``, ascending, and
+        their number in each table.
+        """
         self._epoch.label(tables[0])  # without an epoch, the owners are not known
-        own, places, of_tables = row_ops.ids_split(ids, counts, self._owners, len(self._connections))
+        own, places, of_tables = row_ops.ids_split(
+            ids, counts, self._owners, len(self._connections)
+        )
         sizes = of_tables.sum(1).tolist()
-        parts = zip(torch.split(own, sizes), torch.split(places, sizes), of_tables.tolist(), strict=True)
+        parts = zip(
+            torch.split(own, sizes),
+            torch.split(places, sizes),
+            of_tables.tolist(),
+            strict=True,
+        )
         return dict(zip(self._connections, parts, strict=True))
 
     def _parts(
-        self, tables: Sequence[str], ids: Tensor, counts: Sequence[int], rows: Sequence[Tensor], **settings: Any
+        self,
+        tables: Sequence[str],
+        ids: Tensor,
+        counts: Sequence[int],
+        rows: Sequence[Tensor],
+        **settings: Any,
     ) -> dict[Connection, TableRows]:
         """Returns the call of each server. See :class:`TableRows` for the arguments."""
         if len(self._connections) == 1:
-            return {self._connections[0]: TableRows(tables, ids, counts, rows, **settings)}
+            return {
+                self._connections[0]: TableRows(tables, ids, counts, rows, **settings)
+            }
         return {
             connection: TableRows(tables, own, of_tables, rows, places, **settings)
-            for connection, (own, places, of_tables) in self._split(tables, ids, counts).items()
+            for connection, (own, places, of_tables) in self._split(
+                tables, ids, counts
+            ).items()
         }
 
     def _read(self, table: str, call: Callable[[Connection], _Result]) -> list[_Result]:
-        """Calls all servers in one epoch. If another epoch begins meanwhile, all servers are called again."""
+        """Calls all servers in one epoch.
+
+        If another epoch begins meanwhile, all servers are called again.
+        """
         while True:
             label = self._epoch.label(table)
             answers = self._each(call)
@@ -553,9 +749,13 @@ class ServerSet:
                 return answers
 
     def _each(
-        self, call: Callable[[Connection], _Result], connections: Sequence[Connection] | None = None
+        self,
+        call: Callable[[Connection], _Result],
+        connections: Sequence[Connection] | None = None,
     ) -> list[_Result]:
-        """Calls servers at the same time. No call is running any more when it returns or raises an error.
+        """Calls servers at the same time.
+
+        No call is running any more when it returns or raises an error.
 
         Args:
             call: The call.
@@ -564,8 +764,11 @@ class ServerSet:
         connections = self._connections if connections is None else connections
         if len(connections) <= 1:
             return [call(connection) for connection in connections]
-        connections[0].check_process()  # before the submit, because a forked process has no threads
-        futures = [self._threads.submit(call, connection) for connection in connections[:-1]]
+        # before the submit, because a forked process has no threads
+        connections[0].check_process()
+        futures = [
+            self._threads.submit(call, connection) for connection in connections[:-1]
+        ]
         last: Future[_Result] = Future()  # this thread calls the last server
         try:
             last.set_result(call(connections[-1]))
@@ -576,7 +779,10 @@ class ServerSet:
 
 
 def _splits(rows: Tensor, row_bytes: int) -> Sequence[Tensor]:
-    """Returns parts of a tensor that a server writes in one call each. An id and its row have ``row_bytes`` bytes."""
+    """Returns parts of a tensor that a server writes in one call each.
+
+    An id and its row have ``row_bytes`` bytes.
+    """
     return torch.split(rows, max(1, WRITE_BYTES // max(BYTES_A_WRITTEN_ID, row_bytes)))
 
 
@@ -584,8 +790,11 @@ def _write_file(connection: Connection, piece: pb.WriteFileRequest) -> None:
     connection.write_file(piece)
 
 
-def _close(connections: Sequence[Connection], threads: ThreadPoolExecutor, process: int) -> None:
-    if os.getpid() != process:  # in a forked process, connections and threads belong to the parent
+def _close(
+    connections: Sequence[Connection], threads: ThreadPoolExecutor, process: int
+) -> None:
+    # in a forked process, connections and threads belong to the parent
+    if os.getpid() != process:
         return
     for connection in connections:
         connection.close()

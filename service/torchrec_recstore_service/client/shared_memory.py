@@ -1,4 +1,6 @@
-"""Reads and writes of rows by shared memory, in the client: see SegmentRequest in recstore.proto."""
+"""Reads and writes of rows by shared memory, in the client: see SegmentRequest in
+recstore.proto.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,31 @@ from torch import Tensor
 
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import ERROR_KEY
-from torchrec_recstore_service.wire.segment import MESSAGE_BYTES, Segment, is_available, is_same_user
+from torchrec_recstore_service.wire.segment import (
+    MESSAGE_BYTES,
+    Segment,
+    is_available,
+    is_same_user,
+)
 from torchrec_recstore_service.wire.table_rows import TableRows, aligned
 
-_SETTINGS_BYTES = 256  # enough for the numbers of a header, and for those of a table in a header
+# enough for the numbers of a header, and for those of a table in a header
+_SETTINGS_BYTES = 256
 _ALIGNING_BYTES = 256  # the most that four arrays of a call take beside their contents
 _HELLO_S = 5.0
-_SOCKET = re.compile(r"recstore-[0-9a-f]{32}")  # A server names no other socket: listen_memory() in row_server.cpp.
-_AGAIN_S = 10.0  # the time after which a client that has got no connection asks for one again
+# A server names no other socket: listen_memory() in row_server.cpp.
+_SOCKET = re.compile(r"recstore-[0-9a-f]{32}")
+# the time after which a client that has got no connection asks for one again
+_AGAIN_S = 10.0
 MESSAGE_CODES = {code.value[0]: code for code in grpc.StatusCode}
 """gRPC's status codes by their numbers."""
 
 
 class CallError(grpc.RpcError):  # type: ignore[misc]
-    """A call by shared memory has failed. It has the methods of the errors of calls by gRPC."""
+    """A call by shared memory has failed.
+
+    It has the methods of the errors of calls by gRPC.
+    """
 
     def __init__(self, code: grpc.StatusCode, details: str, error: str = "") -> None:
         super().__init__(details)
@@ -48,18 +61,23 @@ class CallError(grpc.RpcError):  # type: ignore[misc]
         return self._details
 
     def trailing_metadata(self) -> Sequence[tuple[str, str]]:
-        """Returns the name of the error that the server has raised, as the server sends it by gRPC."""
+        """Returns the name of the error that the server has raised, as the server sends
+        it by gRPC.
+        """
         return [(ERROR_KEY, self._error)] if self._error else []
 
 
 class SharedMemoryConnection:
-    """A connection to a server on this host, for one call at a time. See :class:`Streams` for the methods.
+    """A connection to a server on this host, for one call at a time.
+
+    See :class:`Streams` for the methods.
 
     Args:
         offer: The server's answer to ``Attach``.
 
     Raises:
-        OSError: The server is on another host, runs as another user or has too many connections.
+        OSError: The server is on another host, runs as another user or has too many
+            connections.
     """
 
     def __init__(self, offer: pb.AttachReply) -> None:
@@ -68,7 +86,10 @@ class SharedMemoryConnection:
         try:
             self._socket.settimeout(_HELLO_S)
             if not _SOCKET.fullmatch(offer.socket):
-                raise OSError(f"the server offers the socket {offer.socket[:100]!r}, which is no server's")
+                raise OSError(
+                    f"the server offers the socket {offer.socket[:100]!r}, which is no"
+                    " server's"
+                )
             self._socket.connect(f"\0{offer.socket}")
             if not is_same_user(self._socket):
                 raise OSError("the server runs as another user")
@@ -103,9 +124,16 @@ class SharedMemoryConnection:
         self._socket.close()
 
     def pull(self, epoch: str, call: TableRows, left_s: float) -> bool:
-        """See :meth:`Streams.pull`. A call that does not fit into the segment is made in parts."""
+        """See :meth:`Streams.pull`.
+
+        A call that does not fit into the segment is made in parts.
+        """
         self._end = time.monotonic() + left_s
-        most_tables = max(1, (MESSAGE_BYTES - _SETTINGS_BYTES) // (_SETTINGS_BYTES + 4 * max(map(len, call.tables))))
+        most_tables = max(
+            1,
+            (MESSAGE_BYTES - _SETTINGS_BYTES)
+            // (_SETTINGS_BYTES + 4 * max(map(len, call.tables))),
+        )
         most = self._segment.size
         for header, ids, begin, size in call.reads(epoch, most, most // 8, most_tables):
             self._send_ids(header, ids)
@@ -115,7 +143,10 @@ class SharedMemoryConnection:
                 done, last = aligned(done), reply.last
                 if (
                     done + reply.rows > size
-                    or call.put(self._segment.array[done : done + reply.rows], begin + done) < 0
+                    or call.put(
+                        self._segment.array[done : done + reply.rows], begin + done
+                    )
+                    < 0
                 ):
                     return False
                 done += reply.rows
@@ -123,7 +154,9 @@ class SharedMemoryConnection:
                 return False
         return True
 
-    def found(self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float) -> tuple[Tensor, Tensor]:
+    def found(
+        self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float
+    ) -> tuple[Tensor, Tensor]:
         """See :meth:`Streams.found`."""
         self._end = time.monotonic() + left_s
         most = (self._segment.size - 128) // max(row_bytes + 1, 8)
@@ -131,11 +164,19 @@ class SharedMemoryConnection:
         for begin in range(0, max(1, len(ids)), most):
             self._send_ids(header, ids[begin : begin + most])
             reply = self._receive()
-            for kind, array in zip(arrays, self._segment.arrays([reply.found, reply.rows]), strict=True):
+            for kind, array in zip(
+                arrays, self._segment.arrays([reply.found, reply.rows]), strict=True
+            ):
                 kind.append(array.clone())
         return torch.cat(arrays[0]), torch.cat(arrays[1])
 
-    def write(self, header: pb.WriteHeader, call: TableRows, initial: TableRows | None, left_s: float) -> int:
+    def write(
+        self,
+        header: pb.WriteHeader,
+        call: TableRows,
+        initial: TableRows | None,
+        left_s: float,
+    ) -> int:
         """See :meth:`Streams.write`.
 
         Raises:
@@ -144,7 +185,10 @@ class SharedMemoryConnection:
         self._end = time.monotonic() + left_s
         parts = [call] if initial is None else [call, initial]
         sizes = [size for some in parts for size in (8 * len(some.ids), some.size)]
-        if header.ByteSize() > MESSAGE_BYTES - _SETTINGS_BYTES or sum(sizes) > self._segment.size - _ALIGNING_BYTES:
+        if (
+            header.ByteSize() > MESSAGE_BYTES - _SETTINGS_BYTES
+            or sum(sizes) > self._segment.size - _ALIGNING_BYTES
+        ):
             raise DoesNotFitError
         arrays = self._segment.arrays(sizes)
         for number, some in enumerate(parts):
@@ -152,7 +196,11 @@ class SharedMemoryConnection:
             some.take(arrays[2 * number + 1], 0)
         ids, rows, initial_ids, initial_rows = (*sizes, 0, 0)[:4]
         request = pb.SegmentRequest(
-            write=header, ids=ids, rows=rows, initial_ids=initial_ids, initial_rows=initial_rows
+            write=header,
+            ids=ids,
+            rows=rows,
+            initial_ids=initial_ids,
+            initial_rows=initial_rows,
         )
         self._send(request)
         return int(self._receive().deleted)
@@ -189,7 +237,9 @@ class SharedMemoryConnection:
 
 
 def shared_memory(offer: pb.AttachReply) -> SharedMemoryConnection | None:
-    """Makes a connection by shared memory, if the server offers one and this system has it."""
+    """Makes a connection by shared memory, if the server offers one and this system has
+    it.
+    """
     return SharedMemoryConnection(offer) if offer.socket and is_available() else None
 
 
@@ -198,11 +248,17 @@ class DoesNotFitError(Exception):
 
 
 class ServedError(CallError):
-    """The server has answered a call with an error. The connection can be used again."""
+    """The server has answered a call with an error.
+
+    The connection can be used again.
+    """
 
 
 class RowConnection(Protocol):
-    """A connection for one call on rows at a time. It has the methods of :class:`Streams`, too."""
+    """A connection for one call on rows at a time.
+
+    It has the methods of :class:`Streams`, too.
+    """
 
     def is_alive(self) -> bool:
         """Returns whether the server is still there. To be called between two calls."""
@@ -214,12 +270,14 @@ class RowConnection(Protocol):
 class RowConnections:
     """The connections of a client to one server for rows, by shared memory or by TCP.
 
-    A call takes a connection for itself. If there is none, because the server does not offer one or has too many, calls
-    go another way.
+    A call takes a connection for itself. If there is none, because the server does not
+    offer one or has too many, calls go another way.
 
     Args:
-        attach: The function that asks the server for what it offers, with the time left in seconds.
-        make: The function that makes a connection. It returns None, or raises OSError, if there can be none.
+        attach: The function that asks the server for what it offers, with the time left
+            in seconds.
+        make: The function that makes a connection. It returns None, or raises OSError,
+            if there can be none.
         most: The largest number of connections.
     """
 
@@ -240,7 +298,9 @@ class RowConnections:
         self._closed = False
 
     def take(self, left_s: float) -> RowConnection | None:
-        """Returns a connection, which the caller gives back. None if the call has to go another way.
+        """Returns a connection, which the caller gives back.
+
+        None if the call has to go another way.
 
         Raises:
             grpc.RpcError: The server cannot be reached.
@@ -262,7 +322,8 @@ class RowConnections:
         try:
             if offer is not None:
                 made = self._made(offer)
-            if made is None:  # the server may have been started again since a known offer
+            # the server may have been started again since a known offer
+            if made is None:
                 offer = self._attach(left_s)
                 made = self._made(offer)
         except grpc.RpcError as error:
@@ -316,7 +377,9 @@ def call_late() -> CallError:
 
 def call_gone(reason: object) -> CallError:
     """Returns the error of a call whose server has gone."""
-    return CallError(grpc.StatusCode.UNAVAILABLE, f"the connection for rows has ended: {reason}")
+    return CallError(
+        grpc.StatusCode.UNAVAILABLE, f"the connection for rows has ended: {reason}"
+    )
 
 
 _of_this_process: weakref.WeakSet[SharedMemoryConnection] = weakref.WeakSet()

@@ -24,8 +24,8 @@ _SERVICE = "/torchrec_recstore.ParameterServer/"
 class Streams:
     """The reads and writes of rows of one server by gRPC.
 
-    A call whose requests or replies fit into one part is unary for the client. On the wire, a stream of one message is
-    the same, but it takes gRPC twice as long.
+    A call whose requests or replies fit into one part is unary for the client. On the
+    wire, a stream of one message is the same, but it takes gRPC twice as long.
 
     All methods raise grpc.RpcError.
 
@@ -37,9 +37,13 @@ class Streams:
     def __init__(self, channel: Any, metadata: Sequence[tuple[str, str]]) -> None:
         self._metadata = metadata
         self._pull_one = channel.unary_unary(f"{_SERVICE}Pull", _registered_method=True)
-        self._pull_many = channel.unary_stream(f"{_SERVICE}Pull", _registered_method=True)
+        self._pull_many = channel.unary_stream(
+            f"{_SERVICE}Pull", _registered_method=True
+        )
         self._pull = channel.stream_stream(f"{_SERVICE}Pull", _registered_method=True)
-        self._write_one = channel.unary_unary(f"{_SERVICE}Write", _registered_method=True)
+        self._write_one = channel.unary_unary(
+            f"{_SERVICE}Write", _registered_method=True
+        )
         self._write = channel.stream_unary(f"{_SERVICE}Write", _registered_method=True)
 
     def pull(self, epoch: str, call: TableRows, left_s: float) -> bool:
@@ -54,14 +58,20 @@ class Streams:
             Whether the server has answered with the rows of all ids.
         """
         at = 0
-        several = None if call.is_plain else pieces(call.row_bytes, call.counts, _CALL_BYTES, most_ids=_CALL_IDS)
+        several = (
+            None
+            if call.is_plain
+            else pieces(call.row_bytes, call.counts, _CALL_BYTES, most_ids=_CALL_IDS)
+        )
         for part in several or (None,):
             ids, place, size = call.part(part)
             if part is None:
                 header = pb.PullHeader(table=call.label, epoch=epoch)
             else:
                 header = pb.PullHeader(epoch=epoch, tables=call.headers(part))
-            for reply in self._replies(header, ids, len(ids) <= PART_IDS and size <= PART_BYTES, left_s):
+            for reply in self._replies(
+                header, ids, len(ids) <= PART_IDS and size <= PART_BYTES, left_s
+            ):
                 received = fields(reply).get(_ROWS)
                 if received is not None:
                     at = call.put(received.numpy(), at)
@@ -71,15 +81,30 @@ class Streams:
                 return False
         return True
 
-    def found(self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float) -> tuple[Tensor, Tensor]:
-        """Returns which of ``ids``, (N,) int64, have a row, (n,) uint8, and their rows, (bytes,) uint8, as received."""
+    def found(
+        self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns which of ``ids``, (N,) int64, have a row, (n,) uint8, and their rows,
+        (bytes,) uint8, as received.
+        """
         none = torch.empty(0, dtype=torch.uint8)
-        replies = list(self._replies(header, ids, len(ids) <= rows_a_part(row_bytes), left_s))
+        replies = list(
+            self._replies(header, ids, len(ids) <= rows_a_part(row_bytes), left_s)
+        )
         received = [fields(reply) for reply in replies]
-        found, rows = ([reply.get(number, none) for reply in received] for number in (_FOUND, _ROWS))
+        found, rows = (
+            [reply.get(number, none) for reply in received]
+            for number in (_FOUND, _ROWS)
+        )
         return torch.cat([none, *found]), torch.cat([none, *rows])
 
-    def write(self, header: pb.WriteHeader, call: TableRows, initial: TableRows | None, left_s: float) -> int:
+    def write(
+        self,
+        header: pb.WriteHeader,
+        call: TableRows,
+        initial: TableRows | None,
+        left_s: float,
+    ) -> int:
         """Writes, updates or deletes rows.
 
         Args:
@@ -93,15 +118,27 @@ class Streams:
         """
         first = header.SerializeToString()
         options = {"timeout": left_s, "metadata": self._metadata}
-        arrays = [(_INITIAL, initial), (_WRITTEN, call)] if initial is not None else [(_WRITTEN, call)]
+        arrays = (
+            [(_INITIAL, initial), (_WRITTEN, call)]
+            if initial is not None
+            else [(_WRITTEN, call)]
+        )
         if sum(8 * len(some.ids) + some.size for _, some in arrays) <= PART_BYTES:
-            reply = self._write_one(_message([(numbers, some, None) for numbers, some in arrays], first), **options)
+            reply = self._write_one(
+                _message([(numbers, some, None) for numbers, some in arrays], first),
+                **options,
+            )
         else:
             reply = self._write(_requests(first, arrays), **options)
         return int(pb.WriteReply.FromString(reply).deleted)
 
-    def _replies(self, header: pb.PullHeader, ids: Tensor, one: bool, left_s: float) -> Iterable[bytes]:
-        """Returns the replies to a read. ``one``: whether the server answers with one reply."""
+    def _replies(
+        self, header: pb.PullHeader, ids: Tensor, one: bool, left_s: float
+    ) -> Iterable[bytes]:
+        """Returns the replies to a read.
+
+        ``one``: whether the server answers with one reply.
+        """
         first = header.SerializeToString()
         options = {"timeout": left_s, "metadata": self._metadata}
         if one:
@@ -110,14 +147,21 @@ class Streams:
         parts = [ids[place : place + size] for place in range(0, len(ids), size)]
         requests = (_asking(part, b"" if i else first) for i, part in enumerate(parts))
         replies: Iterable[bytes]
-        replies = self._pull_many(next(requests), **options) if len(parts) == 1 else self._pull(requests, **options)
+        replies = (
+            self._pull_many(next(requests), **options)
+            if len(parts) == 1
+            else self._pull(requests, **options)
+        )
         return replies
 
 
 _ASKED = pb.PullRequest.IDS_FIELD_NUMBER
 _FOUND, _ROWS = pb.PullReply.FOUND_FIELD_NUMBER, pb.PullReply.ROWS_FIELD_NUMBER
 _WRITTEN = pb.WriteRequest.IDS_FIELD_NUMBER, pb.WriteRequest.ROWS_FIELD_NUMBER
-_INITIAL = pb.WriteRequest.INITIAL_IDS_FIELD_NUMBER, pb.WriteRequest.INITIAL_ROWS_FIELD_NUMBER
+_INITIAL = (
+    pb.WriteRequest.INITIAL_IDS_FIELD_NUMBER,
+    pb.WriteRequest.INITIAL_ROWS_FIELD_NUMBER,
+)
 
 
 def _asking(ids: Tensor, header: bytes) -> bytes:
@@ -127,19 +171,32 @@ def _asking(ids: Tensor, header: bytes) -> bytes:
     return message
 
 
-def _message(arrays: Sequence[tuple[tuple[int, int], TableRows, Sequence[Piece] | None]], header: bytes = b"") -> bytes:
-    """Returns the request of a write: the numbers of the fields of ids and rows, and the part that they hold."""
+def _message(
+    arrays: Sequence[tuple[tuple[int, int], TableRows, Sequence[Piece] | None]],
+    header: bytes = b"",
+) -> bytes:
+    """Returns the request of a write: the numbers of the fields of ids and rows, and
+    the part that they hold.
+    """
     parts = [call.part(part) for _, call, part in arrays]
     sizes = zip(arrays, parts, strict=True)
-    numbered = [each for ((ids, rows), _, _), (own, _, size) in sizes for each in ((ids, 8 * len(own)), (rows, size))]
+    numbered = [
+        each
+        for ((ids, rows), _, _), (own, _, size) in sizes
+        for each in ((ids, 8 * len(own)), (rows, size))
+    ]
     message, memory = new_message(numbered, header)
-    for number, ((_, call, _), (ids, place, _)) in enumerate(zip(arrays, parts, strict=True)):
+    for number, ((_, call, _), (ids, place, _)) in enumerate(
+        zip(arrays, parts, strict=True)
+    ):
         memory[2 * number].numpy()[:] = ids.numpy().view(np.uint8)
         call.take(memory[2 * number + 1], place)
     return message
 
 
-def _requests(header: bytes, arrays: Sequence[tuple[tuple[int, int], TableRows]]) -> Iterator[bytes]:
+def _requests(
+    header: bytes, arrays: Sequence[tuple[tuple[int, int], TableRows]]
+) -> Iterator[bytes]:
     yield new_message([], header)[0]
     for numbers, call in arrays:
         for part in pieces(call.row_bytes, call.counts, PART_BYTES):

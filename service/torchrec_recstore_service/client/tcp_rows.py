@@ -1,4 +1,5 @@
-"""Reads and writes of rows by TCP, in the client: see "Calls on rows by TCP" in recstore.proto.
+"""Reads and writes of rows by TCP, in the client: see "Calls on rows by TCP" in
+recstore.proto.
 
 Tests: tests/service/test_native_rows.py.
 """
@@ -18,7 +19,13 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from torchrec_recstore_service.client.shared_memory import MESSAGE_CODES, CallError, ServedError, call_gone, call_late
+from torchrec_recstore_service.client.shared_memory import (
+    MESSAGE_CODES,
+    CallError,
+    ServedError,
+    call_gone,
+    call_late,
+)
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import ROWS_VERSION
 from torchrec_recstore_service.wire.table_rows import TableRows
@@ -36,23 +43,27 @@ class RefusedError(OSError):
     def __init__(self, error: ServedError) -> None:
         super().__init__(str(error))
         self.is_from_it = error.code() is grpc.StatusCode.UNAVAILABLE
-        """Whether the connection has reached its server, which is not the primary of its pair."""
+        """Whether the connection has reached its server, which is not the primary of
+        its pair.
+        """
 
 
 class TcpConnection:
-    """A connection to a server for one call at a time. See :class:`Streams` for the methods.
+    """A connection to a server for one call at a time.
+
+    See :class:`Streams` for the methods.
 
     Args:
         host: The host of the server.
         port: The port for calls on rows.
         token: The token that the server requires, or None.
         context: The context of TLS, or None for a connection without encryption.
-        server: The name of the server, from its answer to ``Attach``. Another server refuses the
-            connection.
+        server: The name of the server, from its answer to ``Attach``. Another server
+            refuses the connection.
 
     Raises:
-        OSError: The server cannot be reached or has refused the connection, or another program has
-            answered.
+        OSError: The server cannot be reached or has refused the connection, or another
+            program has answered.
     """
 
     def __init__(
@@ -64,15 +75,21 @@ class TcpConnection:
         server: str,
     ) -> None:
         self._end = time.monotonic() + _HELLO_S
-        raw = socket.create_connection((host, port), _CONNECT_S)  # a port that a firewall blocks does not answer
+        # a port that a firewall blocks does not answer
+        raw = socket.create_connection((host, port), _CONNECT_S)
         try:
             raw.settimeout(_HELLO_S)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket: Any = raw if context is None else context.wrap_socket(raw, server_hostname=host)
+            self._socket: Any = (
+                raw
+                if context is None
+                else context.wrap_socket(raw, server_hostname=host)
+            )
             self._encrypted = context is not None
             self._ahead = np.empty(_AHEAD, np.uint8)
             self._view = memoryview(self._ahead)  # type: ignore[arg-type]
-            self._from = self._to = 0  # the bytes of _ahead that were received and not used
+            # the bytes of _ahead that were received and not used
+            self._from = self._to = 0
             self._most = _AHEAD
             secret = b"" if token is None else token.encode()
             name = server.encode()
@@ -104,9 +121,15 @@ class TcpConnection:
         """See :meth:`Streams.pull`."""
         self._end = time.monotonic() + left_s
         most_tables = max(1, (1 << 20) // (512 + 4 * max(map(len, call.tables))))
-        for header, ids, begin, size in call.reads(epoch, _CALL_BYTES, _CALL_IDS, most_tables):
-            self._send(pb.SegmentRequest(pull=header, ids=8 * ids.numel()).SerializeToString(), [ids.numpy()])
-            # Of a large reply, no more is read ahead than its message, because the rest would be copied twice.
+        for header, ids, begin, size in call.reads(
+            epoch, _CALL_BYTES, _CALL_IDS, most_tables
+        ):
+            self._send(
+                pb.SegmentRequest(pull=header, ids=8 * ids.numel()).SerializeToString(),
+                [ids.numpy()],
+            )
+            # Of a large reply, no more is read ahead than its message, because the rest
+            # would be copied twice.
             self._most = _AHEAD if size < _AHEAD else _MESSAGE
             at, last = begin, False
             while not last:
@@ -126,7 +149,9 @@ class TcpConnection:
                 return False
         return True
 
-    def found(self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float) -> tuple[Tensor, Tensor]:
+    def found(
+        self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float
+    ) -> tuple[Tensor, Tensor]:
         """See :meth:`Streams.found`."""
         self._most = _AHEAD
         self._end = time.monotonic() + left_s
@@ -134,29 +159,53 @@ class TcpConnection:
         most = max(1, min(_CALL_IDS, _CALL_BYTES // max(1, row_bytes)))
         for place in range(0, max(1, len(ids)), most):
             some = ids[place : place + most]
-            self._send(pb.SegmentRequest(pull=header, ids=8 * some.numel()).SerializeToString(), [some.numpy()])
+            self._send(
+                pb.SegmentRequest(
+                    pull=header, ids=8 * some.numel()
+                ).SerializeToString(),
+                [some.numpy()],
+            )
             reply = self._receive()
             for kind, size in zip(arrays, (reply.found, reply.rows), strict=True):
                 kind.append(torch.from_numpy(self._array(size)))
         return torch.cat(arrays[0]), torch.cat(arrays[1])
 
-    def write(self, header: pb.WriteHeader, call: TableRows, initial: TableRows | None, left_s: float) -> int:
+    def write(
+        self,
+        header: pb.WriteHeader,
+        call: TableRows,
+        initial: TableRows | None,
+        left_s: float,
+    ) -> int:
         """See :meth:`Streams.write`."""
         self._end = time.monotonic() + left_s
         arrays: list[Any] = []
         for some in (call, initial):
-            arrays += [np.empty(0, np.uint8)] * 2 if some is None else [some.ids.numpy(), some.stream()]
+            arrays += (
+                [np.empty(0, np.uint8)] * 2
+                if some is None
+                else [some.ids.numpy(), some.stream()]
+            )
         ids, rows, initial_ids, initial_rows = (array.nbytes for array in arrays)
         request = pb.SegmentRequest(
-            write=header, ids=ids, rows=rows, initial_ids=initial_ids, initial_rows=initial_rows
+            write=header,
+            ids=ids,
+            rows=rows,
+            initial_ids=initial_ids,
+            initial_rows=initial_rows,
         )
         self._send(request.SerializeToString(), arrays)
         return int(self._receive().deleted)
 
-    def _send(self, message: bytes, arrays: Sequence[Any], head: bytes | None = None) -> None:
+    def _send(
+        self, message: bytes, arrays: Sequence[Any], head: bytes | None = None
+    ) -> None:
         """Sends a message, after its size if there is no other head, and arrays."""
         first = (len(message).to_bytes(4, "little") if head is None else head) + message
-        contents = [first, *(memoryview(array).cast("B") for array in arrays if array.nbytes)]
+        contents = [
+            first,
+            *(memoryview(array).cast("B") for array in arrays if array.nbytes),
+        ]
         self._socket.settimeout(max(0.001, self._end - time.monotonic()))
         try:
             sent = 0 if self._encrypted else self._socket.sendmsg(contents)
@@ -167,7 +216,8 @@ class TcpConnection:
         except TimeoutError:
             raise call_late() from None
         except OSError as error:
-            self._receive()  # a server that refuses a request says why before it closes the connection
+            # a server that refuses a request says why before it closes the connection
+            self._receive()
             raise call_gone(error) from None
 
     def _receive(self) -> pb.SegmentReply:
@@ -184,11 +234,14 @@ class TcpConnection:
                 if size > _AHEAD:
                     raise call_gone("the reply is too long")
                 continue
-            if self._from + size > _AHEAD or self._from == self._to:  # the rest moves to the beginning
+            # the rest moves to the beginning
+            if self._from + size > _AHEAD or self._from == self._to:
                 rest = bytes(self._view[self._from : self._to])
                 self._view[: len(rest)] = rest
                 self._from, self._to = 0, len(rest)
-            self._to += self._read(self._view[self._to : self._from + max(size, self._most)])
+            self._to += self._read(
+                self._view[self._to : self._from + max(size, self._most)]
+            )
         try:
             reply: pb.SegmentReply = pb.SegmentReply.FromString(content)
         except DecodeError:

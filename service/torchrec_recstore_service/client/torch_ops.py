@@ -1,8 +1,9 @@
-"""Registers the methods of a client as ``torch.ops.recstore_ops.emb_*``, for ``torch.compile``, ``make_fx`` and export.
+"""Registers the methods of a client as ``torch.ops.recstore_ops.emb_*``, for
+``torch.compile``, ``make_fx`` and export.
 
-``client`` is :attr:`RecStoreClient.handle`. The comment behind each op in the list names the method that it calls.
-The ops are registered as ordered effects: a compiler neither removes nor reorders them. The ops do not support
-autograd.
+``client`` is :attr:`RecStoreClient.handle`. The comment behind each op in the list
+names the method that it calls. The ops are registered as ordered effects: a compiler
+neither removes nor reorders them. The ops do not support autograd.
 
     emb_read(int client, str name, Tensor ids) -> Tensor                        # pull
     emb_update(int client, str name, Tensor ids, Tensor grads) -> ()            # update
@@ -10,8 +11,9 @@ autograd.
     emb_prefetch(int client, str name, Tensor ids) -> SymInt                    # prefetch
     emb_prefetch_result(int client, SymInt handle) -> Tensor                    # wait_for_prefetch
 
-A handle of ``emb_prefetch`` is an int. In a graph the handle is symbolic, because each run of the graph gets a new
-handle. ``make_fx`` therefore needs ``tracing_mode="fake"`` or ``"symbolic"``.
+A handle of ``emb_prefetch`` is an int. In a graph the handle is symbolic, because each
+run of the graph gets a new handle. ``make_fx`` therefore needs ``tracing_mode="fake"``
+or ``"symbolic"``.
 """
 
 from __future__ import annotations
@@ -62,22 +64,42 @@ def _fake_prefetch(client: int, name: str, ids: Tensor) -> torch.SymInt:
 
 
 def _fake_prefetch_result(client: int, handle: torch.SymInt) -> Tensor:
-    # The handle identifies neither the table nor the number of ids while a graph is traced.
+    # The handle identifies neither the table nor the number of ids while a graph is
+    # traced.
     dtypes = client_of(client).dtypes()
     if len(dtypes) != 1:
         raise ValueError(
-            "emb_prefetch_result in a graph: the client has tables of several dtypes, and the dtype of the handle's "
-            "table is not known: use a separate client for each dtype"
+            "emb_prefetch_result in a graph: the client has tables of several dtypes,"
+            " and the dtype of the handle's table is not known: use a separate client"
+            " for each dtype"
         )
     context = torch.library.get_ctx()
-    return torch.empty(context.new_dynamic_size(), context.new_dynamic_size(), dtype=dtypes.pop())
+    return torch.empty(
+        context.new_dynamic_size(), context.new_dynamic_size(), dtype=dtypes.pop()
+    )
 
 
 for _schema, _op, _fake in (
     ("emb_read(int client, str name, Tensor ids) -> Tensor", _read, _fake_read),
-    ("emb_update(int client, str name, Tensor ids, Tensor grads) -> ()", _update, _fake_write),
-    ("emb_write(int client, str name, Tensor ids, Tensor values) -> ()", _write, _fake_write),
-    ("emb_prefetch(int client, str name, Tensor ids) -> SymInt", _prefetch, _fake_prefetch),
-    ("emb_prefetch_result(int client, SymInt handle) -> Tensor", _prefetch_result, _fake_prefetch_result),
+    (
+        "emb_update(int client, str name, Tensor ids, Tensor grads) -> ()",
+        _update,
+        _fake_write,
+    ),
+    (
+        "emb_write(int client, str name, Tensor ids, Tensor values) -> ()",
+        _write,
+        _fake_write,
+    ),
+    (
+        "emb_prefetch(int client, str name, Tensor ids) -> SymInt",
+        _prefetch,
+        _fake_prefetch,
+    ),
+    (
+        "emb_prefetch_result(int client, SymInt handle) -> Tensor",
+        _prefetch_result,
+        _fake_prefetch_result,
+    ),
 ):
     register_python_op(_schema, _op, _fake, "CompositeExplicitAutograd")

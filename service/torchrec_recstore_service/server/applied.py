@@ -1,4 +1,6 @@
-"""The writes that a parameter server has carried out, so that a repeated write is not carried out twice."""
+"""The writes that a parameter server has carried out, so that a repeated write is not
+carried out twice.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,27 @@ _KEPT_S = 300.0  # time for which a client may repeat a write
 
 
 class AppliedRequests(Native):
-    """The writes that have been carried out or are running. A repeated write is answered without a second execution.
+    """The writes that have been carried out or are running.
 
-    Clients number their requests. With each request, a client sends the number below which it repeats no request.
+    A repeated write is answered without a second execution.
+
+    Clients number their requests. With each request, a client sends the number below
+    which it repeats no request.
 
     Args:
-        most_clients: The largest number of clients that are remembered. Default: 10,000.
+        most_clients: The largest number of clients that are remembered. Default:
+            10,000.
         kept_s: The time in seconds for which a client may repeat a write. Default: 300.
     """
 
     def __init__(self, most_clients: int = _CLIENTS, kept_s: float = _KEPT_S) -> None:
         super().__init__("applied", most_clients, kept_s)
 
-    def once(self, client: str, request: int, done_before: int, action: Callable[[], int]) -> int:
-        """Calls ``action`` and returns its result, or returns the first result if the request is repeated.
+    def once(
+        self, client: str, request: int, done_before: int, action: Callable[[], int]
+    ) -> int:
+        """Calls ``action`` and returns its result, or returns the first result if the
+        request is repeated.
 
         A request that raised an error may be repeated; ``action`` is then called again.
 
@@ -39,13 +48,16 @@ class AppliedRequests(Native):
             action: The function that carries out the request.
 
         Raises:
-            ValueError: ``request`` is below the number below which the client repeats no request, the client may repeat
-                too many requests, or its name is too long.
+            ValueError: ``request`` is below the number below which the client repeats
+                no request, the client may repeat too many requests, or its name is too
+                long.
             CallRefusedError: Too many clients have written.
             ServerStoppingError: :meth:`close` has been called.
         """
         name, deleted = client.encode(), c_uint64()
-        mine = self.checked("begin", name, len(name), request, done_before, byref(deleted))
+        mine = self.checked(
+            "begin", name, len(name), request, done_before, byref(deleted)
+        )
         if mine is None:
             return deleted.value
         result, failed = 0, True
@@ -66,7 +78,8 @@ class AppliedRequests(Native):
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Returns a context for a change without a number. :meth:`close` waits for its end.
+        """Returns a context for a change without a number. :meth:`close` waits for its
+        end.
 
         Raises:
             ServerStoppingError: :meth:`close` has been called.
@@ -86,11 +99,15 @@ class AppliedRequests(Native):
         self.invoke("reopen")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the requests that have been carried out, for :meth:`from_json`, while no request is carried out."""
+        """Returns the requests that have been carried out, for :meth:`from_json`, while
+        no request is carried out.
+        """
         document: dict[str, Any] = {}
 
         def visit(client: bytes, done_before: int, request: int, deleted: int) -> None:
-            entry = document.setdefault(client.decode(), {"done_before": done_before, "answers": {}})
+            entry = document.setdefault(
+                client.decode(), {"done_before": done_before, "answers": {}}
+            )
             if request >= 0:
                 entry["answers"][str(request)] = deleted
 
@@ -112,7 +129,9 @@ class AppliedRequests(Native):
                     answer = (int(number), operator.index(deleted))
                     requests.append((name.encode(), done_before, *answer))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the list of the requests that were carried out is damaged: {error}") from error
+            raise ValueError(
+                f"the list of the requests that were carried out is damaged: {error}"
+            ) from error
         self.invoke("clear")
         for request in requests:
             self.invoke("add", *request)

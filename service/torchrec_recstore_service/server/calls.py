@@ -1,4 +1,6 @@
-"""The threads that carry out the calls of a server, and the end of calls whose clients keep a thread waiting."""
+"""The threads that carry out the calls of a server, and the end of calls whose clients
+keep a thread waiting.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,12 @@ from typing import Any
 from torchrec_recstore_service.server.native import Native
 
 PATIENCE_S = 0.25
-"""The time for which a full server waits for a client before it ends the client's call."""
+"""The time for which a full server waits for a client before it ends the client's call.
+"""
 RATE = 1 << 20
-"""The number of bytes per second that a call must at least transfer, in the long run, if the server is full."""
+"""The number of bytes per second that a call must at least transfer, in the long run,
+if the server is full.
+"""
 _LONGEST_TURN_S = 0.5
 
 
@@ -25,7 +30,8 @@ class Call:
     """A call that has a thread.
 
     Args:
-        end: The function that ends the call. The call's thread then gets an error from gRPC.
+        end: The function that ends the call. The call's thread then gets an error from
+            gRPC.
         memory: The memory of the requests of all calls.
     """
 
@@ -41,13 +47,16 @@ class Call:
         self._since = time.monotonic()
 
     def go_on(self, moved: int) -> None:
-        """Notes that the thread does not wait any more, and how many bytes have been transferred."""
+        """Notes that the thread does not wait any more, and how many bytes have been
+        transferred.
+        """
         self._late_s = max(0.0, self.late_s - moved / RATE)
         self._since = None
 
     @property
     def late_s(self) -> float:
-        """The time in seconds that the client has kept the thread waiting, beyond the time that its bytes may take.
+        """The time in seconds that the client has kept the thread waiting, beyond the
+        time that its bytes may take.
 
         It is 0 while the thread works.
         """
@@ -56,7 +65,8 @@ class Call:
 
 
 class RequestMemory(Native):
-    """Counts the bytes of the requests of all running calls, also of those that the native library answers.
+    """Counts the bytes of the requests of all running calls, also of those that the
+    native library answers.
 
     Args:
         limit: The largest number of bytes.
@@ -72,7 +82,10 @@ class RequestMemory(Native):
         return int(self.invoke("held"))
 
     def take(self, call: Call, size: int) -> bool:
-        """Adds ``size`` bytes to those that ``call`` keeps. Returns False, and adds nothing, if that is too much."""
+        """Adds ``size`` bytes to those that ``call`` keeps.
+
+        Returns False, and adds nothing, if that is too much.
+        """
         if not self.invoke("take", size):
             return False
         call.held += size
@@ -92,41 +105,53 @@ class _Work:
 
 
 class CallThreads(ThreadPoolExecutor):
-    """The threads for calls. Clients take turns, and no client keeps a thread that others need.
+    """The threads for calls.
 
-    When all threads are taken and a call waits for one, the calls end whose clients have kept a thread waiting for more
-    than :data:`PATIENCE_S`: the client has sent no request, or has not read the replies. If clients of many connections
-    wait, the patience is shorter, so that each connection gets a turn within half a second.
+    Clients take turns, and no client keeps a thread that others need.
 
-    This is a ThreadPoolExecutor because grpcio accepts only this class for the threads of a method. Nothing of that
-    class but its type is used.
+    When all threads are taken and a call waits for one, the calls end whose clients
+    have kept a thread waiting for more than :data:`PATIENCE_S`: the client has sent no
+    request, or has not read the replies. If clients of many connections wait, the
+    patience is shorter, so that each connection gets a turn within half a second.
+
+    This is a ThreadPoolExecutor because grpcio accepts only this class for the threads
+    of a method. Nothing of that class but its type is used.
 
     Args:
         threads: The largest number of calls that run at the same time.
         name: The name of the threads.
-        queued: The largest number of calls that wait for a thread. Beyond it, a connection with a waiting call gets no
-            further one.
-        of_one: The largest number of calls of a connection that run or wait. Default: None, no limit.
+        queued: The largest number of calls that wait for a thread. Beyond it, a
+            connection with a waiting call gets no further one.
+        of_one: The largest number of calls of a connection that run or wait. Default:
+            None, no limit.
     """
 
-    def __init__(self, threads: int, name: str, queued: int = 4096, of_one: int | None = None) -> None:
+    def __init__(
+        self, threads: int, name: str, queued: int = 4096, of_one: int | None = None
+    ) -> None:
         super().__init__(1, name)
         self._limit = threads
         self._name = name
         self._longest_queue = queued
         self._most_of_one = of_one
-        self._of_one: Counter[str] = Counter()  # by connection, the calls that run or wait
+        # by connection, the calls that run or wait
+        self._of_one: Counter[str] = Counter()
         self._condition = threading.Condition()
-        self._queues: OrderedDict[str, deque[_Work]] = OrderedDict()  # by connection, in the order of their turns
+        # by connection, in the order of their turns
+        self._queues: OrderedDict[str, deque[_Work]] = OrderedDict()
         self._idle = 0
         self._started = 0
         self._watching = False
         self._stopping = self._closed = False
         self._running: set[Call] = set()
         self.ended = 0
-        """The number of calls that were ended because their clients kept a thread waiting."""
+        """The number of calls that were ended because their clients kept a thread
+        waiting.
+        """
         self.refused = 0
-        """The number of calls that were cancelled at once because too many calls run or wait."""
+        """The number of calls that were cancelled at once because too many calls run or
+        wait.
+        """
 
     @property
     def running(self) -> int:
@@ -144,10 +169,15 @@ class CallThreads(ThreadPoolExecutor):
         with self._condition:
             return bool(self._queues) or self._started > self._idle
 
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+    def submit(
+        self, function: Callable[..., Any], /, *arguments: Any, **named: Any
+    ) -> Future[Any]:
         """Runs a call in a thread when it is the turn of the call's connection."""
-        # grpcio 1.85.1 passes the event of the new call, which knows the address of the client.
-        call = next((each.call for each in arguments if hasattr(each, "call_details")), None)
+        # grpcio 1.85.1 passes the event of the new call, which knows the address of the
+        # client.
+        call = next(
+            (each.call for each in arguments if hasattr(each, "call_details")), None
+        )
         work = _Work(Future(), function, arguments)
         peer = "" if call is None else str(call.peer())
         with self._condition:
@@ -163,7 +193,9 @@ class CallThreads(ThreadPoolExecutor):
                 self._condition.notify()
             elif self._started < self._limit:
                 self._started += 1
-                threading.Thread(target=self._run, name=f"{self._name}-{self._started}", daemon=True).start()
+                threading.Thread(
+                    target=self._run, name=f"{self._name}-{self._started}", daemon=True
+                ).start()
             else:
                 self._watch()
         return work.future
@@ -175,7 +207,9 @@ class CallThreads(ThreadPoolExecutor):
 
     @contextmanager
     def place(self, call: Call) -> Iterator[None]:
-        """Returns a context in which a call has this thread, and may be ended if its client is slow."""
+        """Returns a context in which a call has this thread, and may be ended if its
+        client is slow.
+        """
         with self._condition:
             self._running.add(call)
         try:
@@ -189,13 +223,18 @@ class CallThreads(ThreadPoolExecutor):
         self._end([call for call in list(self._running) if call.late_s > PATIENCE_S])
 
     def stop(self) -> None:
-        """Ends from now on each call whose client keeps a thread waiting, also while there are free threads."""
+        """Ends from now on each call whose client keeps a thread waiting, also while
+        there are free threads.
+        """
         with self._condition:
             self._stopping = True
             self._watch()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the threads that have no call, and the others after their calls. It does not wait."""
+        """Ends the threads that have no call, and the others after their calls.
+
+        It does not wait.
+        """
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -236,18 +275,34 @@ class CallThreads(ThreadPoolExecutor):
     def _watch(self) -> None:
         if not self._watching:
             self._watching = True
-            threading.Thread(target=self._end_late_calls, name=f"{self._name}-watch", daemon=True).start()
+            threading.Thread(
+                target=self._end_late_calls, name=f"{self._name}-watch", daemon=True
+            ).start()
 
     def _end_late_calls(self) -> None:
         """Ends late calls as long as a call waits for a thread."""
         while True:
             with self._condition:
-                if self._closed or not (self._queues or (self._stopping and self.is_busy)):
+                if self._closed or not (
+                    self._queues or (self._stopping and self.is_busy)
+                ):
                     self._watching = False
                     return
-                running, queued, connections = list(self._running), self.queued, len(self._queues)
+                running, queued, connections = (
+                    list(self._running),
+                    self.queued,
+                    len(self._queues),
+                )
                 stopping = self._stopping
-            patience = min(PATIENCE_S, _LONGEST_TURN_S * self._limit / max(1, connections))
-            late = sorted(((call.late_s, call) for call in running), key=lambda pair: -pair[0])
-            self._end([call for late_s, call in late if late_s > patience][: len(late) if stopping else queued])
+            patience = min(
+                PATIENCE_S, _LONGEST_TURN_S * self._limit / max(1, connections)
+            )
+            late = sorted(
+                ((call.late_s, call) for call in running), key=lambda pair: -pair[0]
+            )
+            self._end(
+                [call for late_s, call in late if late_s > patience][
+                    : len(late) if stopping else queued
+                ]
+            )
             time.sleep(patience / 10)

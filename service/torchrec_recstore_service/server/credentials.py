@@ -1,4 +1,5 @@
-"""The token and the certificates of a server, which are read again when their files change.
+"""The token and the certificates of a server, which are read again when their files
+change.
 
 Tests: tests/service/test_access.py.
 """
@@ -28,7 +29,8 @@ _log = logging.getLogger(__name__)
 class Watched(Generic[_Value]):
     """A value that is read from files, and is read again when a file changes.
 
-    If the files cannot be used any more, the last value stays, and a line on stderr says why.
+    If the files cannot be used any more, the last value stays, and a line on stderr
+    says why.
 
     Args:
         files: The paths of the files.
@@ -73,7 +75,9 @@ class Watched(Generic[_Value]):
         for file in self.files:
             try:
                 there = file.stat()
-                state.append((there.st_ino, there.st_size, there.st_mtime_ns, there.st_ctime_ns))
+                state.append(
+                    (there.st_ino, there.st_size, there.st_mtime_ns, there.st_ctime_ns)
+                )
             except OSError:
                 state.append(())
         return state
@@ -86,7 +90,8 @@ class Certificates:
     Args:
         cert: The certificate.
         key: The private key.
-        client_ca: The certificates of the authorities that sign clients' certificates, if clients need one.
+        client_ca: The certificates of the authorities that sign clients' certificates,
+            if clients need one.
     """
 
     cert: bytes
@@ -98,7 +103,8 @@ def watched_token(file: Path) -> Watched[str]:
     """Returns the token of a file.
 
     Raises:
-        OSError, ValueError: The file cannot be read, other users can read it, or the token is weak.
+        OSError, ValueError: The file cannot be read, other users can read it, or the
+            token is weak.
     """
 
     def read() -> str:
@@ -108,27 +114,33 @@ def watched_token(file: Path) -> Watched[str]:
         check_token(token, f"{flag}: the token")
         if len(token) < _TOKEN_CHARACTERS or len(set(token)) < _TOKEN_DIFFERENT:
             raise ValueError(
-                f"{flag}: the token must have at least {_TOKEN_CHARACTERS} characters, {_TOKEN_DIFFERENT} of them "
-                "different: openssl rand -hex 32 prints one"
+                f"{flag}: the token must have at least {_TOKEN_CHARACTERS} characters,"
+                f" {_TOKEN_DIFFERENT} of them different: openssl rand -hex 32"
+                " prints one"
             )
         return token
 
     return Watched([file], read)
 
 
-def watched_certificates(cert: Path, key: Path, client_ca: Path | None) -> Watched[Certificates]:
+def watched_certificates(
+    cert: Path, key: Path, client_ca: Path | None
+) -> Watched[Certificates]:
     """Returns the contents of a server's PEM files.
 
     Raises:
-        OSError, ValueError: A file cannot be read or holds no certificate or key in PEM format, a key is too short, or
-            other users can read the private key. The message names the flag.
+        OSError, ValueError: A file cannot be read or holds no certificate or key in PEM
+            format, a key is too short, or other users can read the private key. The
+            message names the flag.
     """
 
     def read() -> Certificates:
         _check_private(key, f"--tls-key {key}")
         # The error of ssl does not name the file.
         content = Certificates(
-            cert.read_bytes(), key.read_bytes(), None if client_ca is None else client_ca.read_bytes()
+            cert.read_bytes(),
+            key.read_bytes(),
+            None if client_ca is None else client_ca.read_bytes(),
         )
         _context(cert, key, client_ca)
         return content
@@ -136,41 +148,59 @@ def watched_certificates(cert: Path, key: Path, client_ca: Path | None) -> Watch
     return Watched([cert, key] if client_ca is None else [cert, key, client_ca], read)
 
 
-def watched_context(cert: Path, key: Path, client_ca: Path | None) -> Watched[ssl.SSLContext]:
-    """Returns a context of TLS with a server's PEM files. See :func:`watched_certificates` for the errors."""
+def watched_context(
+    cert: Path, key: Path, client_ca: Path | None
+) -> Watched[ssl.SSLContext]:
+    """Returns a context of TLS with a server's PEM files.
+
+    See :func:`watched_certificates` for the errors.
+    """
     certificates = watched_certificates(cert, key, client_ca)
     return Watched(certificates.files, lambda: _context(cert, key, client_ca))
 
 
 def _context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
-    """Checks PEM files, because gRPC reports an invalid file as an address that cannot be listened on.
+    """Checks PEM files, because gRPC reports an invalid file as an address that cannot
+    be listened on.
 
     Returns:
         A context with the certificates.
 
     Raises:
-        ValueError: A file does not hold a certificate or key, or a key is too short. The message names the flag.
+        ValueError: A file does not hold a certificate or key, or a key is too short.
+            The message names the flag.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_ciphers("DEFAULT@SECLEVEL=2")  # keys of RSA with 2048 bits, or what is as strong
+    # keys of RSA with 2048 bits, or what is as strong
+    context.set_ciphers("DEFAULT@SECLEVEL=2")
     try:
-        context.load_cert_chain(cert, key, password="")  # gRPC takes no encrypted key; no prompt
+        # gRPC takes no encrypted key; no prompt
+        context.load_cert_chain(cert, key, password="")
     except ssl.SSLError as error:
         if error.reason in ("EE_KEY_TOO_SMALL", "CA_KEY_TOO_SMALL", "CA_MD_TOO_WEAK"):
-            raise ValueError(f"--tls-cert {cert} is weak: make one with a key of RSA with 2048 bits or more") from None
+            raise ValueError(
+                f"--tls-cert {cert} is weak: make one with a key of RSA with 2048 bits"
+                " or more"
+            ) from None
         raise ValueError(
-            f"--tls-cert {cert} and --tls-key {key} are not a certificate and its private key in PEM format"
+            f"--tls-cert {cert} and --tls-key {key} are not a certificate and its"
+            " private key in PEM format"
         ) from None
     try:
         if client_ca is not None:
             context.load_verify_locations(client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
     except ssl.SSLError:
-        raise ValueError(f"--client-ca {client_ca} holds no certificates in PEM format") from None
+        raise ValueError(
+            f"--client-ca {client_ca} holds no certificates in PEM format"
+        ) from None
     return context
 
 
 def _check_private(file: Path, flag: str) -> None:
     mode = stat.S_IMODE(file.stat().st_mode)
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise ValueError(f"{flag} can be read by every user of this machine (mode {mode:04o}): chmod 600 {file}")
+        raise ValueError(
+            f"{flag} can be read by every user of this machine (mode {mode:04o}): chmod"
+            f" 600 {file}"
+        )

@@ -1,4 +1,5 @@
-"""The data directory of a server: its saves, the save to start from, and the server's place in its set of servers.
+"""The data directory of a server: its saves, the save to start from, and the server's
+place in its set of servers.
 
 Tests: tests/service/test_faults.py.
 """
@@ -12,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_recstore.checkpoint.destination import Destination
-from torchrec_recstore.checkpoint.files import CheckpointError, FileLock, make_directory, sync, write_synced
+from torchrec_recstore.checkpoint.files import (
+    CheckpointError,
+    FileLock,
+    make_directory,
+    sync,
+    write_synced,
+)
 from torchrec_recstore.checkpoint.info import read_info
 from torchrec_recstore.encoding import check_fields
 from torchrec_recstore.ownership import remove
@@ -26,9 +33,21 @@ _LOCK = "lock"
 _UNLESS = "unless_prepared"
 _FIELDS = ("last", "stopped", _UNLESS)
 _PREPARED_LAST = ("id", "last")
-_SAVE_NAMES = {"last", "save"}  # fields of both files that hold the name of a save, or None
+# fields of both files that hold the name of a save, or None
+_SAVE_NAMES = {"last", "save"}
 _STOPPED = ("checkpoint", "epoch", "applied")
-_MEMBER = ("set", "member", "members", "slots", "epoch", "token", "save", "runs", "earlier", "next")
+_MEMBER = (
+    "set",
+    "member",
+    "members",
+    "slots",
+    "epoch",
+    "token",
+    "save",
+    "runs",
+    "earlier",
+    "next",
+)
 _SINCE_2 = ("runs", "earlier", "next")  # fields that version 1 of the protocol has not
 _EARLIER_RUNS = 1000
 _PREPARED = ".prepared-"
@@ -38,7 +57,8 @@ MANIFEST = "save"  # key in the training state of a save: its manifest
 
 @dataclass(frozen=True)
 class Membership:
-    """The place of a server in its set, and the last epoch in which the server has been.
+    """The place of a server in its set, and the last epoch in which the server has
+    been.
 
     Args:
         set: The identity of the set.
@@ -50,7 +70,8 @@ class Membership:
         save: The name of the last save of the set. None: there is none.
         runs: For each member, its last run in this epoch that this server knows.
         earlier: The runs of this server in this epoch before its last one.
-        next: The run that begins if the resuming of this server is completed. Empty if it was not begun.
+        next: The run that begins if the resuming of this server is completed. Empty if
+            it was not begun.
     """
 
     set: str
@@ -84,25 +105,31 @@ class Membership:
         runs = (*self.runs[:member], run, *self.runs[member + 1 :])
         if member != self.member:
             return replace(self, runs=runs)
-        return replace(self, runs=runs, earlier=(*self.earlier, self.run)[-_EARLIER_RUNS:], next="")
+        return replace(
+            self, runs=runs, earlier=(*self.earlier, self.run)[-_EARLIER_RUNS:], next=""
+        )
 
 
 class DataDirectory:
     """The data directory of a server, which holds its saves as ``DIR/NAME``.
 
-    The file ``server.json`` names the save that was made or loaded last. It is written before this save is renamed to
-    its name, so that the server starts from the save if and only if it counts: ``unless_prepared`` has the id of the
-    save, and the name of the save to start from as long as this id is one of a prepared part. The file also holds the
-    state that a stopped server leaves for the next server. The next server deletes this state before it takes calls on
-    tables, so that only one server can continue from it. The file ``set.json`` has the server's :class:`Membership`. A
-    part of a save that does not count yet is ``DIR/.prepared-ID``.
+    The file ``server.json`` names the save that was made or loaded last. It is written
+    before this save is renamed to its name, so that the server starts from the save if
+    and only if it counts: ``unless_prepared`` has the id of the save, and the name of
+    the save to start from as long as this id is one of a prepared part. The file also
+    holds the state that a stopped server leaves for the next server. The next server
+    deletes this state before it takes calls on tables, so that only one server can
+    continue from it. The file ``set.json`` has the server's :class:`Membership`. A part
+    of a save that does not count yet is ``DIR/.prepared-ID``.
 
     Args:
-        path: The path of the directory. It is created if it does not exist. One server uses it at a time.
+        path: The path of the directory. It is created if it does not exist. One server
+            uses it at a time.
 
     Raises:
         OSError: The directory cannot be created or written, or another server uses it.
-        ValueError: ``server.json`` or ``set.json`` is damaged, or was written by a newer version.
+        ValueError: ``server.json`` or ``set.json`` is damaged, or was written by a
+            newer version.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -112,15 +139,17 @@ class DataDirectory:
             self._path / _LOCK,
             "serving it",
             lambda holder: (
-                f"{self._path}: another server has this data directory ({holder}): stop that one, or give this one "
-                "another"
+                f"{self._path}: another server has this data directory ({holder}): stop"
+                " that one, or give this one another"
             ),
             keep=True,
         )
         self.last: SaveName | None = None
         """The name of the save to start from."""
         self.stopped: dict[str, Any] | None = None
-        """The state that the last server left when it stopped. :meth:`set_last` replaces it."""
+        """The state that the last server left when it stopped. :meth:`set_last`
+        replaces it.
+        """
         self.membership: Membership | None = None
         """The place in a set. None: the server belongs to no set yet."""
         state = self._document(_STATE, _FIELDS)
@@ -130,17 +159,24 @@ class DataDirectory:
         if member is not None:
             if not any(field in member for field in _SINCE_2):
                 # The token was not of the epoch then, but of one server's load.
-                member |= {"token": "", "runs": [""] * member["members"], "earlier": [], "next": ""}
+                member |= {
+                    "token": "",
+                    "runs": [""] * member["members"],
+                    "earlier": [],
+                    "next": "",
+                }
             self.membership = membership_of(member)
         self._saves: dict[SaveName, pb.Saved] = {}
         self._prepared: dict[SaveId, pb.Saved] = {}
         for entry in self._path.iterdir():
-            if entry.name.startswith(_RECEIVED) or entry.name.startswith(f".{_PREPARED}"):
+            if entry.name.startswith(_RECEIVED) or entry.name.startswith(
+                f".{_PREPARED}"
+            ):
                 remove(entry)
             elif entry.name.startswith(_PREPARED):
                 saved = None if entry.is_symlink() else _manifest_of(entry)
-                # A part changes places with the save that it replaces. The server was killed before it had deleted the
-                # old save.
+                # A part changes places with the save that it replaces. The server was
+                # killed before it had deleted the old save.
                 if saved is None or entry.name != f"{_PREPARED}{saved.id}":
                     remove(entry)
                 else:
@@ -149,9 +185,12 @@ class DataDirectory:
                 saved = _manifest_of(entry)
                 name = _save_name_of(entry)
                 if saved is not None and name is not None:
-                    self._saves[name] = pb.Saved(name=name, id=saved.id, number=saved.number)
+                    self._saves[name] = pb.Saved(
+                        name=name, id=saved.id, number=saved.number
+                    )
         unless = None if state is None else state[_UNLESS]
-        if unless is not None and unless["id"] in self._prepared:  # the server was killed before the save counted
+        # the server was killed before the save counted
+        if unless is not None and unless["id"] in self._prepared:
             self.set_last(_name_or_none(unless["last"]))
 
     @property
@@ -161,24 +200,37 @@ class DataDirectory:
 
     @property
     def prepared(self) -> list[pb.Saved]:
-        """The saves that were prepared and do not count yet, in the order in which they were begun."""
+        """The saves that were prepared and do not count yet, in the order in which they
+        were begun.
+        """
         return sorted(self._prepared.values(), key=lambda saved: saved.number)
 
     @property
     def at(self) -> pb.Saved:
-        """The save to start from. It has no name if there is none, and no id if it has no manifest."""
+        """The save to start from.
+
+        It has no name if there is none, and no id if it has no manifest.
+        """
         return self.saved(self.last)
 
     def saved(self, name: SaveName | None) -> pb.Saved:
-        """Returns the save of a name. See :meth:`at` for one that is not there, or has no manifest."""
-        return pb.Saved() if name is None else self._saves.get(name, pb.Saved(name=name))
+        """Returns the save of a name.
+
+        See :meth:`at` for one that is not there, or has no manifest.
+        """
+        return (
+            pb.Saved() if name is None else self._saves.get(name, pb.Saved(name=name))
+        )
 
     def checkpoint(self, name: SaveName) -> Path:
         """Returns the path of a save."""
         return self._path / name
 
     def check_free(self, name: SaveName, overwrite: bool) -> None:
-        """Checks that a save of this name can be published. See :class:`Destination` for the errors."""
+        """Checks that a save of this name can be published.
+
+        See :class:`Destination` for the errors.
+        """
         with Destination(self.checkpoint(name), overwrite=overwrite):
             pass
 
@@ -187,7 +239,10 @@ class DataDirectory:
         return self._path / f"{_PREPARED}{save_id}"
 
     def new_staging(self, save_id: SaveId) -> Path:
-        """Returns :meth:`staging` for a part that is written now. A link that is there is deleted."""
+        """Returns :meth:`staging` for a part that is written now.
+
+        A link that is there is deleted.
+        """
         path = self.staging(save_id)
         if path.is_symlink():
             path.unlink()
@@ -202,17 +257,21 @@ class DataDirectory:
         self._prepared[SaveId(saved.id)] = saved
 
     def publish(self, save_id: SaveId, start_from: bool = False) -> SaveName:
-        """Makes a prepared part count: it replaces a save of the same name. Nothing happens if it counts already.
+        """Makes a prepared part count: it replaces a save of the same name.
+
+        Nothing happens if it counts already.
 
         Args:
             save_id: The id of the save.
-            start_from: Whether it becomes the save to start from, in the moment in which it counts. Default: False.
+            start_from: Whether it becomes the save to start from, in the moment in
+                which it counts. Default: False.
 
         Returns:
             The name of the save.
 
         Raises:
-            FileNotFoundError: The part was not prepared, or another save has replaced it.
+            FileNotFoundError: The part was not prepared, or another save has replaced
+                it.
             OSError: The directory cannot be renamed.
         """
         for counting_name, counting in self._saves.items():
@@ -220,7 +279,9 @@ class DataDirectory:
                 return counting_name
         saved = self._prepared.get(save_id)
         if saved is None:
-            raise FileNotFoundError("this save was not prepared, or another save has replaced it")
+            raise FileNotFoundError(
+                "this save was not prepared, or another save has replaced it"
+            )
         name = SaveName(saved.name)
         with Destination(self.checkpoint(name), overwrite=True) as destination:
             if start_from:
@@ -244,8 +305,12 @@ class DataDirectory:
         if name != self.last and self._saves.pop(name, None) is not None:
             remove(self.checkpoint(name))
 
-    def set_last(self, name: SaveName | None, stopped: dict[str, Any] | None = None) -> None:
-        """Writes the name of the save to start from to the disk, with the state of a server that has stopped."""
+    def set_last(
+        self, name: SaveName | None, stopped: dict[str, Any] | None = None
+    ) -> None:
+        """Writes the name of the save to start from to the disk, with the state of a
+        server that has stopped.
+        """
         self._write(_STATE, {"last": name, "stopped": stopped, _UNLESS: None})
         self.last, self.stopped = name, stopped
 
@@ -258,7 +323,9 @@ class DataDirectory:
         """Releases the directory for another server."""
         self._lock.close()
 
-    def _document(self, name: str, fields: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Any] | None:
+    def _document(
+        self, name: str, fields: tuple[str, ...], optional: tuple[str, ...] = ()
+    ) -> dict[str, Any] | None:
         file = self._path / name
         if not file.exists():
             return None
@@ -285,7 +352,9 @@ class DataDirectory:
 
 
 def membership_of(document: Mapping[str, Any]) -> Membership:
-    """Returns the place in a set of a JSON object with the fields of :class:`Membership`."""
+    """Returns the place in a set of a JSON object with the fields of
+    :class:`Membership`.
+    """
     lists = {field: tuple(document[field]) for field in ("slots", "runs", "earlier")}
     return Membership(**{**document, **lists, "save": _name_or_none(document["save"])})
 
@@ -295,7 +364,10 @@ def _name_or_none(name: str | None) -> SaveName | None:
 
 
 def _save_name_of(path: Path) -> SaveName | None:
-    """Returns the name of a directory as that of a save. None if no save can have this name."""
+    """Returns the name of a directory as that of a save.
+
+    None if no save can have this name.
+    """
     try:
         return SaveName(path.name)
     except ValueError:
@@ -303,7 +375,10 @@ def _save_name_of(path: Path) -> SaveName | None:
 
 
 def _manifest_of(path: Path) -> pb.Saved | None:
-    """Reads the name, the id and the number of a save. None if the directory has no manifest that can be read."""
+    """Reads the name, the id and the number of a save.
+
+    None if the directory has no manifest that can be read.
+    """
     try:
         state = read_info(path).training_state
         manifest = state[MANIFEST]

@@ -23,7 +23,9 @@ class Deadline:
         self._timer: threading.Timer | None = None
 
     def begin(self, action: Callable[[], object]) -> None:
-        """Calls ``action`` after the time, and not what an earlier call of this method was to call."""
+        """Calls ``action`` after the time, and not what an earlier call of this method
+        was to call.
+        """
         self.cancel()
         self._timer = threading.Timer(self._seconds, action)
         self._timer.name, self._timer.daemon = self._name, True

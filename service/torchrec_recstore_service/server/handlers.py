@@ -1,4 +1,5 @@
-"""The handlers of gRPC calls, which parse requests in the call's own thread and note when it waits for a client.
+"""The handlers of gRPC calls, which parse requests in the call's own thread and note
+when it waits for a client.
 
 Tests: tests/service/test_limits.py.
 """
@@ -26,20 +27,27 @@ def of_bytes(method: _Method) -> _Method:
 
 
 class Handlers:
-    """Takes the place of a ``grpc.Server`` for generated code that adds a service, and adds bounded handlers to it.
+    """Takes the place of a ``grpc.Server`` for generated code that adds a service, and
+    adds bounded handlers to it.
 
-    grpcio's own handlers parse a request in the thread that serves all connections, and leak 19 KB for each request
-    that they cannot parse. These handlers take bytes instead.
+    grpcio's own handlers parse a request in the thread that serves all connections, and
+    leak 19 KB for each request that they cannot parse. These handlers take bytes
+    instead.
 
     Args:
         server: The server.
         threads: The threads of the calls.
         memory: The memory of the requests of all calls.
-        idle: The methods whose calls wait for events, so that their threads are free for other calls at any time.
+        idle: The methods whose calls wait for events, so that their threads are free
+            for other calls at any time.
     """
 
     def __init__(
-        self, server: grpc.Server, threads: Mapping[str, CallThreads], memory: RequestMemory, idle: frozenset[str]
+        self,
+        server: grpc.Server,
+        threads: Mapping[str, CallThreads],
+        memory: RequestMemory,
+        idle: frozenset[str],
     ) -> None:
         self._server = server
         self._threads = threads
@@ -47,19 +55,35 @@ class Handlers:
         self._idle = idle
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Adds nothing: generated code adds the same handlers as registered handlers, too."""
+        """Adds nothing: generated code adds the same handlers as registered handlers,
+        too.
+        """
 
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+    def add_registered_method_handlers(
+        self, service: str, handlers: Mapping[str, Any]
+    ) -> None:
         """Adds the handlers of a service. See grpc.Server."""
-        bounded = {name: self._bounded(f"/{service}/{name}", handler) for name, handler in handlers.items()}
+        bounded = {
+            name: self._bounded(f"/{service}/{name}", handler)
+            for name, handler in handlers.items()
+        }
         self._server.add_registered_method_handlers(service, bounded)
 
     def _bounded(self, method: str, handler: Any) -> Any:
         threads = self._threads.get(method, self._threads[""])
-        behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        behavior = (
+            handler.unary_unary
+            or handler.unary_stream
+            or handler.stream_unary
+            or handler.stream_stream
+        )
         idle = method in self._idle
         of_bytes = getattr(behavior, _OF_BYTES, False)
-        parse, serialize = (bytes, None) if of_bytes else (handler.request_deserializer, handler.response_serializer)
+        parse, serialize = (
+            (bytes, None)
+            if of_bytes
+            else (handler.request_deserializer, handler.response_serializer)
+        )
 
         def begin(raw: Iterator[bytes], context: Any) -> tuple[Call, Any]:
             call = Call(context.cancel, self._memory)
@@ -115,12 +139,18 @@ class _Requests:
         raw: The bytes of each request.
         parse: The function that returns the message of the bytes.
         call: The call.
-        keep: Whether the call keeps all of its requests in memory, not only the last one.
+        keep: Whether the call keeps all of its requests in memory, not only the last
+            one.
         threads: The threads of all calls.
     """
 
     def __init__(
-        self, raw: Iterator[bytes], parse: Callable[[bytes], Any], call: Call, keep: bool, threads: CallThreads
+        self,
+        raw: Iterator[bytes],
+        parse: Callable[[bytes], Any],
+        call: Call,
+        keep: bool,
+        threads: CallThreads,
     ) -> None:
         self._raw = raw
         self._parse = parse
@@ -145,20 +175,23 @@ class _Requests:
         if call.held + size > call.memory.limit:
             raise CallRefusedError(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"a request may have at most {call.memory.limit} bytes (--max-request-memory): split it",
+                f"a request may have at most {call.memory.limit} bytes"
+                " (--max-request-memory): split it",
                 ValueError.__name__,
             )
         if not call.memory.take(call, size):
             self._threads.end_late()
             raise CallRefusedError(
                 grpc.StatusCode.UNAVAILABLE,
-                "the running requests of all clients take --max-request-memory: repeat the call",
+                "the running requests of all clients take --max-request-memory: repeat"
+                " the call",
             )
         try:
             return self._parse(data)
         except DecodeError:
             raise CallRefusedError(
-                grpc.StatusCode.INVALID_ARGUMENT, "the request is not a message of the protocol"
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the request is not a message of the protocol",
             ) from None
 
     def only(self) -> Any:
@@ -166,4 +199,6 @@ class _Requests:
         try:
             return next(self)
         except StopIteration:
-            raise CallRefusedError(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request") from None
+            raise CallRefusedError(
+                grpc.StatusCode.INVALID_ARGUMENT, "the call has no request"
+            ) from None

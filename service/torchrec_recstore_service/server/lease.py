@@ -13,8 +13,9 @@ from typing import Any
 TTL_S = 3.0
 """The time in seconds after which a lease that its holder does not renew ends."""
 _TIMEOUT_S = 1.0
-# The keys of the lease and of the record, and the server, the milliseconds of the lease, the server from which it may
-# take the lease over, and the record before and after. A primary writes its record again if Redis has lost both keys.
+# The keys of the lease and of the record, and the server, the milliseconds of the
+# lease, the server from which it may take the lease over, and the record before and
+# after. A primary writes its record again if Redis has lost both keys.
 _TAKE = """
 local holder, record = redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2])
 if holder and holder ~= ARGV[1] and holder ~= ARGV[3] then return 0 end
@@ -23,7 +24,9 @@ redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 redis.call('SET', KEYS[2], ARGV[5])
 return 1
 """
-_RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
+_RELEASE = (
+    "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Record:
 
     Args:
         address: The address of the primary for other calls than those on rows.
-        in_sync: The servers that have all rows, with the primary as the first. Only these may become the primary.
+        in_sync: The servers that have all rows, with the primary as the first. Only
+            these may become the primary.
     """
 
     address: str
@@ -40,14 +44,18 @@ class Record:
 
     def text(self) -> str:
         """Returns the record as it is stored."""
-        return json.dumps({"address": self.address, "in_sync": self.in_sync}, sort_keys=True)
+        return json.dumps(
+            {"address": self.address, "in_sync": self.in_sync}, sort_keys=True
+        )
 
 
 class Lease:
-    """The lease and the record of one pair. All decisions are steps of Redis, which runs a script as one command.
+    """The lease and the record of one pair.
 
-    The lease is a key that expires (https://redis.io/docs/latest/commands/set/). Its holder is the primary. The record
-    does not expire.
+    All decisions are steps of Redis, which runs a script as one command.
+
+    The lease is a key that expires (https://redis.io/docs/latest/commands/set/). Its
+    holder is the primary. The record does not expire.
 
     Args:
         url: The URL of Redis.
@@ -66,41 +74,65 @@ class Lease:
             from redis.retry import Retry
         except ImportError:
             raise ImportError(
-                "--replicate needs the package redis: pip install 'torchrec-recstore-service[redis]'"
+                "--replicate needs the package redis: pip install"
+                " 'torchrec-recstore-service[redis]'"
             ) from None
         timeouts = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
         try:
-            self._client: Any = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **timeouts)
-        except ValueError:  # the message of the error may contain a part of the password
-            raise ValueError("--lease must be the URL of a Redis server, such as redis://host:6379/0") from None
+            self._client: Any = redis.Redis.from_url(
+                url, retry=Retry(NoBackoff(), 0), **timeouts
+            )
+        except (
+            ValueError
+        ):  # the message of the error may contain a part of the password
+            raise ValueError(
+                "--lease must be the URL of a Redis server, such as redis://host:6379/0"
+            ) from None
         self.error: type[Exception] = redis.RedisError
         """The class of the errors of all calls."""
         self._server = server
-        self._keys = [f"recstore:pair:{{{pair}}}:{name}" for name in ("lease", "record")]
+        self._keys = [
+            f"recstore:pair:{{{pair}}}:{name}" for name in ("lease", "record")
+        ]
         self._take = self._client.register_script(_TAKE)
 
     def read(self) -> tuple[str, Record | None]:
-        """Returns the holder of the lease, or "" if it is free, and the record, or None if there is none."""
+        """Returns the holder of the lease, or "" if it is free, and the record, or None
+        if there is none.
+        """
         holder, text = self._client.mget(self._keys)
         if text is None:
             return (holder or b"").decode(), None
         document = json.loads(text)
-        return (holder or b"").decode(), Record(document["address"], tuple(document["in_sync"]))
+        return (holder or b"").decode(), Record(
+            document["address"], tuple(document["in_sync"])
+        )
 
-    def take(self, before: Record | None, after: Record, of: str = "", again: bool = False) -> bool:
+    def take(
+        self, before: Record | None, after: Record, of: str = "", again: bool = False
+    ) -> bool:
         """Takes or renews the lease, and replaces the record.
 
         Args:
             before: The record as this server knows it.
             after: The next record.
             of: A server whose lease may be taken over. Default: "", none.
-            again: Whether the record may also be written if Redis has lost it and the lease. Default: False.
+            again: Whether the record may also be written if Redis has lost it and the
+                lease. Default: False.
 
         Returns:
-            Whether this server has the lease now. Otherwise another one has it, or the record is another one.
+            Whether this server has the lease now. Otherwise another one has it, or the
+            record is another one.
         """
         known = "" if before is None else before.text()
-        arguments: Sequence[Any] = (self._server, int(TTL_S * 1000), of, known, after.text(), int(again))
+        arguments: Sequence[Any] = (
+            self._server,
+            int(TTL_S * 1000),
+            of,
+            known,
+            after.text(),
+            int(again),
+        )
         return bool(self._take(self._keys, arguments))
 
     def release(self) -> None:

@@ -1,4 +1,5 @@
-"""Addresses on which servers listen, and who may call the servers: TLS, tokens, health checks.
+"""Addresses on which servers listen, and who may call the servers: TLS, tokens, health
+checks.
 
 Tests: tests/service/test_access.py and test_limits.py.
 """
@@ -22,7 +23,12 @@ from grpc_reflection.v1alpha import reflection
 
 from torchrec_recstore.network import host_of
 from torchrec_recstore_service.server.calls import CallThreads, RequestMemory
-from torchrec_recstore_service.server.credentials import Certificates, Watched, watched_certificates, watched_token
+from torchrec_recstore_service.server.credentials import (
+    Certificates,
+    Watched,
+    watched_certificates,
+    watched_token,
+)
 from torchrec_recstore_service.server.handlers import Handlers
 from torchrec_recstore_service.wire.addresses import is_loopback
 from torchrec_recstore_service.wire.protocol import (
@@ -46,17 +52,22 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.http2.max_frame_size", FRAME_BYTES),
-    ("grpc.so_reuseport", 0),  # otherwise a second server on the same port would receive a part of the calls
+    # otherwise a second server on the same port would receive a part of the calls
+    ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_concurrent_streams", _STREAMS),
-    ("grpc.server.max_pending_requests", 500),  # calls of which Python does not know yet
+    # calls of which Python does not know yet
+    ("grpc.server.max_pending_requests", 500),
     ("grpc.server.max_pending_requests_hard_limit", 1000),
-    ("grpc.keepalive_time_ms", 20_000),  # a connection whose client is stopped or gone is closed
+    # a connection whose client is stopped or gone is closed
+    ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # its default of 60 s would rule over the timeout above
+    # its default of 60 s would rule over the timeout above
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a message of 64 KiB could take 64 MiB
+    # none: a message of 64 KiB could take 64 MiB
+    ("grpc.compression_enabled_algorithms_bitset", 1),
 ]
 _HEALTH = "/grpc.health.v1.Health/"
 _WATCH = f"{_HEALTH}Watch"
@@ -71,16 +82,19 @@ class ListenOptions:
         listen: The address to listen on, as ``host:port``. Port 0 chooses a free port.
         tls_cert: The path of a PEM file with the server's certificate.
         tls_key: The path of a PEM file with the private key of ``tls_cert``.
-        client_ca: The path of a PEM file with CA certificates. Clients then need a certificate that one of them signs.
+        client_ca: The path of a PEM file with CA certificates. Clients then need a
+            certificate that one of them signs.
         token_file: The path of a file with the token that clients must send.
         metrics: The address for Prometheus, as ``host:port``.
         max_calls: The largest number of calls that run at the same time. Default: 32.
         max_connections: The largest number of connections. Default: 1024.
-        max_request_memory: The largest size in bytes of the requests of all running calls together. Default: 4 GiB.
-        rows_port: The port for calls on rows by TCP, on the host of ``listen``. Default: 0, a free port.
-        advertise_rows: Where clients reach ``rows_port`` if a mapping of ports changes its number:
-            ``port``, on the host by which a client reaches the server, or ``host:port``.
-            Default: None, the number is the same.
+        max_request_memory: The largest size in bytes of the requests of all running
+            calls together. Default: 4 GiB.
+        rows_port: The port for calls on rows by TCP, on the host of ``listen``.
+            Default: 0, a free port.
+        advertise_rows: Where clients reach ``rows_port`` if a mapping of ports changes
+            its number: ``port``, on the host by which a client reaches the server, or
+            ``host:port``. Default: None, the number is the same.
 
     Raises:
         ValueError: A value is invalid, or options contradict each other.
@@ -99,18 +113,29 @@ class ListenOptions:
     advertise_rows: str | None = None
 
     def __post_init__(self) -> None:
-        for flag, number in (("--max-calls", self.max_calls), ("--max-connections", self.max_connections)):
+        for flag, number in (
+            ("--max-calls", self.max_calls),
+            ("--max-connections", self.max_connections),
+        ):
             if number < 1:
                 raise ValueError(f"{flag} must be at least 1, got {number}")
         if not 0 <= self.rows_port < 1 << 16:
-            raise ValueError(f"--rows-port must be from 0 to 65535, got {self.rows_port}")
+            raise ValueError(
+                f"--rows-port must be from 0 to 65535, got {self.rows_port}"
+            )
         if self.advertise_rows is not None:
             check_advertised_rows(self.advertise_rows)
             if not self.rows_port:
-                raise ValueError("--advertise-rows needs --rows-port: a free port is another one at each start")
+                raise ValueError(
+                    "--advertise-rows needs --rows-port: a free port is another one at"
+                    " each start"
+                )
         if self.max_request_memory < MESSAGE_BYTES:
             least = MESSAGE_BYTES / 2**30
-            raise ValueError(f"--max-request-memory must be at least {least:.3f} GiB, the size of one message")
+            raise ValueError(
+                f"--max-request-memory must be at least {least:.3f} GiB, the size of"
+                " one message"
+            )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key must be given together")
         if self.client_ca is not None and self.tls_cert is None:
@@ -120,27 +145,40 @@ class ListenOptions:
             host_of_flag("--metrics", self.metrics)
 
     def check_address(self, flag: str, address: str) -> None:
-        """Checks that a server may listen on an address: one that other machines reach needs TLS and a token.
+        """Checks that a server may listen on an address: one that other machines reach
+        needs TLS and a token.
 
         Raises:
-            ValueError: TLS or the token is missing, or ``address`` is not ``host:port``. The message names the flag.
+            ValueError: TLS or the token is missing, or ``address`` is not
+                ``host:port``. The message names the flag.
         """
-        given = {"--tls-cert and --tls-key": self.tls_cert is not None, "--token-file": self.token_file is not None}
+        given = {
+            "--tls-cert and --tls-key": self.tls_cert is not None,
+            "--token-file": self.token_file is not None,
+        }
         if not is_loopback(host_of_flag(flag, address)) and not all(given.values()):
             missing = " and ".join(flags for flags, there in given.items() if not there)
-            raise ValueError(f"{flag} {address} can be reached from other machines: that needs {missing}")
+            raise ValueError(
+                f"{flag} {address} can be reached from other machines: that needs"
+                f" {missing}"
+            )
 
 
 def allowed(given: str | bytes, token: Watched[str] | None) -> bool:
-    """Returns whether the header ``TOKEN_KEY`` of a call has the token that the server requires, if it requires one."""
+    """Returns whether the header ``TOKEN_KEY`` of a call has the token that the server
+    requires, if it requires one.
+    """
     if token is None:
         return True
     wanted = token_value(token.value).encode()
-    return hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), wanted)
+    return hmac.compare_digest(
+        given if isinstance(given, bytes) else given.encode(), wanted
+    )
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
-    """An interceptor that refuses calls without the token, and clients with another version of the protocol.
+    """An interceptor that refuses calls without the token, and clients with another
+    version of the protocol.
 
     Health checks need no token.
 
@@ -153,17 +191,22 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         self._token = token
         self._threads = threads
 
-    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+    def intercept_service(
+        self, continuation: Callable[[Any], Any], details: Any
+    ) -> Any:
         """See grpc.ServerInterceptor."""
         metadata = dict(details.invocation_metadata)
         given = metadata.get(TOKEN_KEY, "")
         if not details.method.startswith(_HEALTH) and not allowed(given, self._token):
-            return self._refusal(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
+            return self._refusal(
+                grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong"
+            )
         version = metadata.get(VERSION_KEY)
         if details.method.startswith(_OWN) and version != VERSION:
             return self._refusal(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"the client speaks version {version} of the protocol, the server version {VERSION}",
+                f"the client speaks version {version} of the protocol, the server"
+                f" version {VERSION}",
             )
         return continuation(details)
 
@@ -172,7 +215,8 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
             context.abort(code, details)
 
         abort.experimental_thread_pool = self._threads  # type: ignore[attr-defined]
-        # A handler of streams fits every method. It refuses a call before it reads a request, which may never arrive.
+        # A handler of streams fits every method. It refuses a call before it reads a
+        # request, which may never arrive.
         return grpc.stream_stream_rpc_method_handler(abort)
 
 
@@ -192,15 +236,20 @@ def check_advertised_rows(text: str) -> None:
     """Checks the value of ``--advertise-rows``: ``port`` or ``host:port``.
 
     Raises:
-        ValueError: It is neither, or clients cannot call the address. The message names the flag.
+        ValueError: It is neither, or clients cannot call the address. The message names
+            the flag.
     """
     address = text if ":" in text else f"host:{text}"
     try:
         host = host_of(address)
     except ValueError:
-        raise ValueError(f"--advertise-rows must be PORT or HOST:PORT, got {text!r}") from None
+        raise ValueError(
+            f"--advertise-rows must be PORT or HOST:PORT, got {text!r}"
+        ) from None
     if host.strip("[]") in ("0.0.0.0", "::"):
-        raise ValueError(f"--advertise-rows {text} is not an address that clients can call")
+        raise ValueError(
+            f"--advertise-rows {text} is not an address that clients can call"
+        )
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -216,9 +265,10 @@ def host_and_port(address: str) -> tuple[str, int]:
 class StopSignals:
     """Waits for SIGTERM and SIGINT in the main thread.
 
-    A handler that sets an event is not enough. If a signal arrives just before the main thread waits for the lock of
-    the event, the wait does not end, and the handler runs only after its timeout. The interpreter therefore writes the
-    number of each signal to a socket, for which the main thread waits.
+    A handler that sets an event is not enough. If a signal arrives just before the main
+    thread waits for the lock of the event, the wait does not end, and the handler runs
+    only after its timeout. The interpreter therefore writes the number of each signal
+    to a socket, for which the main thread waits.
 
     Args:
         arrived: The end of the socket from which the numbers of the signals are read.
@@ -231,17 +281,21 @@ class StopSignals:
         """Waits until a signal arrives, or for ``timeout_s`` seconds.
 
         Returns:
-            Whether SIGTERM or SIGINT has arrived since the last call. Other signals with a handler end the wait, too.
+            Whether SIGTERM or SIGINT has arrived since the last call. Other signals
+            with a handler end the wait, too.
         """
         self._arrived.settimeout(timeout_s)
         with suppress(TimeoutError):
-            return not {signal.SIGTERM, signal.SIGINT}.isdisjoint(self._arrived.recv(512))
+            return not {signal.SIGTERM, signal.SIGINT}.isdisjoint(
+                self._arrived.recv(512)
+            )
         return False
 
 
 @contextmanager
 def stopped_by_signals() -> Iterator[StopSignals]:
-    """Returns a context in which SIGTERM and SIGINT do not end the process, but :meth:`StopSignals.wait`.
+    """Returns a context in which SIGTERM and SIGINT do not end the process, but
+    :meth:`StopSignals.wait`.
 
     It must be used in the main thread.
     """
@@ -251,7 +305,8 @@ def stopped_by_signals() -> Iterator[StopSignals]:
         descriptor = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
         # Without a handler, the signals would end the process.
         handlers = {
-            number: signal.signal(number, lambda number, frame: None) for number in (signal.SIGTERM, signal.SIGINT)
+            number: signal.signal(number, lambda number, frame: None)
+            for number in (signal.SIGTERM, signal.SIGINT)
         }
         try:
             yield StopSignals(arrived)
@@ -262,7 +317,11 @@ def stopped_by_signals() -> Iterator[StopSignals]:
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """The health service. Unlike grpcio-health-checking's, it keeps nothing for a client that watches but a thread."""
+    """The health service.
+
+    Unlike grpcio-health-checking's, it keeps nothing for a client that watches but a
+    thread.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -288,7 +347,10 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         sent = None
         while True:
             with self._changed:
-                while context.is_active() and (status := self._status(request.service)) == sent:
+                while (
+                    context.is_active()
+                    and (status := self._status(request.service)) == sent
+                ):
                     self._changed.wait()
             if not context.is_active():
                 return
@@ -305,13 +367,16 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 class GrpcServer:
-    """A gRPC server with health checks and reflection. Calls run in threads. See :class:`CallThreads`.
+    """A gRPC server with health checks and reflection.
+
+    Calls run in threads. See :class:`CallThreads`.
 
     Args:
         options: The address, who may call the server, and how much at a time.
         service: The full name of the service in the protocol.
         add: A function that adds the service to the server.
-        long: The names of the methods whose calls may take minutes. They have threads of their own. Default: none.
+        long: The names of the methods whose calls may take minutes. They have threads
+            of their own. Default: none.
 
     Raises:
         OSError: The address cannot be listened on, or a file cannot be read.
@@ -319,11 +384,18 @@ class GrpcServer:
     """
 
     def __init__(
-        self, options: ListenOptions, service: str, add: Callable[[Any], object], long: Sequence[str] = ()
+        self,
+        options: ListenOptions,
+        service: str,
+        add: Callable[[Any], object],
+        long: Sequence[str] = (),
     ) -> None:
-        self.token = None if options.token_file is None else watched_token(options.token_file)
+        self.token = (
+            None if options.token_file is None else watched_token(options.token_file)
+        )
         """The token that clients must send."""
-        # Calls that need no token have threads of their own, so that they cannot block the others.
+        # Calls that need no token have threads of their own, so that they cannot block
+        # the others.
         calls = CallThreads(options.max_calls, "recstore-call")
         open_calls = CallThreads(_OPEN_CALLS, "recstore-health", _OPEN_QUEUE)
         watches = CallThreads(_WATCHES, "recstore-watch", _WATCHES, _WATCHES_OF_ONE)
@@ -334,7 +406,10 @@ class GrpcServer:
         self._server = grpc.server(
             calls,
             interceptors=[Guard(self.token, open_calls)],
-            options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", options.max_connections)],
+            options=[
+                *_OPTIONS,
+                ("grpc.max_allowed_incoming_connections", options.max_connections),
+            ],
         )
         threads = {"": calls, f"{_HEALTH}Check": open_calls, _WATCH: watches}
         threads |= {f"/{service}/{method}": long_calls for method in long}
@@ -343,11 +418,15 @@ class GrpcServer:
         self._names = ("", service)
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, handlers)
-        reflection.enable_server_reflection((service, _HEALTH.strip("/"), reflection.SERVICE_NAME), handlers)
+        reflection.enable_server_reflection(
+            (service, _HEALTH.strip("/"), reflection.SERVICE_NAME), handlers
+        )
         self.certificates = None
         """The certificates of the server. None: connections are not encrypted."""
         if options.tls_cert is not None and options.tls_key is not None:
-            self.certificates = watched_certificates(options.tls_cert, options.tls_key, options.client_ca)
+            self.certificates = watched_certificates(
+                options.tls_cert, options.tls_key, options.client_ca
+            )
         self.address = f"{options.listen.rpartition(':')[0]}:{_bind(self._server, options.listen, self.certificates)}"
         """The address, ``host:port``, with the chosen port."""
 
@@ -361,39 +440,64 @@ class GrpcServer:
             threads.end_late()
 
     def set_serving(self, serving: bool, *services: str) -> None:
-        """Sets the answer to health checks of services. Default: of the server and its service."""
+        """Sets the answer to health checks of services.
+
+        Default: of the server and its service.
+        """
         status = health_pb2.HealthCheckResponse
         for name in services or self._names:
             self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
-        """Returns a description and a function of each number for the metrics, by its name."""
+        """Returns a description and a function of each number for the metrics, by its
+        name.
+        """
         calls, _, watches, _ = self._threads
         port = int(self.address.rpartition(":")[2])
         connections = "The number of connections. Linux only."
         return {
             "connections": (connections, lambda: _established(port)),
             "calls_running": ("The number of calls that run.", lambda: calls.running),
-            "calls_queued": ("The number of calls that wait for a thread.", lambda: calls.queued),
-            "calls_ended": ("The number of calls that were ended because their client was slow.", lambda: calls.ended),
+            "calls_queued": (
+                "The number of calls that wait for a thread.",
+                lambda: calls.queued,
+            ),
+            "calls_ended": (
+                "The number of calls that were ended because their client was slow.",
+                lambda: calls.ended,
+            ),
             "calls_refused": (
-                "The number of calls that were cancelled because too many calls run or wait.",
+                (
+                    "The number of calls that were cancelled because too many calls run"
+                    " or wait."
+                ),
                 lambda: sum(threads.refused for threads in self._threads),
             ),
-            "health_watches": ("The number of clients that watch the health.", lambda: watches.running),
-            "request_bytes": ("The size of the requests of all running calls.", lambda: self.memory.held),
+            "health_watches": (
+                "The number of clients that watch the health.",
+                lambda: watches.running,
+            ),
+            "request_bytes": (
+                "The size of the requests of all running calls.",
+                lambda: self.memory.held,
+            ),
         }
 
     def stop(self) -> None:
-        """Refuses new calls, and waits for the running ones, but not for clients that keep them waiting."""
+        """Refuses new calls, and waits for the running ones, but not for clients that
+        keep them waiting.
+        """
         self.set_serving(False, *self._health.statuses)
         stopped = self._server.stop(GRACE_S)
         for threads in self._threads:
             threads.stop()
         end = time.monotonic() + GRACE_S
-        while any(threads.is_busy for threads in self._threads) and time.monotonic() < end:
+        while (
+            any(threads.is_busy for threads in self._threads) and time.monotonic() < end
+        ):
             stopped.wait(0.02)
-        # Clients that answer have their replies and close their connections. gRPC would wait for the others, too.
+        # Clients that answer have their replies and close their connections. gRPC would
+        # wait for the others, too.
         if not stopped.wait(_REPLY_S):
             self._server.stop(None).wait()
         for threads in self._threads:
@@ -401,22 +505,33 @@ class GrpcServer:
 
 
 def _established(port: int) -> int:
-    """Returns the number of TCP connections to a port of this host. gRPC does not report the number."""
+    """Returns the number of TCP connections to a port of this host. gRPC does not
+    report the number.
+    """
     count = 0
     for path in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with suppress(OSError), open(path) as file:
-            local_and_state = ((line.split()[1], line.split()[3]) for line in list(file)[1:])
-            count += sum(state == "01" and int(local[-4:], 16) == port for local, state in local_and_state)
+            local_and_state = (
+                (line.split()[1], line.split()[3]) for line in list(file)[1:]
+            )
+            count += sum(
+                state == "01" and int(local[-4:], 16) == port
+                for local, state in local_and_state
+            )
     return count
 
 
-def _bind(server: grpc.Server, listen: str, certificates: Watched[Certificates] | None) -> int:
+def _bind(
+    server: grpc.Server, listen: str, certificates: Watched[Certificates] | None
+) -> int:
     try:
         if certificates is None:
             return int(server.add_insecure_port(listen))
         return int(server.add_secure_port(listen, _credentials(certificates)))
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {listen}: the address is in use or invalid") from error
+        raise OSError(
+            f"cannot listen on {listen}: the address is in use or invalid"
+        ) from error
 
 
 def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
@@ -424,7 +539,9 @@ def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
     sent = certificates.value
 
     def configuration() -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([(sent.key, sent.cert)], sent.client_ca)
+        return grpc.ssl_server_certificate_configuration(
+            [(sent.key, sent.cert)], sent.client_ca
+        )
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
         nonlocal sent
@@ -433,4 +550,6 @@ def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
         sent = certificates.value
         return configuration()
 
-    return grpc.dynamic_ssl_server_credentials(configuration(), changed, sent.client_ca is not None)
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(), changed, sent.client_ca is not None
+    )

@@ -15,7 +15,23 @@ from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.metrics_endpoint import MetricsEndpoint
 from torchrec_recstore_service.server.native import CallCounts
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)  # kSeconds in counts.h
+# kSeconds in counts.h
+_SECONDS = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+)
 _SECONDS_NAMES = (*map(str, _SECONDS), "+Inf")
 _GAUGES = ("rows", "cold_rows", "bytes", "steps")
 
@@ -28,11 +44,14 @@ def add_gauges(registry: Any, numbers: Numbers) -> None:
     import prometheus_client as prometheus
 
     for name, (description, number) in numbers.items():
-        prometheus.Gauge(f"recstore_{name}", description, registry=registry).set_function(number)
+        prometheus.Gauge(
+            f"recstore_{name}", description, registry=registry
+        ).set_function(number)
 
 
 class Metrics:
-    """An HTTP endpoint for Prometheus with counts and times of calls and all fields of ``TableStats``.
+    """An HTTP endpoint for Prometheus with counts and times of calls and all fields of
+    ``TableStats``.
 
     Args:
         tables: The tables whose statistics are reported.
@@ -44,9 +63,16 @@ class Metrics:
         OSError: The address cannot be listened on.
     """
 
-    def __init__(self, tables: HostedTables, counts: CallCounts, host: str, port: int) -> None:
-        import prometheus_client as prometheus  # imported here, because most servers report no metrics
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    def __init__(
+        self, tables: HostedTables, counts: CallCounts, host: str, port: int
+    ) -> None:
+        # imported here, because most servers report no metrics
+        import prometheus_client as prometheus
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+        )
 
         registry = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=registry)
@@ -57,10 +83,14 @@ class Metrics:
                 times: dict[str, dict[str, float]] = {}
                 seconds: dict[str, float] = {}
                 calls = CounterMetricFamily(
-                    "recstore_calls", "The number of calls by method and outcome.", labels=["method", "outcome"]
+                    "recstore_calls",
+                    "The number of calls by method and outcome.",
+                    labels=["method", "outcome"],
                 )
                 ids = CounterMetricFamily(
-                    "recstore_ids", "The number of ids by operation and table.", labels=["operation", "table"]
+                    "recstore_ids",
+                    "The number of ids by operation and table.",
+                    labels=["operation", "table"],
                 )
                 for kind, one, other, number in counts.all():
                     if kind == "time":
@@ -68,21 +98,39 @@ class Metrics:
                     elif kind == "seconds":
                         seconds[one] = number
                     else:
-                        (calls if kind == "call" else ids).add_metric([one, other], number)
+                        (calls if kind == "call" else ids).add_metric(
+                            [one, other], number
+                        )
                 spent = HistogramMetricFamily(
-                    "recstore_call_seconds", "The time of a call until its last reply.", labels=["method"]
+                    "recstore_call_seconds",
+                    "The time of a call until its last reply.",
+                    labels=["method"],
                 )
                 for method, classes in times.items():
-                    sums = itertools.accumulate([*(classes[str(i)] for i in range(len(_SECONDS))), classes[""]])
-                    spent.add_metric([method], list(zip(_SECONDS_NAMES, sums, strict=True)), seconds[method])
+                    sums = itertools.accumulate(
+                        [*(classes[str(i)] for i in range(len(_SECONDS))), classes[""]]
+                    )
+                    spent.add_metric(
+                        [method],
+                        list(zip(_SECONDS_NAMES, sums, strict=True)),
+                        seconds[method],
+                    )
                 yield from (spent, calls, ids)
 
         class OfTables:
             def collect(self) -> Iterator[Any]:
                 stats = {name: tables.stats(name) for name in tables.specs()}
                 for field in fields(TableStats):
-                    kind = GaugeMetricFamily if field.name in _GAUGES else CounterMetricFamily
-                    family = kind(f"recstore_table_{field.name}", f"TableStats.{field.name}", labels=["table"])
+                    kind = (
+                        GaugeMetricFamily
+                        if field.name in _GAUGES
+                        else CounterMetricFamily
+                    )
+                    family = kind(
+                        f"recstore_table_{field.name}",
+                        f"TableStats.{field.name}",
+                        labels=["table"],
+                    )
                     for name, counts in stats.items():
                         family.add_metric([name], getattr(counts, field.name))
                     yield family

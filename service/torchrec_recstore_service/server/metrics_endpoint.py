@@ -28,10 +28,11 @@ class _Client:
 
 
 class MetricsEndpoint:
-    """Answers each HTTP request with the metrics of a registry of ``prometheus_client``.
+    """Answers each HTTP request with the metrics of a registry of
+    ``prometheus_client``.
 
-    One thread serves all connections and waits for no client. A connection is closed after its reply, after 10 s, and
-    when 64 newer ones exist.
+    One thread serves all connections and waits for no client. A connection is closed
+    after its reply, after 10 s, and when 64 newer ones exist.
 
     Args:
         registry: The registry.
@@ -48,12 +49,15 @@ class MetricsEndpoint:
         self._listener = socket.create_server((host, port), family=family, backlog=128)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._clients: dict[int, _Client] = {}  # by file descriptor, the oldest one first
+        # by file descriptor, the oldest one first
+        self._clients: dict[int, _Client] = {}
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         for each in (self._listener, self._woken):
             self._selector.register(each, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="recstore-metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="recstore-metrics", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -64,7 +68,8 @@ class MetricsEndpoint:
     def _run(self) -> None:
         ready: list[tuple[selectors.SelectorKey, int]] = []
         while not any(key.fileobj is self._woken for key, _ in ready):
-            # Requests come before new connections, which may end the connection of a request.
+            # Requests come before new connections, which may end the connection of a
+            # request.
             for key, _ in ready:
                 client = self._clients.get(key.fd)
                 if client is not None:
@@ -72,10 +77,16 @@ class MetricsEndpoint:
             if any(key.fileobj is self._listener for key, _ in ready):
                 self._accept()
             now = time.monotonic()
-            for client in [client for client in self._clients.values() if client.end <= now]:
+            for client in [
+                client for client in self._clients.values() if client.end <= now
+            ]:
                 self._end(client)
-            oldest = min((client.end for client in self._clients.values()), default=None)
-            ready = self._selector.select(None if oldest is None else max(0.0, oldest - now))
+            oldest = min(
+                (client.end for client in self._clients.values()), default=None
+            )
+            ready = self._selector.select(
+                None if oldest is None else max(0.0, oldest - now)
+            )
         for client in list(self._clients.values()):
             self._end(client)
         self._selector.close()
@@ -85,7 +96,9 @@ class MetricsEndpoint:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # the client has gone, or the process has no file descriptor left
+        except (
+            OSError
+        ):  # the client has gone, or the process has no file descriptor left
             if self._clients:
                 self._end(next(iter(self._clients.values())))
             else:
@@ -123,18 +136,25 @@ class MetricsEndpoint:
             self._end(client)
 
     def _reply(self, request: bytes) -> bytes:
-        import prometheus_client as prometheus  # imported here, because most servers report no metrics
+        # imported here, because most servers report no metrics
+        import prometheus_client as prometheus
 
         method = request.split(b" ", 1)[0]
         if method not in (b"GET", b"HEAD"):
             return b"HTTP/1.0 405 Method Not Allowed\r\nConnection: close\r\n\r\n"
         body = prometheus.generate_latest(self._registry)
-        head = f"HTTP/1.0 200 OK\r\nContent-Type: {prometheus.CONTENT_TYPE_LATEST}\r\nContent-Length: {len(body)}\r\n"
-        return f"{head}Connection: close\r\n\r\n".encode() + (body if method == b"GET" else b"")
+        head = (
+            "HTTP/1.0 200 OK\r\nContent-Type:"
+            f" {prometheus.CONTENT_TYPE_LATEST}\r\nContent-Length: {len(body)}\r\n"
+        )
+        return f"{head}Connection: close\r\n\r\n".encode() + (
+            body if method == b"GET" else b""
+        )
 
     def _end(self, client: _Client) -> None:
         del self._clients[client.connection.fileno()]
         self._selector.unregister(client.connection)
-        with suppress(OSError):  # so that a reply arrives although a client has sent more than its request
+        # so that a reply arrives although a client has sent more than its request
+        with suppress(OSError):
             client.connection.shutdown(socket.SHUT_WR)
         client.connection.close()

@@ -1,4 +1,5 @@
-"""The native library of the server, which answers calls on rows without Python: csrc/library.cpp.
+"""The native library of the server, which answers calls on rows without Python:
+csrc/library.cpp.
 
 Tests: tests/service/test_applied.py and test_native_rows.py.
 """
@@ -9,7 +10,17 @@ import ctypes
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char, c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int64,
+    c_uint64,
+    c_void_p,
+)
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +41,8 @@ class CallRefusedError(Exception):
     Args:
         code: The status.
         details: The message.
-        kind: The name of the error that clients raise. Default: "", for a :class:`ServiceError`.
+        kind: The name of the error that clients raise. Default: "", for a
+            :class:`ServiceError`.
     """
 
     def __init__(self, code: grpc.StatusCode, details: str, kind: str = "") -> None:
@@ -56,7 +68,10 @@ class NativeStatus(ctypes.Structure):
         if error in REMOTE_ERRORS:
             raised = REMOTE_ERRORS[error](details)
             raise raised
-        raise CallRefusedError(next(code for code in grpc.StatusCode if code.value[0] == self.code), details)
+        raise CallRefusedError(
+            next(code for code in grpc.StatusCode if code.value[0] == self.code),
+            details,
+        )
 
 
 class PythonCall(ctypes.Structure):
@@ -74,7 +89,9 @@ class PythonCall(ctypes.Structure):
 
 
 VISIT_WRITE = ctypes.CFUNCTYPE(None, c_char_p, c_uint64, c_int64, c_uint64)
-"""A function of a client, the number below which it repeats no request, and a request and its answer."""
+"""A function of a client, the number below which it repeats no request, and a request
+and its answer.
+"""
 _VISIT_COUNT = ctypes.CFUNCTYPE(None, c_char_p, c_char_p, c_char_p, c_double)
 _STATUS = POINTER(NativeStatus)
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -84,7 +101,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         c_void_p,
         [c_void_p, c_char_p, c_int64, c_uint64, c_uint64, POINTER(c_uint64), _STATUS],
     ),
-    "applied_finish": (None, [c_void_p, c_char_p, c_int64, c_uint64, c_void_p, c_int, c_uint64]),
+    "applied_finish": (
+        None,
+        [c_void_p, c_char_p, c_int64, c_uint64, c_void_p, c_int, c_uint64],
+    ),
     "applied_begin_change": (None, [c_void_p, _STATUS]),
     "applied_end_change": (None, [c_void_p]),
     "applied_close": (None, [c_void_p]),
@@ -111,7 +131,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "replica_reason": (c_char_p, [c_void_p]),
     "replica_begin_turn": (c_void_p, [c_void_p, c_int, _STATUS]),
     "replica_end_turn": (None, [c_void_p]),
-    "replica_send": (None, [c_void_p, c_char_p, c_uint64, POINTER(c_void_p), POINTER(c_uint64)]),
+    "replica_send": (
+        None,
+        [c_void_p, c_char_p, c_uint64, POINTER(c_void_p), POINTER(c_uint64)],
+    ),
     "replica_wait": (None, [c_void_p, _STATUS]),
     "replica_follow": (None, [c_void_p, c_char_p, c_int, *[c_char_p] * 6, _STATUS]),
     "replica_wait_lost": (c_int, [c_void_p, c_double]),
@@ -128,9 +151,15 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "counts_each": (None, [c_void_p, _VISIT_COUNT]),
     "calls_new": (c_void_p, [c_int64, *[c_void_p] * 4, c_uint64]),
     "calls_delete": (None, [c_void_p]),
-    "calls_add": (None, [c_void_p, c_char_p, c_int64, c_int64, c_int64, c_int64, c_double]),
+    "calls_add": (
+        None,
+        [c_void_p, c_char_p, c_int64, c_int64, c_int64, c_int64, c_double],
+    ),
     "calls_remove": (None, [c_void_p, c_char_p]),
-    "server_new": (c_void_p, [c_void_p, c_void_p, c_void_p, c_int, c_int64, c_uint64, _STATUS]),
+    "server_new": (
+        c_void_p,
+        [c_void_p, c_void_p, c_void_p, c_int, c_int64, c_uint64, _STATUS],
+    ),
     "server_delete": (None, [c_void_p]),
     "server_listen": (c_int, [c_void_p, c_char_p, c_int, _STATUS]),
     "server_listen_memory": (None, [c_void_p, c_uint64, _STATUS]),
@@ -141,11 +170,26 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "server_name": (c_char_p, [c_void_p]),
     "server_set_token": (None, [c_void_p, c_char_p]),
     "server_set_backup": (None, [c_void_p, c_int, c_char_p]),
-    "server_set_tls": (None, [c_void_p, c_char_p, c_char_p, c_char_p, c_char_p, _STATUS]),
+    "server_set_tls": (
+        None,
+        [c_void_p, c_char_p, c_char_p, c_char_p, c_char_p, _STATUS],
+    ),
     "server_next": (c_int, [c_void_p, POINTER(PythonCall)]),
     "server_reply": (
         c_int,
-        [c_void_p, c_int64, c_int, c_char_p, c_char_p, c_void_p, c_uint64, c_void_p, c_uint64, c_uint64, c_int],
+        [
+            c_void_p,
+            c_int64,
+            c_int,
+            c_char_p,
+            c_char_p,
+            c_void_p,
+            c_uint64,
+            c_void_p,
+            c_uint64,
+            c_uint64,
+            c_int,
+        ],
     ),
     "server_stop": (None, [c_void_p, c_double]),
     "server_connections": (c_int64, [c_void_p]),
@@ -158,7 +202,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 def _loaded() -> dict[str, Callable[..., Any]]:
     path = next(_FOLDER.glob("_rows*.so"), None)
     if path is None:
-        raise ImportError(f"the library of servers is not in {_FOLDER}: run `make build` in the repository")
+        raise ImportError(
+            f"the library of servers is not in {_FOLDER}: run `make build` in the"
+            " repository"
+        )
     library = ctypes.CDLL(str(path))
     functions = {}
     for name, (result, arguments) in _FUNCTIONS.items():
@@ -169,7 +216,10 @@ def _loaded() -> dict[str, Callable[..., Any]]:
 
 
 native = _loaded()
-"""The functions of the library, without the prefix of their names. They run without the lock of the interpreter."""
+"""The functions of the library, without the prefix of their names.
+
+They run without the lock of the interpreter.
+"""
 
 
 class Native:
@@ -185,7 +235,10 @@ class Native:
         self.handle = native[f"{kind}_new"](*arguments)
         """The address of the object, for the library's functions."""
         self.free = weakref.finalize(self, native[f"{kind}_delete"], self.handle)
-        """Frees the object, once. At the end of the process, nobody does: threads may use the object still."""
+        """Frees the object, once.
+
+        At the end of the process, nobody does: threads may use the object still.
+        """
         self.free.atexit = False
 
     def invoke(self, function: str, *arguments: Any) -> Any:
@@ -193,15 +246,21 @@ class Native:
         return native[f"{self._kind}_{function}"](self.handle, *arguments)
 
     def checked(self, function: str, *arguments: Any) -> Any:
-        """Calls a function whose last argument is a :class:`NativeStatus`, and raises the error that it reports."""
+        """Calls a function whose last argument is a :class:`NativeStatus`, and raises
+        the error that it reports.
+        """
         status = NativeStatus()
-        result = native[f"{self._kind}_{function}"](self.handle, *arguments, byref(status))
+        result = native[f"{self._kind}_{function}"](
+            self.handle, *arguments, byref(status)
+        )
         status.check()
         return result
 
 
 class RunGate(Native):
-    """The run of a server, and a gate that lets many changes of rows in, or one change of the tables alone."""
+    """The run of a server, and a gate that lets many changes of rows in, or one change
+    of the tables alone.
+    """
 
     def __init__(self) -> None:
         super().__init__("gate")
@@ -209,7 +268,10 @@ class RunGate(Native):
 
     @property
     def run(self) -> str:
-        """The label of the run, which calls must have. Empty: the server answers no call on tables."""
+        """The label of the run, which calls must have.
+
+        Empty: the server answers no call on tables.
+        """
         return self._run
 
     @run.setter
@@ -218,7 +280,9 @@ class RunGate(Native):
         self.invoke("set_run", label.encode())
 
     def set_end(self, in_seconds: float) -> None:
-        """Sets the time in seconds from now at which the server stops to answer calls on tables."""
+        """Sets the time in seconds from now at which the server stops to answer calls
+        on tables.
+        """
         self.invoke("set_end", in_seconds)
 
     @property
@@ -246,14 +310,20 @@ class RunGate(Native):
 
 
 class CallCounts(Native):
-    """The counts and times of calls, and the number of ids: an observer. See :class:`Observer`."""
+    """The counts and times of calls, and the number of ids: an observer.
+
+    See :class:`Observer`.
+    """
 
     def __init__(self) -> None:
         super().__init__("counts")
         self._call, self._ids = native["counts_call"], native["counts_ids"]
 
     def call(self, method: str, outcome: str, seconds: float) -> None:
-        """Records the end of a call. ``outcome`` is ``ok``, ``cancelled`` or the name of an error class."""
+        """Records the end of a call.
+
+        ``outcome`` is ``ok``, ``cancelled`` or the name of an error class.
+        """
         self._call(self.handle, method.encode(), outcome.encode(), seconds)
 
     def ids(self, operation: str, table: str, count: int) -> None:

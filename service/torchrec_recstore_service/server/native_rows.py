@@ -1,7 +1,9 @@
-"""Calls on rows by TCP and by shared memory, which the native library answers without Python: csrc/row_server.h.
+"""Calls on rows by TCP and by shared memory, which the native library answers without
+Python: csrc/row_server.h.
 
-Python answers the calls for which the library has no function: those on tables with a cold store or with initial rows,
-those with an error in the request, and those about the server itself.
+Python answers the calls for which the library has no function: those on tables with a
+cold store or with initial rows, those with an error in the request, and those about the
+server itself.
 
 Tests: tests/service/test_native_rows.py, tests/service/test_shared_memory.py.
 """
@@ -22,8 +24,19 @@ from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.hosted_table import Hosted
 from torchrec_recstore_service.server.applied import AppliedRequests
-from torchrec_recstore_service.server.listening import GRACE_S, GrpcServer, ListenOptions, host_and_port
-from torchrec_recstore_service.server.native import CallCounts, Native, NativeStatus, PythonCall, RunGate
+from torchrec_recstore_service.server.listening import (
+    GRACE_S,
+    GrpcServer,
+    ListenOptions,
+    host_and_port,
+)
+from torchrec_recstore_service.server.native import (
+    CallCounts,
+    Native,
+    NativeStatus,
+    PythonCall,
+    RunGate,
+)
 from torchrec_recstore_service.server.row_calls import RowCalls
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire import row_ops
@@ -38,7 +51,8 @@ _log = logging.getLogger(__name__)
 
 
 class NativeRows:
-    """The listeners for calls on rows by TCP and by shared memory, and the tables that the library reads and writes.
+    """The listeners for calls on rows by TCP and by shared memory, and the tables that
+    the library reads and writes.
 
     Args:
         tables: The tables.
@@ -47,7 +61,8 @@ class NativeRows:
         pair: The part of the server in its pair.
         counts: The counts of calls.
         calls: The calls on rows in Python.
-        status: The function that returns what a client is told of an error, by the method and the error.
+        status: The function that returns what a client is told of an error, by the
+            method and the error.
         describe: The function that returns the state of the server.
         max_write_bytes: The largest size in bytes of the arrays of a write.
     """
@@ -74,7 +89,8 @@ class NativeRows:
         self._calls = Native("calls", row_ops.row_api(), *handles, max_write_bytes)
         if self._calls.handle is None:
             raise ImportError(
-                "torchrec_recstore and torchrec_recstore_service do not fit together: install the same version of both"
+                "torchrec_recstore and torchrec_recstore_service do not fit together:"
+                " install the same version of both"
             )
         self._server: Native | None = None
         self._listening: GrpcServer | None = None
@@ -83,17 +99,25 @@ class NativeRows:
         self.port = 0
         """The port. 0: the server takes no calls by TCP beside those by gRPC."""
         self.name = ""
-        """The name of this start of the server, which is random. Connections by TCP name it."""
+        """The name of this start of the server, which is random.
+
+        Connections by TCP name it.
+        """
         self.advertised = ""
-        """Where clients reach the port from outside: see :attr:`ListenOptions.advertise_rows`."""
-        tables.watch(self._add, lambda name: self._calls.invoke("remove", name.encode()))
+        """Where clients reach the port from outside: see
+        :attr:`ListenOptions.advertise_rows`.
+        """
+        tables.watch(
+            self._add, lambda name: self._calls.invoke("remove", name.encode())
+        )
 
     def start(self, options: ListenOptions, listening: GrpcServer) -> None:
         """Takes calls.
 
         Args:
             options: The address, who may call the server, and how much at a time.
-            listening: The server for the other calls, with the token, the certificates and the memory of requests.
+            listening: The server for the other calls, with the token, the certificates
+                and the memory of requests.
 
         Raises:
             OSError: The address cannot be listened on.
@@ -119,11 +143,18 @@ class NativeRows:
         work = [self._answer_calls] * _PYTHON_CALLS
         work.append(lambda: self._look(options, listening))
         for number, function in enumerate(work):
-            self._threads.append(threading.Thread(target=function, name=f"recstore-rows-{number}", daemon=True))
+            self._threads.append(
+                threading.Thread(
+                    target=function, name=f"recstore-rows-{number}", daemon=True
+                )
+            )
             self._threads[-1].start()
 
     def offer(self) -> pb.AttachReply:
-        """Returns how clients make connections for rows. See ``Attach`` in recstore.proto."""
+        """Returns how clients make connections for rows.
+
+        See ``Attach`` in recstore.proto.
+        """
         if self._server is None:
             return pb.AttachReply()
         self._set_token()  # the client has the present one
@@ -136,17 +167,26 @@ class NativeRows:
         return offer
 
     def port_offer(self) -> pb.AttachReply:
-        """Returns how clients make connections by TCP. See ``Attach`` in recstore.proto."""
-        return pb.AttachReply(rows_port=self.port, server=self.name, rows_address=self.advertised)
+        """Returns how clients make connections by TCP.
+
+        See ``Attach`` in recstore.proto.
+        """
+        return pb.AttachReply(
+            rows_port=self.port, server=self.name, rows_address=self.advertised
+        )
 
     def set_backup(self, backup: bool, secret: str) -> None:
-        """Sets whether only calls of the primary are taken, which have ``secret`` in place of the token."""
+        """Sets whether only calls of the primary are taken, which have ``secret`` in
+        place of the token.
+        """
         if self._server is not None:
             self._server.invoke("set_backup", backup, secret.encode())
 
     @property
     def libssl(self) -> str:
-        """The path of the libssl that Python itself uses, or "" if that is a part of Python."""
+        """The path of the libssl that Python itself uses, or "" if that is a part of
+        Python.
+        """
         return _libssl()
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
@@ -156,13 +196,25 @@ class NativeRows:
             return lambda: 0 if self._server is None else self._server.invoke(function)
 
         return {
-            "row_connections": ("The number of connections for rows by TCP.", number("connections")),
-            "row_calls_running": ("The number of calls on rows by TCP that run.", number("running")),
+            "row_connections": (
+                "The number of connections for rows by TCP.",
+                number("connections"),
+            ),
+            "row_calls_running": (
+                "The number of calls on rows by TCP that run.",
+                number("running"),
+            ),
             "row_calls_ended": (
-                "The number of calls on rows that were ended because their client was slow.",
+                (
+                    "The number of calls on rows that were ended because their client"
+                    " was slow."
+                ),
                 number("ended"),
             ),
-            "shared_memory_connections": ("The number of connections by shared memory.", number("memory_connections")),
+            "shared_memory_connections": (
+                "The number of connections by shared memory.",
+                number("memory_connections"),
+            ),
             "shared_memory_calls_running": (
                 "The number of calls by shared memory that run.",
                 number("memory_running"),
@@ -190,7 +242,14 @@ class NativeRows:
             return
         handles = (hosted.table.handle, hosted.kernel.group)
         size = value_dtype(spec.dtype).itemsize
-        self._calls.invoke("add", hosted.name.encode(), *handles, spec.dim, size, hosted.table.optimizer.lr)
+        self._calls.invoke(
+            "add",
+            hosted.name.encode(),
+            *handles,
+            spec.dim,
+            size,
+            hosted.table.optimizer.lr,
+        )
 
     def _set_token(self) -> None:
         assert self._server is not None
@@ -207,20 +266,31 @@ class NativeRows:
         try:
             self._server.checked("set_tls", _libssl().encode(), *files)
         except OSError as error:
-            _log.warning("calls on rows from other hosts go by gRPC, which takes several times as long: %s", error)
+            _log.warning(
+                "calls on rows from other hosts go by gRPC, which takes several times"
+                " as long: %s",
+                error,
+            )
             return False
         return True
 
     def _look(self, options: ListenOptions, listening: GrpcServer) -> None:
-        """Tells the library of a new token and of new certificates, and ends late calls that hold its memory."""
+        """Tells the library of a new token and of new certificates, and ends late calls
+        that hold its memory.
+        """
         assert self._server is not None
-        certificates = None if listening.certificates is None else listening.certificates.value
+        certificates = (
+            None if listening.certificates is None else listening.certificates.value
+        )
         while not self._stopping.wait(_LOOK_S):
             if self._server.invoke("waiting"):
                 listening.end_late()  # calls by gRPC may hold the memory
             self._set_token()
-            now = None if listening.certificates is None else listening.certificates.value
-            if now is not certificates and self._set_certificates(options):  # else the files change at this moment
+            now = (
+                None if listening.certificates is None else listening.certificates.value
+            )
+            # else the files change at this moment
+            if now is not certificates and self._set_certificates(options):
                 certificates = now
 
     def _answer_calls(self) -> None:
@@ -234,14 +304,21 @@ class NativeRows:
                 self._reply(call, pb.SegmentReply(last=True), status=status)
 
     def _answer(self, call: PythonCall) -> None:
-        request = pb.SegmentRequest.FromString(ctypes.string_at(call.message, call.message_bytes))
+        request = pb.SegmentRequest.FromString(
+            ctypes.string_at(call.message, call.message_bytes)
+        )
         if request.WhichOneof("call") in ("describe", "attach"):
             about = self._describe() if request.HasField("describe") else self.offer()
             said = about.SerializeToString()
-            self._reply(call, pb.SegmentReply(last=True, found=len(said)), _address(said))
+            self._reply(
+                call, pb.SegmentReply(last=True, found=len(said)), _address(said)
+            )
             return
         # Copies, because a cold store may keep them longer than the call.
-        arrays = [_memory(address, size).clone() for address, size in zip(call.arrays, call.sizes, strict=True)]
+        arrays = [
+            _memory(address, size).clone()
+            for address, size in zip(call.arrays, call.sizes, strict=True)
+        ]
         if request.HasField("write"):
             header = request.write
             specs = self._python.writable(header)
@@ -251,22 +328,35 @@ class NativeRows:
         asked = request.pull
         specs = self._python.readable(asked)
         ids = array_of(arrays[0], torch.int64)
-        parts = self._python.parts(asked, specs, ids, PART_BYTES) if asked.want == pb.PullHeader.ROWS else []
+        parts = (
+            self._python.parts(asked, specs, ids, PART_BYTES)
+            if asked.want == pb.PullHeader.ROWS
+            else []
+        )
         size = sum(aligned(part.size) for part in parts)
         if asked.want == pb.PullHeader.FOUND_ROWS:
             size = len(ids) * (1 + specs[0].dim * value_dtype(specs[0].dtype).itemsize)
         if 0 < call.room < size:
-            raise ValueError(f"{size} bytes do not fit into the {call.room} bytes of the shared memory")
+            raise ValueError(
+                f"{size} bytes do not fit into the {call.room} bytes of the shared"
+                " memory"
+            )
         if asked.want != pb.PullHeader.ROWS:
             found = self._python.found(asked, ids)
-            which, content = found.found, found.rows  # protobuf makes them anew each time; _reply needs their memory
+            # protobuf makes them anew each time; _reply needs their memory
+            which, content = found.found, found.rows
             reply = pb.SegmentReply(last=True, found=len(which), rows=len(content))
             self._reply(call, reply, _address(which), _address(content))
             return
         for number, part in enumerate(parts, 1):
             rows = row_ops.rows_empty(1, part.size)[0]
             part.read(rows)
-            if not self._reply(call, pb.SegmentReply(last=number == len(parts), rows=part.size), None, rows.data_ptr()):
+            if not self._reply(
+                call,
+                pb.SegmentReply(last=number == len(parts), rows=part.size),
+                None,
+                rows.data_ptr(),
+            ):
                 return
 
     def _reply(
@@ -287,15 +377,23 @@ class NativeRows:
 def _memory(address: int, size: int) -> Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+    return torch.frombuffer(
+        (ctypes.c_char * size).from_address(address), dtype=torch.uint8
+    )
 
 
 def _address(content: bytes) -> int | None:
-    return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value if content else None
+    return (
+        ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value
+        if content
+        else None
+    )
 
 
 def _libssl() -> str:
-    """Returns the path of the libssl that Python itself uses, or "" if that is a part of Python."""
+    """Returns the path of the libssl that Python itself uses, or "" if that is a part
+    of Python.
+    """
     assert ssl.OPENSSL_VERSION  # the library is mapped, because Python has loaded it
     with open("/proc/self/maps") as maps:
         return next((line.split()[-1] for line in maps if "/libssl" in line), "")

@@ -1,10 +1,13 @@
-"""Pairs of servers: each write is on both before it is acknowledged, and one goes on without the other.
+"""Pairs of servers: each write is on both before it is acknowledged, and one goes on
+without the other.
 
-One server of a pair is the primary, which answers clients. The other one is its backup, or a standby, which has no rows
-that may be used yet. A lease in Redis says which server is the primary (lease.py), and a record beside it which servers
-have all rows: only these may take the lease. The primary writes the record before it acknowledges a write without its
-backup, so that a backup that lacks a write never becomes the primary. A server that cannot renew its lease stops to
-answer before the lease ends: see RunGate. Writes go to the backup in C++: csrc/replica.h.
+One server of a pair is the primary, which answers clients. The other one is its backup,
+or a standby, which has no rows that may be used yet. A lease in Redis says which server
+is the primary (lease.py), and a record beside it which servers have all rows: only
+these may take the lease. The primary writes the record before it acknowledges a write
+without its backup, so that a backup that lacks a write never becomes the primary. A
+server that cannot renew its lease stops to answer before the lease ends: see RunGate.
+Writes go to the backup in C++: csrc/replica.h.
 
 Tests: tests/service/test_pairs.py.
 """
@@ -33,7 +36,11 @@ from torchrec_recstore_service.client.connection import Access, channel_of
 from torchrec_recstore_service.client.row_port import rows_addresses
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.lease import TTL_S, Lease, Record
-from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions, host_and_port
+from torchrec_recstore_service.server.listening import (
+    GrpcServer,
+    ListenOptions,
+    host_and_port,
+)
 from torchrec_recstore_service.server.native import CallRefusedError, Native, native
 from torchrec_recstore_service.server.save_names import SaveId
 from torchrec_recstore_service.wire import recstore_pb2 as pb
@@ -51,9 +58,11 @@ _RENEW_S, _LOOK_S = 0.5, 0.2
 _MARGIN_S = 0.5  # by which the primary stops to answer before its lease ends
 _CALL_S, _LONG_CALL_S = 5.0, 24 * 3600.0
 _ALIVE_S = 1.0  # how often a server that joins says so
-_GONE_S = 5.0  # the time without it after which the primary does not wait for it any more
+# the time without it after which the primary does not wait for it any more
+_GONE_S = 5.0
 _FREE_S = 2 * TTL_S  # how long the lease must be free before --take-over counts
-_LOST_SIGHT_S = 1.0  # a longer time between two looks at the lease, in which it may have been held
+# a longer time between two looks at the lease, in which it may have been held
+_LOST_SIGHT_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +87,10 @@ class PairOptions:
         name: The name of the pair, which both servers have.
         lease: The URL of the Redis server that says which of them is the primary.
         address: The address of this server for the other one.
-        tls_ca: The path of a PEM file with the CA certificates of the other server, if they use TLS. Default: None.
-        take_over: Whether the server begins as the primary although the last one is lost with its rows. Default: False.
+        tls_ca: The path of a PEM file with the CA certificates of the other server, if
+            they use TLS. Default: None.
+        take_over: Whether the server begins as the primary although the last one is
+            lost with its rows. Default: False.
 
     Raises:
         ValueError: A value is invalid. The message names the flag.
@@ -93,7 +104,10 @@ class PairOptions:
 
     def __post_init__(self) -> None:
         if not self.name.isprintable() or not self.name or set(self.name) & set("{}"):
-            raise ValueError(f"--replicate needs a name for the pair, without braces, got {self.name!r}")
+            raise ValueError(
+                "--replicate needs a name for the pair, without braces, got"
+                f" {self.name!r}"
+            )
 
     def check_fits(self, listening: ListenOptions) -> None:
         """Checks that servers with these options can call each other.
@@ -102,9 +116,15 @@ class PairOptions:
             ValueError: A flag is missing.
         """
         if host_of(self.address, least_port=0).strip("[]") in ("0.0.0.0", "::"):
-            raise ValueError(f"--replicate needs --advertise: {self.address} is not an address that can be called")
+            raise ValueError(
+                f"--replicate needs --advertise: {self.address} is not an address that"
+                " can be called"
+            )
         if listening.tls_cert is not None and self.tls_ca is None:
-            raise ValueError("--replicate needs --tls-ca on a server with TLS, because the servers call each other")
+            raise ValueError(
+                "--replicate needs --tls-ca on a server with TLS, because the servers"
+                " call each other"
+            )
 
 
 class _Peer:
@@ -113,7 +133,8 @@ class _Peer:
     def __init__(self, address: str, access: Access, secret: str = "") -> None:
         self.server = ""
         self.address = address
-        self.rows: list[str] = []  # the addresses at which it may take calls on rows, best first
+        # the addresses at which it may take calls on rows, best first
+        self.rows: list[str] = []
         self.rows_server = ""  # the name of the server in connections for rows
         self.secret = secret
         self._channel = channel_of(address, access)
@@ -126,7 +147,9 @@ class _Peer:
 
     def call(self, method: str, request: Any, timeout_s: float = _CALL_S) -> Any:
         """Calls a method. Raises grpc.RpcError."""
-        return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata)
+        return getattr(self._stub, method)(
+            request, timeout=timeout_s, metadata=self._metadata
+        )
 
     def close(self) -> None:
         self._channel.close()
@@ -135,11 +158,12 @@ class _Peer:
 class _TakeOver:
     """What --take-over lets a server do once: begin as the primary without all rows.
 
-    A living server with all rows takes a free lease at once. So --take-over counts when the lease has been free for
-    some time. It does not count any more when the record has changed: then a server has been the primary since, this
-    one or the other one, and has acknowledged writes that this server may lack.
-    Neither does it when this server has copied the tables of a primary: its rows are not those of
-    its last save any more, and lack what this primary has acknowledged since.
+    A living server with all rows takes a free lease at once. So --take-over counts when
+    the lease has been free for some time. It does not count any more when the record
+    has changed: then a server has been the primary since, this one or the other one,
+    and has acknowledged writes that this server may lack. Neither does it when this
+    server has copied the tables of a primary: its rows are not those of its last save
+    any more, and lack what this primary has acknowledged since.
     """
 
     def __init__(self) -> None:
@@ -172,7 +196,10 @@ class _TakeOver:
 
 
 class Pair(Native):
-    """The part of a server in its pair. Without :meth:`start`, the server is in none, and nothing here costs time."""
+    """The part of a server in its pair.
+
+    Without :meth:`start`, the server is in none, and nothing here costs time.
+    """
 
     def __init__(self) -> None:
         super().__init__("replica")
@@ -223,7 +250,8 @@ class Pair(Native):
 
         Args:
             options: The options.
-            listening: The options of the listener, whose certificate the calls of this server use.
+            listening: The options of the listener, whose certificate the calls of this
+                server use.
             server: The listener.
             state: The tables and the place in the set: :class:`SetCalls`.
             directory: The data directory.
@@ -234,19 +262,33 @@ class Pair(Native):
             ImportError, ValueError: The lease cannot be used.
         """
         self._options, self._listening, self._server = options, listening, server
-        self._state, self._directory, self._rows, self._serving = state, directory, rows, serving
+        self._state, self._directory, self._rows, self._serving = (
+            state,
+            directory,
+            rows,
+            serving,
+        )
         self._lease = Lease(options.lease, options.name, self._id)
         self._taking_over = _TakeOver() if options.take_over else None
         self._file = directory.path / "pair.json"
         host, port = options.address.rpartition(":")[::2]
         # Port 0 of --listen is a free port.
-        self._address = options.address if int(port) else f"{host}:{server.address.rpartition(':')[2]}"
+        self._address = (
+            options.address
+            if int(port)
+            else f"{host}:{server.address.rpartition(':')[2]}"
+        )
         if not rows.port:
-            raise ValueError("--replicate needs the port for rows, which needs OpenSSL on this machine")
+            raise ValueError(
+                "--replicate needs the port for rows, which needs OpenSSL on this"
+                " machine"
+            )
         self._on = True
         self._state.gate.set_end(-1)
         self._set_role(Role.STANDBY)
-        self._thread = threading.Thread(target=self._run, name="recstore-pair", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="recstore-pair", daemon=True
+        )
 
     def start(self) -> None:
         """Looks for the other server from now on."""
@@ -256,7 +298,8 @@ class Pair(Native):
         """Ends the part in the pair before the server stops. No write runs any more.
 
         Returns:
-            Whether this server has to save its tables. Otherwise another one has them all.
+            Whether this server has to save its tables. Otherwise another one has them
+            all.
         """
         if not self._on:
             return True
@@ -268,7 +311,9 @@ class Pair(Native):
                 return False
             if role is Role.SYNCED and self._peer is not None:
                 with suppress(grpc.RpcError):
-                    request = pb.ReplicateRequest(phase=pb.ReplicateRequest.TAKE_OVER, server=self._id)
+                    request = pb.ReplicateRequest(
+                        phase=pb.ReplicateRequest.TAKE_OVER, server=self._id
+                    )
                     self._peer.call("Replicate", request)
                     self._set_role(Role.STANDBY)
                     return False
@@ -285,13 +330,16 @@ class Pair(Native):
         """Goes on after :meth:`stop_following`, because the tables could not be saved."""
         if self._on:
             self._stopping.clear()
-            self._thread = threading.Thread(target=self._run, name="recstore-pair", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="recstore-pair", daemon=True
+            )
             self._thread.start()
 
     # Calls of clients and of the primary.
 
     def check_call(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
-        """Checks that the server answers a call: that of a client if it is the primary, or that of the primary.
+        """Checks that the server answers a call: that of a client if it is the primary,
+        or that of the primary.
 
         Raises:
             CallRefusedError: It does not.
@@ -301,24 +349,34 @@ class Pair(Native):
         given = dict(metadata).get(REPLICA_KEY)
         from_primary = bool(self._secret) and given == self._secret
         if given is not None and not from_primary:
-            raise CallRefusedError(grpc.StatusCode.FAILED_PRECONDITION, "the server is not the backup of this one")
+            raise CallRefusedError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "the server is not the backup of this one",
+            )
         if not from_primary:
             self.check_primary()
 
     def check_primary(self) -> None:
-        """Raises CallRefusedError if the server is one of a pair, and not the primary, or its lease has ended."""
+        """Raises CallRefusedError if the server is one of a pair, and not the primary,
+        or its lease has ended.
+        """
         if self._on and (self.role < Role.ALONE or self._state.gate.has_ended):
-            message = f"the server is not the primary of the pair {self._options.name!r} at present"
+            message = (
+                f"the server is not the primary of the pair {self._options.name!r} at"
+                " present"
+            )
             if self._said:
                 message = f"{message}: {self._said}"
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, message, NOT_PRIMARY)
 
     @contextmanager
     def turn(self, from_primary: bool = False) -> Iterator[None]:
-        """Returns a context in which no other write is carried out, if the server is one of a pair.
+        """Returns a context in which no other write is carried out, if the server is
+        one of a pair.
 
         Raises:
-            CallRefusedError: The server does not carry out the writes of a client, or those of a primary.
+            CallRefusedError: The server does not carry out the writes of a client, or
+                those of a primary.
         """
         if not self._on:
             yield
@@ -330,27 +388,40 @@ class Pair(Native):
             native["replica_end_turn"](turn)
 
     def send(self, header: pb.WriteHeader, arrays: Sequence[Tensor]) -> None:
-        """Sends a write that was carried out in this turn to the backup. ``arrays`` are those of ``WriteRequest``."""
+        """Sends a write that was carried out in this turn to the backup.
+
+        ``arrays`` are those of ``WriteRequest``.
+        """
         if not self._on:
             return
         ids, rows, initial_ids, initial_rows = (len(array) for array in arrays)
         request = pb.SegmentRequest(
-            write=header, ids=ids, rows=rows, initial_ids=initial_ids, initial_rows=initial_rows
+            write=header,
+            ids=ids,
+            rows=rows,
+            initial_ids=initial_ids,
+            initial_rows=initial_rows,
         ).SerializeToString()
         places = (c_void_p * 4)(*(array.data_ptr() for array in arrays))
-        self.invoke("send", request, len(request), places, (c_uint64 * 4)(*map(len, arrays)))
+        self.invoke(
+            "send", request, len(request), places, (c_uint64 * 4)(*map(len, arrays))
+        )
 
     def wait(self) -> None:
         """Waits until the backup, if there is one, has carried out all writes so far.
 
         Raises:
-            CallRefusedError: The server is not the primary any more, or does not know yet whether it is.
+            CallRefusedError: The server is not the primary any more, or does not know
+                yet whether it is.
         """
         if self._on:
             self.checked("wait")
 
     def repeat(self, method: str, request: Any) -> None:
-        """Makes a call that this server has carried out on the backup, too. A backup that fails is one no more."""
+        """Makes a call that this server has carried out on the backup, too.
+
+        A backup that fails is one no more.
+        """
         if not self._on:
             return
         peer = self._peer
@@ -358,12 +429,16 @@ class Pair(Native):
             try:
                 peer.call(method, request, _LONG_CALL_S)
             except grpc.RpcError as error:
-                self._say(f"the backup {peer.address} could not {method}: {error.details()}")
+                self._say(
+                    f"the backup {peer.address} could not {method}: {error.details()}"
+                )
                 self.invoke("lose")
         self.wait()
 
     def changed(self) -> None:
-        """Notes that the tables have changed in another way than by writes: the backup has to copy them again."""
+        """Notes that the tables have changed in another way than by writes: the backup
+        has to copy them again.
+        """
         if not self._on:
             return
         self._end_joining()
@@ -376,21 +451,33 @@ class Pair(Native):
         self._end_joining()
         if self._on:
             state = json.dumps(self._state.place())
-            self.repeat("Replicate", pb.ReplicateRequest(phase=pb.ReplicateRequest.MEMBER, state=state))
+            self.repeat(
+                "Replicate",
+                pb.ReplicateRequest(phase=pb.ReplicateRequest.MEMBER, state=state),
+            )
 
     def tables_changed(self, method: str, request: Any) -> None:
-        """Repeats the creation or the deletion of a table, in whose turn no write is carried out."""
+        """Repeats the creation or the deletion of a table, in whose turn no write is
+        carried out.
+        """
         self._end_joining()
         self.repeat(method, request)
 
-    def replicate(self, request: pb.ReplicateRequest, metadata: Sequence[tuple[str, str | bytes]]) -> pb.ReplicateReply:
+    def replicate(
+        self, request: pb.ReplicateRequest, metadata: Sequence[tuple[str, str | bytes]]
+    ) -> pb.ReplicateReply:
         """Answers a call of the other server. See ``Replicate`` in recstore.proto."""
         phases = pb.ReplicateRequest
         if not self._on:
-            raise ValueError("the server is not one of a pair: start it with --replicate")
+            raise ValueError(
+                "the server is not one of a pair: start it with --replicate"
+            )
         if request.phase == phases.TAKE_OVER or request.phase == phases.MEMBER:
             if dict(metadata).get(REPLICA_KEY) != self._secret or not self._secret:
-                raise CallRefusedError(grpc.StatusCode.FAILED_PRECONDITION, "the server is not the backup of this one")
+                raise CallRefusedError(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    "the server is not the backup of this one",
+                )
             if request.phase == phases.MEMBER:
                 self._state.set_place(json.loads(request.state))
             else:
@@ -401,7 +488,10 @@ class Pair(Native):
             return self._copy(request)
         peer = self._peer
         if peer is None or peer.server != request.server:
-            raise CallRefusedError(grpc.StatusCode.ABORTED, "the server does not join any more: it has to copy again")
+            raise CallRefusedError(
+                grpc.StatusCode.ABORTED,
+                "the server does not join any more: it has to copy again",
+            )
         self._peer_seen = time.monotonic()
         if request.phase == phases.FOLLOW:
             self._follow(peer)
@@ -415,9 +505,13 @@ class Pair(Native):
             host_and_port(address)  # raises ValueError
         with self._copying:
             with self._lock:
-                if self.role is Role.SYNCED:  # the end of the last start of the backup was not seen yet
+                # the end of the last start of the backup was not seen yet
+                if self.role is Role.SYNCED:
                     self.invoke("lose")
-                    raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the server has a backup: repeat the call")
+                    raise CallRefusedError(
+                        grpc.StatusCode.UNAVAILABLE,
+                        "the server has a backup: repeat the call",
+                    )
                 self._forget_peer()
                 peer = _Peer(request.address, self._access, request.secret)
                 peer.server, peer.rows = request.server, rows
@@ -438,20 +532,30 @@ class Pair(Native):
         files += [""] * (3 - len(files))
         with self._keeping():
             libssl = self._rows.libssl if ca else ""
-            texts = [str(each).encode() for each in (peer.secret, peer.rows_server, libssl, *files)]
+            texts = [
+                str(each).encode()
+                for each in (peer.secret, peer.rows_server, libssl, *files)
+            ]
             self._connect(peer, texts)
         with self._lock:
             assert self._record is not None
             after = Record(self._address, (self._id, peer.server))
-            if self.role is not Role.SYNCED or not self._lease.take(self._record, after):
+            if self.role is not Role.SYNCED or not self._lease.take(
+                self._record, after
+            ):
                 self.invoke("lose")
-                raise CallRefusedError(grpc.StatusCode.ABORTED, "the backup could not be written into the record")
+                raise CallRefusedError(
+                    grpc.StatusCode.ABORTED,
+                    "the backup could not be written into the record",
+                )
             self._record = after
             self._state.forget_copy()
         self._say(f"{peer.address} is the backup")
 
     def _connect(self, peer: _Peer, texts: Sequence[bytes]) -> None:
-        """Calls ``Replica::follow`` with the first address for rows at which the peer answers."""
+        """Calls ``Replica::follow`` with the first address for rows at which the peer
+        answers.
+        """
         failures: list[str] = []
         for address in peer.rows:
             host, port = host_and_port(address)
@@ -459,7 +563,8 @@ class Pair(Native):
                 self.checked("follow", host.encode(), port, *texts)
                 return
             except OSError as error:
-                if self.role is not Role.JOINING:  # the peer was reached, or does not join any more
+                # the peer was reached, or does not join any more
+                if self.role is not Role.JOINING:
                     raise
                 failures.append(f"{address}: {error}")
         self._end_joining()
@@ -467,7 +572,9 @@ class Pair(Native):
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Returns a context in which a server that joins is not given up, because it waits for this one."""
+        """Returns a context in which a server that joins is not given up, because it
+        waits for this one.
+        """
         self._peer_seen = float("inf")
         try:
             yield
@@ -480,7 +587,10 @@ class Pair(Native):
                 self._set_role(Role.ALONE)
 
     def _goes_on_alone(self) -> bool:
-        """Writes into the record that this server alone has all rows. Returns False if it is the primary no more."""
+        """Writes into the record that this server alone has all rows.
+
+        Returns False if it is the primary no more.
+        """
         with self._lock:
             assert self._record is not None
             after = Record(self._address, (self._id,))
@@ -518,7 +628,8 @@ class Pair(Native):
             return False
         self._secret = ""
         self._rows.set_backup(True, "")
-        with self._state.gate.exclusive():  # what the last primary has sent is carried out
+        # what the last primary has sent is carried out
+        with self._state.gate.exclusive():
             self._record = after
             self._set_role(Role.ALONE)
         if not self._began and not self._state.follows:
@@ -537,10 +648,18 @@ class Pair(Native):
         """Becomes the primary, because the present one stops."""
         with self._lock:
             if self._stopping.is_set() or self.role is not Role.FOLLOWING:
-                raise CallRefusedError(grpc.StatusCode.ABORTED, "the server stops, or is not the backup")
+                raise CallRefusedError(
+                    grpc.StatusCode.ABORTED, "the server stops, or is not the backup"
+                )
             _, record = self._lease.read()
-            if record is None or self._id not in record.in_sync or not self._become_primary(record, primary):
-                raise CallRefusedError(grpc.StatusCode.ABORTED, "the server is not the backup any more")
+            if (
+                record is None
+                or self._id not in record.in_sync
+                or not self._become_primary(record, primary)
+            ):
+                raise CallRefusedError(
+                    grpc.StatusCode.ABORTED, "the server is not the backup any more"
+                )
 
     def _join(self, record: Record) -> None:
         """Copies the tables of the primary, and follows it."""
@@ -554,7 +673,10 @@ class Pair(Native):
                 with suppress(grpc.RpcError):
                     peer.call("Replicate", phases(phase=phases.ALIVE, server=self._id))
 
-        rows, unmapped, *_ = [*rows_addresses(self._address, self._rows.port_offer()), ""]
+        rows, unmapped, *_ = [
+            *rows_addresses(self._address, self._rows.port_offer()),
+            "",
+        ]
         try:
             request = phases(
                 phase=phases.COPY,
@@ -566,9 +688,13 @@ class Pair(Native):
                 secret=secret,
             )
             reply = peer.call("Replicate", request, _LONG_CALL_S)
-            threading.Thread(target=say_alive, name="recstore-joining", daemon=True).start()
+            threading.Thread(
+                target=say_alive, name="recstore-joining", daemon=True
+            ).start()
             self._state.follow(
-                reply.copy, json.loads(reply.state), lambda file, offset: self._read(peer, reply, file, offset)
+                reply.copy,
+                json.loads(reply.state),
+                lambda file, offset: self._read(peer, reply, file, offset),
             )
             with self._lock:
                 if self._stopping.is_set():
@@ -577,13 +703,17 @@ class Pair(Native):
                 self._secret = secret
                 self._state.gate.set_end(float("inf"))
                 self._set_role(Role.FOLLOWING)
-            peer.call("Replicate", phases(phase=phases.FOLLOW, server=self._id), _LONG_CALL_S)
+            peer.call(
+                "Replicate", phases(phase=phases.FOLLOW, server=self._id), _LONG_CALL_S
+            )
             self._say(f"this server is the backup of {record.address}")
         finally:
             ended.set()
             peer.close()
 
-    def _read(self, peer: _Peer, reply: pb.ReplicateReply, file: str, offset: int) -> pb.ReadFileReply:
+    def _read(
+        self, peer: _Peer, reply: pb.ReplicateReply, file: str, offset: int
+    ) -> pb.ReadFileReply:
         request = pb.ReadFileRequest(save=reply.copy, file=file, offset=offset)
         read: pb.ReadFileReply = peer.call("ReadFile", request)
         return read
@@ -599,7 +729,9 @@ class Pair(Native):
                 self._step()
                 self._said = ""
             except Exception as error:
-                details = error.details() if isinstance(error, grpc.RpcError) else str(error)
+                details = (
+                    error.details() if isinstance(error, grpc.RpcError) else str(error)
+                )
                 if details != self._said:  # once, not five times a second
                     self._said = details
                     self._say(details)
@@ -610,7 +742,10 @@ class Pair(Native):
         if role >= Role.ALONE:
             if self.invoke("wait_lost", _RENEW_S):
                 self._goes_on_alone()
-            if self.role is Role.JOINING and time.monotonic() - self._peer_seen > _GONE_S:
+            if (
+                self.role is Role.JOINING
+                and time.monotonic() - self._peer_seen > _GONE_S
+            ):
                 self._end_joining()
             if self.role >= Role.ALONE and not self._stopping.is_set():
                 self._renew()
@@ -624,8 +759,14 @@ class Pair(Native):
         with self._lock:
             if self._stopping.is_set() or self.role >= Role.ALONE:
                 return
-            is_in_sync = role is Role.FOLLOWING and record is not None and self._id in record.in_sync
-            if not holder and (is_in_sync or (role is Role.STANDBY and self._may_begin(record))):
+            is_in_sync = (
+                role is Role.FOLLOWING
+                and record is not None
+                and self._id in record.in_sync
+            )
+            if not holder and (
+                is_in_sync or (role is Role.STANDBY and self._may_begin(record))
+            ):
                 self._become_primary(record)
                 return
             if role is Role.FOLLOWING and not is_in_sync:
@@ -641,16 +782,17 @@ class Pair(Native):
         taking_over = self._taking_over
         if taking_over is not None and not taking_over.has_ended:
             return (
-                f"--take-over: this server begins with {self._rows_of_start()}, if no server with all rows is there "
-                f"within {_FREE_S:g} s"
+                f"--take-over: this server begins with {self._rows_of_start()}, if no"
+                f" server with all rows is there within {_FREE_S:g} s"
             )
         begin = "this server with --take-over"
         if taking_over is not None:
             begin = "this server again with --take-over, which counts once"
         return (
-            f"no server with all rows is there, and this one waits for one: the rows of {self._directory.path} are "
-            f"older. Start the server that has all rows. If it is lost for good, start {begin}, and it begins with "
-            f"{self._rows_of_start()}"
+            "no server with all rows is there, and this one waits for one: the rows of"
+            f" {self._directory.path} are older. Start the server that has all rows. If"
+            f" it is lost for good, start {begin}, and it begins with"
+            f" {self._rows_of_start()}"
         )
 
     def _rows_of_start(self) -> str:
@@ -663,28 +805,41 @@ class Pair(Native):
         return f"no rows, because {path} has no save"
 
     def _may_begin(self, record: Record | None) -> bool:
-        """Returns whether this server may become the primary with the rows that it has started with."""
+        """Returns whether this server may become the primary with the rows that it has
+        started with.
+        """
         if self._taking_over is not None and self._taking_over.counts:
-            self._say(f"--take-over: this server begins with {self._rows_of_start()}. All other writes are lost")
+            self._say(
+                f"--take-over: this server begins with {self._rows_of_start()}. All"
+                " other writes are lost"
+            )
             return True
         starts = self._starts()
         if record is None:
-            if starts and self._taking_over is not None and not self._taking_over.has_ended:
+            if (
+                starts
+                and self._taking_over is not None
+                and not self._taking_over.has_ended
+            ):
                 raise RuntimeError(self._why_it_waits())
             if starts or self._state.follows:
                 raise RuntimeError(
-                    "--lease has no record of this pair, which it had before: if no other server has newer rows than "
-                    f"{self._directory.path}, start this one with --take-over, and it begins with "
-                    f"{self._rows_of_start()}"
+                    "--lease has no record of this pair, which it had before: if no"
+                    f" other server has newer rows than {self._directory.path}, start"
+                    " this one with --take-over, and it begins with"
+                    f" {self._rows_of_start()}"
                 )
             return True
-        # The last server that had all rows has saved them when it stopped, in this directory.
+        # The last server that had all rows has saved them when it stopped, in this
+        # directory.
         if self._state.follows or self._directory.stopped is None:
             return False
         return bool(set(starts) & set(record.in_sync))
 
     def _starts(self) -> list[str]:
-        """Returns the last starts of a server on this data directory in which it had all rows."""
+        """Returns the last starts of a server on this data directory in which it had
+        all rows.
+        """
         try:
             starts: list[str] = json.loads(self._file.read_text())["starts"]
             return starts
@@ -714,5 +869,11 @@ class Pair(Native):
     @property
     def _access(self) -> Access:
         token, listening = self._server.token, self._listening
-        own = (None, None) if listening.client_ca is None else (listening.tls_cert, listening.tls_key)
-        return Access(None if token is None else token.value, self._options.tls_ca, *own)
+        own = (
+            (None, None)
+            if listening.client_ca is None
+            else (listening.tls_cert, listening.tls_key)
+        )
+        return Access(
+            None if token is None else token.value, self._options.tls_ca, *own
+        )

@@ -1,4 +1,5 @@
-"""The files of a save of other servers, which a server receives before it distributes their rows anew.
+"""The files of a save of other servers, which a server receives before it distributes
+their rows anew.
 
 Tests: tests/service/test_set_calls.py.
 """
@@ -36,7 +37,8 @@ class ReceivedFiles:
 
     Args:
         directory: The data directory.
-        room: A function that returns the number of bytes on the disk that the server needs for itself.
+        room: A function that returns the number of bytes on the disk that the server
+            needs for itself.
     """
 
     def __init__(self, directory: DataDirectory, room: Callable[[], int]) -> None:
@@ -52,7 +54,8 @@ class ReceivedFiles:
         """The size in bytes of the files."""
 
     def write(self, save_id: SaveId, request: pb.WriteFileRequest) -> None:
-        """Writes a piece of a file of the save, at its end or where another piece is already.
+        """Writes a piece of a file of the save, at its end or where another piece is
+        already.
 
         Raises:
             CallRefusedError: The server receives the files of another save.
@@ -73,14 +76,18 @@ class ReceivedFiles:
                 raise ValueError(f"a save has at most {FILES} files")
             size = 0 if is_new else path.stat().st_size
             if request.offset > size:
-                raise ValueError(f"the file {name!r} has {size} bytes, got the offset {request.offset}")
+                raise ValueError(
+                    f"the file {name!r} has {size} bytes, got the offset"
+                    f" {request.offset}"
+                )
             more = max(0, request.offset + len(request.content) - size)
             if more > self._left:
                 self._measure()
                 if more > self._left:
                     raise OSError(
-                        f"the files of the save have {self.bytes} bytes so far, and the server needs the other free "
-                        f"space of the disk for its own tables: make room in {self._directory.path}"
+                        f"the files of the save have {self.bytes} bytes so far, and the"
+                        " server needs the other free space of the disk for its own"
+                        f" tables: make room in {self._directory.path}"
                     )
             _write(path, request.content, request.offset)
             self.bytes += more
@@ -105,7 +112,8 @@ class ReceivedFiles:
             return
         if self._id is not None and time.monotonic() - self._heard < GIVES_WAY_S:
             raise CallRefusedError(
-                grpc.StatusCode.UNAVAILABLE, "the server receives the files of another save: repeat the call"
+                grpc.StatusCode.UNAVAILABLE,
+                "the server receives the files of another save: repeat the call",
             )
         if self._id is not None:
             remove(self._directory.received(self._id))
@@ -114,7 +122,10 @@ class ReceivedFiles:
         self._heard = 0.0
 
     def _measure(self) -> None:
-        """Finds how many bytes the disk has. The rows are written once more when they are distributed."""
+        """Finds how many bytes the disk has.
+
+        The rows are written once more when they are distributed.
+        """
         free = shutil.disk_usage(self._directory.path).free
         self._left = free - self._room()
 

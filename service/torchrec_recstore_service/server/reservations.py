@@ -1,4 +1,6 @@
-"""The turn of a save among the saves that clients make at the same time. The first server of a set gives it.
+"""The turn of a save among the saves that clients make at the same time.
+
+The first server of a set gives it.
 
 Tests: tests/service/test_set_calls.py.
 """
@@ -17,11 +19,18 @@ from torchrec_recstore_service.server.native import CallRefusedError
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 
 UNPREPARED_S = 1.0
-"""A save that has its turn, and has not begun to prepare for this time, gives way to another save."""
+"""A save that has its turn, and has not begun to prepare for this time, gives way to
+another save.
+"""
 SILENT_S = 30.0
-"""A save that this server has prepared, and whose client it has not heard of for this time, gives way to another."""
+"""A save that this server has prepared, and whose client it has not heard of for this
+time, gives way to another.
+"""
 WAITING = 8
-"""The number of saves that wait for their turn. It is less than the number of threads of saves."""
+"""The number of saves that wait for their turn.
+
+It is less than the number of threads of saves.
+"""
 
 
 @dataclass
@@ -37,7 +46,11 @@ class _Turn:
         """The time in seconds for which other saves have to wait, if nothing happens."""
         if self.busy:
             return SILENT_S
-        return self.heard + (SILENT_S if self.prepared else UNPREPARED_S) - time.monotonic()
+        return (
+            self.heard
+            + (SILENT_S if self.prepared else UNPREPARED_S)
+            - time.monotonic()
+        )
 
 
 class Reservations:
@@ -49,7 +62,11 @@ class Reservations:
         self._waiting = 0
 
     def reserve(
-        self, save_id: str, check: Callable[[], object], is_active: Callable[[], bool], last: Callable[[], int]
+        self,
+        save_id: str,
+        check: Callable[[], object],
+        is_active: Callable[[], bool],
+        last: Callable[[], int],
     ) -> int:
         """Waits for the turn of a save and returns its number.
 
@@ -64,25 +81,39 @@ class Reservations:
         """
         with self._changed:
             if self._waiting >= WAITING:
-                raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, f"{WAITING} saves wait already: repeat the call")
+                raise CallRefusedError(
+                    grpc.StatusCode.UNAVAILABLE,
+                    f"{WAITING} saves wait already: repeat the call",
+                )
             self._waiting += 1
             try:
-                while (turn := self._turn) is not None and turn.id != save_id and turn.left_s > 0:
+                while (
+                    (turn := self._turn) is not None
+                    and turn.id != save_id
+                    and turn.left_s > 0
+                ):
                     self._changed.wait(min(turn.left_s, UNPREPARED_S))
                     check()
                     if not is_active():
-                        raise CallRefusedError(grpc.StatusCode.CANCELLED, "the client does not wait any more")
+                        raise CallRefusedError(
+                            grpc.StatusCode.CANCELLED,
+                            "the client does not wait any more",
+                        )
             finally:
                 self._waiting -= 1
             if turn is None or turn.id != save_id:
                 turn = self._turn = _Turn(
-                    save_id, max(last(), 0 if turn is None else turn.number) + 1, time.monotonic()
+                    save_id,
+                    max(last(), 0 if turn is None else turn.number) + 1,
+                    time.monotonic(),
                 )
             return turn.number
 
     @contextmanager
     def preparing(self, saved: pb.Saved) -> Iterator[bool]:
-        """Returns a context in which a save keeps its turn, and whether it has its turn."""
+        """Returns a context in which a save keeps its turn, and whether it has its
+        turn.
+        """
         with self._changed:
             turn = self._turn
             if turn is None or turn.id != saved.id or turn.number != saved.number:

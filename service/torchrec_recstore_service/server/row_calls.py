@@ -59,7 +59,11 @@ class PartRead(NamedTuple):
 
 class _Once(Protocol):
     def __call__(
-        self, header: pb.WriteHeader, arrays: Sequence[Tensor], from_primary: bool, action: Callable[[], int]
+        self,
+        header: pb.WriteHeader,
+        arrays: Sequence[Tensor],
+        from_primary: bool,
+        action: Callable[[], int],
     ) -> int: ...
 
 
@@ -70,9 +74,11 @@ class RowCalls:
 
     Args:
         tables: The tables.
-        once: The function that carries out each numbered write once, in the epoch of its header.
+        once: The function that carries out each numbered write once, in the epoch of
+            its header.
         observer: The counts of calls and ids.
-        check_epoch: The function that raises an error if the server is not in the epoch of a call.
+        check_epoch: The function that raises an error if the server is not in the epoch
+            of a call.
         max_write_bytes: The largest size in bytes of the arrays of a write.
     """
 
@@ -91,7 +97,11 @@ class RowCalls:
         self._max_write_bytes = max_write_bytes
 
     def pull(self, requests: Iterator[bytes]) -> Iterator[bytes]:
-        """Reads rows. See ``Pull`` in recstore.proto; requests and replies are the bytes of the messages."""
+        """Reads rows.
+
+        See ``Pull`` in recstore.proto; requests and replies are the bytes of the
+        messages.
+        """
         header: pb.PullHeader | None = None
         for request in requests:
             parts = fields(request)
@@ -99,7 +109,9 @@ class RowCalls:
             if header is None:
                 header = _header(pb.PullHeader, parts)
                 specs = self.readable(header)
-            ids = array_of(parts.get(pb.PullRequest.IDS_FIELD_NUMBER, _NONE).clone(), torch.int64)
+            ids = array_of(
+                parts.get(pb.PullRequest.IDS_FIELD_NUMBER, _NONE).clone(), torch.int64
+            )
             if header.want == pb.PullHeader.ROWS:
                 if header.tables and not first:
                     raise ValueError("a read of several tables has one request")
@@ -107,11 +119,21 @@ class RowCalls:
             else:
                 size = PART_IDS
                 if header.want == pb.PullHeader.FOUND_ROWS:
-                    size = rows_a_part(specs[0].dim * value_dtype(specs[0].dtype).itemsize)
+                    size = rows_a_part(
+                        specs[0].dim * value_dtype(specs[0].dtype).itemsize
+                    )
                 for place in range(0, max(1, len(ids)), size):
-                    yield self.found(header, ids[place : place + size]).SerializeToString()
+                    yield self.found(
+                        header, ids[place : place + size]
+                    ).SerializeToString()
 
-    def parts(self, header: pb.PullHeader, specs: Sequence[TableSpec], ids: Tensor, most_bytes: int) -> list[PartRead]:
+    def parts(
+        self,
+        header: pb.PullHeader,
+        specs: Sequence[TableSpec],
+        ids: Tensor,
+        most_bytes: int,
+    ) -> list[PartRead]:
         """Returns the parts of a read of rows.
 
         Args:
@@ -123,12 +145,18 @@ class RowCalls:
         Raises:
             ValueError: The ids do not fit the header.
         """
-        if not header.tables and ids.numel() <= PART_IDS:  # the shortest way: most calls read a few rows of a table
+        # the shortest way: most calls read a few rows of a table
+        if not header.tables and ids.numel() <= PART_IDS:
             dim, dtype = specs[0].dim, value_dtype(specs[0].dtype)
             size = ids.numel() * dim * dtype.itemsize
             if size <= most_bytes:
                 reads = [RowRead(header.table, ids, "init")]
-                return [PartRead(size, partial(self._read, header.epoch, reads, [(dim, dtype)], [0]))]
+                return [
+                    PartRead(
+                        size,
+                        partial(self._read, header.epoch, reads, [(dim, dtype)], [0]),
+                    )
+                ]
         tables = header.tables or [pb.TableIds(table=header.table, ids=len(ids))]
         counts = _checked_counts(tables, ids)
         of_tables = torch.split(ids, counts)
@@ -140,11 +168,15 @@ class RowCalls:
             for number, begin, end in part:
                 table = tables[number]
                 missing: Literal["init", "zeros"] = "zeros" if table.zeros else "init"
-                reads.append(RowRead(table.table, of_tables[number][begin:end], missing))
+                reads.append(
+                    RowRead(table.table, of_tables[number][begin:end], missing)
+                )
                 shapes.append((specs[number].dim, value_dtype(specs[number].dtype)))
             sizes = [row_bytes[number] for number, _, _ in part]
             begins, size = places_of_tables(sizes, [len(read.ids) for read in reads])
-            found.append(PartRead(size, partial(self._read, header.epoch, reads, shapes, begins)))
+            found.append(
+                PartRead(size, partial(self._read, header.epoch, reads, shapes, begins))
+            )
         return found
 
     def _read(
@@ -155,17 +187,23 @@ class RowCalls:
         begins: Sequence[int],
         memory: Tensor,
     ) -> None:
-        """Writes rows to ``memory``, (bytes,) uint8: those of each read in its dim and dtype, where they begin."""
+        """Writes rows to ``memory``, (bytes,) uint8: those of each read in its dim and
+        dtype, where they begin.
+        """
         out = []
         for read, (dim, dtype), begin in zip(reads, shapes, begins, strict=True):
             self._observer.ids("pull", read.table, len(read.ids))
             end = begin + len(read.ids) * dim * dtype.itemsize
             out.append(array_of(memory[begin:end], dtype, dim))
         self._tables.read_each(reads, out)
-        self._check_epoch(epoch)  # the rows may be those of an epoch that has begun meanwhile
+        # the rows may be those of an epoch that has begun meanwhile
+        self._check_epoch(epoch)
 
     def write(self, requests: Iterator[bytes]) -> bytes:
-        """Writes, updates or deletes rows. See ``Write`` in recstore.proto; see :meth:`pull`."""
+        """Writes, updates or deletes rows.
+
+        See ``Write`` in recstore.proto; see :meth:`pull`.
+        """
         request = next(requests, b"")
         parts = fields(request)
         header = _header(pb.WriteHeader, parts)
@@ -178,13 +216,17 @@ class RowCalls:
             for number, array in arrays.items():
                 array.append(parts.get(number, _NONE))
                 size += len(array[-1])
-            self._check_size(size, len(parts.get(pb.WriteRequest.IDS_FIELD_NUMBER, _NONE)))
+            self._check_size(
+                size, len(parts.get(pb.WriteRequest.IDS_FIELD_NUMBER, _NONE))
+            )
             try:
                 request = next(requests)
             except StopIteration:
                 break
             parts = fields(request)
-        deleted = self.apply(header, specs, [_in_one_piece(array) for array in arrays.values()])
+        deleted = self.apply(
+            header, specs, [_in_one_piece(array) for array in arrays.values()]
+        )
         reply: bytes = pb.WriteReply(deleted=deleted).SerializeToString()
         return reply
 
@@ -201,14 +243,19 @@ class RowCalls:
         return self._specs(header)
 
     def writable(self, header: pb.WriteHeader) -> list[TableSpec]:
-        """Returns the specifications of the tables that a write is for. See :meth:`readable` for the errors."""
+        """Returns the specifications of the tables that a write is for.
+
+        See :meth:`readable` for the errors.
+        """
         self._check_epoch(header.epoch)
         if header.tables and header.kind != pb.WriteHeader.UPDATE:
             raise ValueError("a write of several tables must be an UPDATE")
         return self._specs(header)
 
     def found(self, header: pb.PullHeader, ids: Tensor) -> pb.PullReply:
-        """Returns which of ``ids``, (N,) int64, have a row, and their rows if ``header.want`` says so."""
+        """Returns which of ``ids``, (N,) int64, have a row, and their rows if
+        ``header.want`` says so.
+        """
         if header.want == pb.PullHeader.FOUND:
             reply = pb.PullReply(found=to_bytes(self._tables.exists(header.table, ids)))
         elif header.want == pb.PullHeader.FOUND_ROWS:
@@ -216,7 +263,9 @@ class RowCalls:
             found, rows = self._tables.found_rows(header.table, ids)
             reply = pb.PullReply(found=to_bytes(found), rows=to_bytes(rows))
         else:
-            raise ValueError(f"want must be ROWS, FOUND or FOUND_ROWS, got {header.want}")
+            raise ValueError(
+                f"want must be ROWS, FOUND or FOUND_ROWS, got {header.want}"
+            )
         self._check_epoch(header.epoch)
         return reply
 
@@ -232,27 +281,34 @@ class RowCalls:
         Args:
             header: The header of the write.
             specs: What :meth:`writable` has returned for the header.
-            arrays: (bytes,) uint8 each. The ids, the weights or gradients, the ids that have an initial row, and the
-                initial rows. See ``WriteRequest`` in recstore.proto.
+            arrays: (bytes,) uint8 each. The ids, the weights or gradients, the ids that
+                have an initial row, and the initial rows. See ``WriteRequest`` in
+                recstore.proto.
             from_primary: See :meth:`SetCalls.write_once`. Default: False.
 
         Returns:
             The number of deleted rows.
 
         Raises:
-            ValueError: The arrays do not fit the header or each other. No row has changed.
+            ValueError: The arrays do not fit the header or each other. No row has
+                changed.
         """
         ids_bytes, rows_bytes, initial_ids_bytes, initial_rows_bytes = arrays
         self._check_size(sum(map(len, arrays)), len(ids_bytes))
         ids = array_of(ids_bytes, torch.int64)
         if len(ids) != header.ids:
-            raise ValueError(f"{len(ids)} ids were received, {header.ids} were announced")
+            raise ValueError(
+                f"{len(ids)} ids were received, {header.ids} were announced"
+            )
         name, spec = header.table, specs[0]
 
         def rows(received: Tensor, of: Tensor, dtype: torch.dtype) -> Tensor:
             matrix = array_of(received, dtype, spec.dim)
             if len(matrix) != len(of):
-                raise ValueError(f"{len(of)} ids and {len(matrix)} rows were received: there must be a row for each id")
+                raise ValueError(
+                    f"{len(of)} ids and {len(matrix)} rows were received: there must be"
+                    " a row for each id"
+                )
             return matrix
 
         dtype = torch.float32 if header.float32 else value_dtype(spec.dtype)
@@ -263,7 +319,12 @@ class RowCalls:
                 raise ValueError("a write of several tables has no initial rows")
             for update in updates:
                 self._observer.ids("update", update.table, len(update.ids))
-            return self._once(header, arrays, from_primary, _nothing_deleted(lambda: self._tables.update_each(updates)))
+            return self._once(
+                header,
+                arrays,
+                from_primary,
+                _nothing_deleted(lambda: self._tables.update_each(updates)),
+            )
         if header.kind == pb.WriteHeader.PUSH:
             operation = "push"
             values = rows(rows_bytes, ids, dtype)
@@ -274,7 +335,9 @@ class RowCalls:
             initial_ids = array_of(initial_ids_bytes, torch.int64)
             initial_rows = rows(initial_rows_bytes, initial_ids, torch.float32)
             initial = (initial_ids, initial_rows) if len(initial_ids) else None
-            action = _nothing_deleted(lambda: self._tables.update(name, ids, grads, initial))
+            action = _nothing_deleted(
+                lambda: self._tables.update(name, ids, grads, initial)
+            )
         elif header.kind == pb.WriteHeader.DELETE:
             operation = "delete"
             action = lambda: self._tables.delete(name, ids)  # noqa: E731
@@ -284,15 +347,20 @@ class RowCalls:
         return self._once(header, arrays, from_primary, action)
 
     def _check_size(self, size: int, ids_bytes: int) -> None:
-        """Checks the size of a write, because other calls on the table wait while it is carried out.
+        """Checks the size of a write, because other calls on the table wait while it is
+        carried out.
 
         Raises:
-            ValueError: The arrays have more than the largest number of bytes, or of ids.
+            ValueError: The arrays have more than the largest number of bytes, or of
+                ids.
         """
         most = self._max_write_bytes
         most_ids = most // BYTES_A_WRITTEN_ID
         if size > most or ids_bytes > 8 * most_ids:
-            raise ValueError(f"a write may have at most {most_ids} ids and {most} bytes (--max-write): split it")
+            raise ValueError(
+                f"a write may have at most {most_ids} ids and {most} bytes"
+                " (--max-write): split it"
+            )
 
     def _specs(self, header: pb.PullHeader | pb.WriteHeader) -> list[TableSpec]:
         """Returns the specification of each table of a call."""
@@ -312,12 +380,18 @@ def _checked_counts(tables: Sequence[pb.TableIds], ids: Tensor) -> list[int]:
     """Returns the number of ids of each table."""
     counts = [table.ids for table in tables]
     if sum(counts) != len(ids):
-        raise ValueError(f"{len(ids)} ids were received, but the header has {sum(counts)}")
+        raise ValueError(
+            f"{len(ids)} ids were received, but the header has {sum(counts)}"
+        )
     return counts
 
 
-def _updates(header: pb.WriteHeader, specs: Sequence[TableSpec], ids: Tensor, rows: Tensor) -> list[RowUpdate]:
-    """Returns the updates of a write of several tables, from its ids and the bytes of its rows."""
+def _updates(
+    header: pb.WriteHeader, specs: Sequence[TableSpec], ids: Tensor, rows: Tensor
+) -> list[RowUpdate]:
+    """Returns the updates of a write of several tables, from its ids and the bytes of
+    its rows.
+    """
     names = [table.table for table in header.tables]
     for name, spec in zip(names, specs, strict=True):
         if spec.initial_rows:
@@ -325,22 +399,36 @@ def _updates(header: pb.WriteHeader, specs: Sequence[TableSpec], ids: Tensor, ro
     if len(set(names)) < len(names):
         raise ValueError("an update of several tables must have each table once")
     counts = _checked_counts(header.tables, ids)
-    dtypes = [torch.float32 if header.float32 else value_dtype(spec.dtype) for spec in specs]
+    dtypes = [
+        torch.float32 if header.float32 else value_dtype(spec.dtype) for spec in specs
+    ]
     begins, size = places_of_tables(
-        [spec.dim * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)], counts
+        [spec.dim * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)],
+        counts,
     )
     if size != len(rows):
-        raise ValueError(f"{len(rows)} bytes of rows were received: there must be a row for each id, of {size} bytes")
+        raise ValueError(
+            f"{len(rows)} bytes of rows were received: there must be a row for each id,"
+            f" of {size} bytes"
+        )
     ends = [*begins[1:], size]
     updates = []
     for table, spec, dtype, some, begin, end in zip(
-        header.tables, specs, dtypes, torch.split(ids, counts), begins, ends, strict=True
+        header.tables,
+        specs,
+        dtypes,
+        torch.split(ids, counts),
+        begins,
+        ends,
+        strict=True,
     ):
         whole = (end - begin) // dtype.itemsize // spec.dim * spec.dim * dtype.itemsize
         grads = array_of(rows[begin : begin + whole], dtype, spec.dim)
         rate = table.learning_rate if table.HasField("learning_rate") else None
         if rate is not None and not (math.isfinite(rate) and rate >= 0):
-            raise ValueError(f"the learning rate must be finite and not negative, got {rate}")
+            raise ValueError(
+                f"the learning rate must be finite and not negative, got {rate}"
+            )
         updates.append(RowUpdate(table.table, some, grads, rate))
     return updates
 
@@ -356,14 +444,18 @@ def _header(kind: type[_Header], parts: dict[int, Tensor]) -> _Header:
 
 def _filled(part: PartRead) -> bytes:
     """Returns the reply with a part of a read of rows."""
-    message, memory = new_message([(pb.PullReply.ROWS_FIELD_NUMBER, part.size)] if part.size else [])
+    message, memory = new_message(
+        [(pb.PullReply.ROWS_FIELD_NUMBER, part.size)] if part.size else []
+    )
     if part.size:
         part.read(memory[0])
     return message
 
 
 def _in_one_piece(parts: list[Tensor]) -> Tensor:
-    """Returns parts, (size,) uint8, one after the other in memory that is aligned and does not depend on messages."""
+    """Returns parts, (size,) uint8, one after the other in memory that is aligned and
+    does not depend on messages.
+    """
     size = sum(map(len, parts))
     joined = row_ops.rows_empty(1, size)[0]
     memory, place = joined.numpy(), 0

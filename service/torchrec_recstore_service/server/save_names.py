@@ -1,4 +1,5 @@
-"""The names that clients and other servers give to saves and their files, as types that check them.
+"""The names that clients and other servers give to saves and their files, as types that
+check them.
 
 Tests: tests/service/test_names_from_outside.py.
 """
@@ -14,7 +15,9 @@ _SAVE_ID = re.compile(r"[0-9A-Za-z]{1,64}")
 
 
 class SaveId(FileName):
-    """The id of a save, which all parts of the save have: 1 to 64 letters and digits of ASCII."""
+    """The id of a save, which all parts of the save have: 1 to 64 letters and digits of
+    ASCII.
+    """
 
     __slots__ = ()
     description: ClassVar[str] = "the id of a save"
@@ -23,14 +26,18 @@ class SaveId(FileName):
     def check(cls, name: str) -> None:
         """See :meth:`FileName.check`."""
         if not _SAVE_ID.fullmatch(name):
-            raise ValueError(f"a save needs an id of at most 64 letters and digits, got {shortened(name)}")
+            raise ValueError(
+                "a save needs an id of at most 64 letters and digits, got"
+                f" {shortened(name)}"
+            )
 
 
 class SaveName(FileName):
-    """The name of a save, which is the name of its directory in a server's data directory.
+    """The name of a save, which is the name of its directory in a server's data
+    directory.
 
-    It does not begin with a dot, and it is not the name of a file of the server. It has at most 200 bytes, because
-    hidden names that are made of it are longer.
+    It does not begin with a dot, and it is not the name of a file of the server. It has
+    at most 200 bytes, because hidden names that are made of it are longer.
     """
 
     __slots__ = ()
@@ -43,11 +50,17 @@ class SaveName(FileName):
         """See :meth:`FileName.check`."""
         super().check(name)
         if name.startswith(".") or name in cls.reserved:
-            raise ValueError(f"on a server, save and load take a plain name below its data directory, got {name!r}")
+            raise ValueError(
+                "on a server, save and load take a plain name below its data"
+                f" directory, got {name!r}"
+            )
 
 
 class SavedFileName(FileName):
-    """The name of a file of a save. It may begin with a dot, because names of tables do."""
+    """The name of a file of a save.
+
+    It may begin with a dot, because names of tables do.
+    """
 
     __slots__ = ()
     description: ClassVar[str] = "the name of a file of a save"

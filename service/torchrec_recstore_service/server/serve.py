@@ -29,7 +29,9 @@ from torchrec_recstore_service.server.scheduled_saves import Schedule, Scheduled
 from torchrec_recstore_service.server.server import ParameterServer
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import WRITE_BYTES
-from torchrec_recstore_service.wire.recstore_pb2_grpc import add_ParameterServerServicer_to_server
+from torchrec_recstore_service.wire.recstore_pb2_grpc import (
+    add_ParameterServerServicer_to_server,
+)
 
 _IDLE_CHECK_S = 60.0
 
@@ -44,10 +46,13 @@ class ServerOptions:
         listening: The address, and who may call the server.
         data: The path of the directory for checkpoints.
         limits: The bounds of all tables, which apply where a client sets none.
-        idle_s: The time in seconds without a call after which the private cold rows of a job are deleted. A job that
-            was killed leaves such rows. Default: infinity.
-        schedule: When all tables are saved. Default: None, when a client says so, and when the server stops.
-        max_write_bytes: The largest size in bytes of the arrays of a write. Default: 128 MiB.
+        idle_s: The time in seconds without a call after which the private cold rows of
+            a job are deleted. A job that was killed leaves such rows. Default:
+            infinity.
+        schedule: When all tables are saved. Default: None, when a client says so, and
+            when the server stops.
+        max_write_bytes: The largest size in bytes of the arrays of a write. Default:
+            128 MiB.
         pair: How the server is replicated. Default: None, it is not.
 
     Raises:
@@ -64,21 +69,33 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         if self.max_write_bytes < 2**20:
-            raise ValueError(f"--max-write must be at least 1 MiB, got {self.max_write_bytes / 2**20:g}")
+            raise ValueError(
+                "--max-write must be at least 1 MiB, got"
+                f" {self.max_write_bytes / 2**20:g}"
+            )
         if self.schedule is not None:
             self.schedule.check_fits(self.listening)
         if self.pair is not None:
             self.pair.check_fits(self.listening)
             if self.limits.cold_store is not None:
-                raise ValueError("--replicate and --cold-store exclude each other: a backup has all rows in memory")
+                raise ValueError(
+                    "--replicate and --cold-store exclude each other: a backup has all"
+                    " rows in memory"
+                )
         if not self.idle_s > 0:
-            raise ValueError(f"--drop-idle-after must be a positive number of hours, got {self.idle_s / 3600:g}")
+            raise ValueError(
+                "--drop-idle-after must be a positive number of hours, got"
+                f" {self.idle_s / 3600:g}"
+            )
 
 
 def serve(options: ServerOptions, ready: Callable[[str], object]) -> None:
-    """Runs a server until SIGTERM or SIGINT. The server then finishes the running calls and saves all tables.
+    """Runs a server until SIGTERM or SIGINT.
 
-    A server that cannot save its tables serves on, and says why on stderr. The next signal makes it try again.
+    The server then finishes the running calls and saves all tables.
+
+    A server that cannot save its tables serves on, and says why on stderr. The next
+    signal makes it try again.
 
     This function must be called from the main thread.
 
@@ -87,7 +104,8 @@ def serve(options: ServerOptions, ready: Callable[[str], object]) -> None:
         ready: A function that is called with the address when the server takes calls.
 
     Raises:
-        OSError: The address cannot be listened on, or the data directory cannot be used.
+        OSError: The address cannot be listened on, or the data directory cannot be
+            used.
         CheckpointError, ValueError: The last checkpoint cannot be loaded.
     """
     directory = DataDirectory(options.data)
@@ -103,13 +121,20 @@ def _unsaved(error: Exception, tables: HostedTables, data: Path) -> str:
     mib = tables.used_bytes() / 2**20
     free = shutil.disk_usage(data).free / 2**20
     return (
-        f"the server does not stop, because it cannot save its tables: {error}. It serves on. Make room in {data}: "
-        f"{free:.0f} MiB are free there, and the tables have {mib:.0f} MiB in memory. Checkpoints that are not needed "
-        "can be deleted. Then send SIGTERM again. SIGKILL ends the server without the rows since the last save"
+        f"the server does not stop, because it cannot save its tables: {error}. It"
+        f" serves on. Make room in {data}: {free:.0f} MiB are free there, and the"
+        f" tables have {mib:.0f} MiB in memory. Checkpoints that are not needed can be"
+        " deleted. Then send SIGTERM again. SIGKILL ends the server without the rows"
+        " since the last save"
     )
 
 
-def _serve(options: ServerOptions, directory: DataDirectory, ready: Callable[[str], object], stop: StopSignals) -> None:
+def _serve(
+    options: ServerOptions,
+    directory: DataDirectory,
+    ready: Callable[[str], object],
+    stop: StopSignals,
+) -> None:
     tables = HostedTables(options.limits)
     metrics, counts = None, CallCounts()
     if options.listening.metrics is not None:
@@ -117,7 +142,9 @@ def _serve(options: ServerOptions, directory: DataDirectory, ready: Callable[[st
         try:
             metrics = Metrics(tables, counts, host, port)
         except OSError as error:
-            raise OSError(f"--metrics {options.listening.metrics}: {error.strerror}") from error
+            raise OSError(
+                f"--metrics {options.listening.metrics}: {error.strerror}"
+            ) from error
     service = ParameterServer(tables, directory, counts, options.max_write_bytes)
     server = GrpcServer(
         options.listening,
@@ -133,12 +160,18 @@ def _serve(options: ServerOptions, directory: DataDirectory, ready: Callable[[st
     ready(server.address)
     schedule = None
     if options.schedule is not None:
-        schedule = ScheduledSaves(options.schedule, options.listening, server.address, service.is_first)
+        schedule = ScheduledSaves(
+            options.schedule, options.listening, server.address, service.is_first
+        )
         schedule.start()
     while True:
         while not stop.wait(min(_IDLE_CHECK_S, options.idle_s)):
             for name in tables.drop_idle(options.idle_s):
-                _log.warning("table %r was not used for %g hours: dropped", name, options.idle_s / 3600)
+                _log.warning(
+                    "table %r was not used for %g hours: dropped",
+                    name,
+                    options.idle_s / 3600,
+                )
         server.set_serving(False)
         try:
             service.save_to_stop()

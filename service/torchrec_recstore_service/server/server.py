@@ -1,4 +1,6 @@
-"""The gRPC methods of the parameter server, which call the tables and turn errors into gRPC statuses."""
+"""The gRPC methods of the parameter server, which call the tables and turn errors into
+gRPC statuses.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.handlers import of_bytes
 from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions
-from torchrec_recstore_service.server.native import CallCounts, CallRefusedError, ServerStoppingError
+from torchrec_recstore_service.server.native import (
+    CallCounts,
+    CallRefusedError,
+    ServerStoppingError,
+)
 from torchrec_recstore_service.server.native_rows import NativeRows
 from torchrec_recstore_service.server.pair import Pair, PairOptions
 from torchrec_recstore_service.server.row_calls import RowCalls
@@ -61,8 +67,9 @@ class ParameterServer(ParameterServerServicer):
         tables: The tables that are served.
         directory: The directory for checkpoints.
         observer: The counts of calls and ids.
-        max_write_bytes: The largest size in bytes of the arrays of a write. The server collects all parts of a write
-            before it carries out the write. Default: 128 MiB.
+        max_write_bytes: The largest size in bytes of the arrays of a write. The server
+            collects all parts of a write before it carries out the write. Default: 128
+            MiB.
     """
 
     def __init__(
@@ -79,9 +86,13 @@ class ParameterServer(ParameterServerServicer):
         self._applied = AppliedRequests()
         self._pair = Pair()
         self._set = SetCalls(tables, directory, self._applied, self._pair)
-        self._rows = RowCalls(tables, self._set.write_once, observer, self._set.check, max_write_bytes)
+        self._rows = RowCalls(
+            tables, self._set.write_once, observer, self._set.check, max_write_bytes
+        )
         kept = (self._applied, self._set.gate, self._pair, observer)
-        self._native = NativeRows(tables, *kept, self._rows, _status, self._described, max_write_bytes)
+        self._native = NativeRows(
+            tables, *kept, self._rows, _status, self._described, max_write_bytes
+        )
         tables.alone = self._set.gate.exclusive
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
@@ -90,29 +101,60 @@ class ParameterServer(ParameterServerServicer):
             **self._native.gauges(),
             "tables": ("The number of tables.", lambda: len(self._tables.specs())),
             "load_pending": (
-                "Whether rows are in memory that were read for a load, and that no call sees yet: 1 or 0.",
+                (
+                    "Whether rows are in memory that were read for a load, and that no"
+                    " call sees yet: 1 or 0."
+                ),
                 lambda: self._set.loading,
             ),
             "received_bytes": (
-                "The size of the files that the server has received of a save of other servers.",
+                (
+                    "The size of the files that the server has received of a save of"
+                    " other servers."
+                ),
                 lambda: self._set.received_bytes,
             ),
-            "clients": ("The number of clients that may repeat a write.", lambda: self._applied.clients),
-            "backups": ("The number of servers that have all rows beside this one.", lambda: bool(self._pair.backup)),
+            "clients": (
+                "The number of clients that may repeat a write.",
+                lambda: self._applied.clients,
+            ),
+            "backups": (
+                "The number of servers that have all rows beside this one.",
+                lambda: bool(self._pair.backup),
+            ),
         }
 
-    def begin(self, options: ListenOptions, listening: GrpcServer, pair: PairOptions | None = None) -> None:
-        """See :meth:`SetCalls.begin`. Calls on rows have the token and the bounds of those by gRPC."""
+    def begin(
+        self,
+        options: ListenOptions,
+        listening: GrpcServer,
+        pair: PairOptions | None = None,
+    ) -> None:
+        """See :meth:`SetCalls.begin`.
+
+        Calls on rows have the token and the bounds of those by gRPC.
+        """
         self._native.start(options, listening)
         if pair is None:
             self._set.begin()
         else:
             self._pair.begin(
-                *(pair, options, listening, self._set, self._directory, self._native, listening.set_serving)
+                *(
+                    pair,
+                    options,
+                    listening,
+                    self._set,
+                    self._directory,
+                    self._native,
+                    listening.set_serving,
+                )
             )
 
     def start(self, serving: Callable[[bool], object]) -> None:
-        """Answers clients from now on. The servers of a pair find out first which of them does."""
+        """Answers clients from now on.
+
+        The servers of a pair find out first which of them does.
+        """
         self._pair.start() if self._pair.is_on else serving(True)
 
     def is_first(self) -> bool:
@@ -122,7 +164,8 @@ class ParameterServer(ParameterServerServicer):
     def save_to_stop(self) -> None:
         """Refuses new writes, waits for the running writes, and saves all tables.
 
-        The next server on the same directory continues with these tables and answers repeated requests.
+        The next server on the same directory continues with these tables and answers
+        repeated requests.
 
         Raises:
             Exception: The tables cannot be saved. The server takes writes again.
@@ -153,7 +196,8 @@ class ParameterServer(ParameterServerServicer):
             size = len(request.table.encode())
             if not 0 < size <= _NAME_BYTES:
                 raise ValueError(
-                    f"the name of a table must have at least 1 and at most {_NAME_BYTES} bytes, got {size}"
+                    "the name of a table must have at least 1 and at most"
+                    f" {_NAME_BYTES} bytes, got {size}"
                 )
             spec = TableSpec.from_json(request.spec)
             self._set.create(request, spec)
@@ -196,7 +240,9 @@ class ParameterServer(ParameterServerServicer):
         """See recstore.proto."""
         with self._call("Look", context):
             self._set.check(request.epoch)
-            with self._looking:  # one after the other, because a look at a large table takes seconds of a processor
+            # one after the other, because a look at a large table takes seconds of a
+            # processor
+            with self._looking:
                 return self._tables.whole(request.table, partial(look, request))
 
     def Save(self, request: pb.SaveRequest, context: Any) -> pb.SaveReply:
@@ -226,7 +272,9 @@ class ParameterServer(ParameterServerServicer):
             self._set.write_file(request)
             return pb.Empty()
 
-    def Replicate(self, request: pb.ReplicateRequest, context: Any) -> pb.ReplicateReply:
+    def Replicate(
+        self, request: pb.ReplicateRequest, context: Any
+    ) -> pb.ReplicateReply:
         """See recstore.proto."""
         with self._call("Replicate", context):
             return self._pair.replicate(request, context.invocation_metadata())
@@ -259,7 +307,8 @@ class ParameterServer(ParameterServerServicer):
             outcome = "refused"
             raise
         except Exception as error:
-            if not context.is_active():  # the request could not be read, because the client has disconnected
+            # the request could not be read, because the client has disconnected
+            if not context.is_active():
                 outcome = "cancelled"
                 raise
             outcome = type(error).__name__
@@ -273,10 +322,13 @@ def _status(method: str, error: Exception) -> Status:
     if isinstance(error, CallRefusedError):
         return Status(error.code.value[0], str(error), error.kind)
     kinds = (kind for kind in REMOTE_ERRORS.values() if type(error) is kind)
-    kind = next(kinds, None) or next((kind for kind in _CODES if isinstance(error, kind)), None)
+    kind = next(kinds, None) or next(
+        (kind for kind in _CODES if isinstance(error, kind)), None
+    )
     details, name = str(error), ""
     code = grpc.StatusCode.INTERNAL
-    if isinstance(error, ServerStoppingError):  # clients then repeat the call at the next server
+    # clients then repeat the call at the next server
+    if isinstance(error, ServerStoppingError):
         code = grpc.StatusCode.UNAVAILABLE
     elif kind is None:
         _log.error("%s failed", method, exc_info=error)
@@ -290,5 +342,8 @@ def _status(method: str, error: Exception) -> Status:
 def _abort(context: Any, status: Status) -> NoReturn:
     if status.error:
         context.set_trailing_metadata(((ERROR_KEY, status.error),))
-    context.abort(next(code for code in grpc.StatusCode if code.value[0] == status.code), status.details)
+    context.abort(
+        next(code for code in grpc.StatusCode if code.value[0] == status.code),
+        status.details,
+    )
     raise AssertionError("abort raises")

@@ -1,4 +1,6 @@
-"""The calls of the parameter server that concern its whole set: its state, saves in phases, and loads in phases."""
+"""The calls of the parameter server that concern its whole set: its state, saves in
+phases, and loads in phases.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from torchrec_recstore.checkpoint.files import make_directory, naming
 from torchrec_recstore.ownership import open_own, refuse_links_below, remove
 from torchrec_recstore_service.client.hosted import HostedTables, Loaded
 from torchrec_recstore_service.server.applied import AppliedRequests
-from torchrec_recstore_service.server.data_directory import MANIFEST, DataDirectory, Membership, membership_of
+from torchrec_recstore_service.server.data_directory import (
+    MANIFEST,
+    DataDirectory,
+    Membership,
+    membership_of,
+)
 from torchrec_recstore_service.server.deadline import Deadline
 from torchrec_recstore_service.server.native import CallRefusedError, RunGate
 from torchrec_recstore_service.server.pair import Pair, Role
@@ -48,9 +55,11 @@ The names alternate, because not every file system can replace a directory.
 _LARGEST_FILE = 2**40
 _SUPERSEDED = "the save {!r} does not count: another save was begun meanwhile"
 _RESUMED = (
-    "the server was stopped and started again: a client compares it with the other servers of its set before it goes on"
+    "the server was stopped and started again: a client compares it with the other"
+    " servers of its set before it goes on"
 )
-_KEPT_S = 600.0  # time for which the rows that a load has read are kept for its next phase
+# time for which the rows that a load has read are kept for its next phase
+_KEPT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -63,15 +72,21 @@ class _Next:
     loaded: Loaded
 
     def is_for(self, request: pb.LoadRequest) -> bool:
-        return (self.token, self.save, self.exact) == (request.token, request.save, request.exact)
+        return (self.token, self.save, self.exact) == (
+            request.token,
+            request.save,
+            request.exact,
+        )
 
 
 class SetCalls:
     """The state of a server in its set, and the calls that change it.
 
-    A server that was killed and started again has the tables of its last save, but it is in no epoch: it answers no
-    call on tables before a client has begun an epoch on all servers of the set. A server that was stopped and started
-    again waits in its epoch until a client has compared it with the other servers of its set, see :meth:`resume`.
+    A server that was killed and started again has the tables of its last save, but it
+    is in no epoch: it answers no call on tables before a client has begun an epoch on
+    all servers of the set. A server that was stopped and started again waits in its
+    epoch until a client has compared it with the other servers of its set, see
+    :meth:`resume`.
 
     Args:
         tables: The tables.
@@ -83,17 +98,27 @@ class SetCalls:
         CheckpointError, OSError, ValueError: The last save cannot be loaded.
     """
 
-    def __init__(self, tables: HostedTables, directory: DataDirectory, applied: AppliedRequests, pair: Pair) -> None:
+    def __init__(
+        self,
+        tables: HostedTables,
+        directory: DataDirectory,
+        applied: AppliedRequests,
+        pair: Pair,
+    ) -> None:
         self._tables = tables
         self._pair = pair
-        self._copy: SaveId | None = None  # the id of the copy for a server that joins the pair
+        # the id of the copy for a server that joins the pair
+        self._copy: SaveId | None = None
         self.follows = False
-        """Whether the tables are those of another server, of which this one was the backup."""
+        """Whether the tables are those of another server, of which this one was the
+        backup.
+        """
         self._directory = directory
         self._applied = applied
         self._saving = threading.Lock()  # one save or load at a time
-        # malloc keeps the memory that a thread has freed for this thread's next calls: if each thread of calls made
-        # saves, each of them would keep the buffers of one.
+        # malloc keeps the memory that a thread has freed for this thread's next calls:
+        # if each thread of calls made saves, each of them would keep the buffers of
+        # one.
         self._rows_thread = ThreadPoolExecutor(1, "recstore-saves")
         self.gate = RunGate()
         """The run of the server."""
@@ -101,9 +126,13 @@ class SetCalls:
         self._next_deadline = Deadline(_KEPT_S, "recstore-load")
         self._reservations = Reservations()
         self._received = ReceivedFiles(directory, tables.used_bytes)
-        self._changing = threading.Lock()  # for changes of the place in the set, and of the next two fields
-        self._run = ""  # the label of the run; empty if the server answers no call on tables
-        self._waits = False  # whether the tables are those of a server that was stopped, and no run has begun since
+        # for changes of the place in the set, and of the next two fields
+        self._changing = threading.Lock()
+        # the label of the run; empty if the server answers no call on tables
+        self._run = ""
+        # whether the tables are those of a server that was stopped, and no run has
+        # begun since
+        self._waits = False
         self._clean = True  # whether the tables are those of the last save
         member = directory.membership
         stopped = directory.stopped
@@ -115,18 +144,24 @@ class SetCalls:
             tables.load(directory.checkpoint(directory.last))
 
     def begin(self) -> None:
-        """Begins the next run of a set of one server that was stopped. A server of several waits for :meth:`resume`.
+        """Begins the next run of a set of one server that was stopped.
 
-        It must be called after everything that can fail at the start, and before the first call is taken.
+        A server of several waits for :meth:`resume`.
+
+        It must be called after everything that can fail at the start, and before the
+        first call is taken.
         """
         directory, member = self._directory, self._directory.membership
         if self._waits and member is not None:
             if member.members == 1:
                 self._begin_run(member.with_run(0, uuid.uuid4().hex), directory.last)
         elif directory.stopped is not None:
-            # Other servers of the set cannot start from what this server has saved when it stopped.
+            # Other servers of the set cannot start from what this server has saved when
+            # it stopped.
             alone = member is None or member.members == 1
-            directory.set_last(directory.last if alone or member is None else member.save)
+            directory.set_last(
+                directory.last if alone or member is None else member.save
+            )
 
     @property
     def _follows_now(self) -> bool:
@@ -143,18 +178,25 @@ class SetCalls:
         return self._received.bytes
 
     def stop(self) -> None:
-        """Waits for saves and loads, and saves all tables for the next server on the same directory."""
+        """Waits for saves and loads, and saves all tables for the next server on the
+        same directory.
+        """
         with self._saving:
             with self._changing:  # a run cannot begin any more
                 member = self._directory.membership
             if member is None or not self._run:
                 return  # the tables are those of the last save, or of the last stop
-            # The name must differ from the last checkpoint, from which the next server starts if this save fails.
+            # The name must differ from the last checkpoint, from which the next server
+            # starts if this save fails.
             name = next(name for name in STOPPED if name != self._directory.last)
             path = self._directory.checkpoint(name)
             remove(path)
             self._tables.save(path)
-            stopped = {"checkpoint": name, "epoch": member.label, "applied": self._applied.to_json()}
+            stopped = {
+                "checkpoint": name,
+                "epoch": member.label,
+                "applied": self._applied.to_json(),
+            }
             self._directory.set_last(name, stopped)
 
     def is_first(self) -> bool:
@@ -176,20 +218,26 @@ class SetCalls:
             return
         epoch, present_epoch = (label.rpartition("/")[0] for label in (run, present))
         if self._waits or (present and epoch == present_epoch):
-            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, _RESUMED, SERVER_RESUMED)
+            raise CallRefusedError(
+                grpc.StatusCode.UNAVAILABLE, _RESUMED, SERVER_RESUMED
+            )
         if present:
             raise ServerRestartedError(
-                f"the server is in the epoch {present_epoch}, the call is for {epoch or 'none'}: a save was loaded "
-                "since"
+                f"the server is in the epoch {present_epoch}, the call is for"
+                f" {epoch or 'none'}: a save was loaded since"
             )
         last = self._directory.last
         raise ServerRestartedError(
-            "the server was restarted " + ("without rows" if last is None else f"from the save {last!r}")
+            "the server was restarted "
+            + ("without rows" if last is None else f"from the save {last!r}")
         )
 
     @contextmanager
     def changing(self, run: str) -> Iterator[None]:
-        """Returns a context in which tables are changed. No epoch begins meanwhile. See :meth:`check` for errors."""
+        """Returns a context in which tables are changed.
+
+        No epoch begins meanwhile. See :meth:`check` for errors.
+        """
         with self.gate.shared():
             self.check(run)
             yield
@@ -204,15 +252,23 @@ class SetCalls:
         self.gate.run = label
 
     def write_once(
-        self, header: pb.WriteHeader, arrays: Sequence[Tensor], from_primary: bool, action: Callable[[], int]
+        self,
+        header: pb.WriteHeader,
+        arrays: Sequence[Tensor],
+        from_primary: bool,
+        action: Callable[[], int],
     ) -> int:
-        """Carries out a numbered write once, here and on the backup. See :class:`AppliedRequests`.
+        """Carries out a numbered write once, here and on the backup.
+
+        See :class:`AppliedRequests`.
 
         Args:
             header: The header of the write.
             arrays: The arrays of ``WriteRequest``, (bytes,) uint8 each.
-            from_primary: Whether this server is the backup of the server that sends the write.
-            action: The function that carries out the write, and returns the number of deleted rows.
+            from_primary: Whether this server is the backup of the server that sends the
+                write.
+            action: The function that carries out the write, and returns the number of
+                deleted rows.
         """
 
         def write() -> int:
@@ -222,14 +278,19 @@ class SetCalls:
                 return deleted
 
         with self.changing(header.epoch):
-            deleted = self._applied.once(header.client, header.request, header.done_before, write)
-        self._pair.wait()  # also for a write that was carried out before, but perhaps not by the backup
+            deleted = self._applied.once(
+                header.client, header.request, header.done_before, write
+            )
+        # also for a write that was carried out before, but perhaps not by the backup
+        self._pair.wait()
         return deleted
 
     def create(self, request: pb.CreateRequest, spec: TableSpec) -> None:
         """Creates a table, here and on the backup. See ``Create`` in recstore.proto."""
         if spec.temporary and self._pair.is_on:
-            raise ValueError("a server that is replicated stores no cold rows of a job (ServerStore)")
+            raise ValueError(
+                "a server that is replicated stores no cold rows of a job (ServerStore)"
+            )
         with self._changing_tables("Create", request):
             self._tables.create(request.table, spec)
 
@@ -240,15 +301,27 @@ class SetCalls:
                 self._tables.drop(request.table)
 
     @contextmanager
-    def _changing_tables(self, method: str, request: pb.CreateRequest | pb.DropRequest) -> Iterator[None]:
-        with self._applied.change(), self.changing(request.epoch), self._pair.turn(self._follows_now):
+    def _changing_tables(
+        self, method: str, request: pb.CreateRequest | pb.DropRequest
+    ) -> Iterator[None]:
+        with (
+            self._applied.change(),
+            self.changing(request.epoch),
+            self._pair.turn(self._follows_now),
+        ):
             yield
             self._pair.tables_changed(method, request)
 
     def place(self) -> dict[str, Any]:
-        """Returns the place of the server in its set, and its run, as JSON, for its backup."""
+        """Returns the place of the server in its set, and its run, as JSON, for its
+        backup.
+        """
         member = self._directory.membership
-        return {"member": None if member is None else asdict(member), "run": self._run, "waits": self._waits}
+        return {
+            "member": None if member is None else asdict(member),
+            "run": self._run,
+            "waits": self._waits,
+        }
 
     def set_place(self, place: Mapping[str, Any]) -> None:
         """Takes over the place of the primary."""
@@ -262,7 +335,8 @@ class SetCalls:
 
         Args:
             copy_id: The id of the copy.
-            begun: A function that is called at the moment of the copy, while no write is carried out.
+            begun: A function that is called at the moment of the copy, while no write
+                is carried out.
 
         Returns:
             The state of the server at that moment, as JSON.
@@ -276,7 +350,9 @@ class SetCalls:
             begun()
 
         self._copy = copy_id
-        self._rows_thread.submit(self._tables.save, self._directory.received(copy_id), begun=begin).result()
+        self._rows_thread.submit(
+            self._tables.save, self._directory.received(copy_id), begun=begin
+        ).result()
         return state
 
     def forget_copy(self) -> None:
@@ -285,7 +361,12 @@ class SetCalls:
             remove(self._directory.received(self._copy))
             self._copy = None
 
-    def follow(self, copy: pb.Saved, state: Mapping[str, Any], read: Callable[[str, int], pb.ReadFileReply]) -> None:
+    def follow(
+        self,
+        copy: pb.Saved,
+        state: Mapping[str, Any],
+        read: Callable[[str, int], pb.ReadFileReply],
+    ) -> None:
         """Replaces the tables by the copy of another server.
 
         Args:
@@ -297,10 +378,12 @@ class SetCalls:
             ValueError: This server is of another set.
         """
         own, other = self._directory.membership, state["member"]
-        if own is not None and (other is None or (own.set, own.member) != (other["set"], other["member"])):
+        if own is not None and (
+            other is None or (own.set, own.member) != (other["set"], other["member"])
+        ):
             raise ValueError(
-                f"{self._directory.path} has rows of another server than the primary: start this server with an empty "
-                "data directory"
+                f"{self._directory.path} has rows of another server than the primary:"
+                " start this server with an empty data directory"
             )
         path = self._directory.received(SaveId(copy.id))
         remove(path)
@@ -320,11 +403,13 @@ class SetCalls:
             remove(path)
         with self._saving, self.gate.exclusive():
             self._forget_next()
-            # Before the tables change: what follows can fail, for example because the disk is full.
+            # Before the tables change: what follows can fail, for example because the
+            # disk is full.
             self._run, self._clean, self.follows = "", False, True
             self._tables.replace(loaded)
             self._applied.from_json(state["applied"])
-            self._directory.set_last(self._directory.last)  # the rows of its last stop, if it has stopped, are old
+            # the rows of its last stop, if it has stopped, are old
+            self._directory.set_last(self._directory.last)
             self.set_place(state)
 
     def describe(self) -> pb.DescribeReply:
@@ -336,7 +421,9 @@ class SetCalls:
             at=directory.at,
             saves=directory.saves,
             prepared=directory.prepared,
-            tables={name: spec.to_json() for name, spec in self._tables.specs().items()},
+            tables={
+                name: spec.to_json() for name, spec in self._tables.specs().items()
+            },
             replicated=self._pair.is_on,
             backup=self._pair.backup,
         )
@@ -355,8 +442,13 @@ class SetCalls:
                 reply.at.CopyFrom(directory.saved(member.save))
         return reply
 
-    def save(self, request: pb.SaveRequest, is_active: Callable[[], bool]) -> pb.SaveReply:
-        """Makes a phase of a save. See ``Save`` in recstore.proto. ``is_active`` returns whether the client waits."""
+    def save(
+        self, request: pb.SaveRequest, is_active: Callable[[], bool]
+    ) -> pb.SaveReply:
+        """Makes a phase of a save.
+
+        See ``Save`` in recstore.proto. ``is_active`` returns whether the client waits.
+        """
         save_id = SaveId(request.save.id)
         if request.phase == pb.SaveRequest.RESERVE:
             return self._reserve(request, is_active)
@@ -394,7 +486,11 @@ class SetCalls:
             self._applied.check_open()
             member = self._directory.membership
             there = self._run or self._waits
-            if member is not None and there and (member.token, member.epoch) == (request.token, request.epoch):
+            if (
+                member is not None
+                and there
+                and (member.token, member.epoch) == (request.token, request.epoch)
+            ):
                 return  # the answer was lost, and the client repeats the call
             self._check_later(request)
             if request.phase == phases.RESHARD:
@@ -402,12 +498,25 @@ class SetCalls:
                 return
             if self._next is None or not self._next.is_for(request):
                 self._forget_next()
-                unchanged = not self._run and self._clean and request.save == self._directory.at
-                loaded = None if unchanged else self._read(self._path_of(request.save), request.exact)
-                self._next = None if loaded is None else _Next(request.token, request.save, request.exact, loaded)
+                unchanged = (
+                    not self._run and self._clean and request.save == self._directory.at
+                )
+                loaded = (
+                    None
+                    if unchanged
+                    else self._read(self._path_of(request.save), request.exact)
+                )
+                self._next = (
+                    None
+                    if loaded is None
+                    else _Next(request.token, request.save, request.exact, loaded)
+                )
                 self._next_deadline.begin(partial(self._forget_late, request.token))
                 try:
-                    _check_parts(request, self._tables.specs() if loaded is None else loaded.specs)
+                    _check_parts(
+                        request,
+                        self._tables.specs() if loaded is None else loaded.specs,
+                    )
                 except ValueError:
                     self._forget_next()
                     raise
@@ -416,10 +525,13 @@ class SetCalls:
                 self._pair.changed()
 
     def resume(self, request: pb.ResumeRequest) -> pb.ResumeReply:
-        """Makes a phase of the resuming of a server that was stopped. See ``Resume`` in recstore.proto.
+        """Makes a phase of the resuming of a server that was stopped.
+
+        See ``Resume`` in recstore.proto.
 
         Raises:
-            ServerRestartedError: The states of the servers have changed. The client describes them again.
+            ServerRestartedError: The states of the servers have changed. The client
+                describes them again.
             ValueError: The request has no phase.
         """
         phases = pb.ResumeRequest
@@ -434,8 +546,14 @@ class SetCalls:
         phases = pb.ResumeRequest
         self._applied.check_open()
         directory, member = self._directory, self._directory.membership
-        if member is None or member.label != request.epoch or not (self._run or self._waits):
-            raise ServerRestartedError(f"the server is not in the epoch {request.epoch or 'none'}")
+        if (
+            member is None
+            or member.label != request.epoch
+            or not (self._run or self._waits)
+        ):
+            raise ServerRestartedError(
+                f"the server is not in the epoch {request.epoch or 'none'}"
+            )
         own = request.member == member.member
         known = member.runs[request.member] if request.member < member.members else None
         before = same_runs(request.before, member.token, request.member)
@@ -462,10 +580,11 @@ class SetCalls:
         return pb.ResumeReply()
 
     def _begin_run(self, member: Membership, last: SaveName | None) -> None:
-        """Begins the run of a server that was stopped, with ``last`` as the save to start from after a kill.
+        """Begins the run of a server that was stopped, with ``last`` as the save to
+        start from after a kill.
 
-        A server that is killed before the state of the stop is deleted continues from the stop, in the run after this
-        one.
+        A server that is killed before the state of the stop is deleted continues from
+        the stop, in the run after this one.
         """
         self._directory.set_membership(member)
         self._directory.set_last(last)
@@ -482,14 +601,19 @@ class SetCalls:
             return pb.ReadFileReply(files=files)
         name = SavedFileName(request.file)
         if name not in files:
-            raise FileNotFoundError(f"the save {request.save.name!r} has no file {name!r}")
+            raise FileNotFoundError(
+                f"the save {request.save.name!r} has no file {name!r}"
+            )
         with _opened_file(path / name) as file:
             file.seek(request.offset)
             content = file.read(PART_BYTES)
             return pb.ReadFileReply(content=content, last=len(content) < PART_BYTES)
 
     def write_file(self, request: pb.WriteFileRequest) -> None:
-        """Writes a piece of a file of a save of other servers. See ``WriteFile`` in recstore.proto."""
+        """Writes a piece of a file of a save of other servers.
+
+        See ``WriteFile`` in recstore.proto.
+        """
         save_id = SaveId(request.id)
         _check_offset(request.offset)
         self._received.write(save_id, request)
@@ -511,7 +635,11 @@ class SetCalls:
             {name: replace(spec, shard=shard) for name, spec in specs.items()},
             owned_by(request.member, request.slots),
             directory.new_staging(save_id),
-            {MANIFEST: _manifest(saved, request.set, request.epoch, request.member, [], request.slots)},
+            {
+                MANIFEST: _manifest(
+                    saved, request.set, request.epoch, request.member, [], request.slots
+                )
+            },
         ).result()
         directory.add_prepared(saved)
         self._received.forget(save_id)
@@ -523,7 +651,9 @@ class SetCalls:
             directory.publish(SaveId(request.save.id))
         slots = tuple(request.slots)
         members = request.members
-        runs = tuple(first_run(request.token, number, members) for number in range(members))
+        runs = tuple(
+            first_run(request.token, number, members) for number in range(members)
+        )
         member = Membership(
             set=request.set,
             member=request.member,
@@ -538,7 +668,8 @@ class SetCalls:
         )
         with self.gate.exclusive(), self._changing:
             before = self._run
-            self._run = ""  # a read that is running finds after it that the epoch has ended
+            # a read that is running finds after it that the epoch has ended
+            self._run = ""
             try:
                 if self._next is not None:
                     self._tables.replace(self._next.loaded)
@@ -562,16 +693,30 @@ class SetCalls:
         member = self._directory.membership
         if request.save.name:
             SaveName(request.save.name)
-        if not request.set or "/" in request.set or not request.member < request.members or request.epoch < 1:
-            raise ValueError("a load needs a set, the number of the server in it, and an epoch")
+        if (
+            not request.set
+            or "/" in request.set
+            or not request.member < request.members
+            or request.epoch < 1
+        ):
+            raise ValueError(
+                "a load needs a set, the number of the server in it, and an epoch"
+            )
         if not request.token.isalnum() or len(request.token) > 64:
             raise ValueError("a load needs a token of at most 64 letters and digits")
         if not request.slots or max(request.slots) >= request.members:
             raise ValueError("a load needs a server of the set for each slot")
         if request.members > len(request.slots):
-            raise ValueError(f"a set has at most as many servers as slots, got {request.members}")
-        if member is not None and (member.set != request.set or member.epoch >= request.epoch):
-            raise ServerRestartedError(f"the server is in the epoch {member.label}, and another epoch was begun")
+            raise ValueError(
+                f"a set has at most as many servers as slots, got {request.members}"
+            )
+        if member is not None and (
+            member.set != request.set or member.epoch >= request.epoch
+        ):
+            raise ServerRestartedError(
+                f"the server is in the epoch {member.label}, and another epoch was"
+                " begun"
+            )
 
     def _read(self, path: Path | None, exact: bool) -> Loaded:
         return self._rows_thread.submit(self._tables.read, path, exact).result()
@@ -601,7 +746,9 @@ class SetCalls:
             self._next.loaded.close()
             self._next = None
 
-    def _reserve(self, request: pb.SaveRequest, is_active: Callable[[], bool]) -> pb.SaveReply:
+    def _reserve(
+        self, request: pb.SaveRequest, is_active: Callable[[], bool]
+    ) -> pb.SaveReply:
         def check() -> None:
             self._applied.check_open()
             self.check(request.epoch)
@@ -611,7 +758,10 @@ class SetCalls:
         directory = self._directory
 
         def last() -> int:
-            return max((saved.number for saved in (*directory.saves, *directory.prepared)), default=0)
+            return max(
+                (saved.number for saved in (*directory.saves, *directory.prepared)),
+                default=0,
+            )
 
         number = self._reservations.reserve(save_id, check, is_active, last)
         check()
@@ -627,7 +777,11 @@ class SetCalls:
         with self._reservations.preparing(request.save) as has_turn:
             if not has_turn:
                 self.check(request.epoch)
-                raise CallRefusedError(grpc.StatusCode.ABORTED, _SUPERSEDED.format(request.save.name), SAVE_SUPERSEDED)
+                raise CallRefusedError(
+                    grpc.StatusCode.ABORTED,
+                    _SUPERSEDED.format(request.save.name),
+                    SAVE_SUPERSEDED,
+                )
             yield
 
     def _refuse_superseded(self, request: pb.SaveRequest) -> NoReturn:
@@ -639,15 +793,28 @@ class SetCalls:
         self.check(request.epoch)
         directory, saved = self._directory, request.save
         save_id, name = _checked(saved)
-        if any(there.id == save_id for there in (*directory.saves, *directory.prepared)):
+        if any(
+            there.id == save_id for there in (*directory.saves, *directory.prepared)
+        ):
             return
-        self._forget_next()  # the rows of a load whose client has died; another client's load reads them again
+        # the rows of a load whose client has died; another client's load reads them
+        # again
+        self._forget_next()
         directory.check_free(name, request.overwrite)
         member = directory.membership
         assert member is not None
-        manifest = _manifest(saved, member.set, member.epoch, member.member, request.servers, member.slots)
+        manifest = _manifest(
+            saved,
+            member.set,
+            member.epoch,
+            member.member,
+            request.servers,
+            member.slots,
+        )
         staging = directory.new_staging(save_id)
-        self._rows_thread.submit(self._tables.save, staging, more={MANIFEST: manifest}).result()
+        self._rows_thread.submit(
+            self._tables.save, staging, more={MANIFEST: manifest}
+        ).result()
         directory.add_prepared(saved)
 
     def _commit(self, request: pb.SaveRequest) -> None:
@@ -662,7 +829,9 @@ class SetCalls:
         ours = bool(self._run or self._waits) and epoch == member.label
         decided = set(request.decided)
         if member.member == 0:
-            if not self._follows_now and (request.epoch != self._run or not self._reservations.has_turn(saved.id)):
+            if not self._follows_now and (
+                request.epoch != self._run or not self._reservations.has_turn(saved.id)
+            ):
                 self._refuse_superseded(request)
             decided = {there.id for there in directory.saves}
         for other in directory.prepared:
@@ -691,26 +860,35 @@ def _check_parts(request: pb.LoadRequest, specs: Mapping[str, TableSpec]) -> Non
         part, parts = spec.shard
         if (part, parts) != (request.member, request.members):
             raise ValueError(
-                f"table {name!r} of the save {request.save.name!r} is part {part + 1} of {parts} here, and this is "
-                f"server {request.member + 1} of {request.members}: start the servers with set.json of their save, or "
-                "use recstore servers restore --to"
+                f"table {name!r} of the save {request.save.name!r} is part {part + 1}"
+                f" of {parts} here, and this is server {request.member + 1} of"
+                f" {request.members}: start the servers with set.json of their save, or"
+                " use recstore servers restore --to"
             )
 
 
 def _opened_file(path: Path) -> BinaryIO:
-    """Opens a file of a save. A link or a pipe is no file that a save has, and what it names may be secret.
+    """Opens a file of a save.
+
+    A link or a pipe is no file that a save has, and what it names may be secret.
 
     Raises:
         OSError: There is something else, or the file cannot be read.
     """
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError(f"{path} is no regular file, and a save has no others: copy the file there, or delete it")
+        raise OSError(
+            f"{path} is no regular file, and a save has no others: copy the file there,"
+            " or delete it"
+        )
     return os.fdopen(open_own(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
 
 
 def _check_offset(offset: int) -> None:
     if offset > _LARGEST_FILE:
-        raise ValueError(f"a file of a save has at most {_LARGEST_FILE} bytes, got the offset {offset}")
+        raise ValueError(
+            f"a file of a save has at most {_LARGEST_FILE} bytes, got the offset"
+            f" {offset}"
+        )
 
 
 def _checked(saved: pb.Saved) -> tuple[SaveId, SaveName]:
@@ -729,9 +907,17 @@ def _checked(saved: pb.Saved) -> tuple[SaveId, SaveName]:
 
 
 def _manifest(
-    saved: pb.Saved, identity: str, epoch: int, member: int, servers: Sequence[str], slots: Sequence[int]
+    saved: pb.Saved,
+    identity: str,
+    epoch: int,
+    member: int,
+    servers: Sequence[str],
+    slots: Sequence[int],
 ) -> dict[str, Any]:
-    """Returns the manifest of a part of a save. All parts name the save, the servers and the map of slots."""
+    """Returns the manifest of a part of a save.
+
+    All parts name the save, the servers and the map of slots.
+    """
     return {
         "name": saved.name,
         "id": saved.id,

@@ -25,12 +25,16 @@ def sent_info(path: Path) -> CheckpointInfo:
     """Reads the metadata of a checkpoint that another server or a client has sent.
 
     Raises:
-        CheckpointError: It is damaged, or it is a delta: the path of its base would be one on this machine.
+        CheckpointError: It is damaged, or it is a delta: the path of its base would be
+            one on this machine.
         FileNotFoundError: There is none.
     """
     info = read_info(path)
     if info.delta_of is not None:
-        raise CheckpointError(f"{path} is a delta of {info.delta_of.path}, and servers send whole saves only")
+        raise CheckpointError(
+            f"{path} is a delta of {info.delta_of.path}, and servers send whole saves"
+            " only"
+        )
     return info
 
 
@@ -42,10 +46,12 @@ def joined(root: Path, parts: int) -> tuple[CheckpointInfo, dict[str, TableSpec]
         parts: The number of parts.
 
     Returns:
-        The metadata of a checkpoint at ``root``, and the specification of each table, by table name.
+        The metadata of a checkpoint at ``root``, and the specification of each table,
+        by table name.
 
     Raises:
-        CheckpointError: A part is damaged or given twice, or the parts do not have the same tables.
+        CheckpointError: A part is damaged or given twice, or the parts do not have the
+            same tables.
         FileNotFoundError: A part is missing.
     """
     infos = [sent_info(root / str(part)) for part in range(parts)]
@@ -54,17 +60,31 @@ def joined(root: Path, parts: int) -> tuple[CheckpointInfo, dict[str, TableSpec]
         shards = sorted(specs[name].shard for specs in written if name in specs)
         if shards != [(part, parts) for part in range(parts)]:
             numbers = ", ".join(f"{part + 1} of {of}" for part, of in shards)
-            raise CheckpointError(f"table {name!r} needs all of its parts, each once, got {numbers}: name all servers")
-    specs = [{name: replace(spec, shard=(0, 1)) for name, spec in of_part.items()} for of_part in written]
+            raise CheckpointError(
+                f"table {name!r} needs all of its parts, each once, got {numbers}: name"
+                " all servers"
+            )
+    specs = [
+        {name: replace(spec, shard=(0, 1)) for name, spec in of_part.items()}
+        for of_part in written
+    ]
     if any(others != specs[0] for others in specs[1:]):
-        raise CheckpointError(f"{root}: the parts of the save do not have the same tables")
+        raise CheckpointError(
+            f"{root}: the parts of the save do not have the same tables"
+        )
     tables = {name: _as_one(name, infos) for name in specs[0]}
-    files = {f"{part}/{name}": file for part, info in enumerate(infos) for name, file in info.files.items()}
+    files = {
+        f"{part}/{name}": file
+        for part, info in enumerate(infos)
+        for name, file in info.files.items()
+    }
     return replace(infos[0], path=root, tables=tables, files=files), specs[0]
 
 
 def owned_by(member: int, slots: Sequence[int]) -> Owned:
-    """Returns the function that says which ids, (N,) int64, belong to a server: (N,) bool."""
+    """Returns the function that says which ids, (N,) int64, belong to a server: (N,)
+    bool.
+    """
     mine = torch.tensor(slots) == member
 
     def owned(ids: Tensor) -> Tensor:
@@ -75,13 +95,21 @@ def owned_by(member: int, slots: Sequence[int]) -> Owned:
 
 def _as_one(name: str, infos: Sequence[CheckpointInfo]) -> TableInfo:
     of = [info.tables[name] for info in infos]
-    state = TableState.merged(TableState(table.steps, table.optimizer_steps, table.times) for table in of)
+    state = TableState.merged(
+        TableState(table.steps, table.optimizer_steps, table.times) for table in of
+    )
     return replace(
         of[0],
         rows=sum(table.rows for table in of),
         steps=state.steps,
         optimizer_steps=state.optimizer_steps,
         times=state.times,
-        parts=tuple(replace(p, file=f"{i}/{p.file}") for i, table in enumerate(of) for p in table.parts),
-        sightings=tuple(f"{i}/{file}" for i, table in enumerate(of) for file in table.sightings),
+        parts=tuple(
+            replace(p, file=f"{i}/{p.file}")
+            for i, table in enumerate(of)
+            for p in table.parts
+        ),
+        sightings=tuple(
+            f"{i}/{file}" for i, table in enumerate(of) for file in table.sightings
+        ),
     )

@@ -1,1 +1,3 @@
-"""What clients and servers send each other: messages, tables, and the agreement of a set of servers."""
+"""What clients and servers send each other: messages, tables, and the agreement of a
+set of servers.
+"""

@@ -1,4 +1,7 @@
-"""Which addresses only this machine reaches, and the pauses between calls that are repeated. It imports no torch.
+"""Which addresses only this machine reaches, and the pauses between calls that are
+repeated.
+
+It imports no torch.
 
 Tests: tests/service/test_access.py and test_connections.py.
 """
@@ -22,10 +25,12 @@ def is_loopback(host: str) -> bool:
 
 
 class Backoff:
-    """The pauses between the repetitions of a failing call, until ``timeout_s`` seconds are over.
+    """The pauses between the repetitions of a failing call, until ``timeout_s`` seconds
+    are over.
 
-    A pause is up to twice as long as the pause before it, from 50 ms to 1 s. Each is shortened at random by up to one
-    half, so that many clients do not repeat their calls at the same moment.
+    A pause is up to twice as long as the pause before it, from 50 ms to 1 s. Each is
+    shortened at random by up to one half, so that many clients do not repeat their
+    calls at the same moment.
     """
 
     def __init__(self, timeout_s: float) -> None:

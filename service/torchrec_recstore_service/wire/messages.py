@@ -1,6 +1,7 @@
 """Messages of the protocol as bytes, whose arrays are written and read where they lie.
 
-The messages with large arrays have fields of bytes and of messages only. protobuf would copy each array several times.
+The messages with large arrays have fields of bytes and of messages only. protobuf would
+copy each array several times.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ _address.restype = ctypes.c_void_p
 _address.argtypes = [ctypes.py_object]
 
 
-def new_message(arrays: Sequence[tuple[int, int]], header: bytes = b"") -> tuple[bytes, list[Tensor]]:
-    """Makes a message whose arrays the caller fills before anything else uses the message.
+def new_message(
+    arrays: Sequence[tuple[int, int]], header: bytes = b""
+) -> tuple[bytes, list[Tensor]]:
+    """Makes a message whose arrays the caller fills before anything else uses the
+    message.
 
     Args:
         arrays: The number of the field and the size in bytes of each array.
-        header: The content of the field 1, if the message has a header. Default: b"", for a message without one.
+        header: The content of the field 1, if the message has a header. Default: b"",
+            for a message without one.
 
     Returns:
-        The message, and the memory of each array, (size,) uint8, aligned to 4 bytes. The caller keeps the message for
-        as long as it uses the memory.
+        The message, and the memory of each array, (size,) uint8, aligned to 4 bytes.
+        The caller keeps the message for as long as it uses the memory.
     """
     prefix = _prefix(1, len(header), 0) + header if header else b""
     prefixes, end = [], 0
@@ -49,18 +54,29 @@ def new_message(arrays: Sequence[tuple[int, int]], header: bytes = b"") -> tuple
 
 
 def _prefix(number: int, size: int, place: int) -> bytes:
-    """Returns what stands at ``place`` before an array of ``size`` bytes, so that the array is aligned to 4 bytes."""
+    """Returns what stands at ``place`` before an array of ``size`` bytes, so that the
+    array is aligned to 4 bytes.
+    """
     least = max(1, -(-size.bit_length() // 7))
     for filler in (b"", _FILLER):
-        for width in range(least, 6):  # a number may be written with more bytes than it needs
+        # a number may be written with more bytes than it needs
+        for width in range(least, 6):
             if (place + len(filler) + 1 + width) % 4 == 0:
-                parts = [size >> 7 * i & 0x7F | (0x80 if i < width - 1 else 0) for i in range(width)]
+                parts = [
+                    size >> 7 * i & 0x7F | (0x80 if i < width - 1 else 0)
+                    for i in range(width)
+                ]
                 return filler + bytes([number << 3 | 2, *parts])
-    raise AssertionError("two bytes of filler and one byte of width reach every alignment")
+    raise AssertionError(
+        "two bytes of filler and one byte of width reach every alignment"
+    )
 
 
 def fields(message: bytes) -> dict[int, Tensor]:
-    """Returns the memory of each field of a message, (size,) uint8, by the number of the field. It must not be changed.
+    """Returns the memory of each field of a message, (size,) uint8, by the number of
+    the field.
+
+    It must not be changed.
 
     The caller keeps the message for as long as it uses the memory.
 
@@ -89,11 +105,16 @@ def fields(message: bytes) -> dict[int, Tensor]:
 
 
 def content(field: Tensor | None) -> bytes:
-    """Returns a copy of a field as bytes. None stands for a field that the message does not have."""
+    """Returns a copy of a field as bytes.
+
+    None stands for a field that the message does not have.
+    """
     return b"" if field is None else field.numpy().tobytes()
 
 
 def _memory(address: int, size: int) -> Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+    return torch.frombuffer(
+        (ctypes.c_char * size).from_address(address), dtype=torch.uint8
+    )

@@ -1,4 +1,5 @@
-"""Definitions that client and server share in addition to recstore.proto: errors, headers, and tensors as bytes.
+"""Definitions that client and server share in addition to recstore.proto: errors,
+headers, and tensors as bytes.
 
 Tests: tests/service/test_limits.py.
 """
@@ -17,56 +18,89 @@ from torchrec_recstore.utils import StorageError
 
 VERSION = "2"
 ROWS_VERSION = 3
-"""The version of connections for rows by TCP. Those of version 2 do not name the server."""
+"""The version of connections for rows by TCP.
+
+Those of version 2 do not name the server.
+"""
 VERSION_KEY = "recstore-protocol"
 TOKEN_KEY = "authorization"
 ERROR_KEY = "recstore-error"
-"""The key in the trailing metadata of an error under which the server sends the name of the error's class."""
+"""The key in the trailing metadata of an error under which the server sends the name of
+the error's class.
+"""
 NO_INITIAL_ROW = "NoInitialRow"
-"""The name of the error that an id has no row and that only the client's ``init_func`` can create it."""
+"""The name of the error that an id has no row and that only the client's ``init_func``
+can create it.
+"""
 SAVE_SUPERSEDED = "SaveSuperseded"
-"""The name of the error that another save has got the turn of a save that had not begun to prepare."""
+"""The name of the error that another save has got the turn of a save that had not begun
+to prepare.
+"""
 SERVER_RESUMED = "ServerResumed"
-"""The name of the error that a server was stopped and started again: it waits, or the call is for an earlier run."""
+"""The name of the error that a server was stopped and started again: it waits, or the
+call is for an earlier run.
+"""
 
 NOT_PRIMARY = "NotPrimaryError"
-"""The name of the error that the server is one of a pair, and not the primary. It has done nothing."""
+"""The name of the error that the server is one of a pair, and not the primary.
+
+It has done nothing.
+"""
 REPLICA_KEY = "recstore-replica"
 """The key of the metadata of calls that a primary repeats on its backup."""
 
 WRITE_BYTES = 1 << 27
-"""The largest size in bytes of the arrays of a write, by default. Other calls on the table wait for a write."""
+"""The largest size in bytes of the arrays of a write, by default.
+
+Other calls on the table wait for a write.
+"""
 BYTES_A_WRITTEN_ID = 128
-"""A write has at most one id for so many bytes of its largest size. A new row takes time even if it is short."""
+"""A write has at most one id for so many bytes of its largest size.
+
+A new row takes time even if it is short.
+"""
 
 _ERROR_BYTES = 4000
 PART_IDS = 1 << 16
 PART_BYTES = 1 << 20
 FRAME_BYTES = 1 << 22
-"""The largest size of a frame of HTTP/2 in bytes. gRPC's default of 16 KiB costs a fifth of the time of large calls."""
+"""The largest size of a frame of HTTP/2 in bytes. gRPC's default of 16 KiB costs a
+fifth of the time of large calls.
+"""
 MESSAGE_BYTES = (1 << 26) + (1 << 20)
-"""The largest size of a message in bytes. It is larger than ``PART_BYTES``, because a row is not split and may have up
-to 2**24 columns."""
+"""The largest size of a message in bytes.
+
+It is larger than ``PART_BYTES``, because a row is not split and may have up to 2**24
+columns.
+"""
 
 
 class ServiceError(StorageError):
-    """A parameter server cannot be reached, refuses access or has failed. The message names the server and the table.
+    """A parameter server cannot be reached, refuses access or has failed.
+
+    The message names the server and the table.
 
     Args:
         message: The message.
-        kind: The name of the error that the server has raised, if it has raised one. Default: "".
+        kind: The name of the error that the server has raised, if it has raised one.
+            Default: "".
     """
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
         self.kind = kind
-        """The name of the error that the server has raised. Empty if it has raised none."""
+        """The name of the error that the server has raised.
+
+        Empty if it has raised none.
+        """
 
 
 class ServerRestartedError(ServiceError):
-    """A server has lost the writes of this client since its last save: it was killed, or a save was loaded.
+    """A server has lost the writes of this client since its last save: it was killed,
+    or a save was loaded.
 
-    The server's tables are those of a save. To continue from a save, call ``RecStoreClient.load`` or make a new client.
+    The server's tables are those of a save. To continue from a save, call
+    ``RecStoreClient.load`` or make a new client.
     """
 
     repeated = False
@@ -74,31 +108,37 @@ class ServerRestartedError(ServiceError):
 
 
 class ServerSetError(ServiceError):
-    """The servers are not one set in one epoch: a server was killed, is empty, or belongs to other servers.
+    """The servers are not one set in one epoch: a server was killed, is empty, or
+    belongs to other servers.
 
-    The message says in which state each server is, and names the command that brings all servers to one save.
+    The message says in which state each server is, and names the command that brings
+    all servers to one save.
     """
 
 
 class NoInitialRow(ValueError):
-    """An id has no row, and the row can only be made by a client that has the table's ``init_func``.
+    """An id has no row, and the row can only be made by a client that has the table's
+    ``init_func``.
 
     Args:
         name: The name of the table.
-        pending: (n,) int64. The positions in the call's ``ids`` for which the call was not carried out, so that the
-            caller can repeat the call for these ids. None: unknown.
+        pending: (n,) int64. The positions in the call's ``ids`` for which the call was
+            not carried out, so that the caller can repeat the call for these ids. None:
+            unknown.
     """
 
     def __init__(self, name: str, pending: Tensor | None = None) -> None:
         super().__init__(
-            f"table {name!r} has rows that an init_func or row_func makes, and an id has none yet: "
-            "call init_data with that function first"
+            f"table {name!r} has rows that an init_func or row_func makes, and an id"
+            " has none yet: call init_data with that function first"
         )
         self.pending = pending
 
 
 class Status(NamedTuple):
-    """What a client is told of an error: gRPC's status code, the message, and the name of the Python exception."""
+    """What a client is told of an error: gRPC's status code, the message, and the name
+    of the Python exception.
+    """
 
     code: int
     details: str
@@ -108,7 +148,15 @@ class Status(NamedTuple):
 # The errors of a server that clients raise with the same class.
 REMOTE_ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
-    for error in (ValueError, TypeError, MemoryError, FileExistsError, FileNotFoundError, OSError, ServerRestartedError)
+    for error in (
+        ValueError,
+        TypeError,
+        MemoryError,
+        FileExistsError,
+        FileNotFoundError,
+        OSError,
+        ServerRestartedError,
+    )
 }
 
 
@@ -118,7 +166,9 @@ def token_value(token: str) -> str:
 
 
 def rows_a_part(row_bytes: int) -> int:
-    """Returns the number of rows in one part of a stream, for rows of ``row_bytes`` bytes."""
+    """Returns the number of rows in one part of a stream, for rows of ``row_bytes``
+    bytes.
+    """
     return max(1, min(PART_IDS, PART_BYTES // max(1, row_bytes)))
 
 
@@ -128,12 +178,16 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Returns the elements of a tensor as bytes, (n,) uint8, without a copy if the tensor is contiguous."""
+    """Returns the elements of a tensor as bytes, (n,) uint8, without a copy if the
+    tensor is contiguous.
+    """
     flat: Tensor = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return flat
 
 
-def from_bytes(parts: Iterable[bytes], dtype: torch.dtype, columns: int | None = None) -> Tensor:
+def from_bytes(
+    parts: Iterable[bytes], dtype: torch.dtype, columns: int | None = None
+) -> Tensor:
     """Concatenates parts of bytes to a tensor.
 
     Args:
@@ -175,7 +229,8 @@ def array_of(content: Tensor, dtype: torch.dtype, columns: int | None = None) ->
 
 
 def fill(out: Tensor, parts: Iterable[bytes]) -> int:
-    """Writes parts of bytes to the beginning of ``out``, (n,) uint8, and returns their total size in bytes.
+    """Writes parts of bytes to the beginning of ``out``, (n,) uint8, and returns their
+    total size in bytes.
 
     Raises:
         ValueError: The parts are larger than ``out``.
@@ -191,7 +246,9 @@ def fill(out: Tensor, parts: Iterable[bytes]) -> int:
 
 
 def shortened(details: str) -> str:
-    """Removes the middle of a long message, because gRPC sends it in a header, as percent-encoded UTF-8."""
+    """Removes the middle of a long message, because gRPC sends it in a header, as
+    percent-encoded UTF-8.
+    """
     if len(details) <= _ERROR_BYTES and len(quote(details)) <= _ERROR_BYTES:
         return details
     half = _ERROR_BYTES // 2
@@ -200,7 +257,9 @@ def shortened(details: str) -> str:
 
 
 def _fitting(text: str, size: int) -> str:
-    """Returns the longest beginning of ``text`` that has at most ``size`` bytes as percent-encoded UTF-8."""
+    """Returns the longest beginning of ``text`` that has at most ``size`` bytes as
+    percent-encoded UTF-8.
+    """
     for place, character in enumerate(text):
         size -= len(quote(character))
         if size < 0:

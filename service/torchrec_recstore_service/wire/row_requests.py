@@ -1,4 +1,6 @@
-"""The reads and updates of rows that a client sends. They need neither gRPC nor protobuf.
+"""The reads and updates of rows that a client sends.
+
+They need neither gRPC nor protobuf.
 
 Tests: tests/service/test_several_tables.py.
 """
@@ -19,7 +21,8 @@ class RowRead(NamedTuple):
     Args:
         table: The name of the table.
         ids: (N,) int64. The ids whose rows are read.
-        missing: The row of an id without a row: its initial row (``"init"``) or zeros. Default: ``"init"``.
+        missing: The row of an id without a row: its initial row (``"init"``) or zeros.
+            Default: ``"init"``.
     """
 
     table: str
@@ -28,13 +31,15 @@ class RowRead(NamedTuple):
 
 
 class RowUpdate(NamedTuple):
-    """One update of one table: one step of its clock and one step of its optimizer, also without ids.
+    """One update of one table: one step of its clock and one step of its optimizer,
+    also without ids.
 
     Args:
         table: The name of the table.
         ids: (N,) int64. The ids whose rows are updated.
         grads: (N, dim) float32. The gradients.
-        learning_rate: The learning rate of this update. Default: None, that of the table's optimizer.
+        learning_rate: The learning rate of this update. Default: None, that of the
+            table's optimizer.
     """
 
     table: str

@@ -1,4 +1,5 @@
-"""The memory that a server and a client on one host share, and the arrays of a call in it.
+"""The memory that a server and a client on one host share, and the arrays of a call in
+it.
 
 Tests: tests/service/test_shared_memory.py.
 """
@@ -22,18 +23,29 @@ _ALIGNMENT = 64
 
 
 def is_available() -> bool:
-    """Returns whether processes of this system can share memory in this way. It needs Linux."""
-    return hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED") and hasattr(fcntl, "F_ADD_SEALS")
+    """Returns whether processes of this system can share memory in this way.
+
+    It needs Linux.
+    """
+    return (
+        hasattr(os, "memfd_create")
+        and hasattr(socket, "SO_PEERCRED")
+        and hasattr(fcntl, "F_ADD_SEALS")
+    )
 
 
 def is_same_user(peer: socket.socket) -> bool:
-    """Returns whether the process at the other end of a Unix socket runs as the user of this process."""
+    """Returns whether the process at the other end of a Unix socket runs as the user of
+    this process.
+    """
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int.from_bytes(credentials[4:8], "little") == os.geteuid()
 
 
 class Segment:
-    """A mapped segment of memory. The memory is unmapped when nothing refers to it any more.
+    """A mapped segment of memory.
+
+    The memory is unmapped when nothing refers to it any more.
 
     Args:
         file: The file descriptor of the memory. The caller closes it.
@@ -44,7 +56,8 @@ class Segment:
         self.size = size
         self.bytes: Tensor = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
         """(size,) uint8. The memory."""
-        self.array = self.bytes.numpy()  # the same; a part of an array is made faster than one of a tensor
+        # the same; a part of an array is made faster than one of a tensor
+        self.array = self.bytes.numpy()
 
     def arrays(self, sizes: Sequence[int]) -> list[Tensor]:
         """Returns the arrays of ``sizes`` bytes, (size,) uint8 each, without a copy.
@@ -57,5 +70,8 @@ class Segment:
             arrays.append(self.bytes[end : end + size])
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         if end > self.size:
-            raise ValueError(f"{end} bytes do not fit into the {self.size} bytes of the shared memory")
+            raise ValueError(
+                f"{end} bytes do not fit into the {self.size} bytes of the shared"
+                " memory"
+            )
         return arrays

@@ -1,4 +1,5 @@
-"""The rows of one or several tables that one call reads or writes, and the order in which they travel.
+"""The rows of one or several tables that one call reads or writes, and the order in
+which they travel.
 
 Tests: tests/service/test_several_tables.py.
 """
@@ -31,12 +32,18 @@ class Piece(NamedTuple):
 
 
 def aligned(place: int) -> int:
-    """Returns the first place from ``place`` on, in the stream of a call's rows, at which the rows of a table begin."""
+    """Returns the first place from ``place`` on, in the stream of a call's rows, at
+    which the rows of a table begin.
+    """
     return -(-place // _ALIGNMENT) * _ALIGNMENT
 
 
-def places_of_tables(row_bytes: Sequence[int], counts: Sequence[int]) -> tuple[list[int], int]:
-    """Returns where the rows of each table begin in the stream of a call's rows, and the size of the stream."""
+def places_of_tables(
+    row_bytes: Sequence[int], counts: Sequence[int]
+) -> tuple[list[int], int]:
+    """Returns where the rows of each table begin in the stream of a call's rows, and
+    the size of the stream.
+    """
     begins, end = [], 0
     for size, count in zip(row_bytes, counts, strict=True):
         begins.append(aligned(end))
@@ -66,14 +73,20 @@ def pieces(
     Yields:
         The pieces of a part, in order. A call without rows has one part without pieces.
     """
-    if len(counts) == 1 and counts[0] <= most_ids and counts[0] * row_bytes[0] <= most_bytes:  # most calls
+    # most calls
+    if (
+        len(counts) == 1
+        and counts[0] <= most_ids
+        and counts[0] * row_bytes[0] <= most_bytes
+    ):
         yield [Piece(0, 0, counts[0])] if counts[0] else []
         return
     part: list[Piece] = []
     size = ids = 0
     for table, (bytes_of_row, count) in enumerate(zip(row_bytes, counts, strict=True)):
         begin = 0
-        least = 2 if bytes_of_row % _ALIGNMENT else 1  # rows, so that the next part begins at an aligned place
+        # rows, so that the next part begins at an aligned place
+        least = 2 if bytes_of_row % _ALIGNMENT else 1
         while begin < count:
             size = aligned(size)
             room = min((most_bytes - size) // max(1, bytes_of_row), most_ids - ids)
@@ -99,13 +112,15 @@ class TableRows:
         tables: The names of the tables.
         ids: (N,) int64. The ids of all tables, table by table.
         counts: The number of ids of each table.
-        rows: For each table, (n, row bytes) uint8, contiguous. The rows to send, or the memory of the rows to read.
-        places: (N,) int64. The index of the row of each id in the rows of all tables together, ascending. Default:
-            None, the rows are in the order of the ids, and there are no others.
-        zeros: For each table, whether an id without a row reads as zeros. Default: (), which means that every id
-            without a row reads as its initial row.
-        learning_rates: For each table, the learning rate of an update, or None for that of the table's optimizer.
-            Default: (), which means None for all tables.
+        rows: For each table, (n, row bytes) uint8, contiguous. The rows to send, or the
+            memory of the rows to read.
+        places: (N,) int64. The index of the row of each id in the rows of all tables
+            together, ascending. Default: None, the rows are in the order of the ids,
+            and there are no others.
+        zeros: For each table, whether an id without a row reads as zeros. Default: (),
+            which means that every id without a row reads as its initial row.
+        learning_rates: For each table, the learning rate of an update, or None for that
+            of the table's optimizer. Default: (), which means None for all tables.
     """
 
     def __init__(
@@ -118,15 +133,29 @@ class TableRows:
         zeros: Sequence[bool] = (),
         learning_rates: Sequence[float | None] = (),
     ) -> None:
-        self.tables, self.ids, self.counts, self.rows, self.places = tables, ids, counts, rows, places
+        self.tables, self.ids, self.counts, self.rows, self.places = (
+            tables,
+            ids,
+            counts,
+            rows,
+            places,
+        )
         self.zeros, self.learning_rates = zeros, learning_rates
         self.row_bytes = [each.shape[1] for each in rows]
         self.label = tables[0] if tables else ""
         """The name of the table, or of the first of several tables, for errors."""
-        self.is_plain = len(tables) == 1 and True not in zeros and learning_rates in ((), [None])
-        """Whether a header with the name of a table is enough: the call is for one table, without further settings."""
+        self.is_plain = (
+            len(tables) == 1 and True not in zeros and learning_rates in ((), [None])
+        )
+        """Whether a header with the name of a table is enough: the call is for one
+        table, without further settings.
+        """
         if self.is_plain:  # most calls
-            self._begins, self.size, self._firsts = [0], self.row_bytes[0] * counts[0], [0, counts[0]]
+            self._begins, self.size, self._firsts = (
+                [0],
+                self.row_bytes[0] * counts[0],
+                [0, counts[0]],
+            )
         else:
             self._begins, self.size = places_of_tables(self.row_bytes, counts)
             self._firsts = [0, *itertools.accumulate(counts)]
@@ -144,13 +173,16 @@ class TableRows:
                 table=self.tables[table],
                 ids=end - begin,
                 zeros=bool(self.zeros) and self.zeros[table],
-                learning_rate=self.learning_rates[table] if self.learning_rates else None,
+                learning_rate=(
+                    self.learning_rates[table] if self.learning_rates else None
+                ),
             )
             for table, begin, end in pieces
         ]
 
     def part(self, part: Sequence[Piece] | None) -> tuple[Tensor, int, int]:
-        """Returns the ids of a part, (n,) int64, and where its rows begin in the stream, and their size in bytes.
+        """Returns the ids of a part, (n,) int64, and where its rows begin in the
+        stream, and their size in bytes.
 
         Args:
             part: The pieces of the part. None: all rows of the call.
@@ -163,7 +195,10 @@ class TableRows:
         begin = self._begins[first.table] + first.begin * self.row_bytes[first.table]
         end = self._begins[last.table] + last.end * self.row_bytes[last.table]
         return (
-            self.ids[self._firsts[first.table] + first.begin : self._firsts[last.table] + last.end],
+            self.ids[
+                self._firsts[first.table] + first.begin : self._firsts[last.table]
+                + last.end
+            ],
             begin,
             end - begin,
         )
@@ -177,15 +212,24 @@ class TableRows:
             run: The name of the server's run.
             most_bytes: The largest size in bytes of the rows of a call.
             most_ids: The largest number of ids of a call.
-            most_tables: The largest number of tables of a call. Default: None, no limit.
+            most_tables: The largest number of tables of a call. Default: None, no
+                limit.
 
         Yields:
-            The header of a call, its ids, (n,) int64, where its rows begin in the stream, and their size in bytes.
+            The header of a call, its ids, (n,) int64, where its rows begin in the
+            stream, and their size in bytes.
         """
-        if self.is_plain and self.ids.numel() <= most_ids and self.size <= most_bytes:  # most calls
+        # most calls
+        if self.is_plain and self.ids.numel() <= most_ids and self.size <= most_bytes:
             yield pb.PullHeader(table=self.label, epoch=run), self.ids, 0, self.size
             return
-        for part in pieces(self.row_bytes, self.counts, most_bytes, most_ids=most_ids, most_tables=most_tables):
+        for part in pieces(
+            self.row_bytes,
+            self.counts,
+            most_bytes,
+            most_ids=most_ids,
+            most_tables=most_tables,
+        ):
             header = pb.PullHeader(epoch=run)
             if self.is_plain:
                 header.table = self.label
@@ -215,19 +259,30 @@ class TableRows:
             return end
         try:
             with ops.native_errors("rows"):
-                row_ops.rows_put(self.rows, self.places, self.counts, torch.from_numpy(window), at)
+                row_ops.rows_put(
+                    self.rows, self.places, self.counts, torch.from_numpy(window), at
+                )
         except ValueError:
             return -1
         return end
 
     def window(self, at: int, size: int) -> npt.NDArray[np.uint8] | None:
-        """Returns the memory of the rows at ``at`` in the stream, (size,) uint8, if they lie there in one piece."""
-        if len(self.rows) > 1 or self.places is not None or size % self.row_bytes[0] or at % self.row_bytes[0]:
+        """Returns the memory of the rows at ``at`` in the stream, (size,) uint8, if
+        they lie there in one piece.
+        """
+        if (
+            len(self.rows) > 1
+            or self.places is not None
+            or size % self.row_bytes[0]
+            or at % self.row_bytes[0]
+        ):
             return None
         return self.rows[0].numpy().reshape(-1)[at : at + size]
 
     def stream(self) -> npt.NDArray[np.uint8]:
-        """Returns the stream of all rows, (size,) uint8: the memory of the rows if they lie there in one piece."""
+        """Returns the stream of all rows, (size,) uint8: the memory of the rows if they
+        lie there in one piece.
+        """
         if self.size and len(self.rows) == 1 and self.places is None:
             return self.rows[0].numpy().reshape(-1)
         stream = row_ops.rows_empty(1, self.size)[0]
@@ -235,6 +290,8 @@ class TableRows:
         return stream.numpy()
 
     def take(self, window: Tensor, at: int) -> None:
-        """Writes the rows of the stream that begin at ``at`` to memory, ``window``, (bytes,) uint8."""
+        """Writes the rows of the stream that begin at ``at`` to memory, ``window``,
+        (bytes,) uint8.
+        """
         if len(window):
             row_ops.rows_take(self.rows, self.places, self.counts, window, at)

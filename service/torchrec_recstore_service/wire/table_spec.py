@@ -1,4 +1,5 @@
-"""The specification of a table on parameter servers: clients send it, servers keep it, and checkpoints store it.
+"""The specification of a table on parameter servers: clients send it, servers keep it,
+and checkpoints store it.
 
 Tests: tests/service/test_server.py.
 """
@@ -28,14 +29,17 @@ class TableSpec:
         dim: The number of columns.
         dtype: The data type of the weights.
         optimizer: The optimizer of updates.
-        options: The options of the table, without ``cold_store``, which each server chooses for itself.
-        initial_rows: A digest of some rows that the client's ``init_func`` creates. Default: "", for a client without
-            ``init_func``.
-        shard: The index of the server that stores this part of the table, and the number of servers. Default: (0, 1).
+        options: The options of the table, without ``cold_store``, which each server
+            chooses for itself.
+        initial_rows: A digest of some rows that the client's ``init_func`` creates.
+            Default: "", for a client without ``init_func``.
+        shard: The index of the server that stores this part of the table, and the
+            number of servers. Default: (0, 1).
         temporary: Whether checkpoints leave the table out. Default: False.
-        lossless: Whether no row may be evicted or expire for good, because it could not be created again. A server that
-            limits the rows of a lossless table moves rows to its cold store. Without a cold store, it refuses rows
-            beyond the limit. Default: False.
+        lossless: Whether no row may be evicted or expire for good, because it could not
+            be created again. A server that limits the rows of a lossless table moves
+            rows to its cold store. Without a cold store, it refuses rows beyond the
+            limit. Default: False.
 
     Raises:
         TypeError: A field has the wrong type. The message names the field.
@@ -56,20 +60,34 @@ class TableSpec:
         if self.dim > MOST_COLUMNS:
             raise ValueError("dim must be at most 2**24")
         if self.dtype not in ROW_DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(map(str, ROW_DTYPES))}, got {self.dtype}")
+            raise ValueError(
+                f"dtype must be one of {', '.join(map(str, ROW_DTYPES))}, got"
+                f" {self.dtype}"
+            )
         if not isinstance(self.optimizer, Optimizer):
-            raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(self.optimizer).__name__}")
+            raise TypeError(
+                "optimizer must be one of torchrec_recstore.optim, got"
+                f" {type(self.optimizer).__name__}"
+            )
         if isinstance(self.optimizer, RowOptimizer):
             raise ValueError(
-                f"optimizer must not be the RowOptimizer {self.optimizer.name!r}, because servers do not run code of "
-                "clients: pass one of the other optimizers, or keep the table in the process"
+                f"optimizer must not be the RowOptimizer {self.optimizer.name!r},"
+                " because servers do not run code of clients: pass one of the other"
+                " optimizers, or keep the table in the process"
             )
         if not isinstance(self.options, TableOptions):
-            raise TypeError(f"options must be TableOptions, got {type(self.options).__name__}")
+            raise TypeError(
+                f"options must be TableOptions, got {type(self.options).__name__}"
+            )
         if self.options.servers is not None:
-            raise ValueError("options.servers must be None: the client names the servers")
+            raise ValueError(
+                "options.servers must be None: the client names the servers"
+            )
         if self.options.cold_store is not None:
-            raise ValueError("options.cold_store must be None: each server chooses it with recstore serve --cold-store")
+            raise ValueError(
+                "options.cold_store must be None: each server chooses it with recstore"
+                " serve --cold-store"
+            )
         if (reason := not_on_servers(self.options)) is not None:
             raise ValueError(f"options.{reason}")
 
@@ -96,7 +114,10 @@ class TableSpec:
             ValueError: The text is not the specification of a table.
         """
         if len(text) > _LONGEST:
-            raise ValueError(f"the specification of a table may have at most {_LONGEST} characters, got {len(text)}")
+            raise ValueError(
+                f"the specification of a table may have at most {_LONGEST} characters,"
+                f" got {len(text)}"
+            )
         try:
             entry = json.loads(text)
             names = [field.name for field in fields(cls)]
@@ -114,18 +135,32 @@ class TableSpec:
                 temporary=bool(entry["temporary"]),
                 lossless=bool(entry["lossless"]),
             )
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise ValueError(f"not the specification of a table: {error}") from error
 
     def difference(self, other: TableSpec) -> str:
-        """Describes the fields in which another specification differs. Empty if there is no difference."""
-        return ", ".join(f"{name} is {own!r}, not {others!r}" for name, own, others in _differences("", self, other))
+        """Describes the fields in which another specification differs.
+
+        Empty if there is no difference.
+        """
+        return ", ".join(
+            f"{name} is {own!r}, not {others!r}"
+            for name, own, others in _differences("", self, other)
+        )
 
 
 def _differences(name: str, one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
     if is_dataclass(one) and type(one) is type(other):
         for field in fields(one):
             inner = f"{name}.{field.name}" if name else field.name
-            yield from _differences(inner, getattr(one, field.name), getattr(other, field.name))
+            yield from _differences(
+                inner, getattr(one, field.name), getattr(other, field.name)
+            )
     elif one != other:
         yield name, one, other

@@ -1,4 +1,6 @@
-"""Small data sets in the formats of MovieLens, SASRec's "Games" and Criteo, in which there is something to learn."""
+"""Small data sets in the formats of MovieLens, SASRec's "Games" and Criteo, in which
+there is something to learn.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,13 @@ NUM_USERS, NUM_MOVIES, NUM_KINDS, LIKED = 300, 60, 5, 7
 
 
 def movielens(folder: Path) -> Path:
-    """Users and movies of five kinds. A user watches movies of the user's kind in their order, and likes them.
+    """Users and movies of five kinds.
 
-    After each of them, the user watches the movie with the next number, which is of another kind, and dislikes it. All
-    users rate at the same time. Ids are large, and those of users negative.
+    A user watches movies of the user's kind in their order, and likes them.
+
+    After each of them, the user watches the movie with the next number, which is of
+    another kind, and dislikes it. All users rate at the same time. Ids are large, and
+    those of users negative.
     """
     rng = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
@@ -23,7 +28,8 @@ def movielens(folder: Path) -> Path:
         for user in range(NUM_USERS)
     ]
     movies = [
-        f"{RAW + movie}\tTitle {movie}\t{1950 + movie}\t{rng.choice(['', 'Drama', 'War Comedy'])}\n"
+        f"{RAW + movie}\tTitle"
+        f" {movie}\t{1950 + movie}\t{rng.choice(['', 'Drama', 'War Comedy'])}\n"
         for movie in range(NUM_MOVIES)
     ]
     ratings = []
@@ -36,27 +42,42 @@ def movielens(folder: Path) -> Path:
         ]
         for place, (movie, rating) in enumerate(watched):
             ratings.append(
-                (1000 * place + user, f"{-RAW * user - 1}\t{RAW + movie}\t{rating}\t{1000 * place + user}\n")
+                (
+                    1000 * place + user,
+                    (
+                        f"{-RAW * user - 1}\t{RAW + movie}\t{rating}\t{1000 * place + user}\n"
+                    ),
+                )
             )
     rng.shuffle(ratings)
     (folder / "ml-100k.user").write_text(
-        "user_id:token\tage:token\tgender:token\toccupation:token\tzip_code:token\n" + "".join(users)
+        "user_id:token\tage:token\tgender:token\toccupation:token\tzip_code:token\n"
+        + "".join(users)
     )
     (folder / "ml-100k.item").write_text(
-        "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq\n" + "".join(movies)
+        "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq\n"
+        + "".join(movies)
     )
     with gzip.open(folder / "ml-100k.inter.gz", "wt") as file:
-        file.write("user_id:token\titem_id:token\trating:float\ttimestamp:float\n" + "".join(r for _, r in ratings))
+        file.write(
+            "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
+            + "".join(r for _, r in ratings)
+        )
     return folder
 
 
 def interactions(path: Path, users: int = 2000) -> Path:
-    """Users of up to nine items. Each item is followed by the one with the next number of its kind."""
+    """Users of up to nine items.
+
+    Each item is followed by the one with the next number of its kind.
+    """
     rng = random.Random(0)
     lines = []
     for user in range(users):
         first = rng.randrange(NUM_MOVIES)
-        items = [(first + NUM_KINDS * place) % NUM_MOVIES for place in range(1 + user % 9)]
+        items = [
+            (first + NUM_KINDS * place) % NUM_MOVIES for place in range(1 + user % 9)
+        ]
         lines += [f"{user + 1} {RAW + item}\n" for item in items]
     path.write_text("".join(lines))
     return path
@@ -69,8 +90,13 @@ def criteo(path: Path, rows: int = 8000) -> Path:
     for _ in range(rows):
         ids = [rng.randrange(20) for _ in range(26)]
         clicked = ids[0] + ids[1] > 20
-        counts = [str(rng.randrange(-2, 50)) if rng.random() < 0.8 else "" for _ in range(13)]
-        words = [f"{id_ + 0xFFFFFF00:08x}" if rng.random() < 0.9 or place < 2 else "" for place, id_ in enumerate(ids)]
+        counts = [
+            str(rng.randrange(-2, 50)) if rng.random() < 0.8 else "" for _ in range(13)
+        ]
+        words = [
+            f"{id_ + 0xFFFFFF00:08x}" if rng.random() < 0.9 or place < 2 else ""
+            for place, id_ in enumerate(ids)
+        ]
         lines.append("\t".join([str(int(clicked)), *counts, *words]) + "\n")
     path.write_text("".join(lines))
     return path

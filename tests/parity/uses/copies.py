@@ -77,7 +77,9 @@ def averaged_dense_part(new: Models) -> Any:
 def average_by_hand(new: Models) -> Any:
     """A moving average of all `named_parameters()`, copied into the model"""
     model, optimizer = new.with_optimizer()
-    averages = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    averages = {
+        name: parameter.detach().clone() for name, parameter in model.named_parameters()
+    }
     train(model, optimizer)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -93,7 +95,9 @@ def average_of_state_dicts(new: Models) -> Any:
     model, state, other = new(), new(1).state_dict(), new(2).state_dict()
     with torch.no_grad():
         for key in common(state):
-            for ours, theirs in zip(local_tensors(state[key]), local_tensors(other[key]), strict=True):
+            for ours, theirs in zip(
+                local_tensors(state[key]), local_tensors(other[key]), strict=True
+            ):
                 ours.lerp_(theirs, 0.5)
     model.load_state_dict(state)
     return predictions(model)

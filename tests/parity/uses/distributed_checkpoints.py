@@ -27,7 +27,9 @@ from .use import Models, carried, check_equal, common, predictions, train, use
 
 
 def model_carried(new: Models, options: StateDictOptions | None = None) -> Any:
-    """Carries the module inside of DistributedModelParallel by get_model_state_dict and set_model_state_dict."""
+    """Carries the module inside of DistributedModelParallel by get_model_state_dict and
+    set_model_state_dict.
+    """
     model, other = new().module, new(1).module
     train(other)
     state = get_model_state_dict(other, options=options)
@@ -41,7 +43,9 @@ def all_carried(new: Models, options: StateDictOptions | None = None) -> Any:
     """Carries a model and its optimizer by get_state_dict and set_state_dict."""
 
     def carry(source: Any, target: Any) -> None:
-        model_state, optimizer_state = get_state_dict(source[0].module, source[1], options=options)
+        model_state, optimizer_state = get_state_dict(
+            source[0].module, source[1], options=options
+        )
         set_state_dict(
             target[0].module,
             target[1],
@@ -62,14 +66,21 @@ def plain_carried(new: Models, options: StateDictOptions | None = None) -> Any:
     source, target = made
     train(*source)
     model_state, optimizer_state = get_state_dict(*source, options=options)
-    set_state_dict(*target, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
+    set_state_dict(
+        *target,
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+        options=options,
+    )
     train(*target, first=3, steps=1)
     return predictions(target[0])
 
 
 @use
 def get_and_set_model_state(new: Models) -> Any:
-    """`get_model_state_dict` and `set_model_state_dict` of the module inside of `DistributedModelParallel`"""
+    """`get_model_state_dict` and `set_model_state_dict` of the module inside of
+    `DistributedModelParallel`
+    """
     return model_carried(new)
 
 
@@ -81,7 +92,9 @@ def full_model_state(new: Models) -> Any:
 
 @use
 def full_model_state_on_cpu(new: Models) -> Any:
-    """`get_model_state_dict` and `set_model_state_dict` with `full_state_dict=True, cpu_offload=True`"""
+    """`get_model_state_dict` and `set_model_state_dict` with `full_state_dict=True,
+    cpu_offload=True`
+    """
     return model_carried(new, StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
@@ -93,7 +106,9 @@ def model_state_on_cpu(new: Models) -> Any:
 
 @use
 def model_state_without_frozen(new: Models) -> Any:
-    """`get_model_state_dict` with `ignore_frozen_params=True` and a frozen layer, and a load with `strict=False`"""
+    """`get_model_state_dict` with `ignore_frozen_params=True` and a frozen layer, and a
+    load with `strict=False`
+    """
     model, other = new().module, new(1).module
     other.over.bias.requires_grad_(False)
     options = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -115,7 +130,9 @@ def model_state_not_strict(new: Models) -> Any:
 
 @use
 def full_state_into_sharded(new: Models) -> Any:
-    """`set_model_state_dict` with `full_state_dict=True` of plain tensors, a row for each id"""
+    """`set_model_state_dict` with `full_state_dict=True` of plain tensors, a row for
+    each id
+    """
     model = new().module
     torch.manual_seed(3)
     shapes = {key: tuple(value.size()) for key, value in model.state_dict().items()}
@@ -126,8 +143,12 @@ def full_state_into_sharded(new: Models) -> Any:
 
 @use
 def broadcast_model_state(new: Models) -> Any:
-    """`get_model_state_dict` and `set_model_state_dict` with `full_state_dict=True, broadcast_from_rank0=True`"""
-    return model_carried(new, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    """`get_model_state_dict` and `set_model_state_dict` with `full_state_dict=True,
+    broadcast_from_rank0=True`
+    """
+    return model_carried(
+        new, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
 
 
 @use
@@ -151,7 +172,9 @@ def get_and_set_state(new: Models) -> Any:
 
 @use
 def get_and_set_fused_state(new: Models) -> Any:
-    """`get_optimizer_state_dict` and `set_optimizer_state_dict` of `model.fused_optimizer`"""
+    """`get_optimizer_state_dict` and `set_optimizer_state_dict` of
+    `model.fused_optimizer`
+    """
     source, target = new(), new(1)
     train(source)
     target.load_state_dict(source.state_dict())
@@ -163,7 +186,9 @@ def get_and_set_fused_state(new: Models) -> Any:
 
 @use
 def get_and_set_dense_state(new: Models) -> Any:
-    """`get_state_dict` and `set_state_dict` of a model and of torch's optimizer of its dense part"""
+    """`get_state_dict` and `set_state_dict` of a model and of torch's optimizer of its
+    dense part
+    """
     return plain_carried(new)
 
 
@@ -181,19 +206,31 @@ def full_optimizer_state(new: Models) -> Any:
 
 @use
 def full_optimizer_state_on_cpu(new: Models) -> Any:
-    """`get_state_dict` and `set_state_dict` with `full_state_dict=True, cpu_offload=True`"""
+    """`get_state_dict` and `set_state_dict` with `full_state_dict=True,
+    cpu_offload=True`
+    """
     return plain_carried(new, StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 @use
 def state_of_all_parameters(new: Models) -> Any:
-    """`get_state_dict` and `set_state_dict(strict=False)` with `torch.optim.Adam(model.parameters())`"""
-    made = [(model, torch.optim.Adam(model.parameters(), lr=0.01)) for model in (new().module, new(1).module)]
+    """`get_state_dict` and `set_state_dict(strict=False)` with
+    `torch.optim.Adam(model.parameters())`
+    """
+    made = [
+        (model, torch.optim.Adam(model.parameters(), lr=0.01))
+        for model in (new().module, new(1).module)
+    ]
     source, target = made
     train(*source)
     model_state, optimizer_state = get_state_dict(*source)
     options = StateDictOptions(strict=False)
-    set_state_dict(*target, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
+    set_state_dict(
+        *target,
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+        options=options,
+    )
     train(*target, first=3, steps=1)
     return predictions(target[0])
 
@@ -203,7 +240,10 @@ def saved_and_loaded(new: Models) -> Any:
     """`dcp.save` and `dcp.load` of the `state_dict` of a model and of its optimizer"""
 
     def carry(source: Any, target: Any) -> None:
-        dcp.save({"model": source[0].state_dict(), "optimizer": source[1].state_dict()}, checkpoint_id=new.folder / "1")
+        dcp.save(
+            {"model": source[0].state_dict(), "optimizer": source[1].state_dict()},
+            checkpoint_id=new.folder / "1",
+        )
         state = {"model": target[0].state_dict(), "optimizer": target[1].state_dict()}
         dcp.load(state, checkpoint_id=new.folder / "1")
         target[0].load_state_dict(state["model"])
@@ -234,13 +274,23 @@ class Training(Stateful):  # type: ignore[misc]
         return {"model": model, "optim": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
 
 
 @use
 def saved_stateful(new: Models) -> Any:
-    """`dcp.save` and `dcp.load` of a `Stateful`, as in torch's tutorial, with an optimizer of the dense part"""
-    made = [(model, torch.optim.Adam(model.over.parameters())) for model in (new().module, new(1).module)]
+    """`dcp.save` and `dcp.load` of a `Stateful`, as in torch's tutorial, with an
+    optimizer of the dense part
+    """
+    made = [
+        (model, torch.optim.Adam(model.over.parameters()))
+        for model in (new().module, new(1).module)
+    ]
     train(*made[0])
     dcp.save({"app": Training(*made[0])}, checkpoint_id=new.folder / "1")
     dcp.load({"app": Training(*made[1])}, checkpoint_id=new.folder / "1")
@@ -251,7 +301,9 @@ def saved_stateful(new: Models) -> Any:
 @use
 def saved_in_the_background(new: Models) -> Any:
     """`dcp.async_save` with the default stager"""
-    dcp.async_save({"model": new(1).state_dict()}, checkpoint_id=new.folder / "1").result()
+    dcp.async_save(
+        {"model": new(1).state_dict()}, checkpoint_id=new.folder / "1"
+    ).result()
     return "saved"
 
 
@@ -260,7 +312,11 @@ def saved_in_the_background_blocking(new: Models) -> Any:
     """`dcp.async_save` with `BlockingAsyncStager()`"""
     model, other = new(), new(1)
     stager = BlockingAsyncStager()
-    dcp.async_save({"model": other.state_dict()}, checkpoint_id=new.folder / "1", async_stager=stager).result()
+    dcp.async_save(
+        {"model": other.state_dict()},
+        checkpoint_id=new.folder / "1",
+        async_stager=stager,
+    ).result()
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=new.folder / "1")
     model.load_state_dict(state["model"])
@@ -291,7 +347,10 @@ def loaded_into_a_new_model(new: Models) -> Any:
 def saved_and_loaded_by_ranks(new: Models, sharding: str) -> Any:
     def carry(source: Any, target: Any) -> None:
         path = new.folder / sharding
-        dcp.save({"model": source[0].state_dict(), "optimizer": source[1].state_dict()}, checkpoint_id=path)
+        dcp.save(
+            {"model": source[0].state_dict(), "optimizer": source[1].state_dict()},
+            checkpoint_id=path,
+        )
         state = {"model": target[0].state_dict(), "optimizer": target[1].state_dict()}
         dcp.load(state, checkpoint_id=path)
         target[0].load_state_dict(state["model"])
@@ -303,7 +362,10 @@ def saved_and_loaded_by_ranks(new: Models, sharding: str) -> Any:
 @use(world_size=2)
 def saved_by_two_ranks(new: Models) -> Any:
     """`dcp.save` and `dcp.load` on two ranks"""
-    return [saved_and_loaded_by_ranks(new, sharding) for sharding in ("table_wise", "row_wise", "column_wise")]
+    return [
+        saved_and_loaded_by_ranks(new, sharding)
+        for sharding in ("table_wise", "row_wise", "column_wise")
+    ]
 
 
 @use(world_size=2)
@@ -320,7 +382,10 @@ def other_sharding(new: Models) -> Any:
 @use(world_size=2)
 def to_one_rank(new: Models) -> Any:
     """`dcp.save` on two ranks and `dcp.load` into a model on one rank"""
-    dcp.save({"model": new(1, sharding="row_wise").state_dict()}, checkpoint_id=new.folder / "1")
+    dcp.save(
+        {"model": new(1, sharding="row_wise").state_dict()},
+        checkpoint_id=new.folder / "1",
+    )
     group = dist.new_group([0])
     if dist.get_rank():
         return None
@@ -334,32 +399,44 @@ def to_one_rank(new: Models) -> Any:
 def full_state_of_ranks(new: Models, sharding: str) -> Any:
     model, other = new(sharding=sharding).module, new(1, sharding=sharding).module
     options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, get_model_state_dict(other, options=options), options=options)
+    set_model_state_dict(
+        model, get_model_state_dict(other, options=options), options=options
+    )
     check_equal(predictions(model), predictions(other))
 
 
 @use(world_size=2)
 def full_state_of_row_wise(new: Models) -> Any:
-    """`get_model_state_dict` and `set_model_state_dict` with `full_state_dict=True`, row-wise on two ranks"""
+    """`get_model_state_dict` and `set_model_state_dict` with `full_state_dict=True`,
+    row-wise on two ranks
+    """
     full_state_of_ranks(new, "row_wise")
 
 
 @use(world_size=2)
 def full_state_of_table_wise(new: Models) -> Any:
-    """`get_model_state_dict` and `set_model_state_dict` with `full_state_dict=True`, table-wise on two ranks"""
+    """`get_model_state_dict` and `set_model_state_dict` with `full_state_dict=True`,
+    table-wise on two ranks
+    """
     full_state_of_ranks(new, "table_wise")
 
 
 @use(world_size=2)
 def full_state_broadcast(new: Models) -> Any:
-    """`set_model_state_dict` of an unsharded model's state, with `broadcast_from_rank0=True`, row-wise on two ranks"""
+    """`set_model_state_dict` of an unsharded model's state, with
+    `broadcast_from_rank0=True`, row-wise on two ranks
+    """
     torch.manual_seed(5)
     whole, model = models.Model(), new(sharding="row_wise").module
     whole.sparse.to_empty(device="cpu")
     for parameter in whole.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(5))
     state = whole.state_dict() if dist.get_rank() == 0 else {}
-    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    set_model_state_dict(
+        model,
+        state,
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
     check_equal(predictions(model), predictions(whole))
 
 
@@ -370,7 +447,9 @@ def saved_files_of_two_ranks(new: Models) -> Any:
     def carry(source: Any, target: Any) -> None:
         path = new.folder / f"{dist.get_rank()}.pt"
         torch.save([each.state_dict() for each in source], path)
-        for each, state in zip(target, torch.load(path, weights_only=False), strict=True):
+        for each, state in zip(
+            target, torch.load(path, weights_only=False), strict=True
+        ):
             each.load_state_dict(state)
 
     return carried(new, carry, "row_wise")

@@ -1,11 +1,30 @@
-"""Every use, by topic in the order of the document. Importing the topics registers their uses."""
+"""Every use, by topic in the order of the document.
+
+Importing the topics registers their uses.
+"""
 
 from __future__ import annotations
 
-from . import copies, distributed_checkpoints, files, optimizers, state_dicts, trainers, training
+from . import (
+    copies,
+    distributed_checkpoints,
+    files,
+    optimizers,
+    state_dicts,
+    trainers,
+    training,
+)
 from .use import USES, Use
 
-_TOPICS = (state_dicts, files, distributed_checkpoints, copies, optimizers, training, trainers)
+_TOPICS = (
+    state_dicts,
+    files,
+    distributed_checkpoints,
+    copies,
+    optimizers,
+    training,
+    trainers,
+)
 
 
 def all_uses() -> list[Use]:

@@ -1,4 +1,6 @@
-"""Uses of ``torch.save``, ``torch.load``, ``pickle`` and safetensors with the state of a model and of its optimizer."""
+"""Uses of ``torch.save``, ``torch.load``, ``pickle`` and safetensors with the state of
+a model and of its optimizer.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,15 @@ from .use import Models, carried, local_tensors, predictions, train, use
 
 
 def through_file(new: Models, **load: Any) -> Any:
-    """Carries the states of a model and its optimizer by torch.save, and by torch.load with these arguments."""
+    """Carries the states of a model and its optimizer by torch.save, and by torch.load
+    with these arguments.
+    """
 
     def carry(source: Any, target: Any) -> None:
         path = new.folder / "state.pt"
-        torch.save({"model": source[0].state_dict(), "optimizer": source[1].state_dict()}, path)
+        torch.save(
+            {"model": source[0].state_dict(), "optimizer": source[1].state_dict()}, path
+        )
         state = torch.load(path, **load)
         target[0].load_state_dict(state["model"])
         target[1].load_state_dict(state["optimizer"])
@@ -27,19 +33,27 @@ def through_file(new: Models, **load: Any) -> Any:
 
 @use
 def saved_state(new: Models) -> Any:
-    """`torch.save` and `torch.load(..., weights_only=False)` of the `state_dict` of a model and of its optimizer"""
+    """`torch.save` and `torch.load(..., weights_only=False)` of the `state_dict` of a
+    model and of its optimizer
+    """
     return through_file(new, weights_only=False)
 
 
 @use
 def saved_state_of_a_new_model(new: Models) -> Any:
-    """`torch.load(..., weights_only=False)` of both states in a model that has not been trained"""
+    """`torch.load(..., weights_only=False)` of both states in a model that has not been
+    trained
+    """
     source = new()
     train(source)
     path = new.folder / "state.pt"
     torch.save([source.state_dict(), source.fused_optimizer.state_dict()], path)
     target = new(fresh=True)
-    for each, state in zip((target, target.fused_optimizer), torch.load(path, weights_only=False), strict=True):
+    for each, state in zip(
+        (target, target.fused_optimizer),
+        torch.load(path, weights_only=False),
+        strict=True,
+    ):
         each.load_state_dict(state)
     train(target, first=3)
     return predictions(target)
@@ -47,7 +61,9 @@ def saved_state_of_a_new_model(new: Models) -> Any:
 
 @use
 def saved_state_weights_only(new: Models) -> Any:
-    """`torch.save` and `torch.load(...)` of both states, where `weights_only=True` is the default"""
+    """`torch.save` and `torch.load(...)` of both states, where `weights_only=True` is
+    the default
+    """
     return through_file(new)
 
 
@@ -59,19 +75,25 @@ def saved_state_location_name(new: Models) -> Any:
 
 @use
 def saved_state_location_device(new: Models) -> Any:
-    """`torch.load(..., weights_only=False, map_location=torch.device("cpu"))` of both states"""
+    """`torch.load(..., weights_only=False, map_location=torch.device("cpu"))` of both
+    states
+    """
     return through_file(new, weights_only=False, map_location=torch.device("cpu"))
 
 
 @use
 def saved_state_location_dict(new: Models) -> Any:
-    """`torch.load(..., weights_only=False, map_location={"cuda:0": "cpu"})` of both states"""
+    """`torch.load(..., weights_only=False, map_location={"cuda:0": "cpu"})` of both
+    states
+    """
     return through_file(new, weights_only=False, map_location={"cuda:0": "cpu"})
 
 
 @use
 def saved_state_location_function(new: Models) -> Any:
-    """`torch.load(..., weights_only=False, map_location=lambda storage, location: storage)` of both states"""
+    """`torch.load(..., weights_only=False, map_location=lambda storage, location:
+    storage)` of both states
+    """
     location: Callable[[Any, str], Any] = lambda storage, location: storage  # noqa: E731
     return through_file(new, weights_only=False, map_location=location)
 

@@ -6,7 +6,13 @@ import json
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 from torch.optim.swa_utils import SWALR
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -26,7 +32,11 @@ def scheduled(new: Models, make: Any, combined: bool = False, **step: Any) -> An
         train(model, optimizer, steps=1, first=number)
         schedule.step(**step)
         rates.append(next(group["lr"] for group in model.fused_optimizer.param_groups))
-    return [rates, predictions(model), json.dumps(sorted(schedule.state_dict()), default=str)]
+    return [
+        rates,
+        predictions(model),
+        json.dumps(sorted(schedule.state_dict()), default=str),
+    ]
 
 
 @use
@@ -34,11 +44,16 @@ def optimizer_in_backward(new: Models) -> Any:
     """`apply_optimizer_in_backward(RowWiseAdagrad, ...)` before sharding"""
 
     def prepare(whole: Any) -> None:
-        apply_optimizer_in_backward(RowWiseAdagrad, whole.sparse.parameters(), {"lr": 0.02})
+        apply_optimizer_in_backward(
+            RowWiseAdagrad, whole.sparse.parameters(), {"lr": 0.02}
+        )
 
     model = new(prepare=prepare)
     train(model, CombinedOptimizer([model.fused_optimizer, dense_optimizer(model)]))
-    return [predictions(model), [group["lr"] for group in model.fused_optimizer.param_groups]]
+    return [
+        predictions(model),
+        [group["lr"] for group in model.fused_optimizer.param_groups],
+    ]
 
 
 @use
@@ -56,25 +71,35 @@ def cosine_schedule(new: Models) -> Any:
 @use
 def lambda_schedule_of_all(new: Models) -> Any:
     """`LambdaLR` of a `CombinedOptimizer`"""
-    return scheduled(new, lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step), combined=True)
+    return scheduled(
+        new,
+        lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step),
+        combined=True,
+    )
 
 
 @use
 def plateau_schedule(new: Models) -> Any:
     """`ReduceLROnPlateau(model.fused_optimizer)`"""
-    return scheduled(new, lambda optimizer: ReduceLROnPlateau(optimizer, patience=0), metrics=1.0)
+    return scheduled(
+        new, lambda optimizer: ReduceLROnPlateau(optimizer, patience=0), metrics=1.0
+    )
 
 
 @use
 def averaging_schedule(new: Models) -> Any:
     """`torch.optim.swa_utils.SWALR(model.fused_optimizer)`"""
-    return scheduled(new, lambda optimizer: SWALR(optimizer, swa_lr=0.01, anneal_epochs=2))
+    return scheduled(
+        new, lambda optimizer: SWALR(optimizer, swa_lr=0.01, anneal_epochs=2)
+    )
 
 
 @use
 def cycle_schedule(new: Models) -> Any:
     """`OneCycleLR(model.fused_optimizer, ...)`"""
-    return scheduled(new, lambda o: OneCycleLR(o, max_lr=0.5, total_steps=6, cycle_momentum=False))
+    return scheduled(
+        new, lambda o: OneCycleLR(o, max_lr=0.5, total_steps=6, cycle_momentum=False)
+    )
 
 
 @use
@@ -83,7 +108,9 @@ def resumed_schedule(new: Models) -> Any:
     found = []
     for seed in (0, 1):
         model, optimizer = new.with_optimizer(seed)
-        found.append((model, optimizer, StepLR(model.fused_optimizer, step_size=1, gamma=0.5)))
+        found.append(
+            (model, optimizer, StepLR(model.fused_optimizer, step_size=1, gamma=0.5))
+        )
     for step in range(2):
         train(*found[0][:2], steps=1, first=step)
         found[0][2].step()
@@ -110,7 +137,10 @@ def edited_rate(new: Models) -> Any:
 def warmed_up(new: Models) -> Any:
     """`WarmupOptimizer` around a `CombinedOptimizer`"""
     model, optimizer = new.with_optimizer()
-    stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=3, value=0.1), WarmupStage(WarmupPolicy.POLY, max_iters=4)]
+    stages = [
+        WarmupStage(WarmupPolicy.LINEAR, max_iters=3, value=0.1),
+        WarmupStage(WarmupPolicy.POLY, max_iters=4),
+    ]
     warm = WarmupOptimizer(optimizer, stages, lr=0.2)
     train(model, warm, steps=5)
     return [predictions(model), [group["lr"] for group in warm.param_groups]]
@@ -133,9 +163,13 @@ def resumed_warm_up(new: Models) -> Any:
 
 @use
 def clipping_optimizer(new: Models) -> Any:
-    """`GradientClippingOptimizer` of the dense optimizer, in a `CombinedOptimizer` with the fused one"""
+    """`GradientClippingOptimizer` of the dense optimizer, in a `CombinedOptimizer` with
+    the fused one
+    """
     model = new()
-    clipped = GradientClippingOptimizer(dense_optimizer(model), clipping=GradientClipping.NORM, max_gradient=0.1)
+    clipped = GradientClippingOptimizer(
+        dense_optimizer(model), clipping=GradientClipping.NORM, max_gradient=0.1
+    )
     train(model, CombinedOptimizer([model.fused_optimizer, clipped]))
     return predictions(model)
 
@@ -144,7 +178,12 @@ def clipping_optimizer(new: Models) -> Any:
 def clipping_of_all(new: Models) -> Any:
     """`GradientClippingOptimizer` of a `CombinedOptimizer`"""
     model, optimizer = new.with_optimizer()
-    train(model, GradientClippingOptimizer(optimizer, clipping=GradientClipping.VALUE, max_gradient=0.1))
+    train(
+        model,
+        GradientClippingOptimizer(
+            optimizer, clipping=GradientClipping.VALUE, max_gradient=0.1
+        ),
+    )
     return predictions(model)
 
 
@@ -160,7 +199,9 @@ def optimizer_of_all_parameters(new: Models) -> Any:
 def optimizer_with_state_of_all_parameters(new: Models) -> Any:
     """`torch.optim.AdamW(model.parameters())`, saved and loaded"""
     model, other = new(), new(1)
-    optimizer, loaded = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, other))
+    optimizer, loaded = (
+        torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, other)
+    )
     train(model, optimizer)
     train(other, loaded, steps=1)
     other.load_state_dict(model.state_dict())
@@ -171,15 +212,24 @@ def optimizer_with_state_of_all_parameters(new: Models) -> Any:
 
 @use
 def keyed_wrapper_of_all(new: Models) -> Any:
-    """`KeyedOptimizerWrapper(dict(model.named_parameters()), ...)`, with the tables' parameters"""
+    """`KeyedOptimizerWrapper(dict(model.named_parameters()), ...)`, with the tables'
+    parameters
+    """
     model = new()
-    train(model, KeyedOptimizerWrapper(dict(model.named_parameters()), lambda p: torch.optim.SGD(p, lr=0.01)))
+    train(
+        model,
+        KeyedOptimizerWrapper(
+            dict(model.named_parameters()), lambda p: torch.optim.SGD(p, lr=0.01)
+        ),
+    )
     return predictions(model)
 
 
 @use
 def initialized_state(new: Models) -> Any:
-    """`KeyedOptimizerWrapper.init_state()` before the first step, and of the fused optimizer"""
+    """`KeyedOptimizerWrapper.init_state()` before the first step, and of the fused
+    optimizer
+    """
     model = new()
     optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer(model)])
     for _, each in optimizer.optimizers:
@@ -227,5 +277,7 @@ def optimizer_steps(new: Models) -> Any:
 @use
 def added_group(new: Models) -> Any:
     """`add_param_group` of `model.fused_optimizer`"""
-    new().fused_optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    new().fused_optimizer.add_param_group(
+        {"params": [torch.nn.Parameter(torch.ones(1))]}
+    )
     return "added"

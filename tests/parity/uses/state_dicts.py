@@ -52,7 +52,11 @@ def load_that_is_not_strict(new: Models) -> Any:
         del state[key]
     state["unknown"] = torch.zeros(1)
     report = model.load_state_dict(state, strict=False)
-    return [common(report.missing_keys), common(report.unexpected_keys), predictions(model)]
+    return [
+        common(report.missing_keys),
+        common(report.unexpected_keys),
+        predictions(model),
+    ]
 
 
 @use
@@ -70,7 +74,9 @@ def strict_load_without_a_table(new: Models) -> Any:
 
 @use
 def load_with_assign(new: Models) -> Any:
-    """`load_state_dict(..., assign=True)` of the module inside of `DistributedModelParallel`"""
+    """`load_state_dict(..., assign=True)` of the module inside of
+    `DistributedModelParallel`
+    """
     model, other = new(), new(1)
     model.module.load_state_dict(other.module.state_dict(), assign=True)
     check_equal(predictions(model), predictions(other))
@@ -120,7 +126,9 @@ def weights_of_an_unsharded_model(new: Models) -> Any:
 
 @use
 def best_weights(new: Models) -> Any:
-    """`copy.deepcopy(model.state_dict())` of the best epoch, loaded after the last epoch"""
+    """`copy.deepcopy(model.state_dict())` of the best epoch, loaded after the last
+    epoch
+    """
     model, optimizer = new.with_optimizer()
     train(model, optimizer)
     best = copy.deepcopy(model.state_dict())
@@ -143,7 +151,9 @@ def cloned_state_dict(new: Models) -> Any:
 def state_dict_on_the_cpu(new: Models) -> Any:
     """`{key: value.cpu() for ...}` of a `state_dict`"""
     model = new()
-    model.load_state_dict({key: value.cpu() for key, value in new(1).state_dict().items()})
+    model.load_state_dict(
+        {key: value.cpu() for key, value in new(1).state_dict().items()}
+    )
     return predictions(model)
 
 
@@ -151,7 +161,9 @@ def state_dict_on_the_cpu(new: Models) -> Any:
 def detached_state_dict(new: Models) -> Any:
     """`{key: value.detach() for ...}` of a `state_dict`"""
     model = new()
-    model.load_state_dict({key: value.detach() for key, value in new(1).state_dict().items()})
+    model.load_state_dict(
+        {key: value.detach() for key, value in new(1).state_dict().items()}
+    )
     return predictions(model)
 
 
@@ -238,12 +250,19 @@ def gathered_state(new: Models) -> Any:
     model, whole = new(), models.Model()
     whole.sparse.to_empty(device="cpu")
     state = whole.state_dict()
-    state_dict_gather({key: value for key, value in model.state_dict().items() if key in state}, state)
+    state_dict_gather(
+        {key: value for key, value in model.state_dict().items() if key in state}, state
+    )
     whole.load_state_dict(state)
     check_equal(predictions(whole), predictions(model))
 
 
-@use(differs="a state of a RecStore table is `rows`, with the ids: call `stock_optimizer_state_dict`")
+@use(
+    differs=(
+        "a state of a RecStore table is `rows`, with the ids: call"
+        " `stock_optimizer_state_dict`"
+    )
+)
 def names_of_optimizer_states(new: Models) -> Any:
     """The names of a table's states in `fused_optimizer.state_dict()`"""
     return sorted(new().fused_optimizer.state_dict()["state"][weight_key("user")])
@@ -253,6 +272,8 @@ def names_of_optimizer_states(new: Models) -> Any:
 def keys_of_an_optimizer_state(new: Models) -> Any:
     """The parameters that the `state_dict` of a `CombinedOptimizer` names"""
     model = new()
-    optimizer = CombinedOptimizer([("fused", model.fused_optimizer), ("dense", dense_optimizer(model))])
+    optimizer = CombinedOptimizer(
+        [("fused", model.fused_optimizer), ("dense", dense_optimizer(model))]
+    )
     train(model, optimizer)
     return sorted(optimizer.state_dict()["state"])

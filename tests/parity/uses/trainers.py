@@ -34,7 +34,12 @@ def lightning_module(new: Models, seed: int = 0) -> Any:
 
 
 def fitted(
-    new: Models, module: Any, epochs: int, resume: Any = None, weights_only: bool | None = None, **more: Any
+    new: Models,
+    module: Any,
+    epochs: int,
+    resume: Any = None,
+    weights_only: bool | None = None,
+    **more: Any,
 ) -> Any:
     import lightning
 
@@ -46,7 +51,12 @@ def fitted(
         default_root_dir=new.folder,
         **{"enable_checkpointing": False, "enable_model_summary": False, **more},
     )
-    trainer.fit(module, DataLoader(range(3), batch_size=1), ckpt_path=resume, weights_only=weights_only)
+    trainer.fit(
+        module,
+        DataLoader(range(3), batch_size=1),
+        ckpt_path=resume,
+        weights_only=weights_only,
+    )
     return trainer
 
 
@@ -80,11 +90,17 @@ def lightning_resume_trusted(new: Models) -> Any:
 
 @use(needs="lightning")
 def lightning_resume_of_the_inside(new: Models) -> Any:
-    """Lightning's `Trainer.fit(..., ckpt_path=...)` of a module whose `load_state_dict` loads the model inside of it"""
+    """Lightning's `Trainer.fit(..., ckpt_path=...)` of a module whose `load_state_dict`
+    loads the model inside of it
+    """
 
     class Training(lightning_class()):
-        def load_state_dict(self, state: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
-            return self.model.load_state_dict({key.removeprefix("model."): state[key] for key in state}, strict=strict)
+        def load_state_dict(
+            self, state: dict[str, Any], strict: bool = True, assign: bool = False
+        ) -> Any:
+            return self.model.load_state_dict(
+                {key.removeprefix("model."): state[key] for key in state}, strict=strict
+            )
 
     module, path = Training(new), new.folder / "last.ckpt"
     fitted(new, module, epochs=1).save_checkpoint(path)
@@ -97,13 +113,20 @@ def lightning_resume_of_the_inside(new: Models) -> Any:
 
 @use(needs="lightning")
 def lightning_checkpoints(new: Models) -> Any:
-    """Lightning's `ModelCheckpoint` of each epoch, whose `"state_dict"` is loaded into a model"""
+    """Lightning's `ModelCheckpoint` of each epoch, whose `"state_dict"` is loaded into
+    a model
+    """
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     module, keeper = lightning_module(new), ModelCheckpoint(new.folder, save_last=True)
     fitted(new, module, epochs=2, enable_checkpointing=True, callbacks=[keeper])
-    other, state = new(1), torch.load(keeper.last_model_path, weights_only=False)["state_dict"]
-    other.load_state_dict({key.removeprefix("model."): value for key, value in state.items()})
+    other, state = (
+        new(1),
+        torch.load(keeper.last_model_path, weights_only=False)["state_dict"],
+    )
+    other.load_state_dict(
+        {key.removeprefix("model."): value for key, value in state.items()}
+    )
     check_equal(predictions(other), predictions(module.model))
     return predictions(other)
 
@@ -122,25 +145,34 @@ def lightning_validation(new: Models) -> Any:
 
     class Training(lightning_class()):
         def validation_step(self, number: torch.Tensor, index: int) -> None:
-            self.log("loss", self.model(batch(int(number))).square().sum(), batch_size=4)
+            self.log(
+                "loss", self.model(batch(int(number))).square().sum(), batch_size=4
+            )
 
     module = Training(new)
-    trainer = fitted(new, module, epochs=1, gradient_clip_val=0.1, accumulate_grad_batches=2)
+    trainer = fitted(
+        new, module, epochs=1, gradient_clip_val=0.1, accumulate_grad_batches=2
+    )
     return trainer.validate(module, DataLoader(range(3), batch_size=1), verbose=False)
 
 
 def accelerated(new: Models, seed: int = 0) -> Any:
-    """An Accelerator, and a model and its dense optimizer that it has prepared and trained."""
+    """An Accelerator, and a model and its dense optimizer that it has prepared and
+    trained.
+    """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    launcher = os.environ.pop("LOCAL_RANK")  # With it, Accelerate puts the model into DistributedDataParallel.
+    # With it, Accelerate puts the model into DistributedDataParallel.
+    launcher = os.environ.pop("LOCAL_RANK")
     accelerator, model = Accelerator(cpu=True), new(seed)
     os.environ["LOCAL_RANK"] = launcher
     optimizer = torch.optim.Adam(model.module.over.parameters(), lr=0.01)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(range(3), batch_size=1))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(range(3), batch_size=1)
+    )
     for number in loader:
         optimizer.zero_grad()
         accelerator.backward(model(batch(int(number))).square().sum())

@@ -53,11 +53,18 @@ def clipped_values(new: Models) -> Any:
 def gradients_set_to_none(new: Models) -> Any:
     """`model.zero_grad()`, `optimizer.zero_grad(set_to_none=...)`"""
     model, optimizer = new.with_optimizer()
-    for clear in (model.zero_grad, optimizer.zero_grad, lambda: optimizer.zero_grad(set_to_none=True)):
+    for clear in (
+        model.zero_grad,
+        optimizer.zero_grad,
+        lambda: optimizer.zero_grad(set_to_none=True),
+    ):
         loss_of(model, 1).backward()
         optimizer.step()
         clear()
-    return [predictions(model), {name: parameter.grad is None for name, parameter in model.named_parameters()}]
+    return [
+        predictions(model),
+        {name: parameter.grad is None for name, parameter in model.named_parameters()},
+    ]
 
 
 @use
@@ -124,7 +131,9 @@ def dense_gradients(new: Models) -> Any:
 def gradients_of_rows(new: Models) -> Any:
     """`torch.autograd.grad(loss, model.parameters())`"""
     model = new()
-    gradients = torch.autograd.grad(loss_of(model, 1), list(model.parameters()), allow_unused=True)
+    gradients = torch.autograd.grad(
+        loss_of(model, 1), list(model.parameters()), allow_unused=True
+    )
     return [gradients[-1], predictions(model)]
 
 
@@ -152,9 +161,13 @@ def two_losses(new: Models) -> Any:
 
 @use
 def second_derivative(new: Models) -> Any:
-    """A gradient penalty: `torch.autograd.grad(..., create_graph=True)` of the dense part"""
+    """A gradient penalty: `torch.autograd.grad(..., create_graph=True)` of the dense
+    part
+    """
     model = new()
-    (gradient,) = torch.autograd.grad(loss_of(model, 1), [model.module.over.weight], create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        loss_of(model, 1), [model.module.over.weight], create_graph=True
+    )
     gradient.square().sum().backward()
     return [model.module.over.weight.grad, predictions(model)]
 
@@ -252,7 +265,12 @@ def evaluation_between_steps(new: Models) -> Any:
     return [seen, model.training, model.module.sparse.training]
 
 
-@use(differs="in evaluation mode, a backward pass changes no row of a RecStore table, and warns: call `train()`")
+@use(
+    differs=(
+        "in evaluation mode, a backward pass changes no row of a RecStore table, and"
+        " warns: call `train()`"
+    )
+)
 def backward_in_evaluation(new: Models) -> Any:
     """A backward pass in evaluation mode"""
     model = new()
@@ -278,7 +296,12 @@ def frozen_model(new: Models) -> Any:
     return predictions(model)
 
 
-@use(differs="a RecStore table whose parameter requires no gradient when it is sharded is frozen, and not trained")
+@use(
+    differs=(
+        "a RecStore table whose parameter requires no gradient when it is sharded is"
+        " frozen, and not trained"
+    )
+)
 def frozen_before_sharding(new: Models) -> Any:
     """`requires_grad_(False)` of the tables before sharding"""
     model = new(prepare=lambda whole: whole.sparse.requires_grad_(False))
@@ -298,14 +321,21 @@ def frozen_dense_part(new: Models) -> Any:
 
 @use
 def names_of_parameters(new: Models) -> Any:
-    """The names, dtypes, devices and `requires_grad` and columns of `named_parameters()`"""
+    """The names, dtypes, devices and `requires_grad` and columns of
+    `named_parameters()`
+    """
     return {
         name: [str(p.dtype), str(p.device), p.requires_grad, p.dim(), p.shape[-1]]
         for name, p in new().named_parameters()
     }
 
 
-@use(differs="a parameter of a RecStore table has no rows, because training makes them: call `table_stats`")
+@use(
+    differs=(
+        "a parameter of a RecStore table has no rows, because training makes them: call"
+        " `table_stats`"
+    )
+)
 def number_of_weights(new: Models) -> Any:
     """`sum(p.numel() for p in model.parameters())`"""
     return sum(parameter.numel() for parameter in new().parameters())
@@ -313,7 +343,9 @@ def number_of_weights(new: Models) -> Any:
 
 @use
 def read_row(new: Models) -> Any:
-    """A row read from a parameter: `model.module.sparse.embedding_bags["user"].weight[3]`"""
+    """A row read from a parameter:
+    `model.module.sparse.embedding_bags["user"].weight[3]`
+    """
     return new().module.sparse.embedding_bags["user"].weight[3]
 
 
@@ -324,7 +356,10 @@ def histogram_of_weights(new: Models) -> Any:
     for name, parameter in model.named_parameters():
         writer.add_histogram(name, parameter, 0)
     writer.close()
-    return sorted(each.suffix for each in new.folder.iterdir() if "tfevents" in each.name) != []
+    return (
+        sorted(each.suffix for each in new.folder.iterdir() if "tfevents" in each.name)
+        != []
+    )
 
 
 @use
@@ -364,7 +399,11 @@ def penalty_of_weights(new: Models) -> Any:
 def buffers_and_modules(new: Models) -> Any:
     """`named_buffers()` and the types of `modules()` beside the tables"""
     model = new()
-    kinds = Counter(type(module).__name__ for module in model.modules() if "Collection" not in type(module).__name__)
+    kinds = Counter(
+        type(module).__name__
+        for module in model.modules()
+        if "Collection" not in type(module).__name__
+    )
     return [sorted(name for name, _ in model.named_buffers()), kinds]
 
 
@@ -372,7 +411,13 @@ def buffers_and_modules(new: Models) -> Any:
 def initialized_layers(new: Models) -> Any:
     """`model.apply(...)` that initializes the linear layers"""
     model = new()
-    model.apply(lambda module: nn.init.constant_(module.weight, 0.5) if isinstance(module, nn.Linear) else None)
+    model.apply(
+        lambda module: (
+            nn.init.constant_(module.weight, 0.5)
+            if isinstance(module, nn.Linear)
+            else None
+        )
+    )
     return predictions(model)
 
 
@@ -391,8 +436,12 @@ def hooks_of_modules(new: Models) -> Any:
     model, seen = new(), []
     model.register_forward_pre_hook(lambda module, args: seen.append("before"))
     model.register_forward_hook(lambda module, args, out: seen.append("after"))
-    model.module.sparse.register_forward_hook(lambda module, args, out: seen.append("tables"))
-    model.module.over.register_full_backward_hook(lambda module, into, out: seen.append("backward"))
+    model.module.sparse.register_forward_hook(
+        lambda module, args, out: seen.append("tables")
+    )
+    model.module.over.register_full_backward_hook(
+        lambda module, into, out: seen.append("backward")
+    )
     train(model, steps=1)
     return [seen, predictions(model)]
 
@@ -413,8 +462,13 @@ def doubled_precision(new: Models) -> Any:
     model = new()
     model.module.over.double()
     pooled = model.module.sparse(batch(1))
-    model.module.over(torch.cat([pooled[k] for k in ("u", "i", "j")], 1).double()).sum().backward()
-    return [str(model.module.over.weight.grad.dtype), model.module.over.float()(torch.ones(1, 3 * models.DIM))]
+    model.module.over(
+        torch.cat([pooled[k] for k in ("u", "i", "j")], 1).double()
+    ).sum().backward()
+    return [
+        str(model.module.over.weight.grad.dtype),
+        model.module.over.float()(torch.ones(1, 3 * models.DIM)),
+    ]
 
 
 @use
@@ -425,7 +479,13 @@ def half_precision(new: Models) -> Any:
         model = getattr(new(), cast)()
         rows = model.module.sparse(batch(1)).values()
         state = model.state_dict()
-        found.append([str(rows.dtype), str(state[weight_key("user")].dtype), str(state["over.weight"].dtype)])
+        found.append(
+            [
+                str(rows.dtype),
+                str(state[weight_key("user")].dtype),
+                str(state["over.weight"].dtype),
+            ]
+        )
     return found
 
 
