@@ -172,7 +172,14 @@ def _python(block: Block, text: str, names: dict[str, Any]) -> str:
 
 
 def _comments(text: str) -> str:
-    return "".join(f"{said}\n" for said in re.findall(r"print\(.*\)  # (.*)", text))
+    """Returns what the block says that it prints, behind a call of print or below it."""
+    one_line = r"print\(.*\)(?:  |\n *)# (?P<short>.*)"
+    argument = r"(?P=indent) .*\n"
+    several_lines = (
+        rf"^(?P<indent> *)print\(\n(?:{argument})+(?P=indent)\)\n *# (?P<long>.*)"
+    )
+    calls = re.finditer(f"{one_line}|{several_lines}", text, re.MULTILINE)
+    return "".join(f"{call['short'] or call['long']}\n" for call in calls)
 
 
 def matches(printed: str, said: str) -> bool:

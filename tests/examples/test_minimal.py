@@ -43,7 +43,8 @@ def test_it_generates_rows_without_a_file() -> None:
 
 def test_it_is_one_short_file() -> None:
     source = (ROOT / "examples" / PROGRAM).read_text()
-    assert len(source.splitlines()) < 120
+    # A longer one would not be read before the first run.
+    assert len(source.splitlines()) < 200
     modules = set(re.findall(r"^(?:from|import) (\w+)", source, flags=re.MULTILINE))
     assert modules <= {
         "sys",

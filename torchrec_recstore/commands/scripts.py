@@ -6,6 +6,7 @@ Tests: tests/commands/test_bench.py, tests/commands/test_train.py.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import runpy
 import subprocess
@@ -150,13 +151,7 @@ def bench(
     # the scripts import each other by their plain names
     sys.path.insert(0, str(folder))
     scripts = importlib.import_module("scripts")
-    first_lines = {
-        name: (folder / f"{name}.py").read_text().partition("\n")[0]
-        for name in scripts.SCRIPTS
-    }
-    known = {
-        name: line.strip('"').replace("``", "") for name, line in first_lines.items()
-    }
+    known = {name: _summary(folder / f"{name}.py") for name in scripts.SCRIPTS}
     if list_ and as_json:
         print_json(known)
         return
@@ -214,3 +209,10 @@ def print_figures(rows: list[dict[str, Any]], quick: bool) -> None:
         f" {first['commit']}; medians"
     )
     print_line(where + (". Quick sizes: do not quote these results." if quick else "."))
+
+
+def _summary(script: Path) -> str:
+    """Returns the first paragraph of a script's docstring, in one line."""
+    docstring = ast.get_docstring(ast.parse(script.read_text())) or ""
+    first_paragraph = docstring.partition("\n\n")[0]
+    return " ".join(first_paragraph.replace("``", "").split())
