@@ -5,7 +5,7 @@
 #     docker run --rm torchrec-recstore make test
 #     docker run --rm torchrec-recstore recstore --help
 #
-# tests/package/test_dockerfile.py runs these steps in a clean directory, without an engine.
+# tests/project/package/test_dockerfile.py runs these steps in a clean directory, without an engine.
 FROM python:3.11-slim-bookworm
 
 RUN apt-get update && apt-get install -y --no-install-recommends g++ make redis-server && rm -rf /var/lib/apt/lists/*

@@ -130,16 +130,16 @@ test-arm: $(ARM_TESTS:%=run-%)  ## the C++ tests for aarch64: needs g++-aarch64-
 
 # A quarter of an hour, and 2 GB of packages outside the repository at the first time.
 test-arm-python: $(VENV)/.wheel-requirements  ## the wheel for aarch64 in an emulated Python: needs g++-aarch64-linux-gnu of Debian 12
-	$(BIN)/python -m tests.arm.run $(ARGS)
+	$(BIN)/python -m tests.project.arm.run $(ARGS)
 
 test-mutations: build $(VENV)/.dev-requirements $(CPP_TESTS)  ## one mistake at a time in a copy of the code; a test of make test must fail for each
-	$(BIN)/python -m tests.mutations.run $(ARGS)
+	$(BIN)/python -m tests.project.mutations.run $(ARGS)
 
 parity: build $(VENV)/.dev-requirements  ## compare every sharding, pooling, batch and row type, and what users do with models, with TorchRec; writes docs/parity.md
 	$(BIN)/python -W ignore -m tests.parity.report
 
 matrix: build $(VENV)/.dev-requirements  ## run the tests with each supported TorchRec; writes the README's table of versions
-	$(BIN)/python -m tests.matrix.run $(ARGS)
+	$(BIN)/python -m tests.project.matrix.run $(ARGS)
 
 lint: build $(VENV)/.dev-requirements  ## ruff and mypy --strict
 	$(BIN)/ruff check .
@@ -190,13 +190,13 @@ wheels: build $(VENV)/.wheel-requirements  ## build wheels and sdists for an ind
 	@$(MAKE) --no-print-directory try-wheels
 
 try-wheels:  ## try the wheels in dist/ in a clean environment, with $$PYTHON or python3
-	tests/package/install.sh $(foreach name,recstore recstore_service recstore_serving,$(wildcard dist/torchrec_$(name)-*$(shell uname -m).whl))
+	tests/project/package/install.sh $(foreach name,recstore recstore_service recstore_serving,$(wildcard dist/torchrec_$(name)-*$(shell uname -m).whl))
 
 package: $(VENV)/.dev-requirements  ## build wheels and sdists in dist/, and try each in a clean environment
 	rm -rf dist
 	for d in . service serving; do $(BIN)/python -m build --outdir dist $$d || exit 1; done
-	tests/package/install.sh dist/*.whl
-	tests/package/install.sh dist/*.tar.gz
+	tests/project/package/install.sh dist/*.whl
+	tests/project/package/install.sh dist/*.tar.gz
 
 clean:  ## remove builds and the virtual environment
 	rm -rf $(VENV) build dist *.egg-info */build */*.egg-info torchrec_recstore/*.so service/*/*.so serving/*/*.so

@@ -15,7 +15,7 @@ version = release = torchrec_recstore.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
-nb_execution_mode = "off"  # tests/docs/test_notebook.py runs the notebook
+nb_execution_mode = "off"  # tests/project/docs/test_notebook.py runs the notebook
 html_theme = "furo"
 html_title = f"RecStore for TorchRec {release}"
 html_show_sourcelink = False

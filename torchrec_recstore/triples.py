@@ -2,7 +2,7 @@
 with.
 
 The list is kept here only. ``recstore doctor``, the warning of an untested TorchRec and
-``make matrix`` read it; ``tests/package/test_triples.py`` compares setup.cfg,
+``make matrix`` read it; ``tests/project/package/test_triples.py`` compares setup.cfg,
 requirements/ and the README with it. None of the packages is imported here, so that the
 list can be read where they are not installed.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint has the format that docs/checkpoint.md describes. tests/docs runs the
+"""A checkpoint has the format that docs/checkpoint.md describes. tests/project/docs runs the
 code of that page.
 """
 

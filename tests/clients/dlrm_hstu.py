@@ -44,7 +44,7 @@ def main() -> None:
     from generative_recommenders.modules.dlrm_hstu import DlrmHSTU
     from torchrec.distributed.planner import Topology
 
-    from tests.docs.pages import blocks
+    from tests.project.docs.pages import blocks
 
     dist.init_process_group("gloo")
     rank, device = dist.get_rank(), torch.device("cpu")

@@ -27,8 +27,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.docs.pages import ROOT, blocks
+from tests.packages import ROOT
 from tests.processes import ForkedCommand
+from tests.project.docs.pages import blocks
 from tests.redis_server import free_port
 
 SOURCE = os.environ.get("TORCHEASYREC_SOURCE")

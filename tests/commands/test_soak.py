@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.pages import ROOT
+from tests.packages import ROOT
 from tests.redis_server import needs_redis
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

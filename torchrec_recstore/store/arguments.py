@@ -1,7 +1,7 @@
 """Checks of the arguments that users pass to a table or a client, and operations on
 sets of ids.
 
-Tests: tests/store/test_table.py, tests/test_errors_document.py.
+Tests: tests/store/test_table.py, tests/project/test_errors_document.py.
 """
 
 from __future__ import annotations
