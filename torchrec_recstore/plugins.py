@@ -27,18 +27,11 @@ _COMMANDS = {
     "servers": "service",
 }
 _PLUGINS = {
-    **dict.fromkeys(
-        (
-            "client",
-            "connected_to",
-            "looks",
-            "redis_store",
-            "rocksdb_store",
-            "server_store",
-            "service",
-        ),
-        "service",
-    ),
+    "client": "service",
+    "connected_to": "service",
+    "looks": "service",
+    "server_store": "service",
+    "service": "service",
     "serving": "serving",
 }
 

@@ -19,7 +19,7 @@ from common.command import DataError
 from online.clicks import CLICK, Clicks
 from online.settings import Settings
 
-from torchrec_recstore_service.wire.addresses import Backoff
+from torchrec_recstore.network import Backoff
 
 T = TypeVar("T")
 WAIT_S = 0.5

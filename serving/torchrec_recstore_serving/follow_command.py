@@ -16,7 +16,7 @@ import typer
 
 from torchrec_recstore.commands.output import errors_in_one_line
 from torchrec_recstore.commands.scripts import missing_in_one_line
-from torchrec_recstore_service.access_flags import (
+from torchrec_recstore_service.commands.access_flags import (
     ClientCa,
     Listen,
     MaxCalls,

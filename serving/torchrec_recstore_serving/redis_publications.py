@@ -17,8 +17,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from torchrec_recstore.checkpoint.files import whole_file
+from torchrec_recstore.network import Backoff, is_loopback
 from torchrec_recstore.options import RedisStore
-from torchrec_recstore_service.wire.addresses import Backoff, is_loopback
 from torchrec_recstore_serving.publications import (
     FULL,
     Kind,

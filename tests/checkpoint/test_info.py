@@ -25,8 +25,8 @@ from torchrec_recstore.checkpoint.info import METADATA, VERSION, read_chain, rea
 from torchrec_recstore.checkpoint.reader import held_rows, load_rows
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.store import Table
-from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.data_directory import DataDirectory
+from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
 Document = dict[str, Any]

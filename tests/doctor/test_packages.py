@@ -398,7 +398,7 @@ def test_extras() -> None:
 
 def test_extras_of_the_real_packages() -> None:
     """Those of the other distributions are checked through them, so that a missing
-    grpcio or redis is seen.
+    grpcio is seen.
     """
     config = {
         package.replace("_", "-"): configparser.ConfigParser() for package in PROJECTS
@@ -427,12 +427,7 @@ def test_extras_of_the_real_packages() -> None:
         for some in wanted.values()
         for bound in some.values()
     )
-    assert wanted["redis"].keys() >= {
-        "torchrec-recstore-service",
-        "redis",
-        "hiredis",
-        "grpcio",
-    }
+    assert wanted["redis"].keys() == {"redis", "hiredis"}
     assert wanted["service"].keys() >= {
         "grpcio",
         "grpcio-health-checking",
@@ -446,7 +441,7 @@ def test_extras_of_the_real_packages() -> None:
         "grpcio",
     }
     assert "torch" not in wanted["service"]  # the core needs it anyway
-    assert wanted["rocksdb"].keys() >= {"torchrec-recstore-service", "rocksdict"}
+    assert wanted["rocksdb"].keys() == {"rocksdict"}
 
 
 @pytest.mark.parametrize(

@@ -24,17 +24,16 @@ from torchrec_recstore.options import (
     ServerStore,
     TableOptions,
 )
-from torchrec_recstore.store import Table
+from torchrec_recstore.store import Table, redis_store
 from torchrec_recstore.store.conformance import check_cold_store
 from torchrec_recstore_service import RecStoreClient
-from torchrec_recstore_service.client import redis_store
-from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.limits import Limits
+from torchrec_recstore_service.commands.server_process import ServerOptions, serve
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.credentials import watched_token
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.listening import ListenOptions
-from torchrec_recstore_service.server.serve import ServerOptions, serve
+from torchrec_recstore_service.tables.hosted import HostedTables
+from torchrec_recstore_service.tables.limits import Limits
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
 THREE = torch.arange(3)

@@ -276,7 +276,7 @@ def no_extension(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def no_rocksdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delitem(
-        sys.modules, "torchrec_recstore_service.client.rocksdb_store", raising=False
+        sys.modules, "torchrec_recstore.store.rocksdb_store", raising=False
     )
     monkeypatch.setitem(sys.modules, "rocksdict", None)
     plugins.plugin.cache_clear()

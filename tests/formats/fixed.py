@@ -65,11 +65,11 @@ from torchrec_recstore.options import (
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.store import Table
-from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.data_directory import DataDirectory, Membership
 from torchrec_recstore_service.server.save_names import SaveName
+from torchrec_recstore_service.tables.hosted import HostedTables
+from torchrec_recstore_service.tables.limits import Limits
 from torchrec_recstore_service.wire.table_spec import TableSpec
 from torchrec_recstore_serving.row_formats import DTYPES
 

@@ -28,11 +28,11 @@ from torchrec_recstore.inference import (
 )
 from torchrec_recstore.options import RocksDBStore
 from torchrec_recstore.store import Table
-from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.native import CallCounts
 from torchrec_recstore_service.server.server import ParameterServer
+from torchrec_recstore_service.tables.hosted import HostedTables
+from torchrec_recstore_service.tables.limits import Limits
 from torchrec_recstore_serving.row_formats import DTYPES
 
 from . import fixed

@@ -33,10 +33,10 @@ from torchrec_recstore.checkpoint.info import METADATA, read_chain
 from torchrec_recstore.checkpoint.reader import load_rows
 from torchrec_recstore.inference import DeltaPublisher, Follower, read_delta
 from torchrec_recstore.store import Table
-from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.native import CallCounts
 from torchrec_recstore_service.server.server import ParameterServer
+from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_serving import verification
 
 _NO_CHECKSUM = "0" * 32

@@ -19,8 +19,8 @@ import xxhash
 from tests.outside.names import VICTIM
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.data_directory import MANIFEST
+from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
 MARKER = b"precious-8f1c"

@@ -26,8 +26,6 @@ from tests.service.in_process import Methods, called
 from tests.serving.test_publish import wait_for
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import LRU, TableOptions
-from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.server.calls import CallThreads, RequestMemory
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.handlers import Handlers
@@ -35,6 +33,8 @@ from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions
 from torchrec_recstore_service.server.native import CallCounts
 from torchrec_recstore_service.server.pair import PairOptions, Role
 from torchrec_recstore_service.server.server import ParameterServer
+from torchrec_recstore_service.tables.hosted import HostedTables
+from torchrec_recstore_service.tables.limits import Limits
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.recstore_pb2_grpc import (
     add_ParameterServerServicer_to_server,

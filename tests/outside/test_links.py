@@ -22,9 +22,9 @@ from torchrec_recstore.options import SSDStore, TableOptions
 from torchrec_recstore.run_directories import RunDirectory, run_directories
 from torchrec_recstore.store.cold_store import ColdStoreError
 from torchrec_recstore.store.ssd_store import SSDColdStore
-from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.save_names import SaveId
+from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.table_spec import TableSpec
 

@@ -22,9 +22,9 @@ from torchrec_recstore import (
 )
 from torchrec_recstore.checkpoint import compact_checkpoint
 from torchrec_recstore.checkpoint.info import read_info
-from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.hosted_checkpoints import saved_specs
 from torchrec_recstore_service.server.set_resharding import joined, owned_by
+from torchrec_recstore_service.tables.hosted import HostedTables
+from torchrec_recstore_service.tables.hosted_checkpoints import saved_specs
 
 SERVERS = 3
 

@@ -28,8 +28,6 @@ from tests.service.in_process import Methods, called
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore_service import RecStoreClient
-from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.server import received, reservations
 from torchrec_recstore_service.server.calls import CallThreads, RequestMemory
 from torchrec_recstore_service.server.data_directory import DataDirectory
@@ -37,6 +35,8 @@ from torchrec_recstore_service.server.handlers import Handlers
 from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions
 from torchrec_recstore_service.server.native import CallCounts
 from torchrec_recstore_service.server.server import ParameterServer
+from torchrec_recstore_service.tables.hosted import HostedTables
+from torchrec_recstore_service.tables.limits import Limits
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import VERSION, VERSION_KEY
 from torchrec_recstore_service.wire.recstore_pb2_grpc import (

@@ -13,8 +13,8 @@ import torch
 
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.data_directory import DataDirectory
+from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.table_spec import TableSpec
 

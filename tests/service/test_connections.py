@@ -16,9 +16,9 @@ import torch
 from tests.certificates import make_certificates, needs_openssl
 from tests.recstore_server import Proxy, RecStoreServer
 from tests.redis_server import free_port
-from tests.service.test_limits import METADATA, SERVICE, numbers, resident_mb
+from tests.service.tables.test_limits import METADATA, SERVICE, numbers, resident_mb
 from torchrec_recstore_service import RecStoreClient, ServiceError
-from torchrec_recstore_service.client.connection import Access, channel_of
+from torchrec_recstore_service.wire.access import Access, channel_of
 
 
 def _channel(server: RecStoreServer, stack: ExitStack) -> grpc.Channel:

@@ -24,8 +24,8 @@ from tests.secrets import write_secret
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore_service import RecStoreClient, ServerRestartedError, ServiceError
+from torchrec_recstore_service.commands.server_process import ServerOptions, serve
 from torchrec_recstore_service.server.listening import ListenOptions
-from torchrec_recstore_service.server.serve import ServerOptions, serve
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.agreement import label_of, run_label, run_of
 from torchrec_recstore_service.wire.protocol import VERSION, VERSION_KEY

@@ -22,7 +22,7 @@ from tests.recstore_server import RecStoreServer
 from tests.redis_server import free_port
 from tests.secrets import write_secret
 from tests.service.flood import FLOODS
-from tests.service.test_limits import numbers, resident_mb
+from tests.service.tables.test_limits import numbers, resident_mb
 from torchrec_recstore_service import RecStoreClient
 from torchrec_recstore_service.server.metrics_endpoint import MOST_CLIENTS
 

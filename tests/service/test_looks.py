@@ -22,7 +22,7 @@ from torchrec_recstore import (
     top_rows,
 )
 from torchrec_recstore.cli import app
-from torchrec_recstore_service.client.looks import look
+from torchrec_recstore_service.server.looks import look
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 
 

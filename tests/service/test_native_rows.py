@@ -25,7 +25,7 @@ from tests.certificates import make_certificates, needs_openssl
 from tests.recstore_server import Proxy, RecStoreServer
 from tests.redis_server import free_port
 from tests.secrets import write_secret
-from tests.service.test_limits import METADATA, SERVICE, numbers
+from tests.service.tables.test_limits import METADATA, SERVICE, numbers
 from tests.service.test_several_tables import TABLES
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import LRU, TableOptions

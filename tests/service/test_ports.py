@@ -20,15 +20,16 @@ from tests.recstore_server import Proxy, RecStoreServer, ServerPair
 from tests.redis_server import free_port, needs_redis
 from tests.secrets import write_secret
 from tests.service.container import Container, reason_against_namespaces
-from tests.service.test_limits import METADATA, SERVICE, numbers
+from tests.service.tables.test_limits import METADATA, SERVICE, numbers
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore_service import RecStoreClient, ServerSetError
 from torchrec_recstore_service.client.connection import Side
-from torchrec_recstore_service.client.row_port import RowPort, rows_addresses
+from torchrec_recstore_service.client.row_port import RowPort
 from torchrec_recstore_service.server.listening import ListenOptions
 from torchrec_recstore_service.server.native import Native
 from torchrec_recstore_service.server.pair import Role
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.addresses import rows_addresses
 
 TOKEN = "correct-horse-battery"
 IDS = torch.arange(-100, 100)

@@ -365,7 +365,7 @@ def test_a_failed_update_is_raised_by_the_next_step(
         raise MemoryError("no room")
 
     monkeypatch.setattr(
-        "torchrec_recstore_service.client.hosted.HostedTables.update_each", fail
+        "torchrec_recstore_service.tables.hosted.HostedTables.update_each", fail
     )
     step([kernel], given[0])
     with pytest.raises(MemoryError, match="no room"):

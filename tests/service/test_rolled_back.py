@@ -26,12 +26,12 @@ from torchrec_recstore_service import (
     ServerSetError,
 )
 from torchrec_recstore_service.client.connection import Connection
-from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.data_directory import DataDirectory, Membership
 from torchrec_recstore_service.server.pair import Pair
 from torchrec_recstore_service.server.save_names import SaveName
 from torchrec_recstore_service.server.set_calls import SetCalls
+from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.agreement import to_resume
 

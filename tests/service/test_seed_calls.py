@@ -22,8 +22,8 @@ from torchrec_recstore import RecStoreClient, RecStoreWarning
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import ConstantInit, TableOptions
 from torchrec_recstore_service import get_kv_client
-from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.initial_rows import InitFunc
+from torchrec_recstore_service.tables.hosted import HostedTables
+from torchrec_recstore_service.tables.initial_rows import InitFunc
 from torchrec_recstore_service.wire.row_requests import InitialRows
 
 DIM = 4
@@ -580,8 +580,8 @@ _ENDS = """
 import torch
 from torchrec_recstore_service import RecStoreClient
 from torchrec_recstore_service import get_kv_client
-from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.initial_rows import InitFunc
+from torchrec_recstore_service.tables.hosted import HostedTables
+from torchrec_recstore_service.tables.initial_rows import InitFunc
 client = RecStoreClient()
 client.init_data("t", (10, 4))
 made = []

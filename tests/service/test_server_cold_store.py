@@ -37,10 +37,11 @@ from torchrec_recstore.optim import Adagrad, Adam, RowWiseAdagrad
 from torchrec_recstore.options import LRU, Expiry, MinFrequency
 from torchrec_recstore.store import ColdStoreError, open_cold_store
 from torchrec_recstore.store.conformance import check_cold_store
-from torchrec_recstore_service.client.connection import Access, Connection
-from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.limits import Limits
+from torchrec_recstore_service.client.connection import Connection
 from torchrec_recstore_service.client.server_set import ServerSet
+from torchrec_recstore_service.tables.hosted import HostedTables
+from torchrec_recstore_service.tables.limits import Limits
+from torchrec_recstore_service.wire.access import Access
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
 MAX_ROWS = 24

@@ -18,7 +18,6 @@ import torch
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server import received, reservations
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.data_directory import DataDirectory
@@ -26,6 +25,7 @@ from torchrec_recstore_service.server.native import CallRefusedError
 from torchrec_recstore_service.server.pair import Pair
 from torchrec_recstore_service.server.save_names import SaveId
 from torchrec_recstore_service.server.set_calls import SetCalls
+from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.table_spec import TableSpec
 

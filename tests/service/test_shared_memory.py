@@ -400,11 +400,11 @@ def _in_process(
     """Runs a server in this process, with segments of another size, and yields its
     address.
     """
-    from torchrec_recstore_service.client.hosted import HostedTables
     from torchrec_recstore_service.server.data_directory import DataDirectory
     from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions
     from torchrec_recstore_service.server.native import CallCounts
     from torchrec_recstore_service.server.server import ParameterServer
+    from torchrec_recstore_service.tables.hosted import HostedTables
     from torchrec_recstore_service.wire.recstore_pb2_grpc import (
         add_ParameterServerServicer_to_server,
     )

@@ -30,10 +30,10 @@ from torchrec_recstore import (
 )
 from torchrec_recstore.checkpoint.save import is_saving
 from torchrec_recstore.inference import DeltaPublisher, Follower
+from torchrec_recstore_service.commands.scheduled_saves import Schedule
+from torchrec_recstore_service.commands.server_process import ServerOptions, _serve
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.listening import ListenOptions
-from torchrec_recstore_service.server.scheduled_saves import Schedule
-from torchrec_recstore_service.server.serve import ServerOptions, _serve
 from torchrec_recstore_serving.batching import Batcher
 from torchrec_recstore_serving.requests import JaggedArgument, request_of
 

@@ -21,9 +21,13 @@ from tests.redis_server import (
     wait_for_cluster,
 )
 from torchrec_recstore.options import RedisStore
-from torchrec_recstore.store import ColdStore, ColdStoreError, open_cold_store
+from torchrec_recstore.store import (
+    ColdStore,
+    ColdStoreError,
+    open_cold_store,
+    redis_store,
+)
 from torchrec_recstore.store.conformance import check_cold_store
-from torchrec_recstore_service.client import redis_store
 
 ROW_BYTES = 140
 IDS = torch.arange(-1500, 1500) * 7919

@@ -16,8 +16,12 @@ from torch import Tensor
 
 from tests.store.disk_rows import ROW_BYTES, assert_has, random_rows
 from torchrec_recstore.options import RocksDBStore
-from torchrec_recstore.store import ColdStore, ColdStoreError, open_cold_store
-from torchrec_recstore_service.client import rocksdb_store
+from torchrec_recstore.store import (
+    ColdStore,
+    ColdStoreError,
+    open_cold_store,
+    rocksdb_store,
+)
 
 
 def _open(path: Path, name: str = "table/0", row_bytes: int = ROW_BYTES) -> ColdStore:

@@ -44,31 +44,42 @@ def open_cold_store(options: object, *, name: str, row_bytes: int) -> ColdStore:
     )
 
 
-def _open(
+def _open_with(
     packages: str,
-    find: Callable[[], Any],
+    backend: Callable[[], Any],
     options: object,
     *,
     name: str,
     row_bytes: int,
 ) -> ColdStore:
+    """Opens a cold store whose class needs packages that may be missing."""
     try:
-        opened: ColdStore = find()(options, name=name, row_bytes=row_bytes)
+        cold_store: ColdStore = backend()(options, name=name, row_bytes=row_bytes)
     except ModuleNotFoundError as error:
         raise ImportError(
             f"{options!r} needs a package that is missing: pip install {packages}"
             f" ({error})"
         ) from error
-    return opened
+    return cold_store
+
+
+def _rocksdb() -> Any:
+    from torchrec_recstore.store.rocksdb_store import RocksDBColdStore
+
+    return RocksDBColdStore
+
+
+def _redis() -> Any:
+    from torchrec_recstore.store.redis_store import RedisColdStore
+
+    return RedisColdStore
+
+
+def _server() -> Any:
+    return plugin("server_store")
 
 
 open_cold_store.register(SSDStore, SSDColdStore)
-open_cold_store.register(
-    RocksDBStore, partial(_open, "rocksdict", partial(plugin, "rocksdb_store"))
-)
-open_cold_store.register(
-    RedisStore, partial(_open, "redis hiredis", partial(plugin, "redis_store"))
-)
-open_cold_store.register(
-    ServerStore, partial(_open, "grpcio protobuf", partial(plugin, "server_store"))
-)
+open_cold_store.register(RocksDBStore, partial(_open_with, "rocksdict", _rocksdb))
+open_cold_store.register(RedisStore, partial(_open_with, "redis hiredis", _redis))
+open_cold_store.register(ServerStore, partial(_open_with, "grpcio protobuf", _server))

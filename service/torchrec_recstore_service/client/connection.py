@@ -10,16 +10,14 @@ import os
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 import torch
 from torch import Tensor
 
-from torchrec_recstore.network import check_token
+from torchrec_recstore.network import Backoff
 from torchrec_recstore.utils import leave_to_parent
 from torchrec_recstore_service.client.client_epoch import ClientEpoch, Runs, writes_lost
 from torchrec_recstore_service.client.row_port import RowPort
@@ -32,12 +30,10 @@ from torchrec_recstore_service.client.shared_memory import (
 from torchrec_recstore_service.client.streams import Streams
 from torchrec_recstore_service.client.tcp_rows import TcpConnection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
-from torchrec_recstore_service.wire.addresses import Backoff
+from torchrec_recstore_service.wire.access import Access, channel_of, tls_context
 from torchrec_recstore_service.wire.agreement import run_label
 from torchrec_recstore_service.wire.protocol import (
     ERROR_KEY,
-    FRAME_BYTES,
-    MESSAGE_BYTES,
     NO_INITIAL_ROW,
     REMOTE_ERRORS,
     SERVER_RESUMED,
@@ -63,63 +59,7 @@ _BY_MEMORY, _BY_TCP = 8, 64
 # other one
 _HANGS_S = 8.0
 _PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-_OPTIONS = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.http2.max_frame_size", FRAME_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-]
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class Access:
-    """The credentials, certificates and timeout with which servers are called.
-
-    Args:
-        token: The token that the servers require. Default: None, for servers without a
-            token.
-        tls_ca: The path of a PEM file with the certificates of the authority that
-            signed the servers' certificates. Connections are then encrypted. Default:
-            None, which means no encryption.
-        tls_cert: The path of a PEM file with the client's certificate, if the servers
-            require one. Default: None.
-        tls_key: The path of a PEM file with the key of the client's certificate.
-            Default: None.
-        timeout_s: The longest time in seconds that a call may take, with all of its
-            repetitions. Default: 30.
-        shared_memory: Whether rows travel by shared memory to servers on the same host
-            that run as the same user. Default: True.
-
-    Raises:
-        ValueError: A field has an invalid value. The message names the field.
-    """
-
-    token: str | None = field(default=None, repr=False)
-    tls_ca: str | Path | None = None
-    tls_cert: str | Path | None = None
-    tls_key: str | Path | None = None
-    timeout_s: float = 30.0
-    shared_memory: bool = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(
-            self.timeout_s, int | float
-        ) or not 0 < self.timeout_s < float("inf"):
-            raise ValueError(
-                "timeout_s must be a positive number of seconds, got"
-                f" {self.timeout_s!r}"
-            )
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key must be set together")
-        if self.tls_cert is not None and self.tls_ca is None:
-            raise ValueError("tls_cert needs tls_ca")
-        check_token(self.token)
 
 
 class Connection:
@@ -148,7 +88,7 @@ class Connection:
         self.address = address
         self._access = access
         self._epoch = epoch or ClientEpoch(lambda table: Runs("", {}))
-        context = None if access.tls_ca is None else _tls(access)
+        context = None if access.tls_ca is None else tls_context(access)
         self._sides = [Side(each, access, context) for each in address.split("/")]
         self._side = self._sides[0]  # the server that has answered last
         self._process = os.getpid()
@@ -604,31 +544,3 @@ class Side:
 def _kind(error: grpc.RpcError) -> str:
     kind: str = dict(error.trailing_metadata() or ()).get(ERROR_KEY, "")
     return kind
-
-
-def channel_of(address: str, access: Access) -> Any:
-    """Returns a channel of gRPC to a server.
-
-    Raises OSError if a file of ``access`` cannot be read.
-    """
-    # Without a scheme, gRPC takes the host of "unix:80" for one, and connects to the
-    # socket "80" in the working directory. Servers name addresses to each other, so an
-    # address is a host and a port only.
-    target = f"dns:///{address}"
-    if access.tls_ca is None:
-        return grpc.insecure_channel(target, _OPTIONS)
-
-    def content(file: str | Path | None) -> bytes | None:
-        return None if file is None else Path(file).read_bytes()
-
-    credentials = grpc.ssl_channel_credentials(
-        content(access.tls_ca), content(access.tls_key), content(access.tls_cert)
-    )
-    return grpc.secure_channel(target, credentials, _OPTIONS)
-
-
-def _tls(access: Access) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=access.tls_ca)
-    if access.tls_cert is not None and access.tls_key is not None:
-        context.load_cert_chain(access.tls_cert, access.tls_key)
-    return context

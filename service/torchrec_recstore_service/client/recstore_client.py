@@ -34,13 +34,13 @@ from torchrec_recstore_service.client.call_arguments import (
     checked_shape,
     split_by_range,
 )
-from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.initial_rows import InitFunc, RowByRow, WholeTable
 from torchrec_recstore_service.client.remote_kernels import (
     ClientTable,
     RemotePooledKernel,
     RemoteSequenceKernel,
 )
+from torchrec_recstore_service.tables.hosted import HostedTables
+from torchrec_recstore_service.tables.initial_rows import InitFunc, RowByRow, WholeTable
 from torchrec_recstore_service.wire.protocol import NoInitialRow
 from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 from torchrec_recstore_service.wire.table_spec import TableSpec
@@ -1002,7 +1002,7 @@ def _here(*for_servers: object) -> HostedTables:
 
 
 def _on_servers(servers: Sequence[str], access: dict[str, Any]) -> ServerSet:
-    from torchrec_recstore_service.client.connection import Access
     from torchrec_recstore_service.client.server_set import ServerSet
+    from torchrec_recstore_service.wire.access import Access
 
     return ServerSet(servers, Access(**access))

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import grpc
 
-from torchrec_recstore.network import host_of
 from torchrec_recstore_service.client.tcp_rows import RefusedError, TcpConnection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.addresses import rows_addresses
 
 _ATTACH_S = 5.0
 _OPEN_PORT = (
@@ -24,30 +24,6 @@ _OPEN_PORT = (
 _UPGRADE = "install the release of the client on the server as well"
 
 _log = logging.getLogger(__name__)
-
-
-def rows_addresses(address: str, offer: pb.AttachReply) -> list[str]:
-    """Returns the addresses at which a server may take calls on rows, ``host:port``,
-    best first.
-
-    A server behind a mapping of ports advertises an address. Clients on its own network
-    may reach only the port that the server listens on.
-
-    Args:
-        address: The address by which the client reaches the server, ``host:port``.
-        offer: The server's answer to ``Attach``.
-    """
-    if not offer.rows_port:
-        return []
-    host = host_of(address)
-    addresses = [f"{host}:{offer.rows_port}"]
-    if offer.rows_address:
-        advertised = offer.rows_address
-        if ":" not in advertised:
-            advertised = f"{host}:{advertised}"
-        if advertised not in addresses:
-            addresses.insert(0, advertised)
-    return addresses
 
 
 class RowPort:

@@ -17,8 +17,9 @@ from torchrec_recstore.store.cold_store import (
     in_parts,
     new_run,
 )
-from torchrec_recstore_service.client.connection import Access, Connection
+from torchrec_recstore_service.client.connection import Connection
 from torchrec_recstore_service.client.server_set import ServerSet
+from torchrec_recstore_service.wire.access import Access
 from torchrec_recstore_service.wire.agreement import label_of, run_label, run_of
 from torchrec_recstore_service.wire.protocol import ServiceError
 from torchrec_recstore_service.wire.table_spec import TableSpec

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.network import checked_addresses, host_of
+from torchrec_recstore.network import checked_addresses, host_of, is_loopback
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import TableStats
 from torchrec_recstore.store.table_state import combined
 from torchrec_recstore_service.client.client_epoch import ClientEpoch, Runs
-from torchrec_recstore_service.client.connection import Access, Connection
+from torchrec_recstore_service.client.connection import Connection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire import row_ops
-from torchrec_recstore_service.wire.addresses import is_loopback
+from torchrec_recstore_service.wire.access import Access
 from torchrec_recstore_service.wire.agreement import (
     SLOTS,
     Begin,

@@ -1,7 +1,7 @@
 """The handlers of gRPC calls, which parse requests in the call's own thread and note
 when it waits for a client.
 
-Tests: tests/service/test_limits.py.
+Tests: tests/service/tables/test_limits.py.
 """
 
 from __future__ import annotations

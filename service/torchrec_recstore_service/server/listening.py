@@ -1,7 +1,7 @@
 """Addresses on which servers listen, and who may call the servers: TLS, tokens, health
 checks.
 
-Tests: tests/service/test_access.py and test_limits.py.
+Tests: tests/service/test_access.py and tests/service/tables/test_limits.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from torchrec_recstore.network import host_of
+from torchrec_recstore.network import host_of, is_loopback
 from torchrec_recstore_service.server.calls import CallThreads, RequestMemory
 from torchrec_recstore_service.server.credentials import (
     Certificates,
@@ -30,7 +30,6 @@ from torchrec_recstore_service.server.credentials import (
     watched_token,
 )
 from torchrec_recstore_service.server.handlers import Handlers
-from torchrec_recstore_service.wire.addresses import is_loopback
 from torchrec_recstore_service.wire.protocol import (
     FRAME_BYTES,
     MESSAGE_BYTES,

@@ -1,6 +1,6 @@
 """The metrics of a server, for Prometheus.
 
-Tests: tests/service/test_limits.py.
+Tests: tests/service/tables/test_limits.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import fields
 from typing import Any
 
 from torchrec_recstore.store import TableStats
-from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.metrics_endpoint import MetricsEndpoint
 from torchrec_recstore_service.server.native import CallCounts
+from torchrec_recstore_service.tables.hosted import HostedTables
 
 # kSeconds in counts.h
 _SECONDS = (

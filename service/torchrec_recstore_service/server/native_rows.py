@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.row_types import value_dtype
-from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.hosted_table import Hosted
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.listening import (
     GRACE_S,
@@ -38,6 +36,8 @@ from torchrec_recstore_service.server.native import (
     RunGate,
 )
 from torchrec_recstore_service.server.row_calls import RowCalls
+from torchrec_recstore_service.tables.hosted import HostedTables
+from torchrec_recstore_service.tables.hosted_table import Hosted
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.protocol import PART_BYTES, Status, array_of

@@ -32,8 +32,6 @@ from torch import Tensor
 
 from torchrec_recstore.checkpoint.files import write_synced
 from torchrec_recstore.network import host_of
-from torchrec_recstore_service.client.connection import Access, channel_of
-from torchrec_recstore_service.client.row_port import rows_addresses
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.lease import TTL_S, Lease, Record
 from torchrec_recstore_service.server.listening import (
@@ -44,6 +42,8 @@ from torchrec_recstore_service.server.listening import (
 from torchrec_recstore_service.server.native import CallRefusedError, Native, native
 from torchrec_recstore_service.server.save_names import SaveId
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.access import Access, channel_of
+from torchrec_recstore_service.wire.addresses import rows_addresses
 from torchrec_recstore_service.wire.protocol import (
     NOT_PRIMARY,
     REPLICA_KEY,

@@ -15,8 +15,8 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from torchrec_recstore.row_types import value_dtype
-from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.native import CallCounts
+from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.messages import content, fields, new_message

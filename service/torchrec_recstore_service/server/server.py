@@ -15,12 +15,11 @@ from typing import Any, NoReturn
 
 import grpc
 
-from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.looks import look
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.handlers import of_bytes
 from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions
+from torchrec_recstore_service.server.looks import look
 from torchrec_recstore_service.server.native import (
     CallCounts,
     CallRefusedError,
@@ -30,6 +29,7 @@ from torchrec_recstore_service.server.native_rows import NativeRows
 from torchrec_recstore_service.server.pair import Pair, PairOptions
 from torchrec_recstore_service.server.row_calls import RowCalls
 from torchrec_recstore_service.server.set_calls import SetCalls
+from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import (
     ERROR_KEY,

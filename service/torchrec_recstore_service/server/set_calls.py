@@ -21,7 +21,6 @@ from torch import Tensor
 
 from torchrec_recstore.checkpoint.files import make_directory, naming
 from torchrec_recstore.ownership import open_own, refuse_links_below, remove
-from torchrec_recstore_service.client.hosted import HostedTables, Loaded
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.data_directory import (
     MANIFEST,
@@ -36,6 +35,7 @@ from torchrec_recstore_service.server.received import ReceivedFiles
 from torchrec_recstore_service.server.reservations import Reservations
 from torchrec_recstore_service.server.save_names import SavedFileName, SaveId, SaveName
 from torchrec_recstore_service.server.set_resharding import joined, owned_by, sent_info
+from torchrec_recstore_service.tables.hosted import HostedTables, Loaded
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.agreement import first_run, same_runs
 from torchrec_recstore_service.wire.protocol import (

@@ -17,7 +17,7 @@ from torchrec_recstore.checkpoint.files import CheckpointError
 from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_info
 from torchrec_recstore.store import TableState
 from torchrec_recstore.store.parts import Owned
-from torchrec_recstore_service.client.hosted_checkpoints import saved_specs
+from torchrec_recstore_service.tables.hosted_checkpoints import saved_specs
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
 

@@ -1,7 +1,7 @@
 """Definitions that client and server share in addition to recstore.proto: errors,
 headers, and tensors as bytes.
 
-Tests: tests/service/test_limits.py.
+Tests: tests/service/tables/test_limits.py.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ SERVICE = [
         "with self._turnstile:",
         "if True:",
         [
-            "tests/service/test_read_write_lock.py::test_neither_readers_nor_writers_starve"
+            "tests/service/tables/test_read_write_lock.py::test_neither_readers_nor_writers_starve"
         ],
         "Readers that follow each other keep a writer from a table of a server for"
         " ever.",
@@ -185,7 +185,9 @@ SERVICE = [
         "service/torchrec_recstore_service/client/hosted_table.py",
         "wanted = among(known, missing)",
         "wanted = ~among(known, missing)",
-        ["tests/service/test_hosted.py::test_initial_rows_are_for_ids_without_a_row"],
+        [
+            "tests/service/tables/test_hosted.py::test_initial_rows_are_for_ids_without_a_row"
+        ],
         "Initial rows replace the trained rows of other clients.",
     ),
     Mutation(

@@ -29,11 +29,11 @@ from torchrec_recstore.options import (
     Scored,
     TableOptions,
 )
-from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.limits import Limits
+from torchrec_recstore_service.tables.hosted import HostedTables
+from torchrec_recstore_service.tables.limits import Limits
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
-from ..checkpoint import models
+from ...checkpoint import models
 
 DIM = models.DIM
 
@@ -442,7 +442,7 @@ def test_updates_while_a_checkpoint_is_read(
             )
 
     monkeypatch.setattr(
-        "torchrec_recstore_service.client.hosted_checkpoints.load_rows", loads
+        "torchrec_recstore_service.tables.hosted_checkpoints.load_rows", loads
     )
     tables.load(tmp_path / "saved")
     assert seen == [[5.0]]

@@ -17,7 +17,7 @@ import typer
 
 from torchrec_recstore.commands.output import errors_in_one_line
 from torchrec_recstore.commands.scripts import missing_in_one_line
-from torchrec_recstore_service.access_flags import (
+from torchrec_recstore_service.commands.access_flags import (
     LIMITS,
     ClientCa,
     Listen,
@@ -268,11 +268,11 @@ def serve(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with errors_in_one_line(), missing_in_one_line():
         from torchrec_recstore.option_flags import options_of_flags
-        from torchrec_recstore_service.client.limits import limits_of
+        from torchrec_recstore_service.commands.scheduled_saves import Schedule
+        from torchrec_recstore_service.commands.server_process import ServerOptions
+        from torchrec_recstore_service.commands.server_process import serve as run
         from torchrec_recstore_service.server.pair import PairOptions
-        from torchrec_recstore_service.server.scheduled_saves import Schedule
-        from torchrec_recstore_service.server.serve import ServerOptions
-        from torchrec_recstore_service.server.serve import serve as run
+        from torchrec_recstore_service.tables.limits import limits_of
 
         listening = listen_options(
             *(listen, tls_cert, tls_key, client_ca, token_file, metrics),

@@ -211,8 +211,8 @@ def connected_to(
     seconds.
     """
     with errors_in_one_line(), missing_in_one_line():
-        from torchrec_recstore_service.client.connection import Access
         from torchrec_recstore_service.client.server_set import ServerSet
+        from torchrec_recstore_service.wire.access import Access
 
         token = None if token_file is None else token_file.read_text().strip()
         connected = ServerSet(

@@ -6,7 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from torchrec_recstore_service.client.read_write_lock import ReadWriteLock
+from torchrec_recstore_service.tables.read_write_lock import ReadWriteLock
 
 DEADLINE_S = 60
 

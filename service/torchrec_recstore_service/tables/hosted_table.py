@@ -1,6 +1,6 @@
 """A table of this process, and reads and updates of several tables by one native call.
 
-Tests: tests/service/test_hosted.py.
+Tests: tests/service/tables/test_hosted.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.arguments import among
-from torchrec_recstore_service.client.read_write_lock import ReadWriteLock
+from torchrec_recstore_service.tables.read_write_lock import ReadWriteLock
 from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.protocol import NoInitialRow
 from torchrec_recstore_service.wire.row_requests import InitialRows, RowRead, RowUpdate

@@ -15,6 +15,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from torch import Tensor
 
+from torchrec_recstore.network import Backoff
 from torchrec_recstore.options import RedisStore
 from torchrec_recstore.store.arguments import check_ids, check_rows
 from torchrec_recstore.store.cold_store import (
@@ -29,7 +30,6 @@ from torchrec_recstore.store.cold_store import (
     new_run,
     split,
 )
-from torchrec_recstore_service.wire.addresses import Backoff
 
 CLUSTER_GROUPS = 128
 _COMMAND_KEYS = 1024

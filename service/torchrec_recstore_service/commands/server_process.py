@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.limits import Limits
+from torchrec_recstore_service.commands.scheduled_saves import Schedule, ScheduledSaves
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.listening import (
     GrpcServer,
@@ -25,8 +24,9 @@ from torchrec_recstore_service.server.listening import (
 from torchrec_recstore_service.server.metrics import Metrics
 from torchrec_recstore_service.server.native import CallCounts
 from torchrec_recstore_service.server.pair import PairOptions
-from torchrec_recstore_service.server.scheduled_saves import Schedule, ScheduledSaves
 from torchrec_recstore_service.server.server import ParameterServer
+from torchrec_recstore_service.tables.hosted import HostedTables
+from torchrec_recstore_service.tables.limits import Limits
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import WRITE_BYTES
 from torchrec_recstore_service.wire.recstore_pb2_grpc import (

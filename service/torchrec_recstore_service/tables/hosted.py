@@ -24,20 +24,20 @@ from torchrec_recstore.row_types import value_dtype, values
 from torchrec_recstore.store import Table, TableStats
 from torchrec_recstore.store.parts import Owned
 from torchrec_recstore.store.table import exchange_all
-from torchrec_recstore_service.client.hosted_checkpoints import (
+from torchrec_recstore_service.tables.hosted_checkpoints import (
     check_loadable,
     loaded_tables,
     sources,
     write_tables,
 )
-from torchrec_recstore_service.client.hosted_table import (
+from torchrec_recstore_service.tables.hosted_table import (
     Hosted,
     check_initial_rows,
     read_rows,
     update_rows,
     without_row,
 )
-from torchrec_recstore_service.client.limits import Limits, held_options
+from torchrec_recstore_service.tables.limits import Limits, held_options
 from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.row_requests import InitialRows, RowRead, RowUpdate
 from torchrec_recstore_service.wire.table_spec import TableSpec

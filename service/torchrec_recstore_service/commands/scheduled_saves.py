@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 from torchrec_recstore.network import checked_addresses, host_of
-from torchrec_recstore_service.client.connection import Access
 from torchrec_recstore_service.client.server_set import ServerSet
 from torchrec_recstore_service.server.credentials import watched_token
 from torchrec_recstore_service.server.listening import ListenOptions
+from torchrec_recstore_service.wire.access import Access
 from torchrec_recstore_service.wire.agreement import complete_saves
 
 _PREFIX = "scheduled-"

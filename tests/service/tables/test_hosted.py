@@ -30,8 +30,8 @@ from torchrec_recstore.options import (
 )
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import Table
-from torchrec_recstore_service.client.hosted import HostedTables
-from torchrec_recstore_service.client.limits import Limits, held_options
+from torchrec_recstore_service.tables.hosted import HostedTables
+from torchrec_recstore_service.tables.limits import Limits, held_options
 from torchrec_recstore_service.wire.protocol import NoInitialRow
 from torchrec_recstore_service.wire.table_spec import TableSpec
 

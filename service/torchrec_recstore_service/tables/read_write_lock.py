@@ -1,6 +1,6 @@
 """A lock that readers share.
 
-Tests: tests/service/test_read_write_lock.py.
+Tests: tests/service/tables/test_read_write_lock.py.
 """
 
 from __future__ import annotations

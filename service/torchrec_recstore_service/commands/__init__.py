@@ -1,0 +1,1 @@
+"""The commands ``recstore serve`` and ``recstore servers``, and the process of a server."""
