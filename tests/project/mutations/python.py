@@ -172,7 +172,7 @@ SERVICE = [
         "A write whose last parts are missing is applied in part.",
     ),
     Mutation(
-        "service/torchrec_recstore_service/client/read_write_lock.py",
+        "service/torchrec_recstore_service/tables/read_write_lock.py",
         "with self._turnstile:",
         "if True:",
         [
@@ -182,7 +182,7 @@ SERVICE = [
         " ever.",
     ),
     Mutation(
-        "service/torchrec_recstore_service/client/hosted_table.py",
+        "service/torchrec_recstore_service/tables/hosted_table.py",
         "wanted = among(known, missing)",
         "wanted = ~among(known, missing)",
         [
