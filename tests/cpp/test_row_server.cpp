@@ -262,7 +262,7 @@ struct Served {
     gate.set_run("run");
     calls.add({"t", 7, 7, kDim, 4, 0.1});
     port = server.listen("127.0.0.1", 0);
-    server.listen_memory(kSegment);
+    server.listen_memory(kSegment, 1 << 16);
     for (int i = 0; i < 2; ++i) python.emplace_back([this] { answer(); });
   }
   ~Served() {
@@ -288,7 +288,7 @@ struct Served {
   RunGate gate;
   Counts counts;
   Replica replica;
-  RowCalls calls{kApi, applied, gate, replica, counts, 1 << 24};
+  RowCalls calls{kApi, applied, gate, replica, counts, 1 << 24, 1 << 17};
   RequestMemory memory;
   RowServer server;
   std::vector<std::thread> python;

@@ -77,7 +77,7 @@ struct Served {
     gate.set_run("set/1/token/" + run);
     calls.add({"t", member, member, kDim, 4, 0.1});
     port = server.listen("127.0.0.1", at);
-    server.listen_memory(kSegment);
+    server.listen_memory(kSegment, 1 << 16);
     python = std::thread([this] { answer(); });
   }
   ~Served() {
@@ -109,7 +109,7 @@ struct Served {
   RunGate gate;
   Replica replica;
   Counts counts;
-  RowCalls calls{kApi, applied, gate, replica, counts, 1 << 24};
+  RowCalls calls{kApi, applied, gate, replica, counts, 1 << 24, 1 << 17};
   RequestMemory memory{1 << 26};
   RowServer server;
   std::thread python;

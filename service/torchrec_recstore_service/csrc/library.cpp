@@ -166,10 +166,10 @@ RECSTORE_EXPORT void recstore_counts_each(Counts* counts, void (*visit)(const ch
 
 // api: what the op row_api of the core returns. Returns null if the core has another version of it.
 RECSTORE_EXPORT RowCalls* recstore_calls_new(int64_t api, Applied* applied, RunGate* gate, Replica* replica, Counts* counts,
-                                            uint64_t most_write_bytes) {
+                                            uint64_t most_write_bytes, uint64_t most_write_ids) {
   const auto* functions = reinterpret_cast<const recstore::RowApi*>(api);
   if (functions->version != recstore::kRowApiVersion) return nullptr;
-  return new RowCalls(*functions, *applied, *gate, *replica, *counts, most_write_bytes);
+  return new RowCalls(*functions, *applied, *gate, *replica, *counts, most_write_bytes, most_write_ids);
 }
 RECSTORE_EXPORT void recstore_calls_delete(RowCalls* calls) { delete calls; }
 RECSTORE_EXPORT void recstore_calls_add(RowCalls* calls, const char* name, int64_t table, int64_t group, int64_t dim, int64_t value_bytes,
@@ -177,6 +177,10 @@ RECSTORE_EXPORT void recstore_calls_add(RowCalls* calls, const char* name, int64
   calls->add({name, table, group, dim, value_bytes, learning_rate});
 }
 RECSTORE_EXPORT void recstore_calls_remove(RowCalls* calls, const char* name) { calls->remove(name); }
+
+// The rules for slow clients, which Python reads.
+RECSTORE_EXPORT double recstore_patience_s() { return kPatienceS; }
+RECSTORE_EXPORT double recstore_bytes_per_s() { return kBytesPerS; }
 
 RECSTORE_EXPORT RowServer* recstore_server_new(RowCalls* calls, Counts* counts, RequestMemory* memory, int threads, int64_t most_connections,
                                                uint64_t most_write_bytes, NativeStatus* status) {
@@ -186,8 +190,8 @@ RECSTORE_EXPORT void recstore_server_delete(RowServer* server) { delete server; 
 RECSTORE_EXPORT int recstore_server_listen(RowServer* server, const char* host, int port, NativeStatus* status) {
   return guarded(status, [&] { return server->listen(host, port); });
 }
-RECSTORE_EXPORT void recstore_server_listen_memory(RowServer* server, uint64_t segment_bytes, NativeStatus* status) {
-  guarded(status, [&] { server->listen_memory(segment_bytes); });
+RECSTORE_EXPORT void recstore_server_listen_memory(RowServer* server, uint64_t segment_bytes, uint64_t packet_bytes, NativeStatus* status) {
+  guarded(status, [&] { server->listen_memory(segment_bytes, packet_bytes); });
 }
 // Returns the name of this start of the server, which lives as long as the server.
 RECSTORE_EXPORT const char* recstore_server_name(RowServer* server) { return server->name().c_str(); }

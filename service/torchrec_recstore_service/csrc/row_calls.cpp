@@ -11,7 +11,6 @@ namespace recstore_service {
 namespace {
 
 constexpr int64_t kPartIds = int64_t{1} << 16;
-constexpr uint64_t kBytesAWrittenId = 128;  // see BYTES_A_WRITTEN_ID in protocol.py
 constexpr size_t kMostNameBytes = 1000;      // of tables in an error, about
 constexpr const char* kInvalid = "recstore invalid argument: ";
 constexpr const char* kNoMemory = "recstore out of memory: ";
@@ -156,7 +155,7 @@ bool RowCalls::write(const RowRequest& request, const std::string& message, bool
   const auto n = static_cast<int64_t>(request.sizes[0] / 8);
   const bool several = !request.tables.empty();
   if (request.kind != Kind::kUpdate && (several || (request.kind != Kind::kPush && request.kind != Kind::kDelete))) return false;
-  if (request.bytes() > most_write_bytes_ || request.sizes[0] / 8 > most_write_bytes_ / kBytesAWrittenId) return false;
+  if (request.bytes() > most_write_bytes_ || request.sizes[0] / 8 > most_write_ids_) return false;
   if (static_cast<uint64_t>(n) != request.ids || request.sizes[2] != 0 || request.sizes[3] != 0) return false;
   std::vector<recstore::RowsOfTable> rows;
   std::set<std::string> names;

@@ -66,8 +66,11 @@ class Pull {
 // Python, which has the functions and the errors for it.
 class RowCalls {
  public:
-  RowCalls(const recstore::RowApi& api, Applied& applied, RunGate& gate, Replica& replica, Counts& counts, uint64_t most_write_bytes)
-      : api_(api), applied_(applied), gate_(gate), replica_(replica), counts_(counts), most_write_bytes_(most_write_bytes) {}
+  // most_write_bytes and most_write_ids: the limits of a write, beyond which Python answers it.
+  RowCalls(const recstore::RowApi& api, Applied& applied, RunGate& gate, Replica& replica, Counts& counts, uint64_t most_write_bytes,
+           uint64_t most_write_ids)
+      : api_(api), applied_(applied), gate_(gate), replica_(replica), counts_(counts), most_write_bytes_(most_write_bytes),
+        most_write_ids_(most_write_ids) {}
 
   // Whether a request only reads its rows once and at once, so that another process may change them meanwhile.
   bool reads_once(const RowRequest& request) const { return request.kind == Kind::kUpdate && replica_.role() == Replica::Role::kSingle; }
@@ -100,6 +103,7 @@ class RowCalls {
   Replica& replica_;
   Counts& counts_;
   const uint64_t most_write_bytes_;
+  const uint64_t most_write_ids_;
   std::mutex mutex_;
   std::unordered_map<std::string, TableRef> tables_;
 };

@@ -35,14 +35,11 @@ constexpr uint32_t kMostMessageBytes = uint32_t{1} << 20;
 constexpr uint64_t kMostPullBytes = uint64_t{8} << 22;
 constexpr size_t kChunk = size_t{1} << 16;      // bytes that are read at once before the size of a request is known
 constexpr size_t kAlignment = 64;
-constexpr size_t kPacketBytes = size_t{1} << 16;             // MESSAGE_BYTES in segment.py
 constexpr int64_t kTcpPart = int64_t{1} << 19, kMemoryPart = int64_t{1} << 21;  // bytes of rows that are read at once
 constexpr int64_t kMostByMemory = 64;                        // connections
 constexpr const char* kCallNames[] = {"Write", "Pull", "Describe", "Attach"};  // of a Call, in the metrics
 constexpr int64_t kListener = 0, kMemoryListener = -2;
 constexpr double kHelloS = 10, kMemoryS = 10, kDiscardS = 2;
-constexpr double kPatienceS = 0.25;        // PATIENCE_S in calls.py
-constexpr double kRate = 1 << 20;          // RATE in calls.py
 constexpr int kMostAccepted = 64;          // connections that a thread takes before it looks for other work
 constexpr int kMostDiscarded = 16;         // chunks, likewise
 constexpr auto kWatchPause = std::chrono::milliseconds(25);
@@ -130,7 +127,7 @@ struct Connection {
     state = next;
   }
   // The time in seconds by which the client is late, as Call.late_s in calls.py.
-  double late_s() const { return now() - since.load() - static_cast<double>(moved.load()) / kRate; }
+  double late_s() const { return now() - since.load() - static_cast<double>(moved.load()) / kBytesPerS; }
   // Whether the client has done its part, and the server has not come to it.
   bool is_ready(short events) const {
     pollfd ready{fd, events, 0};
@@ -201,7 +198,7 @@ RowServer::~RowServer() {
   ::close(wake_);
 }
 
-void RowServer::listen_memory(size_t segment_bytes) {
+void RowServer::listen_memory(size_t segment_bytes, size_t packet_bytes) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   const std::string name = "recstore-" + random_text();
@@ -215,6 +212,7 @@ void RowServer::listen_memory(size_t segment_bytes) {
     throw std::runtime_error(why);
   }
   segment_bytes_ = segment_bytes;
+  packet_bytes_ = packet_bytes;
   memory_name_ = name;
   memory_listener_ = fd;
   {
@@ -585,12 +583,13 @@ RowServer::Step RowServer::hello_memory(Connection& c) {
 
 // Reads a request of a connection by shared memory.
 RowServer::Step RowServer::packet(Connection& c) {
-  thread_local std::array<char, kPacketBytes + 1> bytes;
+  thread_local std::vector<char> bytes;
+  bytes.resize(packet_bytes_ + 1);
   const ssize_t n = recv(c.fd, bytes.data(), bytes.size(), 0);
   if (n < 0 && (errno == EAGAIN || errno == EINTR)) return Step::kWaitRead;
   if (n <= 0) return Step::kEnd;
-  if (n > static_cast<ssize_t>(kPacketBytes)) {
-    return refuse(c, {kInvalidArgument, "a message may have at most " + std::to_string(kPacketBytes) + " bytes", "ValueError"}, false);
+  if (n > static_cast<ssize_t>(packet_bytes_)) {
+    return refuse(c, {kInvalidArgument, "a message may have at most " + std::to_string(packet_bytes_) + " bytes", "ValueError"}, false);
   }
   c.message.assign(bytes.data(), static_cast<size_t>(n));
   return Step::kAgain;

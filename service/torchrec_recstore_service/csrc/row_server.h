@@ -57,6 +57,10 @@ struct PythonCall {
 
 struct Connection;
 
+// The rules for slow clients of a full server, which also hold for the calls by gRPC: see calls.py.
+constexpr double kPatienceS = 0.25;     // the time for which a full server waits for a client before it ends the call
+constexpr double kBytesPerS = 1 << 20;  // the bytes that a call must at least transfer in a second, in the long run
+
 // Takes the calls on rows of clients, each of which has a TCP connection for one call at a time. The first bytes of a
 // connection are "RECSTORE", the version of the protocol for rows (uint32), the sizes of the token and of the name of the
 // server that the connection is for (uint32), the token, and the name, or no name for a connection to any server. The
@@ -79,8 +83,9 @@ class RowServer {
 
   // Listens on an address, and returns the port. token: empty, or what clients must send. Throws std::runtime_error.
   int listen(const std::string& host, int port);
-  // Takes connections by shared memory, of so many bytes each. Throws std::runtime_error if the system has none.
-  void listen_memory(size_t segment_bytes);
+  // Takes connections by shared memory, of segment_bytes each, whose messages have at most packet_bytes. Throws
+  // std::runtime_error if the system has none.
+  void listen_memory(size_t segment_bytes, size_t packet_bytes);
   // The name of the socket for it, and what a client has to send first; empty if there is none.
   std::pair<std::string, std::string> memory_offer();
   // The name of this start of the server, which is random.
@@ -148,7 +153,7 @@ class RowServer {
   const int64_t most_connections_;
   const uint64_t most_write_bytes_;
   int epoll_ = -1, wake_ = -1, listener_ = -1, memory_listener_ = -1;
-  size_t segment_bytes_ = 0;
+  size_t segment_bytes_ = 0, packet_bytes_ = 0;
   std::string memory_name_;
   std::mutex settings_;
   std::string token_, secret_, memory_secret_;

@@ -13,12 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torchrec_recstore_service.server.native import Native
+from torchrec_recstore_service.server.native import Native, native
 
-PATIENCE_S = 0.25
+PATIENCE_S: float = native["patience_s"]()
 """The time for which a full server waits for a client before it ends the client's call.
+
+The native library has the same rules for the calls on rows, and so the constants.
 """
-RATE = 1 << 20
+BYTES_PER_S: float = native["bytes_per_s"]()
 """The number of bytes per second that a call must at least transfer, in the long run,
 if the server is full.
 """
@@ -50,7 +52,7 @@ class Call:
         """Notes that the thread does not wait any more, and how many bytes have been
         transferred.
         """
-        self._late_s = max(0.0, self.late_s - moved / RATE)
+        self._late_s = max(0.0, self.late_s - moved / BYTES_PER_S)
         self._since = None
 
     @property

@@ -40,8 +40,17 @@ from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.tables.hosted_table import Hosted
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire import row_ops
-from torchrec_recstore_service.wire.protocol import PART_BYTES, Status, array_of
-from torchrec_recstore_service.wire.segment import SEGMENT_BYTES, is_available
+from torchrec_recstore_service.wire.protocol import (
+    BYTES_A_WRITTEN_ID,
+    PART_BYTES,
+    Status,
+    array_of,
+)
+from torchrec_recstore_service.wire.segment import (
+    MESSAGE_BYTES,
+    SEGMENT_BYTES,
+    is_available,
+)
 from torchrec_recstore_service.wire.table_rows import aligned
 
 _PYTHON_CALLS = 8  # threads for the calls that Python answers
@@ -85,8 +94,16 @@ class NativeRows:
         self._counts = counts
         self._max_write_bytes = max_write_bytes
         self._kept = (applied, gate, pair)  # as long as the library uses them
-        handles = (applied.handle, gate.handle, pair.handle, counts.handle)
-        self._calls = Native("calls", row_ops.row_api(), *handles, max_write_bytes)
+        self._calls = Native(
+            "calls",
+            row_ops.row_api(),
+            applied.handle,
+            gate.handle,
+            pair.handle,
+            counts.handle,
+            max_write_bytes,
+            max_write_bytes // BYTES_A_WRITTEN_ID,
+        )
         if self._calls.handle is None:
             raise ImportError(
                 "torchrec_recstore and torchrec_recstore_service do not fit together:"
@@ -122,18 +139,26 @@ class NativeRows:
         Raises:
             OSError: The address cannot be listened on.
         """
-        numbers = (options.max_calls, options.max_connections, self._max_write_bytes)
         status = NativeStatus()
         self._memory = listening.memory
-        handles = (self._calls.handle, self._counts.handle, self._memory.handle)
-        server = self._server = Native("server", *handles, *numbers, byref(status))
+        server = Native(
+            "server",
+            self._calls.handle,
+            self._counts.handle,
+            self._memory.handle,
+            options.max_calls,
+            options.max_connections,
+            self._max_write_bytes,
+            byref(status),
+        )
+        self._server = server
         status.check()
         self._listening = listening
         self.name = server.invoke("name").decode()
         self.advertised = options.advertise_rows or ""
         self._set_token()
         if is_available():
-            server.checked("listen_memory", SEGMENT_BYTES)
+            server.checked("listen_memory", SEGMENT_BYTES, MESSAGE_BYTES)
         if listening.certificates is None or self._set_certificates(options):
             host = host_and_port(options.listen)[0]
             try:
