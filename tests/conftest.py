@@ -35,7 +35,7 @@ def _client_of_the_process() -> Iterator[None]:
     """
     yield
     # without an import of it
-    module = sys.modules.get("torchrec_recstore_service.client.recstore_client")
+    module = sys.modules.get("torchrec_recstore_service.recstore_compat")
     if module is not None:
         module.RecStoreClient().close()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
-    from torchrec_recstore_service.client import RecStoreClient, get_kv_client
+    from torchrec_recstore_service.recstore_compat import RecStoreClient, get_kv_client
     from torchrec_recstore_service.wire.protocol import (
         NoInitialRow,
         ServerRestartedError,
@@ -44,11 +44,11 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "NoInitialRow": "wire.protocol",
-        "RecStoreClient": "client",
+        "RecStoreClient": "recstore_compat",
         "ServerRestartedError": "wire.protocol",
         "ServerSetError": "wire.protocol",
         "ServiceError": "wire.protocol",
-        "get_kv_client": "client",
+        "get_kv_client": "recstore_compat",
     },
     public=__all__,
 )

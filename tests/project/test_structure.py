@@ -22,7 +22,9 @@ LAYERS = {
         | kernels table_parameter quantization table_configs torchrec_seams
         | modules sharders | planner checkpoint | doctor | commands cli inference"""
     ),
-    "torchrec_recstore_service": ("wire | tables | client server | commands"),
+    "torchrec_recstore_service": (
+        "wire | tables | client server | recstore_compat | commands"
+    ),
 }
 LAYER_OF = {
     f"{package}.{room}": number

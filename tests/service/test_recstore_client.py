@@ -25,7 +25,7 @@ from torchrec_recstore.options import (
     UniformInit,
 )
 from torchrec_recstore.store import Table
-from torchrec_recstore_service.client.recstore_client import _THREADS
+from torchrec_recstore_service.client.plain_client import _THREADS
 from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.wire.row_requests import InitialRows
 

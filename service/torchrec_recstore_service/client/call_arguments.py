@@ -6,8 +6,8 @@ Tests: tests/service/test_recstore_client.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -63,62 +63,41 @@ def checked_shape(name: str, shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def checked_init_func(
-    name: str,
-    part_policy: object,
-    init_func: object,
-    row_func: object,
-    options: TableOptions,
-) -> tuple[object, Any]:
-    """Checks the functions that make initial rows, and returns ``part_policy`` and
-    ``init_func``.
-
-    ``init_data`` once had them in the opposite order: a function is never a
-    ``part_policy``.
+def check_makers(
+    name: str, init_func: object, row_func: object, options: TableOptions
+) -> None:
+    """Checks the functions that make initial rows.
 
     Raises:
-        TypeError, ValueError: A function is not one, both arguments are functions, or
-            two functions, or a function and an initializer, define the initial rows.
+        TypeError, ValueError: A function is not one. Or two functions, or a function
+            and an initializer, define the initial rows.
     """
-    if callable(part_policy):
-        if callable(init_func):
-            raise TypeError(
-                f"table {name!r}: part_policy and init_func are both functions: pass"
-                " init_func by its name only"
-            )
-        part_policy, init_func = init_func, part_policy
     makers = {"init_func": init_func, "row_func": row_func}
+    sources = []
     for argument, function in makers.items():
-        if function is not None and not callable(function):
+        if function is None:
+            continue
+        if not callable(function):
             raise TypeError(
                 f"table {name!r}: {argument} must be callable, got"
                 f" {type(function).__name__}"
             )
-    given = [argument for argument, function in makers.items() if function is not None]
-    given += ["options.initializer"] if options.initializer is not None else []
-    if len(given) > 1:
+        sources.append(argument)
+    if options.initializer is not None:
+        sources.append("options.initializer")
+    if len(sources) > 1:
         raise ValueError(
-            f"table {name!r}: {' and '.join(given[:2])} both define initial rows: give"
-            " only one"
+            f"table {name!r}: {' and '.join(sources[:2])} both define initial rows:"
+            " give only one"
         )
-    return part_policy, init_func
 
 
-def checked_offset(
-    name: str, base_offset: object, rows: int, is_gdata: object
-) -> range:
+def checked_offset(name: str, base_offset: object, row_count: int) -> range:
     """Checks the first id of a table and returns the range of its ids.
 
     Raises:
-        TypeError, ValueError: ``base_offset`` is not an int, or an id of the range does
-            not fit 64 bits. Or ``is_gdata``, which is before it in the order of the
-            arguments, is not a bool.
+        TypeError, ValueError: ``base_offset`` is not an int, or does not fit 64 bits.
     """
-    if not isinstance(is_gdata, bool):
-        raise TypeError(
-            f"table {name!r}: is_gdata must be a bool, got {type(is_gdata).__name__}:"
-            " pass base_offset by its name"
-        )
     if isinstance(base_offset, bool) or not isinstance(base_offset, int):
         raise TypeError(
             f"table {name!r}: base_offset must be an int, got"
@@ -128,7 +107,7 @@ def checked_offset(
         raise ValueError(
             f"table {name!r}: base_offset must fit 64 bits, got {base_offset}"
         )
-    return range(base_offset, base_offset + rows)
+    return range(base_offset, base_offset + row_count)
 
 
 def checked_ids(name: str, ids: object) -> Tensor:
@@ -156,57 +135,10 @@ def checked_rows(
         TypeError, ValueError: ``rows`` is not an (N, dim) tensor of real numbers.
     """
     dtypes = sorted((torch.float32, value_dtype(spec.dtype)), key=str)
-    if (
-        isinstance(rows, Tensor)
-        and not rows.is_meta
-        and (rows.is_floating_point() or rows.dtype in _INTEGERS)
-    ):
-        rows = rows.to("cpu", rows.dtype if rows.dtype in dtypes else torch.float32)
+    if isinstance(rows, Tensor) and not rows.is_meta:
+        is_real = rows.is_floating_point() or rows.dtype in _INTEGERS
+        if is_real:
+            dtype = rows.dtype if rows.dtype in dtypes else torch.float32
+            rows = rows.to("cpu", dtype)
     check_rows(rows, argument, (len(ids), spec.dim), dtypes, f"table {name!r}: ")
     return cast(Tensor, rows).detach().contiguous()
-
-
-def split_by_range(
-    ids: object, tables: Mapping[str, tuple[range, int]]
-) -> list[tuple[str, Tensor, Tensor]]:
-    """Splits the ids of a read without a table's name.
-
-    Args:
-        ids: (N,) of integers. The ids of all tables.
-        tables: The range of ids and the dim of each table, by name.
-
-    Returns:
-        For each table with ids, the name, the ids, and their positions in ``ids``.
-
-    Raises:
-        TypeError, ValueError: ``ids`` are not (N,) integers. Or an id belongs to no
-            table, to two tables or to a table of another dim than the other ids.
-    """
-    if not tables:
-        raise ValueError(
-            "prefetch(ids) without the name of a table needs a table of init_data"
-        )
-    fix = "name the table, prefetch(name, ids), or give each table its own base_offset"
-    ids = checked_ids(next(iter(tables)), ids)
-    taken = torch.zeros(len(ids), dtype=torch.bool)
-    parts = []
-    for name, (some, _) in tables.items():
-        mine = (ids >= some.start) & (ids <= min(some.stop, 2**63) - 1)
-        if bool((mine & taken).any()):
-            raise ValueError(
-                f"id {int(ids[mine & taken][0])} is in the ids of table {name!r} and of"
-                f" another one: {fix}"
-            )
-        taken |= mine
-        places = mine.nonzero()[:, 0]
-        parts.append((name, ids[places], places))
-    if not bool(taken.all()):
-        raise ValueError(f"id {int(ids[~taken][0])} is in the ids of no table: {fix}")
-    found = [part for part in parts if len(part[1])] or parts[:1]
-    if len({tables[name][1] for name, *_ in found}) > 1:
-        names = ", ".join(repr(name) for name, *_ in found)
-        raise ValueError(
-            f"tables {names} have rows of different dims: prefetch the ids of each"
-            " table by its name"
-        )
-    return found

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchrec_recstore.fake_ops import register_python_op
 from torchrec_recstore.row_types import value_dtype
-from torchrec_recstore_service.client.recstore_client import client_of
+from torchrec_recstore_service.client.plain_client import client_of
 
 
 def _read(client: int, name: str, ids: Tensor) -> Tensor:

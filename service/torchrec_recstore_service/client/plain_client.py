@@ -1,19 +1,19 @@
-"""The client, which reads and writes named embedding tables in its own process or on
-parameter servers.
+"""The plain client, which reads and writes named embedding tables in its own process or
+on parameter servers.
+
+Tests: tests/service/test_recstore_client.py.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,16 +23,14 @@ from torchrec_recstore.optim import Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import Servers, TableOptions
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import TableStats
-from torchrec_recstore.utils import warn_user
 from torchrec_recstore_service.client.background import Prefetches, Updates
 from torchrec_recstore_service.client.call_arguments import (
+    check_makers,
     checked_ids,
-    checked_init_func,
     checked_name,
     checked_offset,
     checked_rows,
     checked_shape,
-    split_by_range,
 )
 from torchrec_recstore_service.client.remote_kernels import (
     ClientTable,
@@ -55,108 +53,51 @@ _THREADS = 4  # prefetches that run at the same time; further prefetches wait
 # one
 _GROUP_THREADS = 2
 
-# (N,) bool, which ids have a row, or None for all; and the rows of these ids
-_Read = tuple[Tensor | None, Tensor]
-# table, ids, read, positions of ids in the call
-_Part = tuple[str, Tensor, Callable[[], _Read], Tensor | None]
-
-_clients: weakref.WeakValueDictionary[int, RecStoreClient] = (
-    weakref.WeakValueDictionary()
-)
-_of_servers: weakref.WeakValueDictionary[Servers, RecStoreClient] = (
+_clients: weakref.WeakValueDictionary[int, PlainClient] = weakref.WeakValueDictionary()
+_of_servers: weakref.WeakValueDictionary[Servers, PlainClient] = (
     weakref.WeakValueDictionary()
 )
 _handles = itertools.count(1)
-_of_process: list[RecStoreClient] = []  # none, or the client of the process
-_making = threading.Lock()  # held while the client of the process is made
-os.register_at_fork(after_in_child=lambda: _of_process.clear())
-os.register_at_fork(
-    before=_making.acquire,
-    after_in_parent=_making.release,
-    after_in_child=_making.release,
-)
+_Self = TypeVar("_Self", bound="PlainClient")
 
 
-class _OneOfProcess(type):
-    """Returns the client of the process for a call without servers.
+class ReadRows(NamedTuple):
+    """The rows of a read that are there."""
 
-    RecStore's programs make it in many places.
-    """
-
-    def __call__(cls, servers: Sequence[str] | None = None, **arguments: Any) -> Any:
-        if servers is not None or arguments.get("private"):
-            return super().__call__(servers, **arguments)
-        with _making:
-            if not _of_process:
-                _of_process.append(super().__call__(servers, **arguments))
-            else:
-                _of_process[0]._check_same(**arguments)
-            return _of_process[0]
+    has_row: Tensor | None
+    """(N,) bool. Which ids have a row. None: all of them."""
+    rows: Tensor
+    """(n, dim). The rows of these ids, in order."""
 
 
-class RecStoreClient(metaclass=_OneOfProcess):
+class TableRead(NamedTuple):
+    """A read of one table, for a thread."""
+
+    table: str
+    ids: Tensor
+    read: Callable[[], ReadRows]
+    positions: Tensor | None
+    """(N,) int64. The positions of the ids in the call, or None for all, in order."""
+
+
+class _Prefetched(NamedTuple):
+    request: TableRead
+    result: ReadRows
+
+
+class PlainClient:
     """A client of named embedding tables, which are in this process or on parameter
-    servers.
+    servers: :class:`RecStoreClient` without what exists for programs that were written
+    for RecStore.
 
-    All calls of ``RecStoreClient()`` without servers return the same client, until it
-    is closed. A call with servers makes a client of its own each time.
-
-    A table takes any int64 id. Rows are created when they are written or updated.
-    ``pull`` creates no rows: an id without a row reads as its initial row. Methods may
-    be called from any thread. Arguments are checked before anything is sent, and an
-    invalid argument changes nothing. The client is also a context manager.
-
-    Args:
-        servers: The address of each server, as ``host:port``, in any order. Ids are
-            distributed over the servers by hash. The first client of new servers makes
-            them a set. Default: None, the tables are in this process.
-        private: Whether a client without servers has tables of its own, which no other
-            client of this process sees. Default: False, it is the client of the
-            process.
-        library_path: Has no effect, and a warning says so: the package contains its
-            library. It is accepted for programs that were written for RecStore.
-            Default: None.
-        role: Has no effect, and a warning says so. It is accepted for programs that
-            were written for RecStore. Default: "default".
-        token: The token of the servers, if they require one.
-        tls_ca: The path of a PEM file with the CA certificates that sign the servers'
-            certificates. Connections are encrypted if it is given.
-        tls_cert: The path of a PEM file with this client's certificate, if the servers
-            require one.
-        tls_key: The path of a PEM file with the private key of ``tls_cert``.
-        timeout_s: The longest time in seconds that a call may take. Saves and loads
-            have no limit. Default: 30.
-        shared_memory: Whether rows travel by shared memory to servers on this host that
-            run as the same user. Default: True.
-
-    Raises:
-        TypeError, ValueError: An argument is invalid. All methods raise these errors
-            too, for invalid arguments, for a table that does not exist and after
-            :meth:`close`. The message names the argument and the table.
-        ImportError: ``servers`` is given and grpcio is not installed.
-        ServiceError: A server cannot be reached, or refuses a call. All methods that
-            call a server raise it.
-        MemoryError: There is not enough memory for the rows.
-
-    Example::
-
-        client = RecStoreClient()
-        client.init_data("user", (1_000_000, 64))
-        ids = torch.tensor([7, -1])
-        rows = client.pull("user", ids)  # (2, 64)
-        client.update("user", ids, torch.ones(2, 64))
+    Each client without servers has tables of its own. See :class:`RecStoreClient` for
+    the arguments, and for what all methods raise.
     """
-
-    # of __init__, because the metaclass hides it
-    __signature__: ClassVar[inspect.Signature]
 
     def __init__(
         self,
         servers: Sequence[str] | None = None,
         *,
-        private: bool = False,
-        library_path: str | Path | None = None,
-        role: str = "default",
         token: str | None = None,
         tls_ca: str | Path | None = None,
         tls_cert: str | Path | None = None,
@@ -172,23 +113,19 @@ class RecStoreClient(metaclass=_OneOfProcess):
             "timeout_s": timeout_s,
             "shared_memory": shared_memory,
         }
-        self._tables = (
-            _here(token, tls_ca, tls_cert, tls_key)
-            if servers is None
-            else _on_servers(servers, self._access)
-        )
-        self._servers = None if servers is None else list(servers)
+        self._tables: HostedTables | ServerSet
+        if servers is None:
+            self._tables = _tables_here(token, tls_ca, tls_cert, tls_key)
+            self._servers = None
+        else:
+            self._tables = tables_on_servers(servers, self._access)
+            self._servers = list(servers)
         self._closed = False
         self._process = os.getpid()
         self._specs: dict[str, TableSpec] = {}
         # of tables with an init_func or a row_func
         self._makers: dict[str, WholeTable | RowByRow] = {}
-        # the ids that init_data has named, by table
-        self._ranges: dict[str, range] = {}
-        self._said: set[str] = set()
-        self._prefetches: Prefetches[list[tuple[str, Tensor, _Read, Tensor | None]]] = (
-            Prefetches(_THREADS)
-        )
+        self._prefetches: Prefetches[list[_Prefetched]] = Prefetches(_THREADS)
         self._updates = Updates()
         self._groups: Prefetches[list[Tensor]] = Prefetches(_GROUP_THREADS)
         self.handle = next(_handles)
@@ -196,68 +133,23 @@ class RecStoreClient(metaclass=_OneOfProcess):
         ``torch.ops.recstore_ops.emb_*`` ops.
         """
         _clients[self.handle] = self
-        self._warn_of(library_path, role)
 
     def init_data(
         self,
         name: str,
         shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
-        part_policy: object = None,
-        init_func: InitFunc | None = None,
-        is_gdata: bool = True,
-        base_offset: int = 0,
-        initialize_values: bool = True,
         *,
+        init_func: InitFunc | None = None,
+        base_offset: int = 0,
         row_func: InitFunc | None = None,
         optimizer: Optimizer = RowWiseAdagrad(lr=0.01),  # noqa: B008  (frozen)
         options: TableOptions = TableOptions(),  # noqa: B008  (frozen)
     ) -> None:
-        """Creates a table without rows.
-
-        A table that was created with the same arguments is not changed.
-
-        Without ``init_func`` and ``row_func``, the initializer of ``options`` makes the
-        initial rows of all ids.
-
-        Args:
-            name: The name of the table. The name and ``options.seed`` determine the
-                initial rows.
-            shape: (rows, dim). ``rows`` is not a limit: it is the value of
-                ``options.expected_rows`` if that is None.
-            dtype: The dtype of the weights: ``torch.float32``, ``float16``,
-                ``bfloat16`` or ``int8``. Rows of an ``int8`` table are read and written
-                as float32. Default: ``float32``.
-            part_policy: Has no effect, and a warning says so: ids are distributed over
-                the servers by hash. A function in its place is ``init_func``. Default:
-                None.
-            init_func: A function ``(shape, dtype) -> tensor`` that makes the initial
-                rows of the ids from ``base_offset`` to ``base_offset + rows - 1``. It
-                is called once, with the whole shape, and this client keeps the rows, at
-                most 4 GiB. Other ids have no initial row. Default: None.
-            is_gdata: Has no effect, and a warning says so if it is False. Default:
-                True.
-            base_offset: The first id of the table, for ``init_func`` and for
-                ``prefetch(ids)`` without a table's name: the ids from ``base_offset``
-                to ``base_offset + rows - 1`` are then the table's. It changes no id.
-                Default: 0.
-            initialize_values: If False, ``init_func`` is not called, and a warning says
-                so. Default: True.
-            row_func: A function ``(shape, dtype) -> tensor`` that makes the initial row
-                of any id. This client calls it with ``(1, dim)`` when the row of an id
-                is needed for the first time; torch's default generator is then seeded
-                for the id. Default: None.
-            optimizer: The optimizer that :meth:`update` applies.
-            options: The options of the table. ``cold_store`` must be None. ``max_rows``
-                counts the rows of all servers. Each :meth:`update` is one step.
-
-        Raises:
-            ValueError: The table exists and was created with other arguments. The
-                message names the difference.
-        """
+        """Creates a table without rows. See :meth:`RecStoreClient.init_data`."""
         tables = self._open()
         rows, dim = checked_shape(checked_name(name), shape)
-        ids = checked_offset(name, base_offset, rows, is_gdata)
+        ids = checked_offset(name, base_offset, rows)
         if not isinstance(options, TableOptions):
             raise TypeError(
                 f"table {name!r}: options must be TableOptions, got"
@@ -270,49 +162,21 @@ class RecStoreClient(metaclass=_OneOfProcess):
             )
         if options.expected_rows is None:
             options = replace(options, expected_rows=rows)
-        part_policy, init_func = checked_init_func(
-            name, part_policy, init_func, row_func, options
-        )
+        check_makers(name, init_func, row_func, options)
         spec = TableSpec(dim, dtype, optimizer, options)
-        if init_func is not None and not initialize_values:
-            warn_user(
-                "init_func of init_data has no effect with initialize_values=False:"
-                " options.initializer applies"
-            )
-            init_func = None
+        seed = options.seed
+        row_dtype = value_dtype(dtype)
         maker: WholeTable | RowByRow | None = None
         if init_func is not None:
-            maker = WholeTable(
-                init_func, name, options.seed, ids, dim, value_dtype(dtype)
-            )
+            maker = WholeTable(init_func, name, seed, ids, dim, row_dtype)
         elif row_func is not None:
-            maker = RowByRow(row_func, name, options.seed, dim, value_dtype(dtype))
+            maker = RowByRow(row_func, name, seed, dim, row_dtype)
         if maker is not None:
             spec = replace(spec, initial_rows=maker.digest)
         tables.create(name, spec)
-        self._specs[name], self._ranges[name] = spec, ids
-        if part_policy is not None and self._first("part_policy"):
-            warn_user(
-                "part_policy of init_data has no effect: a hash of the id selects its"
-                " server"
-            )
-        if not is_gdata and self._first("is_gdata"):
-            warn_user("is_gdata of init_data has no effect: there is no graph")
+        self._specs[name] = spec
         if maker is not None:
             self._makers[name] = maker
-
-    def data_name_list(self) -> list[str]:
-        """Returns the names of the tables that :meth:`init_data` of this client has
-        made or found.
-        """
-        return list(self._ranges)
-
-    def get_data_meta(self, name: str) -> tuple[torch.dtype, tuple[int, int]]:
-        """Returns the dtype of the weights of a table, and (rows, dim), where ``rows``
-        is ``options.expected_rows``.
-        """
-        spec = self.spec(name)
-        return spec.dtype, (spec.options.expected_rows or 0, spec.dim)
 
     def pull(self, name: str, ids: Tensor) -> Tensor:
         """Reads rows.
@@ -324,10 +188,13 @@ class RecStoreClient(metaclass=_OneOfProcess):
         Returns:
             (N, dim) in the table's dtype.
         """
-        tables, spec, ids = self._open(), self.spec(name), checked_ids(name, ids)
+        tables = self._open()
+        spec = self.spec(name)
+        ids = checked_ids(name, ids)
         if not spec.initial_rows:
             return tables.pull(name, ids)
-        return self._whole(name, ids, tables.found_rows(name, ids))
+        result = ReadRows(*tables.found_rows(name, ids))
+        return self._with_initial_rows(name, ids, result)
 
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
         """Writes rows.
@@ -342,9 +209,11 @@ class RecStoreClient(metaclass=_OneOfProcess):
             values: (N, dim). The weights, which are cast to float32 unless they have
                 the table's dtype.
         """
-        tables, spec = self._open(), self.spec(name)
+        tables = self._open()
+        spec = self.spec(name)
         ids = checked_ids(name, ids)
-        tables.push(name, ids, checked_rows(name, "values", values, ids, spec))
+        rows = checked_rows(name, "values", values, ids, spec)
+        tables.push(name, ids, rows)
 
     def update(self, name: str, ids: Tensor, grads: Tensor) -> None:
         """Applies the optimizer once to the row of each distinct id, with the sum of
@@ -362,7 +231,8 @@ class RecStoreClient(metaclass=_OneOfProcess):
             grads: (N, dim). The gradients, which are cast to float32 unless they have
                 the table's dtype.
         """
-        tables, spec = self._open(), self.spec(name)
+        tables = self._open()
+        spec = self.spec(name)
         ids = checked_ids(name, ids)
         grads = checked_rows(name, "grads", grads, ids, spec)
         if spec.initial_rows:
@@ -390,7 +260,8 @@ class RecStoreClient(metaclass=_OneOfProcess):
             before the update or as they are after it. ``save``, ``load`` and ``close``
             wait for all updates.
         """
-        tables, spec = self._open(), self.spec(name)
+        tables = self._open()
+        spec = self.spec(name)
         ids = checked_ids(name, ids).clone()
         grads = checked_rows(name, "grads", grads, ids, spec).clone()
         # init_func is called in the caller's thread, because it seeds the default
@@ -412,47 +283,20 @@ class RecStoreClient(metaclass=_OneOfProcess):
         self._open()
         self._updates.wait(handle)
 
-    def prefetch(self, ids: Tensor | str, name: str | Tensor | None = None) -> int:
+    def prefetch(self, name: str, ids: Tensor) -> int:
         """Starts a :meth:`pull` in another thread.
 
-        The two arguments may have either order, as their types tell.
-
-        ``prefetch(ids)`` without a name reads each id from the table that has it: the
-        client's only table, or the table whose ids ``init_data`` has named by
-        ``base_offset`` and ``shape``.
-
         Args:
+            name: The name of the table.
             ids: (N,) of integers. The ids whose rows are read. The tensor may be
                 changed after this call.
-            name: The name of the table. Default: None.
 
         Returns:
-            A handle for :meth:`wait_for_prefetch` or :meth:`wait_and_get`. A row that
-            is written before that call is read either as it was before the write or as
-            it is after the write.
-
-        Raises:
-            ValueError: There is no name, and an id belongs to no table, to two tables
-                or to a table of another dim than the other ids.
+            A handle for :meth:`wait_for_prefetch`. A row that is written before that
+            call is read either as it was before the write or as it is after the write.
         """
-        if not isinstance(ids, Tensor) and (
-            isinstance(ids, str) or isinstance(name, Tensor)
-        ):
-            ids, name = name, ids  # type: ignore[assignment]
-        if isinstance(ids, Tensor) and isinstance(name, Tensor):
-            raise TypeError("prefetch takes ids, or ids and the name of a table")
-        # _reading checks them
-        table, wanted = cast(str | None, name), cast(Tensor, ids)
-        if table is None:
-            parts = self._parts_by_range(wanted)
-        else:
-            copied, read = self._reading(
-                table, wanted.clone() if isinstance(wanted, Tensor) else wanted
-            )
-            parts = [(table, copied, read, None)]
-        return self._prefetches.start(
-            lambda: [(table, some, read(), place) for table, some, read, place in parts]
-        )
+        copied_ids = ids.clone() if isinstance(ids, Tensor) else ids
+        return self._prefetch([self._table_read(name, copied_ids)])
 
     def wait_for_prefetch(self, handle: int) -> Tensor:
         """Waits for a prefetch and returns its rows, (N, dim) in the table's dtype, or
@@ -463,86 +307,20 @@ class RecStoreClient(metaclass=_OneOfProcess):
                 fetched.
         """
         self._open()
-        parts = [
-            (place, self._whole(name, ids, read))
-            for name, ids, read, place in self._prefetches.wait(handle)
+        prefetched = self._prefetches.wait(handle)
+        rows_of_tables = [
+            self._with_initial_rows(request.table, request.ids, result)
+            for request, result in prefetched
         ]
-        if len(parts) == 1 and parts[0][0] is None:
-            return parts[0][1]
-        whole = torch.empty(
-            sum(len(rows) for _, rows in parts),
-            parts[0][1].shape[1],
-            dtype=parts[0][1].dtype,
-        )
-        for place, rows in parts:
-            assert place is not None
-            whole[place] = rows.to(whole.dtype)
-        return whole
-
-    def wait_and_get(
-        self,
-        handle: int,
-        embedding_dim: int,
-        device: torch.device | str = "cpu",
-    ) -> Tensor:
-        """Waits for a prefetch and returns its rows on a device.
-
-        See :meth:`wait_for_prefetch`.
-
-        Args:
-            handle: The handle of the prefetch.
-            embedding_dim: The number of columns of the rows.
-            device: The device of the result. Default: the CPU.
-
-        Raises:
-            ValueError: The rows have another number of columns. They have then been
-                fetched.
-        """
-        rows = self.wait_for_prefetch(handle)
-        if rows.shape[1] != embedding_dim:
-            raise ValueError(
-                f"embedding_dim is {embedding_dim}, but the rows of the prefetch have"
-                f" {rows.shape[1]} columns"
-            )
-        return rows.to(device)
-
-    def set_ps_config(self, host: str, port: int) -> None:
-        """Connects the client to one server, ``host:port``, with the token and the
-        certificates of the constructor.
-
-        Raises:
-            ValueError: The client has used tables already, which are on its present
-                servers or in this process.
-        """
-        self._open()
-        address = f"{host}:{int(port)}"
-        if self._servers == [address]:
-            return
-        if self._specs:
-            raise ValueError(
-                f"{self!r} has tables already"
-                f" ({', '.join(map(repr, sorted(self._specs)))}): call set_ps_config"
-                " before init_data, or make another client,"
-                f" RecStoreClient([{address!r}])"
-            )
-        tables = _on_servers([address], self._access)
-        self._tables.close()
-        self._tables, self._servers = tables, [address]
-
-    def set_ps_backend(self, backend: str) -> None:
-        """Has no effect, and a warning says so: the client selects the transport
-        itself.
-
-        Raises:
-            TypeError: ``backend`` is not a str.
-        """
-        if not isinstance(backend, str):
-            raise TypeError(f"backend must be a str, got {type(backend).__name__}")
-        if self._first(f"set_ps_backend {backend}"):
-            warn_user(
-                f"set_ps_backend({backend!r}) has no effect: the client selects the"
-                " transport itself"
-            )
+        first = rows_of_tables[0]
+        if len(prefetched) == 1 and prefetched[0].request.positions is None:
+            return first
+        id_count = sum(map(len, rows_of_tables))
+        all_rows = torch.empty(id_count, first.shape[1], dtype=first.dtype)
+        for (request, _), rows in zip(prefetched, rows_of_tables, strict=True):
+            assert request.positions is not None
+            all_rows[request.positions] = rows.to(all_rows.dtype)
+        return all_rows
 
     def pull_each(self, reads: Sequence[RowRead]) -> list[Tensor]:
         """Reads rows of several tables, by one request to each server.
@@ -642,26 +420,27 @@ class RecStoreClient(metaclass=_OneOfProcess):
         """Deletes the rows of ``ids``, (N,) of integers, and returns the number of rows
         that existed.
         """
-        tables, _ = self._open(), self.spec(name)
+        tables = self._open()
+        self.spec(name)  # raises an error for an unknown table
         return tables.delete(name, checked_ids(name, ids))
 
     def exists(self, name: str, ids: Tensor) -> Tensor:
         """Returns (N,) bool, True for the ``ids``, (N,) of integers, that have a row."""
-        tables, _ = self._open(), self.spec(name)
+        tables = self._open()
+        self.spec(name)  # raises an error for an unknown table
         return tables.exists(name, checked_ids(name, ids))
 
     def stats(self, name: str) -> TableStats:
         """Returns the statistics of a table, summed over all servers."""
-        tables, _ = self._open(), self.spec(name)
+        tables = self._open()
+        self.spec(name)  # raises an error for an unknown table
         return tables.stats(name)
 
     def spec(self, name: str) -> TableSpec:
         """Returns the specification that a table was created with."""
-        spec = (
-            self._specs.get(name)
-            if isinstance(name, str) and not self._closed
-            else None
-        )
+        spec = None
+        if isinstance(name, str) and not self._closed:
+            spec = self._specs.get(name)
         if spec is None:
             spec = self._open().spec(checked_name(name))
             if spec is None:
@@ -777,8 +556,6 @@ class RecStoreClient(metaclass=_OneOfProcess):
         An update that has failed and that nobody has waited for gives a warning.
         """
         self._closed = True
-        if self in _of_process:
-            _of_process.remove(self)
         # a forked process must not close the tables of its parent
         if os.getpid() == self._process:
             self._updates.warn_of_errors()
@@ -786,7 +563,7 @@ class RecStoreClient(metaclass=_OneOfProcess):
             self._groups.close()
             self._tables.close()
 
-    def __enter__(self) -> RecStoreClient:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(
@@ -815,34 +592,6 @@ class RecStoreClient(metaclass=_OneOfProcess):
             )
         return self._tables
 
-    def _check_same(
-        self, library_path: object = None, role: str = "default", **access: object
-    ) -> None:
-        """Checks the arguments of a call that returns this client, which was made with
-        other ones perhaps.
-        """
-        access.pop("private", None)
-        for argument, value in access.items():
-            if self._access[argument] != value:
-                raise ValueError(
-                    "the client of this process was made with"
-                    f" {argument}={self._access[argument]}, and {argument}={value} is"
-                    " given: pass private=True for a client of its own, or close the"
-                    " first one"
-                )
-        self._warn_of(library_path, role)
-
-    def _warn_of(self, library_path: object, role: str) -> None:
-        if library_path is not None:
-            warn_user(
-                f"RecStoreClient(library_path={str(library_path)!r}) has no effect:"
-                " there is no library to load"
-            )
-        if role != "default":
-            warn_user(
-                f"RecStoreClient(role={role!r}) has no effect: all clients are equal"
-            )
-
     def _check_no_init_func(
         self, calls: Sequence[RowRead] | Sequence[RowUpdate]
     ) -> None:
@@ -850,58 +599,51 @@ class RecStoreClient(metaclass=_OneOfProcess):
             if self.spec(call.table).initial_rows:
                 raise NoInitialRow(call.table)
 
-    def _first(self, argument: str) -> bool:
-        """Returns whether the client has not yet warned that an argument has no effect."""
-        first = argument not in self._said
-        self._said.add(argument)
-        return first
-
     def _raise_first(self, errors: list[Exception]) -> None:
         if errors:
             raise errors[0]
 
-    def _parts_by_range(self, ids: Tensor) -> list[_Part]:
-        """Returns the parts of a read without a table's name: the ids of each table,
-        and how they are read.
+    def _table_read(
+        self, name: str, ids: object, positions: Tensor | None = None
+    ) -> TableRead:
+        """Checks ``ids`` and returns a read of their rows, for any thread."""
+        tables = self._open()
+        spec = self.spec(name)
+        row_ids = checked_ids(name, ids)
+
+        def found_rows() -> ReadRows:
+            return ReadRows(*tables.found_rows(name, row_ids))
+
+        def pulled_rows() -> ReadRows:
+            return ReadRows(None, tables.pull(name, row_ids))
+
+        read = found_rows if spec.initial_rows else pulled_rows
+        return TableRead(name, row_ids, read, positions)
+
+    def _prefetch(self, reads: Sequence[TableRead]) -> int:
+        """Starts reads in another thread and returns a handle for
+        :meth:`wait_for_prefetch`.
         """
-        self._open()
-        if len(self._ranges) == 1:
-            [name] = self._ranges
-            ids, read = self._reading(name, ids.clone())
-            return [(name, ids, read, None)]
-        parts = split_by_range(
-            ids,
-            {name: (ids, self.spec(name).dim) for name, ids in self._ranges.items()},
+        return self._prefetches.start(
+            lambda: [_Prefetched(request, request.read()) for request in reads]
         )
-        return [
-            (name, *self._reading(name, some), place) for name, some, place in parts
-        ]
 
-    def _reading(self, name: str, ids: object) -> tuple[Tensor, Callable[[], _Read]]:
-        """Returns the checked ids and a function that reads their rows; it may be
-        called in any thread.
-        """
-        tables, spec = self._open(), self.spec(name)
-        ids = checked_ids(name, ids)
-        if spec.initial_rows:
-            return ids, lambda: tables.found_rows(name, ids)
-        return ids, lambda: (None, tables.pull(name, ids))
-
-    def _whole(self, name: str, ids: Tensor, read: _Read) -> Tensor:
+    def _with_initial_rows(self, name: str, ids: Tensor, result: ReadRows) -> Tensor:
         """Returns (N, dim): the rows that were read, and initial rows for the ids
         without a row.
 
         The initial rows are made in the caller's thread, because making them seeds
         torch's default generator.
         """
-        found, rows = read
-        if found is None or bool(found.all()):
+        has_row, rows = result
+        if has_row is None or bool(has_row.all()):
             return rows
-        missing, places = torch.unique(ids[~found], return_inverse=True)
-        whole = rows.new_empty(len(ids), rows.shape[1])
-        whole[found] = rows
-        whole[~found] = self._maker(name, self.spec(name)).rows(missing)[places]
-        return whole
+        new_ids, places = torch.unique(ids[~has_row], return_inverse=True)
+        new_rows = self._maker(name, self.spec(name)).rows(new_ids)
+        all_rows = rows.new_empty(len(ids), rows.shape[1])
+        all_rows[has_row] = rows
+        all_rows[~has_row] = new_rows[places]
+        return all_rows
 
     def _update(
         self,
@@ -924,18 +666,17 @@ class RecStoreClient(metaclass=_OneOfProcess):
             if attempt:
                 missing |= self._maker(name, spec).makes(ids)
             missing = torch.unique(ids[missing])
-            initial = (
-                (missing, self._maker(name, spec).rows(missing).float())
-                if len(missing)
-                else None
-            )
+            initial = None
+            if len(missing):
+                initial = (missing, self._maker(name, spec).rows(missing).float())
             try:
                 tables.update(name, ids, grads, initial)
                 return
             except NoInitialRow as error:  # a row was deleted between exists and update
                 if error.pending is None or attempt + 1 == _ATTEMPTS:
                     raise
-                ids, grads = ids[error.pending], grads[error.pending]
+                ids = ids[error.pending]
+                grads = grads[error.pending]
 
     def _maker(self, name: str, spec: TableSpec) -> WholeTable | RowByRow:
         maker = self._makers.get(name)
@@ -944,23 +685,7 @@ class RecStoreClient(metaclass=_OneOfProcess):
         return maker
 
 
-# Sphinx finds the types of a text in the module of a class, and a signature has no
-# module.
-_of_init = inspect.signature(RecStoreClient.__init__, eval_str=True)
-# without self
-RecStoreClient.__signature__ = _of_init.replace(
-    parameters=[*_of_init.parameters.values()][1:]
-)
-
-
-def get_kv_client() -> RecStoreClient:
-    """Returns the client of the process, as ``RecStoreClient()`` does, for programs
-    that were written for RecStore.
-    """
-    return RecStoreClient()
-
-
-def client_of_servers(servers: Servers) -> RecStoreClient:
+def client_of_servers(servers: Servers) -> PlainClient:
     """Returns the client of servers.
 
     All tables of this process with equal :class:`Servers` have the same client.
@@ -970,7 +695,7 @@ def client_of_servers(servers: Servers) -> RecStoreClient:
     """
     client = _of_servers.get(servers)
     if client is None:
-        client = _of_servers[servers] = RecStoreClient(
+        client = PlainClient(
             servers.addresses,
             token=servers.token,
             tls_ca=servers.tls_ca,
@@ -978,10 +703,11 @@ def client_of_servers(servers: Servers) -> RecStoreClient:
             tls_key=servers.tls_key,
             timeout_s=servers.timeout_s,
         )
+        _of_servers[servers] = client
     return client
 
 
-def client_of(handle: int) -> RecStoreClient:
+def client_of(handle: int) -> PlainClient:
     """Returns the client with the given handle.
 
     Raises:
@@ -993,15 +719,16 @@ def client_of(handle: int) -> RecStoreClient:
     return client
 
 
-def _here(*for_servers: object) -> HostedTables:
-    if any(value is not None for value in for_servers):
+def _tables_here(*access_to_servers: object) -> HostedTables:
+    if any(argument is not None for argument in access_to_servers):
         raise ValueError(
             "token, tls_ca, tls_cert and tls_key are for servers, and none are given"
         )
     return HostedTables()
 
 
-def _on_servers(servers: Sequence[str], access: dict[str, Any]) -> ServerSet:
+def tables_on_servers(servers: Sequence[str], access: dict[str, Any]) -> ServerSet:
+    """Connects to servers. ``access`` has the fields of :class:`Access`."""
     from torchrec_recstore_service.client.server_set import ServerSet
     from torchrec_recstore_service.wire.access import Access
 
