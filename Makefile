@@ -147,7 +147,7 @@ lint: build $(VENV)/.dev-requirements  ## ruff and mypy --strict
 	$(BIN)/mypy
 
 proto: $(VENV)/.dev-requirements  ## generate the Python code of the protocols
-	for each in service/torchrec_recstore_service/wire/recstore serving/torchrec_recstore_serving/predictor; do d=$${each%%/*}; \
+	for each in service/torchrec_recstore_service/wire/recstore serving/torchrec_recstore_serving/predict/predictor; do d=$${each%%/*}; \
 	    $(BIN)/python -m grpc_tools.protoc -I$$d --python_out=$$d --pyi_out=$$d --grpc_python_out=$$d $$each.proto || exit 1; done
 
 big: build $(VENV)/.dev-requirements  ## 40 minutes: 50 M samples over 200 M ids, with a kill in the middle (runs/big)

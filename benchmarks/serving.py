@@ -66,11 +66,14 @@ from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
 from torchrec_recstore.options import TableOptions, UniformInit
 from torchrec_recstore.store import Table
 from torchrec_recstore_service import RecStoreClient
-from torchrec_recstore_serving.delta import read_delta
-from torchrec_recstore_serving.hashed_tables import HashedTable
-from torchrec_recstore_serving.script import scripted
-from torchrec_recstore_serving.served_tables import ServedTables
-from torchrec_recstore_serving.server_tables import ServerTable, TableOnServers
+from torchrec_recstore_serving.export.delta import read_delta
+from torchrec_recstore_serving.export.hashed_tables import HashedTable
+from torchrec_recstore_serving.export.sorted_tables import ServedTables
+from torchrec_recstore_serving.export.tables_on_servers import (
+    ServerTable,
+    TableOnServers,
+)
+from torchrec_recstore_serving.export.torchscript import scripted
 
 DIM = 16
 CHANGED = 10_000

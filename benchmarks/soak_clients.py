@@ -205,8 +205,8 @@ def asks(folder: Path) -> dict[str, Any]:
     """
     import grpc
 
-    from torchrec_recstore_serving import predictor_pb2 as messages
-    from torchrec_recstore_serving.predictor_pb2_grpc import PredictorStub
+    from torchrec_recstore_serving.predict import predictor_pb2 as messages
+    from torchrec_recstore_serving.predict.predictor_pb2_grpc import PredictorStub
 
     settings = json.loads((folder / "online" / "settings.json").read_text())
     lengths = messages.Array(

@@ -42,7 +42,7 @@ setup(
     ext_modules=[
         # The library has no code of Python. torch's stable ABI has no classes, so the
         # library fits only the minor version of torch that it is built with;
-        # torchrec_recstore_serving/library.py checks this.
+        # torchrec_recstore_serving/export/native_library.py checks this.
         Extension(
             "torchrec_recstore_serving._serving",
             SHARED + sorted(glob.glob(f"{OWN}/**/*.cpp", recursive=True)),

@@ -89,7 +89,7 @@ def test_an_untested_torchrec_warns_once_at_the_users_line() -> None:
     )
     script += (
         "from torchrec_recstore import RecStoreSharder\nimport"
-        " torchrec_recstore_serving.export\n"
+        " torchrec_recstore_serving.export.from_model\n"
     )
     script += "from torchrec_recstore import RecStorePlanner\n"
     command = [sys.executable, "-W", "ignore", "-c", script]

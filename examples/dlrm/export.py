@@ -83,7 +83,7 @@ from train import Settings, build
 
 from torchrec_recstore import CheckpointInfo, load_checkpoint, read_info
 from torchrec_recstore.inference import export_for_inference
-from torchrec_recstore_serving.row_formats import DTYPES
+from torchrec_recstore_serving.export.row_formats import DTYPES
 
 CHECK_ROWS = 4096
 

@@ -26,8 +26,8 @@ from common.report import write_whole
 from online.page import page
 from online.settings import Settings
 
-from torchrec_recstore_serving.destinations import publications_at
-from torchrec_recstore_serving.publications import FULL
+from torchrec_recstore_serving.publish.destinations import publications_at
+from torchrec_recstore_serving.publish.publications import FULL
 
 STATE = "state.json"
 """The file with the state of a run. A run that goes on reads it."""

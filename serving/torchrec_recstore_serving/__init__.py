@@ -14,41 +14,44 @@ from typing import TYPE_CHECKING
 from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
-    from torchrec_recstore_serving.delta import DeltaInfo, read_delta
-    from torchrec_recstore_serving.export import export_delta, export_for_inference
-    from torchrec_recstore_serving.follower import Follower, follow
-    from torchrec_recstore_serving.follower_state import FollowerState
-    from torchrec_recstore_serving.from_checkpoint import (
+    from torchrec_recstore_serving.export.delta import DeltaInfo, read_delta
+    from torchrec_recstore_serving.export.from_checkpoint import (
         export_checkpoint,
         export_checkpoint_delta,
     )
-    from torchrec_recstore_serving.library import load_library
-    from torchrec_recstore_serving.packages import load_package, sign_package
-    from torchrec_recstore_serving.publish import DeltaPublisher
-    from torchrec_recstore_serving.retrieval import Retrieval
-    from torchrec_recstore_serving.retrieval_export import export_retrieval
-    from torchrec_recstore_serving.served_model import scriptable
-    from torchrec_recstore_serving.verification import verify
+    from torchrec_recstore_serving.export.from_model import (
+        export_delta,
+        export_for_inference,
+    )
+    from torchrec_recstore_serving.export.native_library import load_library
+    from torchrec_recstore_serving.export.packages import load_package, sign_package
+    from torchrec_recstore_serving.export.scriptable_modules import scriptable
+    from torchrec_recstore_serving.export.verification import verify
+    from torchrec_recstore_serving.publish.follower import Follower, follow
+    from torchrec_recstore_serving.publish.follower_state import FollowerState
+    from torchrec_recstore_serving.publish.publisher import DeltaPublisher
+    from torchrec_recstore_serving.retrieval.from_model import export_retrieval
+    from torchrec_recstore_serving.retrieval.retrieval import Retrieval
 
 _MODULES = {
-    "DeltaInfo": "delta",
-    "DeltaPublisher": "publish",
-    "Follower": "follower",
-    "FollowerState": "follower_state",
-    "Retrieval": "retrieval",
-    "described": "delta",
-    "export_checkpoint": "from_checkpoint",
-    "export_checkpoint_delta": "from_checkpoint",
-    "export_delta": "export",
-    "export_for_inference": "export",
-    "export_retrieval": "retrieval_export",
-    "follow": "follower",
-    "load_library": "library",
-    "load_package": "packages",
-    "read_delta": "delta",
-    "scriptable": "served_model",
-    "sign_package": "packages",
-    "verify": "verification",
+    "DeltaInfo": "export.delta",
+    "DeltaPublisher": "publish.publisher",
+    "Follower": "publish.follower",
+    "FollowerState": "publish.follower_state",
+    "Retrieval": "retrieval.retrieval",
+    "described": "export.delta",
+    "export_checkpoint": "export.from_checkpoint",
+    "export_checkpoint_delta": "export.from_checkpoint",
+    "export_delta": "export.from_model",
+    "export_for_inference": "export.from_model",
+    "export_retrieval": "retrieval.from_model",
+    "follow": "publish.follower",
+    "load_library": "export.native_library",
+    "load_package": "export.packages",
+    "read_delta": "export.delta",
+    "scriptable": "export.scriptable_modules",
+    "sign_package": "export.packages",
+    "verify": "export.verification",
 }
 
 __version__ = "0.2.0"

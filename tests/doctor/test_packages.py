@@ -435,10 +435,13 @@ def test_extras_of_the_real_packages() -> None:
         "protobuf",
     }
     assert "redis" not in wanted["service"]
-    assert wanted["serving"].keys() >= {
+    assert wanted["serving"].keys() >= {"torchrec-recstore-serving", "rich"}
+    of_predictions = {"torchrec-recstore-service", "grpcio", "tornado"}
+    assert not of_predictions & wanted["serving"].keys()
+    assert wanted["predict"].keys() >= {
         "torchrec-recstore-serving",
-        "torchrec-recstore-service",
-        "grpcio",
+        "grpcio-health-checking",
+        *of_predictions,
     }
     assert "torch" not in wanted["service"]  # the core needs it anyway
     assert wanted["rocksdb"].keys() == {"rocksdict"}

@@ -45,7 +45,6 @@ from torchrec_recstore.inference import (
     export_delta,
     export_for_inference,
     read_delta,
-    verification,
 )
 from torchrec_recstore.modules import (
     RecStoreEmbeddingBagCollection,
@@ -71,7 +70,8 @@ from torchrec_recstore_service.server.save_names import SaveName
 from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.tables.limits import Limits
 from torchrec_recstore_service.wire.table_spec import TableSpec
-from torchrec_recstore_serving.row_formats import DTYPES
+from torchrec_recstore_serving.export import verification
+from torchrec_recstore_serving.export.row_formats import DTYPES
 
 CHECKPOINTS = Path(__file__).parent / f"checkpoint_{checkpoint_info.VERSION}"
 EXPORTS = Path(__file__).parent / f"export_{verification.FORMAT}"

@@ -33,7 +33,7 @@ from torchrec_recstore_service.server.native import CallCounts
 from torchrec_recstore_service.server.server import ParameterServer
 from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.tables.limits import Limits
-from torchrec_recstore_serving.row_formats import DTYPES
+from torchrec_recstore_serving.export.row_formats import DTYPES
 
 from . import fixed
 

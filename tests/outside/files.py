@@ -37,7 +37,7 @@ from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.native import CallCounts
 from torchrec_recstore_service.server.server import ParameterServer
 from torchrec_recstore_service.tables.hosted import HostedTables
-from torchrec_recstore_serving import verification
+from torchrec_recstore_serving.export import verification
 
 _NO_CHECKSUM = "0" * 32
 _REFUSALS = (

@@ -23,7 +23,7 @@ from tests.outside.fields import Path, text_fields, with_text
 from tests.outside.names import HostileNames
 from tests.outside.sandbox import MARKED_WEIGHT, MARKER, Sandbox
 from tests.service.in_process import Methods, called
-from tests.serving.test_publish import wait_for
+from tests.serving.publish.test_publisher import wait_for
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore_service.server.calls import CallThreads, RequestMemory

@@ -25,7 +25,7 @@ from torchrec_recstore.cli import app
 from torchrec_recstore.options import SSDStore
 from torchrec_recstore.store.ssd_store import SSDColdStore
 from torchrec_recstore_service.server.pair import PairOptions
-from torchrec_recstore_serving.named_models import sources_of
+from torchrec_recstore_serving.predict.named_models import sources_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

@@ -18,14 +18,20 @@ import pytest
 from tests.outside.fields import changed_document, text_fields, with_text
 from tests.outside.names import ROUNDS, SEED, HostileNames
 from tests.outside.sandbox import MARKER, Sandbox
-from tests.serving.test_publish import publish, trained
+from tests.serving.publish.test_publisher import publish, trained
 from torchrec_recstore.inference import DeltaPublisher
 from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions
-from torchrec_recstore_serving import predictor_pb2 as pb
-from torchrec_recstore_serving.named_models import ModelSource, NamedModels
-from torchrec_recstore_serving.predictor import Predictor, PredictorOptions, _Service
-from torchrec_recstore_serving.predictor_http import HttpServer
-from torchrec_recstore_serving.predictor_pb2_grpc import add_PredictorServicer_to_server
+from torchrec_recstore_serving.predict import predictor_pb2 as pb
+from torchrec_recstore_serving.predict.http_server import HttpServer
+from torchrec_recstore_serving.predict.named_models import ModelSource, NamedModels
+from torchrec_recstore_serving.predict.predictor import (
+    Predictor,
+    PredictorOptions,
+    _Service,
+)
+from torchrec_recstore_serving.predict.predictor_pb2_grpc import (
+    add_PredictorServicer_to_server,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

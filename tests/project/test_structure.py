@@ -13,8 +13,7 @@ from tests.packages import PACKAGES, ROOT, sources
 
 MODULES = sources()
 TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
-# A module imports from its own layer and from those before it: docs/inside.md. Serving
-# is one folder without layers.
+# A module imports from its own layer and from those before it: docs/inside.md.
 LAYERS = {
     "torchrec_recstore": (
         """display plugins utils file_names ownership run_directories network threads triples
@@ -25,6 +24,7 @@ LAYERS = {
     "torchrec_recstore_service": (
         "wire | tables | client server | recstore_compat | commands"
     ),
+    "torchrec_recstore_serving": "export | retrieval | publish | predict",
 }
 LAYER_OF = {
     f"{package}.{room}": number

@@ -334,7 +334,7 @@ def test_health_and_reflection(server: RecStoreServer) -> None:
     ("folder", "protocol"),
     [
         ("service", "torchrec_recstore_service/wire/recstore"),
-        ("serving", "torchrec_recstore_serving/predictor"),
+        ("serving", "torchrec_recstore_serving/predict/predictor"),
     ],
 )
 def test_generated_code_is_that_of_the_protocol(

@@ -34,6 +34,7 @@ _EXTRAS = {
     "rocksdict": "rocksdb",
     "redis": "redis",
     "hiredis": "redis",
+    "tornado": "predict",
 } | dict.fromkeys(
     ("matplotlib", "polars", "rich", "tensorboard", "torchmetrics", "tqdm", "typer"),
     "examples",

@@ -61,7 +61,8 @@ EXTRAS = {  # the use of each
     "cli": "progress and tables of this command",
     "examples": "recstore train",
     "service": "recstore serve, RecStoreClient",
-    "serving": "recstore export, recstore follow",
+    "serving": "recstore export, DeltaPublisher, Follower",
+    "predict": "recstore follow",
     "rocksdb": "cold rows on a disk",
     "redis": "cold rows on a Redis or Valkey server",
 }

@@ -240,9 +240,24 @@ COMMON = ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli"]
             ["", "redis", "rocksdb"],
         ),
         (
-            "serving/torchrec_recstore_serving",
+            "serving/torchrec_recstore_serving/export",
             "torchrec_recstore_serving",
-            ["", "redis", "retrieval"],
+            [""],
+        ),
+        (
+            "serving/torchrec_recstore_serving/retrieval",
+            "torchrec_recstore_serving",
+            ["", "retrieval"],
+        ),
+        (
+            "serving/torchrec_recstore_serving/publish",
+            "torchrec_recstore_serving",
+            ["", "redis"],
+        ),
+        (
+            "serving/torchrec_recstore_serving/predict",
+            "torchrec_recstore_serving",
+            ["", "predict"],
         ),
         ("examples", "torchrec_recstore", [*COMMON, "examples", "trainers"]),
         ("benchmarks", "torchrec_recstore", [*COMMON, "examples"]),

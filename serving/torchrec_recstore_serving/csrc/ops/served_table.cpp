@@ -28,7 +28,7 @@
 #include "server_table.h"
 #include "table_calls.h"
 
-// library.py reads the version of torch from the file before it loads the library.
+// native_library.py reads the version of torch from the file before it loads the library.
 extern "C" __attribute__((visibility("default"), used)) const char recstore_serving_torch[] =
     "recstore serving library for torch " C10_STRINGIZE(TORCH_VERSION_MAJOR) "." C10_STRINGIZE(TORCH_VERSION_MINOR);
 

@@ -1,0 +1,238 @@
+"""The command ``recstore export``.
+
+Tests: tests/commands/test_export.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.filesize import decimal
+from rich.text import Text
+
+from torchrec_recstore.commands.checkpoints import Checkpoint
+from torchrec_recstore.commands.output import (
+    AsJson,
+    errors_in_one_line,
+    in_order,
+    print_json,
+    stdout,
+    table_of,
+)
+from torchrec_recstore.commands.progress import progress
+from torchrec_recstore.commands.scripts import missing_in_one_line
+from torchrec_recstore.utils import RecStoreWarning
+
+if TYPE_CHECKING:
+    from torchrec_recstore_serving.export.delta import DeltaInfo
+    from torchrec_recstore_serving.export.from_checkpoint import ExportInfo
+
+ROWS = "Selection of rows"
+
+
+def export(
+    checkpoint: Checkpoint,
+    output: Annotated[
+        Path, typer.Argument(metavar="OUT", help="File to write.", show_default=False)
+    ],
+    dtype: Annotated[
+        Literal["int8", "int4", "fp16", "float32"] | None,
+        typer.Option(help="Data type of the exported rows.", show_default="int8"),
+    ] = None,
+    index: Annotated[
+        Literal["sorted", "hash"] | None,
+        typer.Option(
+            help=(
+                "How the model finds ids; hash needs a library of"
+                " torchrec-recstore-serving."
+            ),
+            show_default="sorted",
+        ),
+    ] = None,
+    rows: Annotated[
+        Literal["memory", "mapped"] | None,
+        typer.Option(
+            help="Where a process that serves has the rows; mapped needs --index hash.",
+            show_default="memory",
+        ),
+    ] = None,
+    tables: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--table",
+            metavar="NAME",
+            help="Export only this table. May be given several times.",
+        ),
+    ] = None,
+    delta_of: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="EXPORT.pt",
+            help=(
+                "Write a delta with the changes since this export. The export loads it"
+                " with apply_delta."
+            ),
+        ),
+    ] = None,
+    min_frequency: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Omit rows that were looked up in fewer steps.",
+            rich_help_panel=ROWS,
+        ),
+    ] = 0,
+    top_rows: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Export only the N most frequent rows of each table.",
+            rich_help_panel=ROWS,
+        ),
+    ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with the secret key that signs OUT, and has signed --delta-of.",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it exists.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Export the tables of a checkpoint as a TorchScript file that torch.jit.load runs
+    without torchrec_recstore.
+
+    The exported model takes raw ids, and ids without a row read as zeros. With --index
+    hash --rows mapped, all processes of a host share the rows, which lie in the file,
+    and the tables may be larger than the memory.
+
+    With --delta-of, OUT is a safetensors file. A running server applies the file to the
+    loaded export. The delta has the tables and the data type of the export.
+    --min-frequency and --top-rows must have the same values as for the export.
+
+    Example: recstore export run/step-000001000 tables.pt --dtype int8 --top-rows
+    1000000
+
+    Exit status: 0, or 2 with one line on stderr. In that case OUT is not changed.
+    """
+    with errors_in_one_line():
+        if os.path.lexists(output) and not overwrite:
+            raise ValueError(
+                f"{output} exists already: name a path that does not, or pass"
+                " --overwrite"
+            )
+        if delta_of is not None and (tables or dtype or index or rows):
+            raise ValueError(
+                "--delta-of takes these from the export: leave out --table, --dtype,"
+                " --index and --rows"
+            )
+        for name in tables or ():
+            if (tables or []).count(name) > 1:
+                raise ValueError(f"--table {name} is named twice")
+        model = {
+            "tables": tables,
+            "dtype": dtype or "int8",
+            "index": index or "sorted",
+            "rows": rows or "memory",
+        }
+        info = _export(
+            checkpoint, output, model, delta_of, min_frequency, top_rows, key
+        )
+    if as_json:
+        print_json(_as_json(info))
+    else:
+        _print(info)
+
+
+def _export(
+    checkpoint: Path,
+    output: Path,
+    model: dict[str, Any],
+    delta_of: Path | None,
+    min_frequency: int,
+    top_rows: int | None,
+    key: Path | None,
+) -> ExportInfo | DeltaInfo:
+    from torchrec_recstore.checkpoint.info import read_info
+
+    known = read_info(checkpoint).tables
+    with missing_in_one_line(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from torchrec_recstore_serving.export.from_checkpoint import (
+            export_checkpoint,
+            export_checkpoint_delta,
+        )
+        from torchrec_recstore_serving.export.row_formats import DTYPES
+
+        tables = model["tables"]
+        rows = sum(
+            table.rows for name, table in known.items() if not tables or name in tables
+        )
+        # rows are read once to select them and once to export them
+        rows *= 2 if min_frequency or top_rows else 1
+        with progress("exporting", rows) as advance:
+            info: ExportInfo | DeltaInfo
+            if delta_of is None:
+                info = export_checkpoint(
+                    checkpoint,
+                    output,
+                    **model | {"dtype": DTYPES[model["dtype"]]},
+                    min_frequency=min_frequency,
+                    top_rows=top_rows,
+                    key=key,
+                    advance=advance,
+                )
+            else:
+                info = export_checkpoint_delta(
+                    checkpoint,
+                    output,
+                    base=delta_of,
+                    min_frequency=min_frequency,
+                    top_rows=top_rows,
+                    key=key,
+                    advance=advance,
+                )
+    for warning in caught:
+        # warnings of torch are not shown
+        if issubclass(warning.category, RecStoreWarning):
+            print(f"warning: {warning.message}", file=sys.stderr)
+    return info
+
+
+def _as_json(info: ExportInfo | DeltaInfo) -> dict[str, Any]:
+    told = asdict(info)
+    for table in told["tables"].values():
+        if "dtype" in table:
+            table["dtype"] = str(table["dtype"]).removeprefix("torch.")
+    return {**told, "path": str(info.path)}
+
+
+def _print(info: ExportInfo | DeltaInfo) -> None:
+    tables = _as_json(info)["tables"]
+    columns = list(next(iter(tables.values())))
+    shown = table_of(["table", *(column.replace("_", " ") for column in columns)])
+    for name, table in in_order(tables):
+        shown.add_row(Text(name), *(_cell(column, table[column]) for column in columns))
+    stdout().print(shown)
+    stdout().print(
+        f"{info.path}: {decimal(info.bytes)}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _cell(column: str, value: int | str) -> str:
+    if isinstance(value, str):
+        return value
+    return decimal(value) if column == "bytes" else f"{value:,}"

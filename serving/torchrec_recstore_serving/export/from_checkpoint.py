@@ -1,0 +1,324 @@
+"""Exports the tables of a checkpoint to a TorchScript file, without a model and without
+a table in memory.
+
+Tests: tests/serving/export/test_delta.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore.checkpoint.files import check_path
+from torchrec_recstore.checkpoint.fold import FoldedTable, check_files
+from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_chain
+from torchrec_recstore.options import default_initializer
+from torchrec_recstore.store import Part, Parts
+from torchrec_recstore_serving.export.delta import (
+    DeltaInfo,
+    dtype_of,
+    open_base,
+    write_delta,
+)
+from torchrec_recstore_serving.export.hashed_tables import (
+    check_index,
+    hashed,
+    mapped_tables,
+)
+from torchrec_recstore_serving.export.row_formats import check_dim, check_dtype, packed
+from torchrec_recstore_serving.export.selection import (
+    aged,
+    check_counted,
+    check_counts,
+    check_selection,
+    missing_row,
+    selected,
+    warn_of_initial_rows,
+    warn_unless_finite,
+)
+from torchrec_recstore_serving.export.signing import key_at
+from torchrec_recstore_serving.export.sorted_tables import (
+    ServedTable,
+    ServedTables,
+    served_table,
+)
+from torchrec_recstore_serving.export.torchscript import save_script, scripted
+
+
+@dataclass(frozen=True)
+class ExportedTable:
+    """A description of a table in an exported file.
+
+    Args:
+        rows: The number of exported rows.
+        rows_left_out: The number of the checkpoint's rows that are not exported.
+        dim: The number of columns.
+        dtype: The data type of the exported rows.
+        bytes: The size of the ids and rows in bytes.
+    """
+
+    rows: int
+    rows_left_out: int
+    dim: int
+    dtype: torch.dtype
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ExportInfo:
+    """A description of an exported file.
+
+    Args:
+        path: The file.
+        bytes: The size of the file in bytes.
+        tables: The tables by name, in the order of the module's input and output.
+        version: The version of the module, which its method ``recstore_version``
+            returns.
+    """
+
+    path: Path
+    bytes: int
+    tables: Mapping[str, ExportedTable]
+    version: str
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    tables: Sequence[str] | None = None,
+    dtype: torch.dtype = torch.int8,
+    min_frequency: int = 0,
+    top_rows: int | None = None,
+    index: str = "sorted",
+    rows: str = "memory",
+    key: str | Path | None = None,
+    advance: Callable[[int], object] = lambda rows: None,
+) -> ExportInfo:
+    """Writes the tables of a checkpoint into a file as one scripted module.
+
+    The module's ``forward(values, lengths)`` returns sums over bags of raw ids, and
+    ``lookup(table, values)`` returns rows, with plain tensors as arguments and results;
+    see :class:`torchrec_recstore_serving.export.sorted_tables.ServedTables`. The module needs
+    neither this package nor TorchRec. With float32 rows it needs only torch, and with
+    other rows also ``fbgemm_gpu``.
+
+    Args:
+        checkpoint: The directory of a full checkpoint or of a delta. The chain of a
+            delta is folded.
+        output: The file. An existing file is replaced when the new file is complete.
+        tables: The names of the tables to export, in the order of the module's input
+            and output. Default: None, all tables in the order of their names.
+        dtype: The data type of the exported rows; see
+            :func:`torchrec_recstore.inference.export_for_inference`. Default:
+            ``torch.int8``.
+        min_frequency: The minimum frequency of an exported row; see
+            :func:`torchrec_recstore.inference.export_for_inference`. Default: 0, all
+            rows.
+        top_rows: The maximum number of exported rows of each table; see
+            :func:`torchrec_recstore.inference.export_for_inference`. Default: None, no
+            limit.
+        index: How the module searches ids; see
+            :func:`torchrec_recstore.inference.export_for_inference`. With ``"hash"``,
+            the module needs the native library and no FBGEMM. Default: ``"sorted"``.
+        rows: Where a process has the rows that it serves, ``"memory"`` or ``"mapped"``;
+            see :func:`torchrec_recstore.inference.export_for_inference`. Default:
+            ``"memory"``.
+        key: The file of the secret key with which the file is signed. Default: None, no
+            signature.
+        advance: A callback that is called with the number of rows read since the last
+            call. With ``min_frequency`` or ``top_rows``, all rows are read twice.
+
+    Returns:
+        A description of the file.
+
+    Raises:
+        FileNotFoundError, CheckpointError: A checkpoint of the chain is missing or
+            damaged.
+        TypeError, ValueError: An argument is invalid, or the checkpoint does not have
+            one of ``tables``.
+        OSError: The file cannot be written.
+
+    Warns:
+        RecStoreWarning: See :func:`torchrec_recstore.inference.export_for_inference`.
+    """
+    output = Path(output)
+    check_path(output)
+    check_index(index, rows)
+    if rows == "servers":
+        raise ValueError(
+            'rows="servers" is for a model whose tables are on servers, and a'
+            " checkpoint has its own rows"
+        )
+    signing = key_at(key)
+    served, left_out = _served(
+        checkpoint, tables, dtype, min_frequency, top_rows, advance
+    )
+    if index == "hash":
+        hashed(served)
+    script = scripted(served)
+    save_script(script, output, signing, mapped_tables(served, rows))
+    every: list[ServedTable] = list(served.tables)  # type: ignore[arg-type]
+    infos = {
+        table.name: ExportedTable(
+            rows=table.row_count(),
+            rows_left_out=left_out[table.name],
+            dim=table.dim,
+            dtype=dtype,
+            bytes=table.size_bytes(),
+        )
+        for table in every
+    }
+    return ExportInfo(output, output.stat().st_size, infos, script.recstore_version())
+
+
+def export_checkpoint_delta(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    base: str | Path | torch.jit.ScriptModule,
+    min_frequency: int = 0,
+    top_rows: int | None = None,
+    key: str | Path | None = None,
+    advance: Callable[[int], object] = lambda rows: None,
+) -> DeltaInfo:
+    """Writes the differences between a checkpoint's tables and an earlier export into a
+    file.
+
+    The exported module's method ``apply_delta`` applies the delta.
+
+    Args:
+        checkpoint: The checkpoint's directory; see :func:`export_checkpoint`.
+        output: The delta's file, in the format of safetensors.
+        base: The file that :func:`export_checkpoint` has written, or the module that
+            ``torch.jit.load`` has loaded from it.
+        min_frequency: The value with which ``base`` was exported. Default: 0.
+        top_rows: The value with which ``base`` was exported. Default: None.
+        key: The file of the secret key; see
+            :func:`torchrec_recstore.inference.export_delta`. Default: None.
+        advance: A callback that is called with the number of rows read since the last
+            call.
+
+    Returns:
+        A description of the delta.
+
+    Raises:
+        FileNotFoundError, CheckpointError, TypeError, ValueError, OSError: See
+            :func:`export_checkpoint`; or ``base`` has other tables.
+    """
+    signing = key_at(key)
+    base = open_base(base, signing)
+    output = Path(output)
+    check_path(output)
+    names = base.recstore_tables()
+    served, _ = _served(
+        checkpoint, names, dtype_of(base), min_frequency, top_rows, advance
+    )
+    return write_delta(served, base, output, key=signing)
+
+
+def _served(
+    checkpoint: str | Path,
+    tables: Sequence[str] | None,
+    dtype: torch.dtype,
+    min_frequency: int,
+    top_rows: int | None,
+    advance: Callable[[int], object],
+) -> tuple[ServedTables, dict[str, int]]:
+    row_format = check_dtype(dtype)
+    check_selection(min_frequency, top_rows)
+    chain = read_chain(checkpoint)
+    known = chain[-1].tables
+    names = sorted(known) if tables is None else list(tables)
+    unknown = [name for name in names if name not in known]
+    if unknown or not names or len(set(names)) != len(names):
+        raise ValueError(
+            f"tables must be different tables of {chain[-1].path}, which has"
+            f" {', '.join(map(repr, sorted(known))) or 'none'}, got"
+            f" {', '.join(map(repr, names)) or 'none'}"
+        )
+    for name in names:
+        check_dim(name, known[name].dim, row_format)
+        check_counts(name, known[name].options, min_frequency, top_rows)
+        check_counted(
+            name, known[name].rows, known[name].steps, min_frequency, top_rows
+        )
+    check_files(chain)
+    served, left_out, initial = [], {}, []
+    for name in names:
+        info = known[name]
+        missing, exact = missing_row(
+            default_initializer(info.options),
+            info.options,
+            info.dim,
+            getattr(torch, info.dtype),
+        )
+        initial += [] if exact else [name]
+        ids, rows = _rows(
+            chain, name, missing, row_format, min_frequency, top_rows, advance
+        )
+        served.append(served_table(name, info.dim, row_format, ids, rows))
+        left_out[name] = info.rows - len(ids)
+    warn_of_initial_rows(initial)
+    module = ServedTables(served)
+    warn_unless_finite(module)
+    return module, left_out
+
+
+def _rows(
+    chain: Sequence[CheckpointInfo],
+    name: str,
+    missing: Tensor,
+    row_format: str,
+    min_frequency: int,
+    top_rows: int | None,
+    advance: Callable[[int], object],
+) -> tuple[Tensor, Tensor]:
+    """Returns a table's ids, and its rows in the row format after a first row for ids
+    without a row.
+
+    A selection by frequency reads the rows twice: first the frequencies, then the
+    selected rows.
+    """
+    info = chain[-1].tables[name]
+    kept: Tensor | None = None
+    count = info.rows
+    if min_frequency > 0 or top_rows is not None:
+        counts = [_frequency(part, info) for part in _parts(chain, name, advance)]
+        frequency = torch.cat([torch.empty(0, dtype=torch.int64), *counts])
+        places = selected(frequency, min_frequency, top_rows)
+        kept = torch.zeros(len(frequency), dtype=torch.bool)
+        kept[places] = True
+        count = len(places)
+    ids = torch.empty(count, dtype=torch.int64)
+    first = packed(name, missing[None], row_format)
+    rows = first.new_empty(count + 1, first.shape[1])
+    rows[:1] = first
+    at = read = 0
+    for part in _parts(chain, name, advance):
+        if kept is not None:
+            read += len(part)
+            part = part.take(kept[read - len(part) : read])
+        ids[at : at + len(part)] = part.ids
+        rows[at + 1 : at + 1 + len(part)] = packed(name, part.weights, row_format)
+        at += len(part)
+    return ids, rows
+
+
+def _parts(
+    chain: Sequence[CheckpointInfo], name: str, advance: Callable[[int], object]
+) -> Parts:
+    for shards in FoldedTable(chain, name):
+        if shards and len(shards[0]):
+            yield Part.joined(shards, range(chain[-1].tables[name].dim))
+            advance(len(shards[0]))
+
+
+def _frequency(part: Part, info: TableInfo) -> Tensor:
+    return aged(
+        part.rows["frequency"], part.rows["last_step"], info.steps, info.options
+    )

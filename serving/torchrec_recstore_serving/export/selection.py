@@ -1,0 +1,340 @@
+"""Selects and reads the rows of a table that are exported, and the row for ids without
+a row.
+
+Tests: tests/serving/export/test_delta.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.types import ShardingEnv
+
+from torchrec_recstore.options import (
+    LFU,
+    ConstantInit,
+    Initializer,
+    Scored,
+    TableOptions,
+    UniformInit,
+)
+from torchrec_recstore.row_types import value_dtype
+from torchrec_recstore.sharders.gather import all_gathered, refused_together
+from torchrec_recstore.store import Table
+from torchrec_recstore.utils import warn_user
+from torchrec_recstore_serving.export.row_formats import packed
+from torchrec_recstore_serving.export.sorted_tables import ServedTable
+
+_PIECE_ROWS = 1 << 16  # The number of rows that are read and packed at a time.
+# the rows of a table
+_OF_COLLECTION = re.compile(r"\bcollection\.embedding(?:_bag)?s\.(.+)\.weight$")
+
+
+def aged(
+    frequency: Tensor, last_step: Tensor, steps: int, options: TableOptions
+) -> Tensor:
+    """Returns the rows' frequencies at the present step, halved for each half-life
+    since their last step.
+
+    The function ``aged_frequency`` in csrc/row_kernels.h computes the same for
+    eviction.
+
+    Args:
+        frequency: (N,) int64. The frequencies at the rows' last steps.
+        last_step: (N,) int64. The steps at which the rows were last looked up.
+        steps: The number of training steps of the table.
+        options: The table's options.
+    """
+    half_life = (
+        options.eviction.half_life_steps if isinstance(options.eviction, LFU) else None
+    )
+    if half_life is None:
+        return frequency
+    halvings = (steps // half_life - last_step // half_life).clamp(0, 63)
+    return frequency >> halvings
+
+
+def check_selection(min_frequency: int, top_rows: int | None) -> None:
+    """Refuses invalid values of ``min_frequency`` and ``top_rows``.
+
+    Raises:
+        TypeError, ValueError: A value is invalid. The message names the argument.
+    """
+    for name, value, least in (
+        ("min_frequency", min_frequency, 0),
+        ("top_rows", top_rows, 1),
+    ):
+        if value is None and name == "top_rows":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_counted(
+    name: str, rows: int, steps: int, min_frequency: int, top_rows: int | None
+) -> None:
+    """Refuses a selection by frequency if no training step has counted frequencies.
+
+    Args:
+        name: The table's name.
+        rows: The number of rows of the table.
+        steps: The number of training lookups of the table.
+        min_frequency: The minimum frequency of an exported row.
+        top_rows: The maximum number of exported rows. None: no limit.
+
+    Raises:
+        ValueError: The rows were only loaded, inserted, or updated by id.
+    """
+    if rows and not steps and (min_frequency or top_rows is not None):
+        raise ValueError(
+            f"table {name!r} has rows that no training step has looked up, so that"
+            " their frequencies are not known: leave out min_frequency and top_rows"
+        )
+
+
+def check_counts(
+    name: str, options: TableOptions, min_frequency: int, top_rows: int | None
+) -> None:
+    """Refuses a selection by frequency of a table that has scores in the place of
+    frequencies.
+
+    Raises:
+        ValueError: ``options.eviction`` is ``Scored()``. The message has the table's
+            ``name``.
+    """
+    if isinstance(options.eviction, Scored) and (min_frequency or top_rows is not None):
+        raise ValueError(
+            f"table {name!r} evicts by scores (eviction={options.eviction!r}), so that"
+            " the frequencies of its rows are not counted: leave out min_frequency and"
+            " top_rows"
+        )
+
+
+def selected(frequency: Tensor, min_frequency: int, top_rows: int | None) -> Tensor:
+    """Selects the rows that are exported.
+
+    Args:
+        frequency: (R,) int64. The frequencies of the rows in ascending order of their
+            ids.
+        min_frequency: The minimum frequency of an exported row.
+        top_rows: The maximum number of exported rows. The rows of the highest frequency
+            are selected, and among equal frequencies the smallest ids. None: no limit.
+
+    Returns:
+        (N,) int64. The positions of the selected rows, in ascending order.
+    """
+    places = (frequency >= min_frequency).nonzero().squeeze(1)
+    if top_rows is None or len(places) <= top_rows:
+        return places
+    order = frequency[places].argsort(descending=True, stable=True)
+    return places[order[:top_rows]].sort().values
+
+
+def missing_row(
+    initializer: Initializer, options: TableOptions, dim: int, dtype: torch.dtype
+) -> tuple[Tensor, bool]:
+    """Returns the row that ids without a row read in the exported table.
+
+    Args:
+        initializer: The table's initializer.
+        options: The table's options.
+        dim: The number of columns.
+        dtype: The data type of the table's rows.
+
+    Returns:
+        (dim,) float32; and whether the model reads the same row in evaluation mode.
+        With ``missing="init"`` it does so only if all initial rows are equal.
+    """
+    if options.missing == "zeros":
+        return torch.zeros(dim), True
+    value = _only_value(initializer)
+    if value is None:
+        return torch.zeros(dim), False
+    return torch.full((dim,), value).to(value_dtype(dtype)).float(), True
+
+
+def warn_of_initial_rows(names: Sequence[str]) -> None:
+    """Warns once about all tables whose ids without a row read as initial rows in the
+    model.
+
+    Args:
+        names: The names of the tables. Without names there is no warning.
+    """
+    if names:
+        warn_user(
+            f"table(s) {', '.join(map(repr, names))} have missing='init': an id without"
+            " a row reads as its initial row in the model, and as zeros in the"
+            " exported model"
+        )
+
+
+def warn_unless_finite(
+    model: nn.Module, changed: Mapping[str, Tensor] | None = None
+) -> None:
+    """Warns once about all tables and dense tensors of an exported model that have NaN
+    or infinity.
+
+    The rows of other formats than float32 are not searched:
+    :func:`torchrec_recstore_serving.export.row_formats.packed` refuses them.
+
+    Args:
+        model: The static model.
+        changed: (N, dim) float32. By table, the rows that have changed, if ``model``
+            has no rows. Default: None.
+    """
+    tables = {
+        f"{path}.rows": module.name
+        for path, module in model.named_modules()
+        if isinstance(module, ServedTable)
+    }
+    names = [
+        f"table {name!r}"
+        for name, rows in (changed or {}).items()
+        if not _is_finite(rows)
+    ]
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor) or _is_finite(tensor):
+            continue
+        of_collection = _OF_COLLECTION.search(name)
+        table = of_collection[1] if of_collection else tables.get(name)
+        names.append(name if table is None else f"table {table!r}")
+    if names:
+        warn_user(
+            f"the exported model has NaN or infinity in {', '.join(names)}, and so have"
+            " its predictions: go back to a checkpoint without them, and lower the"
+            " learning rate or clip the gradients"
+        )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # torch.isfinite does not know float8
+    if tensor.dtype not in (torch.float32, torch.float64):
+        tensor = tensor.float()
+    # without a mask of this size
+    return bool(torch.isfinite(torch.stack(tensor.detach().aminmax())).all())
+
+
+def _only_value(initializer: Initializer) -> float | None:
+    if isinstance(initializer, ConstantInit):
+        return initializer.value
+    if isinstance(initializer, UniformInit):
+        return initializer.low if initializer.low == initializer.high else None
+    return initializer.mean if initializer.std == 0 else None
+
+
+@dataclass(frozen=True)
+class _GatheredRows:
+    """The rows of one shard or of all shards of a table.
+
+    Args:
+        ids: (R,) int64. The ids in ascending order.
+        rows: (R + 1, ...). The rows in the row format. The first row is the row for ids
+            without a row.
+        frequency: (R,) int64. The frequencies of the rows; see :func:`aged`.
+        steps: The number of training steps of the table.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    frequency: Tensor
+    steps: int
+
+
+def whole_table(
+    name: str,
+    shards: Iterable[Table],
+    missing: Tensor,
+    env: ShardingEnv | None,
+    row_format: str = "float32",
+    marks: dict[Table, int] | None = None,
+) -> _GatheredRows:
+    """Reads all rows of a table, also those in its cold store, without changing the
+    table.
+
+    The call is collective if the table is sharded. Rows are packed while they are read,
+    so that a table with one shard only needs memory for the result.
+
+    Args:
+        name: The table's name.
+        shards: The shards of this rank.
+        missing: (dim,) float32. The row for ids without a row, with all columns of the
+            table.
+        env: The environment of the ranks that hold the other shards. None if this
+            process holds all shards.
+        row_format: A name in :data:`torchrec_recstore_serving.export.row_formats.FORMATS`. It
+            must be float32 if the table is sharded by column.
+        marks: The change mark of each shard of this rank is added to it. Default: None.
+    """
+    marks = {} if marks is None else marks
+    with nullcontext() if env is None else refused_together(env):
+        mine = [
+            (
+                (shard.columns.start, shard.columns.stop),
+                _part(shard, missing, row_format, marks),
+            )
+            for shard in shards
+        ]
+    parts = [
+        part
+        for of_rank in ([mine] if env is None else all_gathered(mine, env))
+        for part in of_rank
+    ]
+    del mine
+    if len(parts) == 1:
+        return parts[0][1]
+    ids = torch.cat([part.ids for _, part in parts]).unique()  # type: ignore[no-untyped-call]
+    steps = max(part.steps for _, part in parts)
+    first = packed(name, missing[None], row_format)
+    rows = first.new_empty(len(ids) + 1, first.shape[1])
+    rows[:1] = first
+    frequency = torch.zeros(len(ids), dtype=torch.int64)
+    while parts:  # Each part is released after it has been copied.
+        (start, stop), part = parts.pop()
+        places = torch.searchsorted(ids, part.ids)
+        columns = slice(start, stop) if row_format == "float32" else slice(None)
+        rows[1:][places, columns] = part.rows[1:]
+        # All column shards have the same frequencies.
+        frequency[places] = part.frequency
+        del part
+    return _GatheredRows(ids, rows, frequency, steps)
+
+
+def _part(
+    shard: Table, missing: Tensor, row_format: str, marks: dict[Table, int]
+) -> _GatheredRows:
+    """Reads the rows of one shard."""
+    first = packed(
+        shard.name, missing[None, shard.columns.start : shard.columns.stop], row_format
+    )
+    with shard.snapshot() as snapshot:
+        marks[shard] = snapshot.mark
+        count = len(snapshot)
+        ids, frequency = (
+            torch.empty(count, dtype=torch.int64),
+            torch.empty(count, dtype=torch.int64),
+        )
+        rows = first.new_empty(count + 1, first.shape[1])
+        rows[:1] = first
+        for begin in range(0, count, _PIECE_ROWS):
+            read = snapshot.read(min(_PIECE_ROWS, count - begin))
+            part = slice(begin, begin + len(read))
+            ids[part], rows[1:][part] = (
+                read.ids,
+                packed(shard.name, read.weights, row_format),
+            )
+            frequency[part] = aged(
+                read.rows["frequency"],
+                read.rows["last_step"],
+                snapshot.steps,
+                shard.options,
+            )
+        return _GatheredRows(ids, rows, frequency, snapshot.steps)

@@ -1,0 +1,234 @@
+"""Answers requests with the newest rows, several small requests at a time.
+
+Tests: tests/serving/predict/test_predictor.py.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torchrec_recstore_serving.predict.requests import Request, call, merged, split
+from torchrec_recstore_serving.publish.follower import Follower
+
+_KEPT_TIMES = 10_000
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a request.
+
+    Args:
+        outputs: The tensors that the model returned, by name.
+        version: The version of the rows and weights that answered.
+        number: The number of the publication with this version.
+        seconds_behind: The age of these rows in seconds.
+    """
+
+    outputs: Mapping[str, Tensor]
+    version: str
+    number: int
+    seconds_behind: float
+
+
+class Batcher:
+    """A queue of requests, and threads that answer them.
+
+    A thread takes all requests of one kind that wait, up to ``max_examples`` examples,
+    and calls the model once. A request that finds a free thread is answered at once, so
+    that batches are only made when there is load.
+
+    Args:
+        follower: The follower with the model.
+        jagged: See :func:`torchrec_recstore_serving.predict.requests.request_of`.
+        max_examples: The largest number of examples in a batch of several requests.
+        threads: The number of threads that call the model.
+        observe: A function that is called for each request, with its time in seconds
+            and whether it has failed.
+    """
+
+    def __init__(
+        self,
+        follower: Follower,
+        jagged: Mapping[str, tuple[str, int]],
+        *,
+        max_examples: int,
+        threads: int,
+        observe: Callable[[float, bool], object] = lambda seconds, failed: None,
+    ) -> None:
+        self._observe = observe
+        self._follower = follower
+        self._jagged = dict(jagged)
+        self._max_examples = max_examples
+        self._waiting: deque[tuple[Request, Future[Answer], float]] = deque()
+        self._change = threading.Condition()
+        self._closed = False
+        self._alone: set[Hashable] = set()
+        """The kinds of requests whose result has not one row for each example."""
+        self._times: deque[float] = deque(maxlen=_KEPT_TIMES)
+        self._requests = self._batches = self._failed = 0
+        self._busy = 0
+        """The number of threads that call the model."""
+        self._call_s = math.inf
+        """A running mean of the time of a call of the model."""
+        self._threads = [
+            threading.Thread(target=self._run, name=f"predict-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, request: Request, *, caller_s: float = 0.0) -> Future[Answer]:
+        """Queues a request.
+
+        Args:
+            request: The request.
+            caller_s: The longest time in seconds for which the calling thread may call
+                the model itself, which saves the change of threads. It does so if no
+                request waits, fewer than ``threads`` threads call the model, and the
+                calls before took less time. Default: 0, never.
+
+        Raises:
+            RuntimeError: The queue is closed.
+        """
+        answer: Future[Answer] = Future()
+        with self._change:
+            if self._closed:
+                raise RuntimeError("the server stops")
+            queued = (request, answer, time.perf_counter())
+            here = (
+                not self._waiting
+                and self._busy < len(self._threads)
+                and self._call_s < caller_s
+            )
+            if here:
+                self._busy += 1
+            else:
+                self._waiting.append(queued)
+                self._change.notify()
+        if here:
+            self._answer([queued])
+        return answer
+
+    def close(self) -> None:
+        """Answers the requests that wait, and ends the threads."""
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def report(self) -> dict[str, float]:
+        """Returns the counts of requests, failed requests and batches, and the
+        percentiles of the last times.
+
+        The time of a request begins when it is queued, and is in milliseconds. Without
+        requests, it is 0.
+        """
+        with self._change:
+            times = sorted(self._times)
+            counts = {
+                "requests": self._requests,
+                "failed": self._failed,
+                "batches": self._batches,
+            }
+        return {
+            **counts,
+            "p50_ms": _percentile(times, 0.50),
+            "p99_ms": _percentile(times, 0.99),
+        }
+
+    def _take(self) -> list[tuple[Request, Future[Answer], float]]:
+        """Waits for requests, and returns those of one batch.
+
+        An empty list: the queue is closed.
+        """
+        with self._change:
+            while not self._waiting and not self._closed:
+                self._change.wait()
+            if not self._waiting:
+                return []
+            taken = [self._waiting.popleft()]
+            first = taken[0][0]
+            kind, total = first.kind(), first.examples or 0
+            if first.examples is not None and kind not in self._alone:
+                others = [
+                    each
+                    for each in self._waiting
+                    if each[0].examples is not None and each[0].kind() == kind
+                ]
+                for each in others:
+                    total += each[0].examples or 0
+                    if total > self._max_examples:
+                        break
+                    taken.append(each)
+                chosen = {id(each) for each in taken}
+                self._waiting = deque(
+                    each for each in self._waiting if id(each) not in chosen
+                )
+            self._busy += 1
+            return taken
+
+    def _run(self) -> None:
+        while taken := self._take():
+            self._answer(taken)
+
+    def _answer(self, taken: Sequence[tuple[Request, Future[Answer], float]]) -> None:
+        """Answers the requests of one batch. The caller has counted itself as busy."""
+        start = time.perf_counter()
+        answers = self._answered([request for request, _, _ in taken])
+        now = time.perf_counter()
+        with self._change:
+            self._busy -= 1
+            self._call_s = (
+                now - start
+                if self._call_s == math.inf
+                else 0.9 * self._call_s + 0.1 * (now - start)
+            )
+            self._batches += 1
+            self._requests += len(taken)
+            self._failed += sum(isinstance(answer, Exception) for answer in answers)
+            self._times.extend(now - begin for _, _, begin in taken)
+        for (_, future, begin), answer in zip(taken, answers, strict=True):
+            self._observe(now - begin, isinstance(answer, Exception))
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+    def _answered(self, requests: Sequence[Request]) -> list[Answer | Exception]:
+        """Calls the model once.
+
+        If that fails, or the result cannot be split, calls it for each request.
+        """
+        seconds = self._follower.seconds_behind
+        try:
+            model, publication = self._follower.served
+            parts = split(call(model, merged(requests), self._jagged), requests)
+        except Exception as error:
+            if len(requests) == 1:
+                return [error]
+        else:
+            if parts is not None:
+                return [
+                    Answer(part, publication.version, publication.number, seconds)
+                    for part in parts
+                ]
+            with self._change:
+                self._alone.add(requests[0].kind())
+        return [answer for request in requests for answer in self._answered([request])]
+
+
+def _percentile(ascending: Sequence[float], share: float) -> float:
+    if not ascending:
+        return 0.0
+    return round(
+        1000 * ascending[min(len(ascending) - 1, int(share * len(ascending)))], 3
+    )

@@ -1,0 +1,389 @@
+"""The server of ``recstore follow``: answers predictions over gRPC and HTTP with a
+model that is trained meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from torchrec_recstore_service.server.listening import (
+    GrpcServer,
+    ListenOptions,
+    stopped_by_signals,
+)
+from torchrec_recstore_service.wire.protocol import shortened
+from torchrec_recstore_serving.predict import predictor_pb2 as pb
+from torchrec_recstore_serving.predict.batching import Answer, Batcher
+from torchrec_recstore_serving.predict.http_server import HttpServer, failure
+from torchrec_recstore_serving.predict.messages import array_of, value_of
+from torchrec_recstore_serving.predict.metrics import AGES, PredictorMetrics
+from torchrec_recstore_serving.predict.named_models import ModelSource, NamedModels
+from torchrec_recstore_serving.predict.predictor_pb2_grpc import (
+    PredictorServicer,
+    add_PredictorServicer_to_server,
+)
+from torchrec_recstore_serving.predict.requests import JaggedArgument, Value, request_of
+from torchrec_recstore_serving.publish.follower import Follower
+
+_LOOK_S = 0.05  # The time between two looks at whether the server is ready.
+
+
+@dataclass(frozen=True)
+class PredictorOptions:
+    """The options of a server of predictions.
+
+    Args:
+        sources: Where the models come from, by name; see
+            :func:`torchrec_recstore_serving.predict.named_models.sources_of`.
+        listening: The address, and who may call the server.
+        http: The address for JSON over HTTP, as ``host:port``. None: there is none.
+        jagged: See :func:`torchrec_recstore_serving.predict.requests.request_of`.
+            ``NAME:ARGUMENT``: of one model.
+        max_batch: The largest number of examples in a batch of several requests.
+        threads: The number of threads that call a model.
+        poll_s: The longest time between two looks at the source, in seconds.
+        report_s: The time between two reports, in seconds.
+        key: The file of the publisher's key; see
+            :class:`torchrec_recstore.inference.Follower`. None: there is none.
+        max_age_s: The age of the rows in seconds above which a model is not ready,
+            unless it is pinned. None: there is no limit.
+
+    Raises:
+        ValueError: A value is invalid.
+    """
+
+    sources: Mapping[str, ModelSource]
+    listening: ListenOptions
+    http: str | None = None
+    jagged: Mapping[str, tuple[str, int]] | None = None
+    max_batch: int = 1024
+    threads: int = 2
+    poll_s: float = 0.2
+    report_s: float = 10.0
+    key: Path | None = None
+    max_age_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for flag, value in (
+            ("--max-batch", self.max_batch),
+            ("--threads", self.threads),
+        ):
+            if value < 1:
+                raise ValueError(f"{flag} must be at least 1, got {value}")
+        times = {
+            "--poll-every": self.poll_s,
+            "--report-every": self.report_s,
+            "--max-age": self.max_age_s,
+        }
+        for flag, seconds in times.items():
+            if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
+                raise ValueError(
+                    f"{flag} must be a positive number of seconds, got {seconds:g}"
+                )
+        for argument in self.jagged or {}:
+            if ":" in argument and argument.partition(":")[0] not in self.sources:
+                raise ValueError(
+                    f"--jagged {argument} names no model: write"
+                    " NAME:VALUES,LENGTHS,FEATURES"
+                )
+        if self.http is not None:
+            self.listening.check_address("--http", self.http)
+
+    def jagged_for(self, name: str) -> dict[str, tuple[str, int]]:
+        """Returns ``jagged`` for the model of a name."""
+        parts = {argument: argument.rpartition(":") for argument in self.jagged or {}}
+        return {
+            parts[each][2]: value
+            for each, value in (self.jagged or {}).items()
+            if parts[each][0] in ("", name)
+        }
+
+
+def jagged_of(text: str) -> tuple[str, tuple[str, int]]:
+    """Returns the value of the flag ``--jagged VALUES,LENGTHS,FEATURES`` as an item of
+    ``PredictorOptions.jagged``.
+
+    Raises:
+        ValueError: The value has another form.
+    """
+    parts = text.split(",")
+    if (
+        len(parts) != 3
+        or not all(parts)
+        or not parts[2].isdecimal()
+        or int(parts[2]) < 1
+    ):
+        raise ValueError(
+            "--jagged must be VALUES,LENGTHS,FEATURES, for example values,lengths,26;"
+            f" got {text!r}"
+        )
+    return parts[0], (parts[1], int(parts[2]))
+
+
+class Predictor:
+    """A follower, and the queue of requests to its model.
+
+    Args:
+        options: The options.
+        name: The name of the model.
+        observe: See :class:`Batcher`.
+
+    Raises:
+        TypeError, ValueError, ImportError: See :class:`Follower`.
+        OSError: The key cannot be read.
+    """
+
+    def __init__(
+        self,
+        options: PredictorOptions,
+        name: str = "",
+        observe: Callable[[float, bool], object] = lambda seconds, failed: None,
+    ) -> None:
+        self.jagged: Mapping[str, tuple[str, int]] = options.jagged_for(name)
+        """See :func:`torchrec_recstore_serving.predict.requests.request_of`."""
+        self._max_age_s = options.max_age_s
+        source = options.sources[name]
+        self.follower = Follower(source.place, key=options.key, pinned=source.pinned)
+        self._described: tuple[object, Mapping[str, Any]] = (None, {})
+        """The model, and the arguments of its ``forward`` by name."""
+        self._batcher = Batcher(
+            self.follower,
+            self.jagged,
+            max_examples=options.max_batch,
+            threads=options.threads,
+            observe=observe,
+        )
+
+    def submit(
+        self, arguments: Mapping[str, Value], *, caller_s: float = 0.0
+    ) -> Future[Answer]:
+        """Queues a request.
+
+        The future has the answer, or the error of the model. See
+        :meth:`Batcher.submit`.
+
+        Raises:
+            ValueError: The arguments do not fit the model.
+            ConnectionError: No full export has been loaded yet.
+        """
+        if self.follower.version is None:
+            raise ConnectionError(
+                self.follower.state.problem or "no full export has been loaded yet"
+            )
+        model = self.follower.model
+        # torch makes the description anew in each call
+        if self._described[0] is not model:
+            forward: Any = model.forward
+            self._described = (
+                model,
+                {each.name: each for each in forward.schema.arguments[1:]},
+            )
+        _check_names(self._described[1], arguments)
+        return self._batcher.submit(
+            request_of(arguments, self.jagged), caller_s=caller_s
+        )
+
+    def not_ready(self) -> str | None:
+        """Returns why the model is not ready: no full export has been loaded, or the
+        rows are too old.
+
+        None: it is.
+        """
+        state = self.follower.state
+        if state.version is None:
+            return state.problem or "no full export has been loaded yet"
+        if (
+            self._max_age_s is None
+            or state.pinned is not None
+            or state.seconds_behind <= self._max_age_s
+        ):
+            return None
+        return (
+            f"the rows are older than --max-age {self._max_age_s:g}:"
+            f" {state.publication_age_s:.1f} s by the clock of the publisher, and the"
+            f" last news of them arrived {state.arrival_age_s:.1f} s ago;"
+            f" {state.problem or f'the follower waits for {state.waits_for}'}"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state of the follower and of the queue, for JSON."""
+        state = asdict(self.follower.state)
+        for name in AGES:
+            if not math.isfinite(state[name]):
+                state[name] = None
+        return {**state, "not_ready": self.not_ready(), **self._batcher.report()}
+
+    def close(self) -> None:
+        """Answers the requests that wait, and stops following."""
+        self._batcher.close()
+        self.follower.close()
+
+
+def _check_names(found: Mapping[str, Any], arguments: Mapping[str, Value]) -> None:
+    """Compares the names and kinds of arguments with those of the model's ``forward``."""
+    unknown = sorted(arguments.keys() - found.keys())
+    missing = sorted(
+        name
+        for name, each in found.items()
+        if name not in arguments and not each.has_default_value()
+    )
+    if unknown or missing:
+        raise ValueError(
+            f"the model's arguments are {', '.join(found)}: got"
+            f" {', '.join(sorted(arguments)) or 'none'}"
+        )
+    for name, value in arguments.items():
+        wants_bags = str(found[name].type).endswith("KeyedJaggedTensor")
+        if wants_bags != isinstance(value, JaggedArgument):
+            raise ValueError(
+                f"the argument {name!r} must be"
+                f" {'bags of ids by feature' if wants_bags else 'a tensor'}"
+            )
+
+
+def _opened(
+    options: PredictorOptions, stack: ExitStack
+) -> tuple[dict[str, Predictor], PredictorMetrics | None]:
+    """Makes the predictors by name, and their metrics, if there are any.
+
+    ``stack`` closes them.
+    """
+    predictors: dict[str, Predictor] = {}
+    metrics: PredictorMetrics | None = None
+    if options.listening.metrics is not None:
+        metrics = PredictorMetrics(
+            lambda: {name: each.state() for name, each in [*predictors.items()]},
+            options.listening.metrics,
+            named="" not in options.sources,
+        )
+        stack.callback(metrics.close)
+    for name in options.sources:
+        observe = () if metrics is None else (partial(metrics.observe, name),)
+        predictors[name] = Predictor(options, name, *observe)
+        stack.callback(predictors[name].close)
+    return predictors, metrics
+
+
+def serve_predictions(
+    options: PredictorOptions,
+    ready: Callable[[str, str | None, Mapping[str, str]], object],
+    report: Callable[[Mapping[str, Any]], object],
+) -> None:
+    """Runs a server until SIGTERM or SIGINT.
+
+    This function must be called from the main thread.
+
+    The server takes calls at once, and refuses predictions of a model until its first
+    full export is loaded. If the rows become too old, it still answers predictions, and
+    its health checks say that it is not ready.
+
+    Args:
+        options: The options.
+        ready: A function that is called when the server takes calls, with the address
+            for gRPC, the address for HTTP, and whose models are loaded, by the name of
+            the model.
+        report: A function that is called with the state every ``report_s`` seconds and
+            at the end.
+
+    Raises:
+        OSError: An address cannot be listened on.
+        TypeError, ValueError, ImportError: See :class:`Follower`.
+    """
+    with stopped_by_signals() as stop, ExitStack() as stack:
+        predictors, metrics = _opened(options, stack)
+        models = NamedModels(predictors)
+        service = pb.DESCRIPTOR.services_by_name["Predictor"].full_name
+        server = GrpcServer(
+            options.listening,
+            service,
+            lambda server: add_PredictorServicer_to_server(_Service(models), server),  # type: ignore[no-untyped-call]
+        )
+        http = (
+            None
+            if options.http is None
+            else HttpServer(options.http, options.listening, models)
+        )
+        if metrics is not None:
+            metrics.gauges(server.gauges())
+        if metrics is not None and http is not None:
+            metrics.gauges(
+                {
+                    "http_connections": (
+                        "The number of connections by HTTP.",
+                        lambda: http.connections,
+                    )
+                }
+            )
+        serving = dict.fromkeys(["", *predictors], False)
+        server.set_serving(False)
+        server.set_serving(False, *filter(None, predictors))
+        server.start()
+        for predictor in predictors.values():
+            predictor.follower.start(options.poll_s)
+        trusts = {
+            name: predictor.follower.trusts for name, predictor in predictors.items()
+        }
+        ready(server.address, None if http is None else http.address, trusts)
+        reported = time.monotonic()
+        while not stop.wait(min(_LOOK_S, options.report_s)):
+            for name in serving:
+                if serving[name] != (models.not_ready(name) is None):
+                    serving[name] = not serving[name]
+                    server.set_serving(serving[name], *filter(None, [name]))
+            if time.monotonic() >= reported + options.report_s:
+                reported = time.monotonic()
+                report(models.state())
+        server.stop()
+        if http is not None:
+            http.close()
+        stack.close()
+        report(models.state())
+
+
+class _Service(PredictorServicer):
+    """See predictor.proto."""
+
+    def __init__(self, models: NamedModels) -> None:
+        self._models = models
+
+    def Predict(self, request: Any, context: Any) -> Any:
+        """See predictor.proto."""
+        self._check_name(request, context)
+        try:
+            arguments = {
+                name: value_of(each, name) for name, each in request.arguments.items()
+            }
+            answer = self._models.one(request.model).submit(arguments).result()
+        except ValueError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, shortened(str(error)))
+        except ConnectionError as error:
+            context.abort(grpc.StatusCode.UNAVAILABLE, shortened(str(error)))
+        except Exception as error:
+            context.abort(grpc.StatusCode.UNKNOWN, shortened(failure(error)))
+        return pb.PredictReply(
+            outputs={name: array_of(each) for name, each in answer.outputs.items()},
+            version=answer.version,
+            number=answer.number,
+            seconds_behind=answer.seconds_behind,
+        )
+
+    def State(self, request: Any, context: Any) -> Any:
+        """See predictor.proto."""
+        self._check_name(request, context)
+        return pb.StateReply(json=json.dumps(self._models.state(request.model)))
+
+    def _check_name(self, request: Any, context: Any) -> None:
+        unknown = self._models.unknown(request.model)
+        if unknown is not None:
+            context.abort(grpc.StatusCode.NOT_FOUND, shortened(unknown))

@@ -1,0 +1,1 @@
+"""Publishes a model while it is trained, and follows its publications elsewhere."""

@@ -1,0 +1,131 @@
+"""Writes and reads a published full export: a program without rows, and its rows and
+dense tensors in safetensors.
+
+The second file is a delta that leads from the program to the model. So the program
+alone is unpickled.
+
+Tests: tests/serving/publish/test_publisher.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from torchrec_recstore_serving.export.delta import load_export, write_tensors
+from torchrec_recstore_serving.export.row_formats import TYPE_NUMBERS
+from torchrec_recstore_serving.export.signing import Key
+from torchrec_recstore_serving.export.tables_on_servers import served_on_servers
+from torchrec_recstore_serving.export.torchscript import save_script
+from torchrec_recstore_serving.publish.program import (
+    dense_tensor,
+    script_tables,
+    script_version,
+)
+
+
+def write_full(
+    script: torch.jit.ScriptModule,
+    dense: Sequence[str],
+    program: Path,
+    full: Path,
+    key: Key | None,
+    mapped: Sequence[Any],
+) -> None:
+    """Writes a full export, each file completely or not at all.
+
+    Args:
+        script: The served model.
+        dense: The names of all of its tensors outside the tables.
+        program: The file of the program, a served model without rows, whose dense
+            tensors are zeros.
+        full: The file of the rows and the dense tensors.
+        key: The key with which both files are signed. None: no signature.
+        mapped: The tables whose rows a process maps. They are in the file of the
+            program, beside its code.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    kept = {table.name for table in mapped} | set(served_on_servers(script))
+    empty = copy.deepcopy(script)
+    tensors: dict[str, Tensor] = {}
+    for (_, table), (_, without) in zip(
+        script_tables(script), script_tables(empty), strict=True
+    ):
+        if table.name in kept:
+            if hasattr(table, "native"):  # The rows are written apart from this object.
+                without.native = table.native
+            continue
+        # the model may have a table at several paths
+        if f"{table.name}/ids" not in tensors:
+            ids, rows = _stored(table)
+            tensors |= {
+                f"{table.name}/ids": ids,
+                f"{table.name}/rows": rows,
+                f"{table.name}/removed": ids[:0],
+            }
+        _empty(without)
+    for name in dense:
+        tensors[f"dense/{name}"] = dense_tensor(script, name).clone(
+            memory_format=torch.contiguous_format
+        )
+        dense_tensor(empty, name).zero_()
+    version = script_version(empty, dense)
+    for _, without in script_tables(empty):
+        without.version = version
+    save_script(empty, program, key, mapped)
+    write_tensors(tensors, version, script.recstore_version(), full, key)
+
+
+def load_full(program: Path, full: Path) -> torch.jit.ScriptModule:
+    """Loads a full export from two files whose bytes have been checked.
+
+    Raises:
+        ValueError, torch.jit.Error: The two do not belong together, or the program is
+            no served model.
+    """
+    model = load_export(program)
+    model.apply_delta(safetensors.torch.load_file(full))
+    return model
+
+
+def _stored(table: Any) -> tuple[Tensor, Tensor]:
+    """Returns the ids of a table and their rows in the row format.
+
+    In a table of TorchRec, row i is id i.
+    """
+    if hasattr(table, "native"):
+        ids = table.native.ids()
+        return ids, table.native.stored(ids)
+    rows = table.stored_rows()
+    return (
+        (table.raw_ids(), rows[1:])
+        if table.has_ids
+        else (torch.arange(len(rows)), rows)
+    )
+
+
+def _empty(table: Any) -> None:
+    """Removes the rows of a table.
+
+    A table of TorchRec keeps their number, and has zeros that take no space.
+    """
+    if hasattr(table, "native"):
+        number, none = (
+            TYPE_NUMBERS.get(table.row_format, 0),
+            torch.empty(0, dtype=torch.int64),
+        )
+        table.native = torch.classes.recstore.ServedTable(
+            number, table.dim, none, table.row_like()
+        )
+    elif table.has_ids:
+        table.ids, table.rows = table.ids[-1:].clone(), table.rows[:1].clone()
+    else:
+        table.rows = torch.zeros_like(table.rows[:1]).expand(table.rows.shape)

@@ -1,0 +1,302 @@
+"""Compiles the program of a published model once, and gives it the rows and dense
+tensors of each full publication.
+
+Compiling takes place in the thread that calls :meth:`Program.compile`, because
+TorchScript's classes and TorchRec's tracer belong to the whole process.
+:meth:`Program.load` compiles nothing, and may be called in any thread.
+
+Tests: tests/serving/publish/test_program.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrec_recstore_serving.export.hashed_tables import HashedTable
+from torchrec_recstore_serving.export.row_formats import TYPE_NUMBERS
+from torchrec_recstore_serving.export.scriptable_modules import (
+    copied_with,
+    dense_tensors,
+    served_tables,
+    tensor_at,
+)
+from torchrec_recstore_serving.export.sorted_tables import ServedQuantTable, ServedTable
+from torchrec_recstore_serving.export.structure import constant_of, structure_of
+from torchrec_recstore_serving.export.tables_on_servers import ServerTable
+from torchrec_recstore_serving.export.torchscript import compiled, set_version
+from torchrec_recstore_serving.export.verification import (
+    checksum_of,
+    hexadecimal,
+    scripted_function,
+)
+
+_MANGLED = re.compile(r"___torch_mangle_\d+\.")
+"""What TorchScript adds to the names of classes, so that they differ within the
+process.
+"""
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (HashedTable, ServedTable, ServedQuantTable, ServerTable)
+}
+
+
+class Program:
+    """A compiled model whose rows and dense tensors can be replaced by those of models
+    of the same structure.
+
+    Args:
+        index: How the tables search ids, ``"hash"`` or ``"sorted"``.
+    """
+
+    def __init__(self, index: str) -> None:
+        self._index = index
+        self._structure: object = None
+        self._read_tensors: frozenset[str] = frozenset()
+        """The names of the dense tensors whose values are constants of the compiled
+        code.
+        """
+        self._read_values: object = None
+        self._code: object = None
+        """What distinguishes the compiled model from others; see :func:`_code_of`."""
+        self._script: torch.jit.ScriptModule | None = None
+        self.dense: list[str] = []
+        """The names of the tensors of the compiled model outside its tables."""
+
+    @property
+    def script(self) -> torch.jit.ScriptModule:
+        """The compiled model."""
+        assert self._script is not None
+        return self._script
+
+    def fits(self, served: nn.Module) -> bool:
+        """Returns whether the compiled model has the structure of a model, and the
+        constants of its code fit.
+
+        Args:
+            served: The result of :func:`torchrec_recstore.inference.scriptable` with
+                ``index="sorted"``. Its tables need not have rows.
+        """
+        if self._script is None or structure_of(served) != self._structure:
+            return False
+        return _values_of(served, self._read_tensors) == self._read_values
+
+    def compile(self, served: nn.Module) -> bool:
+        """Compiles a model in the place of the one that was compiled last, unless the
+        result would be the same.
+
+        The result is the same if only attributes have changed that the compiled code
+        does not depend on.
+
+        Args:
+            served: See :meth:`fits`.
+
+        Returns:
+            Whether the compiled model is another one now.
+
+        Raises:
+            ValueError: See :func:`torchrec_recstore_serving.export.torchscript.scripted`. The
+                program is as it was.
+        """
+        # before TorchScript adds attributes to the modules
+        structure = structure_of(served)
+        script, read_tensors = compiled(
+            _without_rows(served) if self._index == "hash" else served
+        )
+        names = dense_tensors(served, every_path=True)
+        dense = [name for name in names if tensor_at(script, name) is not None]
+        read_values = _values_of(served, read_tensors)
+        code = _code_of(script, dense)
+        self._structure = structure
+        self._read_tensors = read_tensors
+        self._read_values = read_values
+        if code == self._code:
+            return False
+        self._code = code
+        self._script = script
+        self.dense = dense
+        return True
+
+    def load(self, served: nn.Module) -> torch.jit.ScriptModule:
+        """Replaces the rows, the dense tensors and the version of the compiled model,
+        and returns the model.
+
+        Args:
+            served: A model of the structure that :meth:`compile` has compiled last. The
+                compiled model shares its rows if the index is ``"sorted"``.
+        """
+        script = self.script
+        natives: dict[int, Any] = {}
+        for path, module in script_tables(script):
+            table = served.get_submodule(path)
+            assert isinstance(table, ServedTable)
+            if isinstance(table, ServerTable):
+                module.native = table.native
+            elif self._index == "hash" and table.has_ids:
+                if id(table) not in natives:
+                    natives[id(table)] = _native(table)
+                module.native = natives[id(table)]
+            else:
+                module.ids = table.ids
+                module.rows = table.rows
+        tensors = dense_tensors(served, every_path=True)
+        for name in self.dense:
+            dense_tensor(script, name).copy_(tensors[name])
+        set_version(
+            script, script_version(script, self.dense), script.recstore_attributes()
+        )
+        return script
+
+    def mapped_tables(self, rows: str) -> list[Any]:
+        """Returns the tables of the compiled model whose rows a process maps from the
+        file of the model.
+
+        Args:
+            rows: Where a process has the rows, ``"memory"``, ``"mapped"`` or
+                ``"servers"``.
+        """
+        if rows != "mapped":
+            return []
+        by_name = {
+            module.name: module
+            for _, module in script_tables(self.script)
+            if hasattr(module, "native")
+        }
+        return list(by_name.values())
+
+
+def script_tables(script: torch.jit.ScriptModule) -> Iterator[tuple[str, Any]]:
+    """Yields the path and the module of each table of a compiled model, at each of its
+    paths.
+    """
+    for path, module in script.named_modules(remove_duplicate=False):
+        if hasattr(module, "row_format"):
+            yield path, module
+
+
+def dense_tensor(script: torch.jit.ScriptModule, name: str) -> Tensor:
+    """Returns the tensor of a compiled model that has this name."""
+    tensor = tensor_at(script, name)
+    assert tensor is not None
+    return tensor
+
+
+def script_version(script: torch.jit.ScriptModule, dense: Sequence[str]) -> str:
+    """Returns the version of a compiled model with its present rows and dense tensors,
+    as ``verify`` computes it.
+
+    Args:
+        script: The compiled model.
+        dense: The names of all of its tensors outside the tables.
+    """
+    tensors = {f"dense/{name}": dense_tensor(script, name) for name in dense}
+    for _, table in script_tables(script):
+        _KINDS[table.original_name].give_tensors(table, tensors)
+    return str(scripted_function(hexadecimal)(scripted_function(checksum_of)(tensors)))
+
+
+def _code_of(script: torch.jit.ScriptModule, dense: Sequence[str]) -> object:
+    """Returns everything of a compiled model that :meth:`Program.load` does not
+    replace, in a form to be compared.
+    """
+    methods: list[object] = []
+    tables: list[object] = []
+    for path, module in script.named_modules(remove_duplicate=False):
+        if hasattr(module, "row_format"):
+            tables.append((path, module.original_name, str(module.name)))
+            continue
+        for name in module._c._method_names():
+            code, constants = module._c._get_method(name).code_with_constants
+            values = [constant_of(value) for value in constants.values()]
+            methods.append((path, name, _MANGLED.sub("", code), values))
+    tensors: list[object] = []
+    first_names: dict[int, str] = {}
+    for name in dense:
+        tensor = dense_tensor(script, name)
+        first = (
+            first_names.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
+        )
+        tensors.append((name, first, tuple(tensor.shape), tensor.dtype))
+    return (
+        methods,
+        tables,
+        tensors,
+        script.recstore_attributes(),
+        _lists_of_tensors(script, first_names),
+    )
+
+
+def _lists_of_tensors(
+    script: torch.jit.ScriptModule, names: Mapping[int, str]
+) -> object:
+    """Describes the lists, tuples and dicts of a compiled model that may have tensors.
+
+    Args:
+        script: The compiled model.
+        names: The names of the dense tensors by their addresses. A list that has a
+            dense tensor, such as the list of weights of a recurrent layer, shares its
+            memory.
+    """
+    described: list[object] = []
+
+    def value_of(value: object) -> object:
+        if isinstance(value, Tensor):
+            return names.get(value.data_ptr()) or constant_of(value)
+        if isinstance(value, list | tuple):
+            return [value_of(part) for part in value]
+        if isinstance(value, dict):
+            return [(repr(key), value_of(part)) for key, part in value.items()]
+        return constant_of(value)
+
+    for path, module in script.named_modules(remove_duplicate=False):
+        if hasattr(module, "row_format"):
+            continue
+        for name, (kind, _) in sorted(module._concrete_type.get_attributes().items()):
+            value = getattr(module, name, None)
+            if (
+                isinstance(value, list | tuple | dict)
+                and "Tensor" in kind.annotation_str
+            ):
+                described.append((path, name, value_of(value)))
+    return described
+
+
+def _values_of(served: nn.Module, names: Collection[str]) -> object:
+    """Describes the values of the dense tensors of these names."""
+    if not names:
+        return []
+    tensors = dense_tensors(served, every_path=True)
+    return [(name, constant_of(tensors[name])) for name in sorted(names)]
+
+
+def _native(table: ServedTable) -> Any:
+    """Returns the native object of a table with a hash index."""
+    number = TYPE_NUMBERS.get(table.row_format, 0)
+    ids = table.raw_ids().contiguous()
+    return torch.classes.recstore.ServedTable(
+        number, table.dim, ids, table.rows.contiguous()
+    )
+
+
+def _without_rows(served: nn.Module) -> nn.Module:
+    """Copies a model with tables that search by hash and have no rows.
+
+    The dense tensors are shared.
+    """
+    replaced: dict[int, Any] = {}
+    for tensor in [*served.parameters(), *served.buffers()]:
+        replaced[id(tensor)] = tensor
+    for _, table in served_tables(served):
+        if isinstance(table, ServerTable):
+            replaced[id(table)] = table
+        elif table.has_ids:
+            no_ids = torch.empty(0, dtype=torch.int64)
+            replaced[id(table)] = HashedTable(
+                table.name, table.dim, table.row_format, no_ids, table.rows[:1]
+            )
+    return copied_with(served, replaced)

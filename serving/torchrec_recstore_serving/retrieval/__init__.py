@@ -1,0 +1,1 @@
+"""Finds the rows of a served model that are nearest to a query."""
