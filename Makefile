@@ -11,11 +11,13 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SLOW_WORKERS := $(shell n=$$(($$(nproc) + 1)); echo $$((n < 8 ? n : 8)))
 SERVING := serving/torchrec_recstore_serving/csrc
 SERVICE := service/torchrec_recstore_service/csrc
-SOURCES := $(wildcard torchrec_recstore/csrc/*.* torchrec_recstore/csrc/ops/*.* $(SERVING)/*.* $(SERVING)/ops/*.* $(SERVICE)/*.*)
-# The names of these files differ, because their objects lie in one folder. library.cpp is the interface for Python.
-CORE := $(notdir $(wildcard torchrec_recstore/csrc/*.cpp $(SERVING)/*.cpp) $(filter-out %/library.cpp,$(wildcard $(SERVICE)/*.cpp)))
-INCLUDES := -I torchrec_recstore/csrc -I $(SERVING) -I $(SERVICE)
-vpath %.cpp torchrec_recstore/csrc $(SERVING) $(SERVICE)
+CSRC := torchrec_recstore/csrc
+SOURCES := $(wildcard $(CSRC)/*/*.* $(SERVING)/*.* $(SERVING)/ops/*.* $(SERVICE)/*.*)
+# All that is built without torch. The files of ops/ need torch, except the registry of handles. library.cpp is the
+# interface for Python.
+CORE := $(filter-out $(CSRC)/ops/% %/library.cpp,$(wildcard $(CSRC)/*/*.cpp $(SERVING)/*.cpp $(SERVICE)/*.cpp)) \
+	$(CSRC)/ops/registry.cpp
+INCLUDES := -I $(CSRC) -I $(SERVING) -I $(SERVICE)
 
 .PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-arm test-arm-python test-mutations parity matrix lint proto bench big soak span docs wheels try-wheels package clean
 .DEFAULT_GOAL := help

@@ -109,7 +109,7 @@ class BuildOnTorch(build_ext):
             """
             # The files that take the compiler longest are the first ones, so that no
             # core waits for them at the end.
-            longest_first = sorted(files, key=lambda file: "row_kernels_" not in file)
+            longest_first = sorted(files, key=lambda file: "row_loops_" not in file)
             progress = Progress(len(files))
 
             def compile_one(file: str) -> None:

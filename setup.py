@@ -38,8 +38,9 @@ setup(
     ext_modules=[
         Extension(
             "torchrec_recstore._C",
-            sorted(glob.glob(f"{CSRC}/*.cpp") + glob.glob(f"{CSRC}/ops/*.cpp")),
-            depends=sorted(glob.glob(f"{CSRC}/**/*.[hi]*", recursive=True)),
+            sorted(glob.glob(f"{CSRC}/*/*.cpp")),
+            include_dirs=[CSRC],
+            depends=sorted(glob.glob(f"{CSRC}/*/*.[hi]*")),
             extra_compile_args=list(FLAGS),
             libraries=["torch", "torch_cpu", "c10", "dl"],
             define_macros=[

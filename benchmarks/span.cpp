@@ -24,9 +24,9 @@
 #include <utility>
 #include <vector>
 
-#include "find.h"
-#include "pass.h"
-#include "snapshot.h"
+#include "lookup/find.h"
+#include "lookup/pass.h"
+#include "snapshot/snapshot.h"
 
 namespace {
 

@@ -15,8 +15,11 @@ from native_build import FLAGS, WithCore  # noqa: E402
 CSRC = f"{CORE}/torchrec_recstore/csrc"
 OWN = "torchrec_recstore_service/csrc"
 # The parts of the core that the library contains: memory.
-SHARED = [f"{CSRC}/memory.cpp", f"{CSRC}/buffer_pool.cpp"]
-HEADERS = [f"{CSRC}/{name}.h" for name in ("row_api", "memory", "buffer_pool", "error")]
+SHARED = [f"{CSRC}/base/memory.cpp", f"{CSRC}/base/buffer_pool.cpp"]
+HEADERS = [
+    f"{CSRC}/{name}.h"
+    for name in ("base/buffer_pool", "base/error", "base/memory", "ops/row_api")
+]
 
 
 class Sdist(WithCore):

@@ -19,13 +19,13 @@ SERVICE = f"{CORE}/service/torchrec_recstore_service"
 # And the parts of the service: connections for rows, and their messages.
 SHARED = sorted(
     [
-        *glob.glob(f"{CSRC}/row_kernels*.cpp"),
-        *(f"{CSRC}/{name}.cpp" for name in ("memory", "buffer_pool")),
+        *glob.glob(f"{CSRC}/row_loops/row_loops*.cpp"),
+        *(f"{CSRC}/base/{name}.cpp" for name in ("memory", "buffer_pool")),
         *(f"{SERVICE}/csrc/{name}.cpp" for name in ("row_messages", "tcp", "tls")),
     ]
 )
 SHARED_HEADERS = [
-    *glob.glob(f"{CSRC}/*.[hi]*"),
+    *glob.glob(f"{CSRC}/*/*.[hi]*"),
     *(
         f"{SERVICE}/csrc/{name}.h"
         for name in ("message_fields", "row_messages", "status", "tcp", "tls")

@@ -127,7 +127,7 @@ class native_errors:
 
 
 def _initializer_numbers(initializer: Initializer) -> tuple[float, ...]:
-    """Returns the kind (InitKind in csrc/config.h) and its three numbers, which are the
+    """Returns the kind (InitKind in csrc/rows/config.h) and its three numbers, which are the
     fields.
     """
     (kind,) = (
@@ -145,7 +145,7 @@ def _initializer_numbers(initializer: Initializer) -> tuple[float, ...]:
 
 
 def encoded_score(score: float) -> int:
-    """Returns a score as ``encoded_score`` in csrc/row_uses.h encodes it: a number that
+    """Returns a score as ``encoded_score`` in csrc/bounds/row_uses.h encodes it: a number that
     ascends with the score.
     """
     (bits,) = struct.unpack("<I", struct.pack("<f", score + 0.0))
@@ -153,7 +153,7 @@ def encoded_score(score: float) -> int:
 
 
 def _eviction_numbers(eviction: LRU | LFU | Scored | None) -> tuple[int, int]:
-    """Returns the policy (Eviction in csrc/config.h), and its half-life or the rank of
+    """Returns the policy (Eviction in csrc/rows/config.h), and its half-life or the rank of
     a row without a score.
     """
     if isinstance(eviction, Scored):
@@ -165,7 +165,7 @@ def _eviction_numbers(eviction: LRU | LFU | Scored | None) -> tuple[int, int]:
 
 
 def _bounds(options: TableOptions) -> list[int]:
-    """Returns the numbers of Bounds in csrc/config.h, in their order; 0 for a bound
+    """Returns the numbers of Bounds in csrc/rows/config.h, in their order; 0 for a bound
     that the table lacks.
     """
     admission = options.admission
@@ -337,7 +337,7 @@ table_times: Callable[[int], list[int]] = _ops.table_times.default
 """(table) -> the times of the table's steps, by which rows expire; empty if they do not
 expire after a time.
 
-The numbers are those of ``WallClock::state`` in csrc/wall_clock.h, and times are
+The numbers are those of ``WallClock::state`` in csrc/bounds/wall_clock.h, and times are
 microseconds since 1970.
 """
 table_set_times: Callable[[int, list[int]], None] = _ops.table_set_times.default
@@ -346,7 +346,7 @@ table_set_time: Callable[[int, Sequence[int]], list[int]] = _ops.table_set_time.
 """(table, times of the events that the ranks know, in microseconds since 1970) ->
 nothing, or a time that was refused, the time of the clock, and the number of refusals.
 
-``WallClock::set`` in csrc/wall_clock.h says which time is taken. A table whose rows do
+``WallClock::set`` in csrc/bounds/wall_clock.h says which time is taken. A table whose rows do
 not expire after a time ignores them.
 """
 table_follow_time: Callable[[int, int], None] = _ops.table_follow_time.default

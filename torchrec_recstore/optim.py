@@ -50,7 +50,7 @@ __all__ = [
 
 WeightDecayMode = Literal["l2", "decouple"]
 StateKind = Literal["element", "row"]
-# The fields of OptimizerConfig in csrc/optimizer.h, in their order, without the kind.
+# The fields of OptimizerConfig in csrc/rows/optimizer.h, in their order, without the kind.
 _NUMBERS = (
     *(
         "eps",
@@ -75,8 +75,8 @@ class Optimizer:
     """The base class of the optimizers.
 
     A subclass is a frozen dataclass of its arguments, with the formula in its
-    docstring. ``csrc/row_steps.inl`` has the arithmetic. The arguments of the class
-    statement are ``kind``, the value of ``OptimizerKind`` in csrc/optimizer.h, and
+    docstring. ``csrc/row_loops/row_steps.inl`` has the arithmetic. The arguments of the class
+    statement are ``kind``, the value of ``OptimizerKind`` in csrc/rows/optimizer.h, and
     ``states``, the states of each row; see :func:`state_names`.
 
     Raises:
@@ -126,7 +126,7 @@ class Optimizer:
         return f"{type(self).__name__}({shown})"
 
     def numbers(self) -> list[float]:
-        """Returns the numbers of ``OptimizerConfig`` in csrc/optimizer.h; 0 for a
+        """Returns the numbers of ``OptimizerConfig`` in csrc/rows/optimizer.h; 0 for a
         number that is not used.
         """
         values = dict(vars(self))
@@ -404,7 +404,7 @@ class RowOptimizer(Optimizer, kind=-1, states=()):
         return [float(getattr(self, name, None) or 0.0) for name in _NUMBERS] + own
 
     def code(self) -> tuple[Any, ...]:
-        """Returns the members of ``RowCode`` in csrc/row_compiler.h."""
+        """Returns the members of ``RowCode`` in csrc/row_loops/row_compiler.h."""
         elements = [*dict(self.states).values()].count("element")
         once = [text for pair in dict(self.once).items() for text in pair]
         return (

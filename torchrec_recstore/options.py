@@ -40,9 +40,9 @@ MAX_SCORE = (2 - 2**-23) * 2.0**127
 MAX_LEFT_IDS = 2**30
 """The largest number of ids that :class:`TableOptions` allows as ``left_ids``."""
 LEFT_ID_BYTES = 24
-"""The bytes of each id in a full record of ``left_ids`` (csrc/departures.h)."""
+"""The bytes of each id in a full record of ``left_ids`` (csrc/snapshot/departures.h)."""
 NONFINITE = ("pass", "skip", "raise")
-"""What :class:`TableOptions` allows as ``nonfinite``, in the order of csrc/config.h."""
+"""What :class:`TableOptions` allows as ``nonfinite``, in the order of csrc/rows/config.h."""
 
 
 def _check_finite(owner: object, *names: str, least: float = -math.inf) -> None:

@@ -24,13 +24,13 @@ ROW_TYPES: dict[torch.dtype, int] = {
     torch.bfloat16: 2,
     torch.int8: 3,
 }
-"""The values of ``RowType`` in csrc/config.h."""
+"""The values of ``RowType`` in csrc/rows/config.h."""
 ROW_DTYPES = tuple(ROW_TYPES)
 """The types in which a table can store its weights."""
 
 STATE_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1}
 """The data types in which a table can store its optimizer state, and the values of
-``StateType`` in csrc/config.h.
+``StateType`` in csrc/rows/config.h.
 """
 
 MOST_COLUMNS = 2**24
@@ -135,7 +135,7 @@ def joined_columns(parts: Sequence[Tensor]) -> Tensor:
 
 def _quantized(weights: Tensor) -> Tensor:
     """Returns 8-bit rows of (N, columns) float32 weights, to the bit as
-    csrc/row_int8.inl makes them.
+    csrc/row_loops/row_int8.inl makes them.
     """
     least, greatest = weights.amin(1, keepdim=True), weights.amax(1, keepdim=True)
     finite = (weights.abs() <= 2.0**126).all(1, keepdim=True)

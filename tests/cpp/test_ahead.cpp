@@ -12,13 +12,13 @@
 #include <utility>
 #include <vector>
 
-#include "cold_rows.h"
-#include "error.h"
-#include "find.h"
-#include "pass.h"
-#include "prefetch.h"
+#include "cold/cold_rows.h"
+#include "base/error.h"
+#include "lookup/find.h"
+#include "lookup/pass.h"
+#include "lookup/prefetch.h"
 #include "testing.h"
-#include "transfer.h"
+#include "rows/transfer.h"
 
 using namespace recstore;
 

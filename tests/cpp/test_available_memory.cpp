@@ -1,6 +1,6 @@
 // available_memory() with files as Linux writes them: memory of the machine, and of the control groups of the process.
 
-#include "memory.h"
+#include "base/memory.h"
 
 #include <sys/stat.h>
 

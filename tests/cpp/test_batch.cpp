@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "error.h"
-#include "group.h"
+#include "base/error.h"
+#include "lookup/group.h"
 #include "testing.h"
 
 using namespace recstore;

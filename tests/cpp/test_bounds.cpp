@@ -16,16 +16,16 @@
 #include <utility>
 #include <vector>
 
-#include "cold_rows.h"
-#include "departures.h"
-#include "error.h"
-#include "eviction.h"
-#include "find.h"
-#include "mix.h"
-#include "pass.h"
-#include "row_uses.h"
-#include "scores.h"
-#include "snapshot.h"
+#include "cold/cold_rows.h"
+#include "snapshot/departures.h"
+#include "base/error.h"
+#include "bounds/eviction.h"
+#include "lookup/find.h"
+#include "base/mix.h"
+#include "lookup/pass.h"
+#include "bounds/row_uses.h"
+#include "bounds/scores.h"
+#include "snapshot/snapshot.h"
 #include "testing.h"
 
 using namespace recstore;

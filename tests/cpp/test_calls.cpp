@@ -8,14 +8,14 @@
 #include <set>
 #include <vector>
 
-#include "cold_rows.h"
-#include "error.h"
-#include "find.h"
-#include "pass.h"
-#include "prefetch.h"
-#include "snapshot.h"
+#include "cold/cold_rows.h"
+#include "base/error.h"
+#include "lookup/find.h"
+#include "lookup/pass.h"
+#include "lookup/prefetch.h"
+#include "snapshot/snapshot.h"
 #include "testing.h"
-#include "transfer.h"
+#include "rows/transfer.h"
 
 using namespace recstore;
 

@@ -9,7 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "index.h"
+#include "index/index.h"
 #include "testing.h"
 
 using recstore::Index;

@@ -13,13 +13,13 @@
 #include <thread>
 #include <vector>
 
-#include "cold_rows.h"
-#include "error.h"
-#include "find.h"
-#include "pass.h"
-#include "snapshot.h"
+#include "cold/cold_rows.h"
+#include "base/error.h"
+#include "lookup/find.h"
+#include "lookup/pass.h"
+#include "snapshot/snapshot.h"
 #include "testing.h"
-#include "transfer.h"
+#include "rows/transfer.h"
 
 using namespace recstore;
 

@@ -11,11 +11,11 @@
 #include <random>
 #include <vector>
 
-#include "buffer_pool.h"
-#include "cold_rows.h"
-#include "error.h"
-#include "pass.h"
-#include "snapshot.h"
+#include "base/buffer_pool.h"
+#include "cold/cold_rows.h"
+#include "base/error.h"
+#include "lookup/pass.h"
+#include "snapshot/snapshot.h"
 #include "testing.h"
 
 using namespace recstore;

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "error.h"
-#include "pass.h"
+#include "base/error.h"
+#include "lookup/pass.h"
 #include "testing.h"
 
 using namespace recstore;

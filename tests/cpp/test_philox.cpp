@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "philox.h"
+#include "rows/philox.h"
 #include "testing.h"
 
 int main() {

@@ -1,6 +1,6 @@
 // Handles of native objects: owned handles end with their owner, and a forked process refuses its parent's handles.
 
-#include "registry.h"
+#include "ops/registry.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "buffer_pool.h"
-#include "error.h"
-#include "table.h"
+#include "base/buffer_pool.h"
+#include "base/error.h"
+#include "rows/table.h"
 #include "testing.h"
 
 using namespace recstore;

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "message_fields.h"
-#include "slots.h"
+#include "base/slots.h"
 #include "row_server.h"
 #include "testing.h"
 

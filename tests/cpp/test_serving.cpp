@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "error.h"
-#include "memory.h"
+#include "base/error.h"
+#include "base/memory.h"
 #include "gate.h"
 #include "served_rows.h"
 #include "testing.h"

@@ -9,9 +9,9 @@
 #include <thread>
 #include <vector>
 
-#include "error.h"
-#include "forward.h"
-#include "snapshot.h"
+#include "base/error.h"
+#include "lookup/forward.h"
+#include "snapshot/snapshot.h"
 #include "testing.h"
 
 using namespace recstore;

@@ -1,7 +1,7 @@
 // The cold store on an SSD against a plain model: random calls, scans beside them, writes and reads that fail, and files
 // that are opened again, also after a write that was cut off at any byte.
 
-#include "ssd_store.h"
+#include "cold/ssd_store.h"
 
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -20,10 +20,10 @@
 #include <thread>
 #include <vector>
 
-#include "error.h"
-#include "file_lock.h"
-#include "mix.h"
-#include "ssd_end.h"
+#include "base/error.h"
+#include "cold/file_lock.h"
+#include "base/mix.h"
+#include "cold/ssd_end.h"
 #include "testing.h"
 
 namespace {

@@ -16,16 +16,16 @@
 #include <utility>
 #include <vector>
 
-#include "cold_rows.h"
-#include "error.h"
-#include "eviction.h"
-#include "find.h"
-#include "pass.h"
-#include "prefetch.h"
-#include "registry.h"
-#include "snapshot.h"
+#include "cold/cold_rows.h"
+#include "base/error.h"
+#include "bounds/eviction.h"
+#include "lookup/find.h"
+#include "lookup/pass.h"
+#include "lookup/prefetch.h"
+#include "ops/registry.h"
+#include "snapshot/snapshot.h"
 #include "testing.h"
-#include "transfer.h"
+#include "rows/transfer.h"
 
 using namespace recstore;
 

@@ -13,10 +13,10 @@
 #include <utility>
 #include <vector>
 
-#include "error.h"
-#include "find.h"
-#include "pass.h"
-#include "table.h"
+#include "base/error.h"
+#include "lookup/find.h"
+#include "lookup/pass.h"
+#include "rows/table.h"
 #include "testing.h"
 
 using namespace recstore;

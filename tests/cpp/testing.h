@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "executor.h"
-#include "pass.h"
+#include "base/executor.h"
+#include "lookup/pass.h"
 
 // Ends the test and prints the place and the text of the condition if it is false.
 #define CHECK(condition)                                                        \

@@ -267,14 +267,14 @@ def _hot_ids(optimizer: Optimizer, dim: int, dtype: torch.dtype) -> tuple[Table,
         last = torch.zeros(int(distinct[-1]) + 1, dim)
         last[ids] = each  # of an id with one position
         for id in range(3):
-            assert int((ids == id).sum()) > 4096  # most_summed() of csrc/backward.cpp
+            assert int((ids == id).sum()) > 4096  # most_summed() of csrc/lookup/backward.cpp
             # torch's sums in float64
             last[id] = torch.from_numpy(each[ids == id].numpy().cumsum(0)[-1])
         tables[1].update(distinct, last[distinct])
     return tables[0], tables[1]
 
 
-# csrc/backward.cpp divides the sums in three ways
+# csrc/lookup/backward.cpp divides the sums in three ways
 @pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("dim", [40, 64])

@@ -24,10 +24,10 @@ def test_named_files_exist(name: str) -> None:
 def test_the_core_is_described() -> None:
     assert len(NAMED) > 50
     assert {
-        "csrc/index.h",
-        "csrc/rows.h",
-        "csrc/pass.h",
-        "csrc/snapshot.h",
+        "csrc/index/index.h",
+        "csrc/rows/rows.h",
+        "csrc/lookup/pass.h",
+        "csrc/snapshot/snapshot.h",
         "csrc/ops/table.cpp",
     } <= set(NAMED)
 
@@ -54,15 +54,15 @@ def test_each_file_that_starts_threads_is_in_the_table_of_threads() -> None:
 @pytest.mark.parametrize(
     ("said", "file", "stands"),
     [
-        ("line of 64 bytes", "index_lines.h", "sizeof(IndexLine) == 64"),
-        ("the lines 1, 3, 6, 10, 14, 18", "index_lines.h", "kMostStep = 4"),
-        ("grow by a fifth", "index.cpp", "kGrowth = 5"),
-        ("into 64 parts", "index.h", "kPartBits = 6"),
-        ("first 512 KiB", "memory.cpp", "size_t{512} << 10"),
-        ("32nd of `max_rows`", "eviction.cpp", "kQueuePart = 32"),
-        ("Philox4x32-10", "philox.h", "round < 10"),
-        ("tasks of about a thousand ids", "forward.cpp", "kTaskIds = 1024"),
-        ("two generations", "sightings.h", "two generations"),
+        ("line of 64 bytes", "index/index_lines.h", "sizeof(IndexLine) == 64"),
+        ("the lines 1, 3, 6, 10, 14, 18", "index/index_lines.h", "kMostStep = 4"),
+        ("grow by a fifth", "index/index.cpp", "kGrowth = 5"),
+        ("into 64 parts", "index/index.h", "kPartBits = 6"),
+        ("first 512 KiB", "base/memory.cpp", "size_t{512} << 10"),
+        ("32nd of `max_rows`", "bounds/eviction.cpp", "kQueuePart = 32"),
+        ("Philox4x32-10", "rows/philox.h", "round < 10"),
+        ("tasks of about a thousand ids", "lookup/forward.cpp", "kTaskIds = 1024"),
+        ("two generations", "bounds/sightings.h", "two generations"),
     ],
 )
 def test_numbers_are_those_of_the_core(said: str, file: str, stands: str) -> None:

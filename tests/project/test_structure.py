@@ -153,7 +153,7 @@ def test_each_module_says_where_its_test_is() -> None:
 
 def test_the_slots_of_ids_are_those_of_the_cpp_client() -> None:
     """Its headers stand alone, so the core has a copy of the one file that both need."""
-    ours = PACKAGES["torchrec_recstore"] / "csrc" / "slots.h"
+    ours = PACKAGES["torchrec_recstore"] / "csrc" / "base" / "slots.h"
     assert (
         ours.read_text()
         == (

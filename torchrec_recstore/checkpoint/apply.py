@@ -34,7 +34,7 @@ from torchrec_recstore.sharders.model_tables import (
 from torchrec_recstore.store import Part, TableState
 from torchrec_recstore.store.arguments import among
 
-# The numbers in TableState.times before the ticks. See csrc/wall_clock.h.
+# The numbers in TableState.times before the ticks. See csrc/bounds/wall_clock.h.
 _TIMES_HEADER = 7
 
 

@@ -22,7 +22,7 @@ _FILES = 4096  # the least number of open files that is ok
 _GOOD = 65536  # the number to set
 _LITTLE_DISK = 1 << 30
 _LITTLE_MEMORY = 2 << 30
-# The processor flags that csrc/row_kernels.cpp checks for each instruction set, the
+# The processor flags that csrc/row_loops/row_loops.cpp checks for each instruction set, the
 # best set first.
 _NEEDS = {
     "avx512": "avx512f avx512dq avx512vl avx512bw",

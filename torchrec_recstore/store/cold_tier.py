@@ -32,7 +32,7 @@ from torchrec_recstore.store.parts import (
 
 # the number of ids in one read of a call that may read all rows of a table
 _PART = 1 << 16
-# the least number of marks that csrc/changes.h remembers; the largest is twice this and
+# the least number of marks that csrc/snapshot/changes.h remembers; the largest is twice this and
 # one
 _KNOWN_MARKS = 127
 _MARKS = 1 << 29  # more than there are marks
@@ -48,8 +48,8 @@ class ColdExpiry:
     """Counts the rows that are in the store and not in memory, by the step in which
     they expire and their last change.
 
-    That is the step in which the native pass would remove them (csrc/eviction.h,
-    csrc/wall_clock.h). The last change is a mark of csrc/changes.h. A key of the counts
+    That is the step in which the native pass would remove them (csrc/bounds/eviction.h,
+    csrc/bounds/wall_clock.h). The last change is a mark of csrc/snapshot/changes.h. A key of the counts
     is that of the step, times _MARKS, plus this mark.
     """
 

@@ -1,4 +1,4 @@
-"""The cold store on a local SSD, which is native code: csrc/ssd_store.h."""
+"""The cold store on a local SSD, which is native code: csrc/cold/ssd_store.h."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrec_recstore.store.cold_store import ColdStoreError, escaped_name, new
 from torchrec_recstore.utils import warn_user
 
 _SCAN_BYTES = 2**22
-_STORAGE = "recstore storage: "  # the prefix of csrc/error.h
+_STORAGE = "recstore storage: "  # the prefix of csrc/base/error.h
 _ops = torch.ops.recstore_ops
 
 

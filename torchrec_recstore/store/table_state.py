@@ -23,7 +23,7 @@ from torchrec_recstore.utils import warn_user
 class Sightings(NamedTuple):
     """How often admission has seen ids, (N,) int64, that have no row: (N,) uint8.
 
-    A generation of the counter (``csrc/sightings.h``), (N,) uint8, is 0, the present
+    A generation of the counter (``csrc/bounds/sightings.h``), (N,) uint8, is 0, the present
     one, or 1, the older one.
     """
 
@@ -183,7 +183,7 @@ def set_event_time(tables: Iterable[_TimedTable], times: Sequence[int]) -> None:
     """Sets the time by which rows expire to one of ``times``, in microseconds, which
     the ranks know of the events.
 
-    See ``csrc/wall_clock.h``. Warns in the first, tenth, hundredth and so on call that
+    See ``csrc/bounds/wall_clock.h``. Warns in the first, tenth, hundredth and so on call that
     refuses a time.
     """
     refusals: dict[tuple[int, int, int, int], set[str]] = {}

@@ -10,7 +10,7 @@
 
 #include "applied.h"
 #include "counts.h"
-#include "row_api.h"
+#include "ops/row_api.h"
 #include "replica.h"
 #include "row_messages.h"
 #include "run_gate.h"

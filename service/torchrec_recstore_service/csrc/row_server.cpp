@@ -23,7 +23,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "buffer_pool.h"
+#include "base/buffer_pool.h"
 
 namespace recstore_service {
 namespace {

@@ -14,7 +14,7 @@ class ReadWriteLock:
     """A lock that many readers share, or one writer has alone. It is not reentrant.
 
     ``with lock:`` has it alone, and ``with lock.shared():`` shares it. As in the lock
-    of a native table (``csrc/table_mutex.h``), readers and writers pass one turnstile,
+    of a native table (``csrc/rows/table_mutex.h``), readers and writers pass one turnstile,
     and whoever has to wait holds up those that come later. Neither a stream of readers
     nor a stream of writers starves the others.
     """

@@ -19,7 +19,7 @@ _ops = torch.ops.recstore_ops
 
 row_api: Callable[[], int] = _ops.row_api.default
 """() -> the address of the functions on rows that a native library calls: RowApi in
-csrc/row_api.h.
+csrc/ops/row_api.h.
 """
 rows_begin: Callable[[int, Tensor], Tensor] = _ops.rows_begin.default
 """(group, ids (N,) int64) -> the context of a step that looks up the rows of ids, for

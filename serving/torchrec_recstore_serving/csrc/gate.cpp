@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace recstore {
 namespace {

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "error.h"
-#include "mix.h"
-#include "row_kernels.h"
+#include "base/error.h"
+#include "base/mix.h"
+#include "row_loops/row_loops.h"
 
 namespace recstore {
 namespace {
@@ -62,7 +62,7 @@ void IdIndex::fill_free_places() {
   }
 }
 
-void IdIndex::find(const int64_t* ids, int64_t n, Slot* slots) const { row_kernels().find(view_, ids, n, slots); }
+void IdIndex::find(const int64_t* ids, int64_t n, Slot* slots) const { row_loops().find(view_, ids, n, slots); }
 
 void IdIndex::prefetch(int64_t id) const { __builtin_prefetch(view_.lines + home(id), 1, 3); }
 

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <memory>
 
-#include "index_lines.h"
-#include "memory.h"
+#include "index/index_lines.h"
+#include "base/memory.h"
 
 namespace recstore {
 

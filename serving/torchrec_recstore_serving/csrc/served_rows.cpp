@@ -10,9 +10,9 @@
 #include <thread>
 #include <utility>
 
-#include "error.h"
-#include "mix.h"
-#include "row_kernels.h"
+#include "base/error.h"
+#include "base/mix.h"
+#include "row_loops/row_loops.h"
 
 namespace recstore {
 namespace {
@@ -398,7 +398,7 @@ void ServedRows::lookup(const int64_t* ids, int64_t n, float* out) const {
     case RowFormat::kFloat32:
       return for_each_row(ids, n, [&](int64_t i, const char* row) { std::memcpy(out + i * dim, row, static_cast<size_t>(dim) * sizeof(float)); });
     case RowFormat::kFloat16: {
-      const auto widen = row_kernels().widen;
+      const auto widen = row_loops().widen;
       return for_each_row(ids, n, [&](int64_t i, const char* row) { widen(RowType::kFloat16, reinterpret_cast<const float*>(row), dim, out + i * dim); });
     }
     case RowFormat::kInt8:
@@ -439,7 +439,7 @@ void ServedRows::pool(const int64_t* ids, const int64_t* offsets, int64_t bags, 
       break;
     case RowFormat::kFloat16: {
       std::vector<float> wide(static_cast<size_t>(dim) + 16);
-      const auto widen = row_kernels().widen;
+      const auto widen = row_loops().widen;
       of_format([&](const char* row, const auto& use) {
         widen(RowType::kFloat16, reinterpret_cast<const float*>(row), dim, wide.data());
         for (int64_t c = 0; c < dim; ++c) use(c, wide[static_cast<size_t>(c)]);

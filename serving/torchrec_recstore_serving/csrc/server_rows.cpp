@@ -15,11 +15,11 @@
 #include <thread>
 #include <utility>
 
-#include "error.h"
+#include "base/error.h"
 #include "message_fields.h"
-#include "row_kernels.h"
+#include "row_loops/row_loops.h"
 #include "row_links.h"
-#include "slots.h"
+#include "base/slots.h"
 
 namespace recstore {
 namespace {
@@ -245,7 +245,7 @@ void RowServers::lookup(const ServerTable& table, const int64_t* ids, int64_t n,
   }
   const RowType type = table.dtype == "float16" ? RowType::kFloat16 : RowType::kBfloat16;
   const int64_t bytes = dim * 2;
-  const auto widen = row_kernels().widen;
+  const auto widen = row_loops().widen;
   const std::vector<float> row(static_cast<size_t>(dim) + 16);
   call(table, true, ids, n, {bytes, [=, aligned = row, wide = row](const char* rows, int64_t place, int64_t count) mutable {
          for (int64_t i = 0; i < count; ++i) {

@@ -41,7 +41,7 @@ def aged(
     """Returns the rows' frequencies at the present step, halved for each half-life
     since their last step.
 
-    The function ``aged_frequency`` in csrc/row_kernels.h computes the same for
+    The function ``aged_frequency`` in csrc/row_loops/row_loops.h computes the same for
     eviction.
 
     Args:

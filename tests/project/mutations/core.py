@@ -8,14 +8,14 @@ CSRC = "torchrec_recstore/csrc"
 
 CORE = [
     Mutation(
-        f"{CSRC}/forward.cpp",
+        f"{CSRC}/lookup/forward.cpp",
         "const auto locks = group.lock_shared();",
         "const auto locks = group.lock();",
         ["test_locks"],
         "Evaluation lookups of one table take turns.",
     ),
     Mutation(
-        f"{CSRC}/backward.cpp",
+        f"{CSRC}/lookup/backward.cpp",
         "const int64_t begin = task % parts * columns, end = std::min(begin + columns,"
         " args.rows.columns);",
         "const int64_t begin = task % parts * columns / 2, end = std::min(begin +"
@@ -25,7 +25,7 @@ CORE = [
         " others out.",
     ),
     Mutation(
-        f"{CSRC}/backward.cpp",
+        f"{CSRC}/lookup/backward.cpp",
         "if (work.later.count + work.longest.count > 0) work.update_later();",
         "if (work.later.count > 0) work.update_later();",
         ["test_table"],
@@ -33,21 +33,21 @@ CORE = [
         " for later.",
     ),
     Mutation(
-        f"{CSRC}/table.cpp",
+        f"{CSRC}/rows/table.cpp",
         "if (row.is_in_index) index_.erase(row.id);",
         "",
         ["test_parts"],
         "A row that leaves stays in the index, if its line belongs to two parts.",
     ),
     Mutation(
-        f"{CSRC}/arrivals.cpp",
+        f"{CSRC}/bounds/arrivals.cpp",
         "refused_ = held_back.count();",
         "refused_ = held_back.misses();",
         ["tests/store/test_admission.py"],
         "An id that admission refuses is counted once for each of its positions.",
     ),
     Mutation(
-        f"{CSRC}/snapshot.cpp",
+        f"{CSRC}/snapshot/snapshot.cpp",
         "for (size_t task = 0; task <= parts; ++task) before +="
         " std::exchange(next[task][p], before);",
         "for (size_t task = 0; task < parts; ++task) before +="
@@ -56,7 +56,7 @@ CORE = [
         "Threads divide the rows of a save by a sample, and do not sort the parts.",
     ),
     Mutation(
-        f"{CSRC}/index_find.inl",
+        f"{CSRC}/index/index_find.inl",
         "lines[i] += step & (0u - passed);",
         "lines[i] += kFirstStep & (0u - passed);",
         ["test_index"],
@@ -64,7 +64,7 @@ CORE = [
         " lie.",
     ),
     Mutation(
-        f"{CSRC}/index.cpp",
+        f"{CSRC}/index/index.cpp",
         "take_out(entry.place, old_home);",
         "",
         ["test_index"],
@@ -72,14 +72,14 @@ CORE = [
         " in the index twice.",
     ),
     Mutation(
-        f"{CSRC}/index.cpp",
+        f"{CSRC}/index/index.cpp",
         "insert(entry.id, entry.hash, entry.slot);",
         "",
         ["test_index"],
         "The growth of the index loses the entries that it moves.",
     ),
     Mutation(
-        f"{CSRC}/rows.cpp",
+        f"{CSRC}/rows/rows.cpp",
         "for (; reclaimed_ < retired_.size() && retired_[reclaimed_].last_pass <"
         " oldest_pass; ++reclaimed_) {",
         "for (; reclaimed_ < retired_.size() && retired_[reclaimed_].last_pass <="
@@ -89,7 +89,7 @@ CORE = [
         " to the slot.",
     ),
     Mutation(
-        f"{CSRC}/rows.cpp",
+        f"{CSRC}/rows/rows.cpp",
         "std::fill(row(slot) + weight_floats(type_, columns_), row(slot) + stride_,"
         " 0.0f);",
         "",
@@ -98,21 +98,21 @@ CORE = [
         " before.",
     ),
     Mutation(
-        f"{CSRC}/rows.cpp",
+        f"{CSRC}/rows/rows.cpp",
         "if (changes_.tracks()) changes_.move(from, to);",
         "",
         ["test_memory"],
         "A row that compaction moves is missing from the next delta.",
     ),
     Mutation(
-        f"{CSRC}/table.cpp",
+        f"{CSRC}/rows/table.cpp",
         "for (const Numbered& numbered : pending_) numbered.pass->moved(*this, moves);",
         "",
         ["test_memory"],
         "The backward pass updates the slots that compaction has moved rows away from.",
     ),
     Mutation(
-        f"{CSRC}/table.cpp",
+        f"{CSRC}/rows/table.cpp",
         "for (const Move& move : moves) vacated_.add(move.from);",
         "",
         ["test_ahead"],
@@ -120,21 +120,21 @@ CORE = [
         " from.",
     ),
     Mutation(
-        f"{CSRC}/table.cpp",
+        f"{CSRC}/rows/table.cpp",
         "vacated_.add(row.slot);",
         "",
         ["test_ahead"],
         "A forward takes a slot, resolved ahead, of a row that has been evicted.",
     ),
     Mutation(
-        f"{CSRC}/table.cpp",
+        f"{CSRC}/rows/table.cpp",
         "table->vacated_.add_all();",
         "",
         ["test_ahead"],
         "A forward takes slots, resolved ahead, although the table has got other rows.",
     ),
     Mutation(
-        f"{CSRC}/slots_ahead.cpp",
+        f"{CSRC}/lookup/slots_ahead.cpp",
         "StaleSlots::StaleSlots(const Vacated& vacated, Vacated::Stamp stamp) :"
         " all_(!vacated.knows(stamp)) {",
         "StaleSlots::StaleSlots(const Vacated& vacated, Vacated::Stamp stamp) :"
@@ -144,14 +144,14 @@ CORE = [
         " has overflowed.",
     ),
     Mutation(
-        f"{CSRC}/table.cpp",
+        f"{CSRC}/rows/table.cpp",
         "if (snapshot_ != nullptr) snapshot_->removed(ids[i], slot);",
         "",
         ["test_snapshot"],
         "A row that is removed during a save is missing from the checkpoint.",
     ),
     Mutation(
-        f"{CSRC}/snapshot.cpp",
+        f"{CSRC}/snapshot/snapshot.cpp",
         "if (!pending(slot) || number(slot) != 0 ||"
         " out_of_memory_.load(std::memory_order_relaxed)) return;",
         "if (!pending(slot) || out_of_memory_.load(std::memory_order_relaxed)) return;",
@@ -167,14 +167,14 @@ CORE = [
         "A delta changes a served model during a call.",
     ),
     Mutation(
-        f"{CSRC}/changes.h",
+        f"{CSRC}/snapshot/changes.h",
         "if (locates_ != Locates::kNo) positions()[to] = positions()[from];",
         "",
         ["test_snapshot"],
         "A delta misses changed rows that compaction has moved.",
     ),
     Mutation(
-        f"{CSRC}/changes.cpp",
+        f"{CSRC}/snapshot/changes.cpp",
         "if (some.mark >= mark) ids.insert(ids.end(), some.ids.begin(),"
         " some.ids.end());",
         "if (some.mark > mark) ids.insert(ids.end(), some.ids.begin(),"
@@ -184,7 +184,7 @@ CORE = [
         " saved.",
     ),
     Mutation(
-        f"{CSRC}/initializer.cpp",
+        f"{CSRC}/rows/initializer.cpp",
         "if (row_type_ == RowType::kFloat32) return fill_columns(id, column_begin_,"
         " column_end_, row);",
         "if (row_type_ == RowType::kFloat32) return fill_columns(id, 0, column_end_ -"
@@ -194,7 +194,7 @@ CORE = [
         " ones of the table.",
     ),
     Mutation(
-        f"{CSRC}/backward.cpp",
+        f"{CSRC}/lookup/backward.cpp",
         "links_[last.position] |= static_cast<Link>(place.position) + 1;",
         "links_[last.position] = static_cast<Link>(place.position) + 1;",
         ["test_table"],
@@ -209,7 +209,7 @@ CORE = [
         " freed.",
     ),
     Mutation(
-        f"{CSRC}/transfer.cpp",
+        f"{CSRC}/rows/transfer.cpp",
         "out.frequency[i] = meta.frequency;",
         "out.frequency[i] = meta.last_step;",
         ["tests/store/test_eviction.py::test_halving_forgets_what_was_frequent_once"],
@@ -219,7 +219,7 @@ CORE = [
 
 ROUTING = [
     Mutation(
-        f"{CSRC}/batch.h",
+        f"{CSRC}/lookup/batch.h",
         "const uint64_t id = l < static_cast<uint64_t>(block_rows) ? l + r *"
         " static_cast<uint64_t>(block_rows)",
         "const uint64_t id = l <= static_cast<uint64_t>(block_rows) ? l + r *"
@@ -228,7 +228,7 @@ ROUTING = [
         "The first id behind the blocks is stored under another raw id.",
     ),
     Mutation(
-        f"{CSRC}/batch.h",
+        f"{CSRC}/lookup/batch.h",
         ": l * static_cast<uint64_t>(world_size) + r;",
         ": l * static_cast<uint64_t>(world_size);",
         [
@@ -241,7 +241,7 @@ ROUTING = [
 
 BOUNDS = [
     Mutation(
-        f"{CSRC}/eviction.cpp",
+        f"{CSRC}/bounds/eviction.cpp",
         "return kClasses - 1 - coarse<6>(meta.last_step < now ? now - meta.last_step"
         " : 0);",
         "return coarse<6>(meta.last_step < now ? now - meta.last_step : 0);",
@@ -249,7 +249,7 @@ BOUNDS = [
         "LRU evicts the rows that were used last.",
     ),
     Mutation(
-        f"{CSRC}/eviction_queue.h",
+        f"{CSRC}/bounds/eviction_queue.h",
         "if (next_era_) next_era_->arrived(id);",
         "",
         ["test_bounds"],
@@ -257,7 +257,7 @@ BOUNDS = [
         " frequent ones after it.",
     ),
     Mutation(
-        f"{CSRC}/scores.cpp",
+        f"{CSRC}/bounds/scores.cpp",
         "if (meta.frequency < before && evictions.notes_arrivals())"
         " evictions.arrived(ids[i]);",
         "static_cast<void>(before);",
@@ -266,7 +266,7 @@ BOUNDS = [
         " table.",
     ),
     Mutation(
-        f"{CSRC}/backward.cpp",
+        f"{CSRC}/lookup/backward.cpp",
         "for (Link next = links[p]; (next & ~kNotFirst) != 0; next = links[(next &"
         " ~kNotFirst) - 1]) ++times;",
         "",
@@ -274,7 +274,7 @@ BOUNDS = [
         "LFU by occurrences counts steps.",
     ),
     Mutation(
-        f"{CSRC}/cold_rows.cpp",
+        f"{CSRC}/cold/cold_rows.cpp",
         "table.leave(leavers, 0, serial, true);",
         "table.leave(leavers, 0, serial);",
         [
@@ -283,14 +283,14 @@ BOUNDS = [
         "Rows that move to a cold store fill the record of the ids that left.",
     ),
     Mutation(
-        f"{CSRC}/eviction.cpp",
+        f"{CSRC}/bounds/eviction.cpp",
         "return expires ? std::max<int64_t>(0, step - expiry) : 0;",
         "return expires ? std::max<int64_t>(0, step - expiry + 1) : 0;",
         ["tests/store/test_expiry.py"],
         "Rows expire a step too early.",
     ),
     Mutation(
-        f"{CSRC}/wall_clock.cpp",
+        f"{CSRC}/bounds/wall_clock.cpp",
         "for (size_t i = 0; i < entries_ && now - ticks_[i].time > expiry_; ++i) "
         "expired_before = std::max(expired_before, ticks_[i].step);",
         "for (size_t i = 0; i < entries_ && now - ticks_[i].time > expiry_; ++i) "
@@ -299,14 +299,14 @@ BOUNDS = [
         "Rows expire although a step has looked them up at the time of a tick.",
     ),
     Mutation(
-        f"{CSRC}/wall_clock.cpp",
+        f"{CSRC}/bounds/wall_clock.cpp",
         "if (distance(time) <= max_jump_) latest = std::max(latest, time);",
         "latest = std::max(latest, time);",
         ["tests/store/test_refused_times.py"],
         "A sample of a wrong time empties the table.",
     ),
     Mutation(
-        f"{CSRC}/wall_clock.cpp",
+        f"{CSRC}/bounds/wall_clock.cpp",
         "now_ = std::max(now_, event_time);",
         "now_ = event_time;",
         ["tests/store/test_refused_times.py"],
@@ -314,7 +314,7 @@ BOUNDS = [
         " future.",
     ),
     Mutation(
-        f"{CSRC}/wall_clock.cpp",
+        f"{CSRC}/bounds/wall_clock.cpp",
         "agreeing_ = agreeing_ > 0 && std::abs(nearest - last_refused_) <= max_jump_ ?"
         " agreeing_ + 1 : 1;",
         "agreeing_ = agreeing_ + 1;",
@@ -322,7 +322,7 @@ BOUNDS = [
         "Ten refused times set the clock, although they do not agree.",
     ),
     Mutation(
-        f"{CSRC}/eviction.cpp",
+        f"{CSRC}/bounds/eviction.cpp",
         "if (rest.contains(slot)) continue;",
         "",
         ["test_bounds"],
@@ -330,7 +330,7 @@ BOUNDS = [
         " evicted.",
     ),
     Mutation(
-        f"{CSRC}/arrivals.cpp",
+        f"{CSRC}/bounds/arrivals.cpp",
         "return arrival == Arrival::kLookup && sightings->count(id) + 1 >="
         " table.config().bounds.min_frequency;",
         "return arrival == Arrival::kLookup && sightings->count(id) >="
@@ -339,7 +339,7 @@ BOUNDS = [
         "Admission wants a sighting too many.",
     ),
     Mutation(
-        f"{CSRC}/sightings.cpp",
+        f"{CSRC}/bounds/sightings.cpp",
         "int64_t Sightings::count(int64_t id) const { return std::min(255, *find(0,"
         " id).count + *find(1, id).count); }",
         "int64_t Sightings::count(int64_t id) const { return *find(present_,"
@@ -348,14 +348,14 @@ BOUNDS = [
         "Admission forgets all sightings at the end of a generation.",
     ),
     Mutation(
-        f"{CSRC}/sightings.cpp",
+        f"{CSRC}/bounds/sightings.cpp",
         "ids[begins[p] + left[p]++] = ids[i];",
         ";",
         ["test_bounds"],
         "Ids whose part of the counts is full are not counted.",
     ),
     Mutation(
-        f"{CSRC}/cold_rows.cpp",
+        f"{CSRC}/cold/cold_rows.cpp",
         "left[i] = slot != kNoSlot && !pinned.contains(slot) && equals(slot, images + i"
         " * table.image_bytes());",
         "left[i] = slot != kNoSlot && !pinned.contains(slot);",
@@ -369,7 +369,7 @@ BOUNDS = [
 
 OPTIMIZERS = [
     Mutation(
-        f"{CSRC}/row_states.inl",
+        f"{CSRC}/row_loops/row_states.inl",
         "const Bits normal = (f - (112u << 23) + (random & 0x1FFFu)) >> 13;",
         "const Bits normal = (f - (112u << 23) + 0x1000u) >> 13;",
         [
@@ -378,7 +378,7 @@ OPTIMIZERS = [
         "A float16 state is rounded to nearest, and a sum stops growing.",
     ),
     Mutation(
-        f"{CSRC}/row_states.inl",
+        f"{CSRC}/row_loops/row_states.inl",
         "const Bits finite = value < bits(0x7BFFu) ? value : bits(0x7BFFu);",
         "const Bits finite = value;",
         [
@@ -387,7 +387,7 @@ OPTIMIZERS = [
         "A state above the largest float16 number becomes infinite.",
     ),
     Mutation(
-        f"{CSRC}/optimizer.cpp",
+        f"{CSRC}/rows/optimizer.cpp",
         "s.adam_rate = f(lr * bias1);",
         "s.adam_rate = f(lr);",
         [
@@ -396,7 +396,7 @@ OPTIMIZERS = [
         "Adam does not correct the bias of the first moment.",
     ),
     Mutation(
-        f"{CSRC}/backward.cpp",
+        f"{CSRC}/lookup/backward.cpp",
         "work_->scalars.push_back(step_scalars(tables[t]->config().optimizer,"
         " learning_rates[t], tables[t]->optimizer_steps() + 1));",
         "work_->scalars.push_back(step_scalars(tables[t]->config().optimizer,"
@@ -407,7 +407,7 @@ OPTIMIZERS = [
         "The bias correction is behind by a step.",
     ),
     Mutation(
-        f"{CSRC}/row_steps.inl",
+        f"{CSRC}/row_loops/row_steps.inl",
         "const float m = state.row() + reduce(squares) / static_cast<float>(columns);",
         "const float m = state.row() + reduce(squares);",
         [
@@ -416,7 +416,7 @@ OPTIMIZERS = [
         "Row-wise Adagrad adds the sum of the squares in place of their mean.",
     ),
     Mutation(
-        f"{CSRC}/row_steps.inl",
+        f"{CSRC}/row_loops/row_steps.inl",
         "const Vec b = momentum * buffer.load(d, n) + (gv + decay * wv);",
         "const Vec b = momentum * buffer.load(d, n) + gv;",
         [
@@ -425,7 +425,7 @@ OPTIMIZERS = [
         "SGD with momentum ignores the weight decay.",
     ),
     Mutation(
-        f"{CSRC}/row_steps.inl",
+        f"{CSRC}/row_loops/row_steps.inl",
         "if (a.scalars.decouple) scale(columns, w, a.scalars.decay_factor, w);",
         "",
         [
@@ -434,7 +434,7 @@ OPTIMIZERS = [
         "Adagrad ignores a decoupled weight decay.",
     ),
     Mutation(
-        f"{CSRC}/row_kernels.inl",
+        f"{CSRC}/row_loops/row_loops.inl",
         "if constexpr (Row::kStoredTogether > 1) updated.store();",
         "",
         [
@@ -443,7 +443,7 @@ OPTIMIZERS = [
         "The last rows of an update of 8-bit rows are not stored.",
     ),
     Mutation(
-        f"{CSRC}/random.inl",
+        f"{CSRC}/row_loops/random.inl",
         ": first_(static_cast<uint32_t>(mix(key ^ static_cast<uint64_t>(id)))"
         " + static_cast<uint32_t>(column_begin) * kTerm) {}",
         ": first_(static_cast<uint32_t>(mix(key)) + static_cast<uint32_t>(column_begin)"
@@ -454,7 +454,7 @@ OPTIMIZERS = [
         "All rows of an update are rounded with the same random numbers.",
     ),
     Mutation(
-        f"{CSRC}/row_steps.inl",
+        f"{CSRC}/row_loops/row_steps.inl",
         "return select(n > zero, solved, wv);",
         "return solved;",
         [

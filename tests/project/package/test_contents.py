@@ -86,12 +86,12 @@ def test_sdist_of_a_plugin_holds_its_files_and_what_it_compiles(
     assert not [name for name in names if name.endswith((".so", ".pyc", ".o"))]
     core = {
         "native_build.py",
-        "torchrec_recstore/csrc/row_api.h",
-        "torchrec_recstore/csrc/memory.cpp",
+        "torchrec_recstore/csrc/ops/row_api.h",
+        "torchrec_recstore/csrc/base/memory.cpp",
     }
     if project == "serving":
         core |= {
-            "torchrec_recstore/csrc/mix.h",
+            "torchrec_recstore/csrc/base/mix.h",
             "service/torchrec_recstore_service/csrc/tls.cpp",
         }
     assert {f"core/{name}" for name in core} <= names

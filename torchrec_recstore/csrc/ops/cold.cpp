@@ -2,11 +2,11 @@
 
 #include <vector>
 
-#include "../arrivals.h"
-#include "../cold_rows.h"
-#include "../error.h"
-#include "../registry.h"
-#include "tensors.h"
+#include "bounds/arrivals.h"
+#include "cold/cold_rows.h"
+#include "base/error.h"
+#include "ops/registry.h"
+#include "ops/tensors.h"
 
 namespace recstore {
 namespace {

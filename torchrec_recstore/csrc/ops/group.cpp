@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
-#include "../error.h"
-#include "../pass.h"
-#include "../prefetch.h"
-#include "../registry.h"
-#include "tensors.h"
+#include "base/error.h"
+#include "lookup/pass.h"
+#include "lookup/prefetch.h"
+#include "ops/registry.h"
+#include "ops/tensors.h"
 
 namespace recstore {
 namespace {

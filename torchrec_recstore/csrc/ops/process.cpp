@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "../registry.h"
-#include "../row_kernels.h"
-#include "tensors.h"
+#include "ops/registry.h"
+#include "row_loops/row_loops.h"
+#include "ops/tensors.h"
 
 // A function of the OpenMP runtime that torch has loaded; null if the runtime is older than OpenMP 5.
 extern "C" int omp_pause_resource_all(int kind) __attribute__((weak));
@@ -61,7 +61,7 @@ std::vector<int64_t> buffer_pool_bytes() {
   return {static_cast<int64_t>(bytes.used), static_cast<int64_t>(bytes.idle), static_cast<int64_t>(bytes.most_idle)};
 }
 
-std::string instruction_set() { return row_kernels().name; }
+std::string instruction_set() { return row_loops().name; }
 
 // Returns each id, mapped by mix() or by unmix().
 Tensor mix_ids_op(Tensor ids, bool inverse) {

@@ -1,6 +1,6 @@
 // The functions of row_api.h, and the op that returns their addresses.
 
-#include "../row_api.h"
+#include "ops/row_api.h"
 
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
@@ -11,11 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "../error.h"
-#include "../find.h"
-#include "../pass.h"
-#include "../registry.h"
-#include "tensors.h"
+#include "base/error.h"
+#include "lookup/find.h"
+#include "lookup/pass.h"
+#include "ops/registry.h"
+#include "ops/tensors.h"
 
 namespace recstore {
 namespace {

@@ -6,10 +6,10 @@
 #include <tuple>
 #include <vector>
 
-#include "../error.h"
-#include "../registry.h"
-#include "../snapshot.h"
-#include "tensors.h"
+#include "base/error.h"
+#include "ops/registry.h"
+#include "snapshot/snapshot.h"
+#include "ops/tensors.h"
 
 namespace recstore {
 namespace {

@@ -5,10 +5,10 @@
 #include <string>
 #include <tuple>
 
-#include "../error.h"
-#include "../registry.h"
-#include "../ssd_store.h"
-#include "tensors.h"
+#include "base/error.h"
+#include "ops/registry.h"
+#include "cold/ssd_store.h"
+#include "ops/tensors.h"
 
 namespace recstore {
 namespace {

@@ -8,14 +8,14 @@
 #include <utility>
 #include <vector>
 
-#include "../error.h"
-#include "../find.h"
-#include "../pass.h"
-#include "../registry.h"
-#include "../row_compiler.h"
-#include "../row_kernels.h"
-#include "../scores.h"
-#include "tensors.h"
+#include "base/error.h"
+#include "lookup/find.h"
+#include "lookup/pass.h"
+#include "ops/registry.h"
+#include "row_loops/row_compiler.h"
+#include "row_loops/row_loops.h"
+#include "bounds/scores.h"
+#include "ops/tensors.h"
 
 namespace recstore {
 namespace {
@@ -54,7 +54,7 @@ int64_t table_create(std::string name, int64_t column_begin, int64_t column_end,
   config.nonfinite = static_cast<Nonfinite>(nonfinite);
   config.bounds = Bounds::of(bounds);
   config.optimizer = OptimizerConfig::of(optimizer, optimizer_numbers);
-  row_kernels();  // throws if RECSTORE_ISA is wrong
+  row_loops();  // throws if RECSTORE_ISA is wrong
   return tables().add(std::make_shared<Table>(std::move(config)));
 }
 

@@ -1,4 +1,4 @@
-#include "tensors.h"
+#include "ops/tensors.h"
 
 #include <torch/csrc/stable/ops.h>
 
@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "../error.h"
+#include "base/error.h"
 
 namespace recstore {
 namespace {

@@ -11,11 +11,11 @@
 #include <tuple>
 #include <vector>
 
-#include "../batch.h"
-#include "../buffer_pool.h"
-#include "../executor.h"
-#include "../table.h"
-#include "../transfer.h"
+#include "lookup/batch.h"
+#include "base/buffer_pool.h"
+#include "base/executor.h"
+#include "rows/table.h"
+#include "rows/transfer.h"
 
 namespace recstore {
 

@@ -13,11 +13,11 @@
 #include <utility>
 #include <vector>
 
-#include "../error.h"
-#include "../slots.h"
-#include "../group.h"
-#include "../mix.h"
-#include "tensors.h"
+#include "base/error.h"
+#include "base/slots.h"
+#include "lookup/group.h"
+#include "base/mix.h"
+#include "ops/tensors.h"
 
 namespace recstore {
 namespace {

@@ -20,8 +20,8 @@
 #include <utility>
 #include <vector>
 
-#include "buffer_pool.h"
-#include "error.h"
+#include "base/buffer_pool.h"
+#include "base/error.h"
 #include "../checksum.h"
 #include "../served_rows.h"
 #include "mapped_file.h"

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "../server_rows.h"
-#include "error.h"
+#include "base/error.h"
 #include "table_calls.h"
 
 namespace recstore {

@@ -8,7 +8,7 @@
 #include <optional>
 #include <utility>
 
-#include "buffer_pool.h"
+#include "base/buffer_pool.h"
 #include "../gate.h"
 
 namespace recstore {

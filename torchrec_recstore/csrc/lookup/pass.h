@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "lookup/backward.h"
+#include "base/buffer_pool.h"
+#include "lookup/forward.h"
+#include "lookup/group.h"
+#include "lookup/slots_ahead.h"
+
+namespace recstore {
+
+// A training forward of a group, from its lookup until its backward has run or its graph has been freed.
+class Pass final : public PendingPass {
+ public:
+  // Makes a pass that has not begun. inputs: keeps the arrays of the batch alive. Throws OutOfMemory.
+  Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_ptr<void> inputs, Executor& executor);
+  ~Pass() override;
+
+  // A pass that begins, and the array that receives its output; null if only the step is wanted.
+  struct Start {
+    Pass* pass;
+    float* out;
+  };
+  // Looks up the batches of all passes (see TrainingLookup) and keeps their slots. If one fails, nothing changes. The
+  // caller holds no lock. Throws InvalidArgument if two passes have a table in common, or if a lookup does.
+  static void begin(const std::vector<Start>& starts, Executor& executor);
+
+  // A pass of one table that ends with its backward, its gradient and its learning rate.
+  struct End {
+    Pass* pass;
+    const float* grad;
+    float learning_rate;
+  };
+  // Calls backward() of all passes, which have no table in common. If one has no memory, no row changes.
+  static void end(const std::vector<End>& ends, Executor& executor);
+
+  int64_t columns() const { return group_->columns(); }
+  const Batch& batch() const { return batch_; }
+  size_t table_count() const { return group_->tables.size(); }
+
+  // Updates the rows with the gradients (see Update). If grad_weights is not null, the gradients of the per-sample
+  // weights are written to it before the rows change.
+  void backward(const float* grad, const std::vector<float>& learning_rates, float* grad_weights, Executor& executor);
+
+  // Writes the gradients of the per-sample weights, and does not change the rows.
+  void weight_gradients_only(const float* grad, float* grad_weights, Executor& executor);
+
+  void settle(const Table& table, Executor& executor) override;
+  bool is_settled(const Table& table) const override;
+  void forget(const Table& table) override;
+  void pin(const Table& table, SlotSet& pinned) const override;
+  void moved(const Table& table, const std::vector<Move>& moves) noexcept override;
+
+ private:
+  friend void accumulated_backward(const std::vector<std::shared_ptr<Pass>>&, const std::vector<const float*>&,
+                                   const std::vector<float>&, Executor&);
+  void count(const Distinct& distinct) noexcept;
+  void settle_without_memory() noexcept;
+  ResolvedBatch resolved() const { return {*group_, batch_, static_cast<const Slot*>(slots_.data())}; }
+
+  std::shared_ptr<const Group> group_;
+  Batch batch_;
+  std::shared_ptr<void> inputs_;
+  std::unique_ptr<SlotsAhead> ahead_;  // only until the pass has begun; its slots are in slots_
+  BufferPool::Buffer slots_;
+  Steps steps_;                    // by table: the step to be recorded, or 0 if it has been recorded
+  std::vector<uint64_t> numbers_;  // by table: the number of this pass; empty before the pass has begun
+  Executor& executor_;
+};
+
+// One backward for several passes of one group: each row is updated once, on the sum of its gradients over all passes.
+// The sum is taken feature by feature, and within a feature pass by pass. grads: for each pass, contiguous.
+void accumulated_backward(const std::vector<std::shared_ptr<Pass>>& passes, const std::vector<const float*>& grads,
+                          const std::vector<float>& learning_rates, Executor& executor);
+
+// Updates the rows of ids with gradients, without a pass. An id without a row gets its initial row first, if admission
+// permits it; otherwise its gradient is dropped. The function locks the table.
+// group: of one table; batch: without offsets; grad: (bags, columns).
+// Throws InvalidArgument if the table has no room, OutOfMemory; the table is then unchanged.
+void update_rows(const Group& group, const Batch& batch, const float* grad, float learning_rate, Executor& executor);
+
+}  // namespace recstore
