@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import warnings
@@ -128,13 +129,14 @@ def warn_user(message: str) -> None:
     that one without the name of a table, a step or an id is shown once for a whole
     model.
     """
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
+    assert frame is not None  # CPython has frames.
     while (
         frame.f_back is not None and _module_of(frame).split(".")[0] in _NOT_THE_USERS
     ):
         frame = frame.f_back
-    # warnings.warn with a stacklevel cannot be used, because it skips some frames of an
-    # import.
+    # warnings.warn cannot be used: with a stacklevel, it skips some frames of an import,
+    # and Python 3.10 and 3.11 lack its argument skip_file_prefixes.
     warnings.warn_explicit(
         message,
         RecStoreWarning,

@@ -10,6 +10,7 @@ import atexit
 import errno
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -62,10 +63,26 @@ def finished_at_exit(rank: int, model: DistributedModelParallel, path: Path) -> 
         dist.destroy_process_group()
 
 
+class ClosedAtExit(logging.Handler):
+    """A handler that makes a file when the exit function of ``logging`` closes it.
+
+    That function was registered before this package was imported.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def close(self) -> None:
+        self.path.touch()
+        super().close()
+
+
 def failed_unasked(rank: int, model: DistributedModelParallel, path: Path) -> None:
     Destination.stage = no_room  # type: ignore[method-assign]
     async_save(model, path)
     atexit.register(lambda: (path.parent / f"atexit_{rank}").touch())
+    logging.getLogger().addHandler(ClosedAtExit(path.parent / f"logging_{rank}"))
     threading.Thread(
         target=lambda: (time.sleep(0.5), (path.parent / f"thread_{rank}").touch())
     ).start()
@@ -107,6 +124,36 @@ def a_rank_dies(rank: int, model: DistributedModelParallel, path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def interrupted(rank: int, model: DistributedModelParallel, path: Path) -> None:
+    """Ctrl-C while the process waits for its checkpoint."""
+    slowly(30)
+    async_save(model, path)
+    atexit.register(lambda: (path.parent / f"atexit_{rank}").touch())
+
+    def interrupt() -> None:
+        threading.main_thread().join()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+
+
+def failed_in_a_fork(rank: int, model: DistributedModelParallel, path: Path) -> None:
+    """A child process of multiprocessing calls no exit functions."""
+    dist.destroy_process_group()
+    process = multiprocessing.get_context("fork").Process(
+        target=run, args=(failed_and_done, 0, 1, path.parent, "child")
+    )
+    process.start()
+    process.join()
+
+
+def failed_and_done(rank: int, model: DistributedModelParallel, path: Path) -> None:
+    Destination.stage = no_room  # type: ignore[method-assign]
+    saving = async_save(model, path)
+    while not saving.done():
+        time.sleep(0.01)
+
+
 PROGRAMS: dict[str, tuple[Program, int]] = {
     "finished_at_exit_1": (finished_at_exit, 1),
     "finished_at_exit_2": (finished_at_exit, 2),
@@ -115,12 +162,20 @@ PROGRAMS: dict[str, tuple[Program, int]] = {
     "failed_late_1": (failed_late, 1),
     "left_with_an_error_1": (left_with_an_error, 1),
     "a_rank_dies_2": (a_rank_dies, 2),
+    "interrupted_1": (interrupted, 1),
+    "failed_in_a_fork_1": (failed_in_a_fork, 1),
 }
 
 
-def run(program: Program, rank: int, world_size: int, directory: Path) -> None:
+def run(
+    program: Program,
+    rank: int,
+    world_size: int,
+    directory: Path,
+    rendezvous_file: str = "rendezvous",
+) -> None:
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    rendezvous = f"file://{directory}/rendezvous"
+    rendezvous = f"file://{directory}/{rendezvous_file}"
     dist.init_process_group(
         "gloo", init_method=rendezvous, rank=rank, world_size=world_size
     )

@@ -83,13 +83,15 @@ def test_an_error_that_nobody_asked_for_is_printed_and_is_the_status(
 ) -> None:
     directory = left / "failed_unasked_1"
     assert statuses(left, directory.name) == [1]
-    told, path = (directory / "stderr_0").read_text(), directory / "saved"
-    assert told.startswith(
+    output = (directory / "stderr_0").read_text()
+    path = directory / "saved"
+    assert output.startswith(
         f"async_save: the checkpoint {path} has not been written.\nTraceback"
     )
-    assert f"OSError: [Errno 28] No space left on device: '{path}'" in told
+    assert f"OSError: [Errno 28] No space left on device: '{path}'" in output
     # Exit functions and threads still run to their end.
     assert (directory / "atexit_0").exists()
+    assert (directory / "logging_0").exists()
     assert (directory / "thread_0").exists()
     assert not path.exists()
 
@@ -126,3 +128,26 @@ def test_a_rank_that_dies_is_told_of_by_those_that_live(left_slowly: Path) -> No
         in (left_slowly / "a_rank_dies_2" / "stderr_0").read_text()
     )
     assert not (left_slowly / "a_rank_dies_2" / "saved").exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_interrupted_while_it_waits_says_what_is_not_written(
+    left_slowly: Path,
+) -> None:
+    directory = left_slowly / "interrupted_1"
+    assert statuses(left_slowly, directory.name) == [1]
+    assert (
+        f"async_save: the checkpoint {directory / 'saved'} has not been written.\n"
+        "It was being written when the process was interrupted.\n"
+    ) in (directory / "stderr_0").read_text()
+    assert (directory / "atexit_0").exists()
+    assert not (directory / "saved").exists()
+
+
+@pytest.mark.slow
+def test_a_forked_child_of_multiprocessing_prints_the_error(left_slowly: Path) -> None:
+    assert statuses(left_slowly, "failed_in_a_fork_1") == [0]
+    assert (
+        "No space left on device"
+        in (left_slowly / "failed_in_a_fork_1" / "stderr_0").read_text()
+    )

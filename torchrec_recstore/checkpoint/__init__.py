@@ -13,6 +13,7 @@ from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
     from torchrec_recstore.checkpoint.apply import apply_delta as apply_delta
+    from torchrec_recstore.checkpoint.background import AsyncSave as AsyncSave
     from torchrec_recstore.checkpoint.distributed import (
         load_distributed_checkpoint as load_distributed_checkpoint,
     )
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from torchrec_recstore.checkpoint.row_search import TopRows as TopRows
     from torchrec_recstore.checkpoint.row_search import neighbours as neighbours
     from torchrec_recstore.checkpoint.row_search import top_rows as top_rows
-    from torchrec_recstore.checkpoint.save import AsyncSave as AsyncSave
     from torchrec_recstore.checkpoint.save import async_save as async_save
     from torchrec_recstore.checkpoint.save import save_checkpoint as save_checkpoint
     from torchrec_recstore.checkpoint.stock import (
@@ -50,24 +50,28 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "apply": "apply_delta",
+    "background": "AsyncSave",
     "distributed": "load_distributed_checkpoint load_distributed_state",
     "files": "CheckpointError",
     "fold": "compact_checkpoint",
     "info": "CheckpointInfo TableInfo read_info",
     "load": "load_checkpoint",
     "row_search": "TopRows neighbours top_rows",
-    "save": "AsyncSave async_save save_checkpoint",
+    "save": "async_save save_checkpoint",
     "stock": (
         "export_dense_weights load_dense_weights load_into_stock load_stock_state_dict "
         "stock_optimizer_state_dict stock_state_dict"
     ),
 }
 
-_modules = {name: module for module, names in _NAMES.items() for name in names.split()}
+_modules: dict[str, str] = {}
+for _module, _names in _NAMES.items():
+    for _name in _names.split():
+        _modules[_name] = _module
 _with_torchrec = [
     name
     for name, module in _modules.items()
-    if module in ("apply", "distributed", "load", "save", "stock")
+    if module in ("apply", "background", "distributed", "load", "save", "stock")
 ]
 __getattr__, __dir__ = lazy_names(
     __name__, _modules, public=[*_modules], with_torchrec=_with_torchrec

@@ -4,12 +4,8 @@ when it is complete.
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
-import threading
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
 
+from torchrec_recstore.checkpoint.background import AsyncSave, raise_unreported
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import FileInfo
 from torchrec_recstore.checkpoint.info import (
@@ -48,9 +45,6 @@ from torchrec_recstore.sharders.model_tables import dense_tensors, recstore_tabl
 from torchrec_recstore.store import TableState
 from torchrec_recstore.store.table import check_applied
 
-# The saves that are being written, and the failed saves whose error has not been raised
-# yet.
-_open: set[AsyncSave] = set()
 # By the model's process group: the same ranks with a group that only writing threads
 # use.
 _background_groups: WeakKeyDictionary[dist.ProcessGroup, ShardingEnv] = (
@@ -151,78 +145,6 @@ def async_save(
         raise
 
 
-def is_saving() -> bool:
-    """Returns whether this process writes a checkpoint of :func:`async_save`.
-
-    Tables have snapshots meanwhile.
-    """
-    return any(not save.done() for save in list(_open))
-
-
-class AsyncSave:
-    """A checkpoint that is being written while training continues; see
-    :func:`torchrec_recstore.async_save`.
-    """
-
-    def __init__(self, path: Path, write: Callable[[], CheckpointInfo]) -> None:
-        self._path = path
-        self._info: CheckpointInfo | None = None
-        self._error: BaseException | None = None
-        # The thread is a daemon. Otherwise the interpreter would wait for it again
-        # after an interrupt at exit.
-        self._thread = threading.Thread(
-            target=self._write, args=(write,), name="checkpoint", daemon=True
-        )
-        _open.add(self)
-        try:
-            self._thread.start()
-        except RuntimeError:
-            _open.discard(self)
-            raise
-
-    def done(self) -> bool:
-        """Returns whether :meth:`wait` would return without waiting."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> CheckpointInfo:
-        """Waits until the checkpoint is complete on every rank, and returns its
-        metadata.
-
-        Raises:
-            OSError, RuntimeError: The checkpoint could not be written. Its path is as
-                it was before the save.
-            MemoryError: There was no memory for copies of the rows that training
-                changed. The path is as it was.
-        """
-        self._thread.join()
-        _open.discard(self)
-        if self._error is not None:
-            raise self._error
-        assert self._info is not None
-        return self._info
-
-    def _write(self, write: Callable[[], CheckpointInfo]) -> None:
-        try:
-            self._info = write()
-            _open.discard(self)
-        except BaseException as error:  # wait(), the next save or the end of the process reports the error.
-            # The frames hold copies of tensors.
-            traceback.clear_frames(error.__traceback__)
-            self._error = error
-
-    def unreported_error(self) -> BaseException | None:
-        """Returns the error of a save that has ended without :meth:`wait`, with a note
-        that names the save.
-        """
-        if self._error is not None:
-            note = (
-                f"This is the error of async_save to {self._path}, whose wait() had not"
-                " been called."
-            )
-            self._error.__notes__ = [note]  # Python 3.10 lacks add_note.
-        return self._error
-
-
 class _Save:
     """A save that has taken its snapshot.
 
@@ -253,11 +175,7 @@ class _Save:
         self._tensors: dict[str, Tensor] = {}
         with ExitStack() as undo:
             with refused_together(env):
-                for save in list(_open):
-                    # It is raised once.
-                    if (error := save.unreported_error()) is not None:
-                        _open.discard(save)
-                        raise error
+                raise_unreported()
                 self._tables = recstore_tables(model)
                 for table in self._tables:
                     table.state.copies.check()
@@ -486,47 +404,3 @@ def _background_environment(env: ShardingEnv) -> ShardingEnv:
         group = dist.new_group(backend="gloo")
         _background_groups[env.process_group] = ShardingEnv.from_process_group(group)
     return _background_groups[env.process_group]
-
-
-def _finish() -> None:
-    """Waits at the end of the process until its checkpoints are written, and prints the
-    errors of those that fail.
-    """
-    failed = False
-    for save in list(_open):
-        why = ""
-        try:
-            save._thread.join()
-            if (error := save.unreported_error()) is not None:
-                why = "".join(traceback.format_exception(error))
-        except KeyboardInterrupt:
-            why = "It was being written when the process was interrupted.\n"
-        if why:
-            print(
-                f"async_save: the checkpoint {save._path} has not been written.\n{why}",
-                file=sys.stderr,
-                flush=True,
-            )
-            failed = True
-    if failed:
-        atexit.register(_leave)
-
-
-def _leave() -> None:
-    """Ends the process with status 1, after all other exit functions.
-
-    Only os._exit changes the status so late.
-    """
-    atexit.unregister(_leave)
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(1)
-
-
-# atexit would be too late: concurrent.futures, whose threads write the files, ends its
-# threads before the functions of atexit are called, in a function that it registers
-# with threading._register_atexit. The function that was registered last is called
-# first. _register_atexit is private; checked on Python 3.11, 3.12 and 3.13.
-threading._register_atexit(_finish)  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_open.clear)

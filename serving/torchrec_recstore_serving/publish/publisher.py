@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from torchrec_recstore.checkpoint.save import is_saving
+from torchrec_recstore.checkpoint.background import is_saving
 from torchrec_recstore.checkpoint.writer import lower_priority
 from torchrec_recstore.sharders.agreed_clock import Pace
 from torchrec_recstore.sharders.gather import (

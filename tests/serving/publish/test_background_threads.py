@@ -28,7 +28,7 @@ from torchrec_recstore import (
     RecStoreSharder,
     async_save,
 )
-from torchrec_recstore.checkpoint.save import is_saving
+from torchrec_recstore.checkpoint.background import is_saving
 from torchrec_recstore.inference import DeltaPublisher, Follower
 from torchrec_recstore_service.commands.scheduled_saves import Schedule
 from torchrec_recstore_service.commands.server_process import ServerOptions, _serve
