@@ -184,10 +184,6 @@ SAY_WHAT_TO_DO = {
         " they are in host memory: use RecStorePlanner, or pass"
         " enumerator=RecStoreEnumerator(topology, ...) to TorchRec's planner"
     ),
-    (
-        "TorchRec's planner does not carry the options of table(s) ... to the ranks:"
-        " use RecStorePlanner"
-    ),
     # See the error of the same cause.
     "a backward of this lookup in evaluation mode loses a gradient: ...",
     # names the missing package

@@ -46,6 +46,7 @@ from torchrec_recstore import (
 )
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.options import shard_options
+from torchrec_recstore.sharders import layout
 from torchrec_recstore.store import Table
 
 SGD_BY_PARAMS = {"optimizer": EmbOptimType.EXACT_SGD}
@@ -349,15 +350,19 @@ def sharder_of_a_plan_is_missing(one_rank: None) -> None:
 
 
 @situation(
-    "PlannerError",
-    "TorchRec's planner has no sharding option for RecStore table 't_user' with"
-    " sharding_types=['data_parallel'], compute_kernels=None: use RecStorePlanner,"
-    " which places a table with data_parallel, or with kernels of TorchRec, outside of"
-    " RecStore; or set sharding_types to some of ['table_wise', 'column_wise',"
-    " 'table_column_wise', 'row_wise', 'table_row_wise', 'grid_shard'] without"
-    " compute_kernels, which places it in RecStore",
+    "RuntimeError",
+    "No available sharding type and compute kernel combination after applying user"
+    " provided constraints for t_user. ...",
 )
 def stock_tables_of_the_stock_planner(one_rank: None) -> None:
+    """The constraints of a table name no kernel of RecStore, in TorchRec's planner.
+
+    Cause: with `EmbeddingShardingPlanner`, a `RecStoreSharder` offers RecStore's kernel
+    only, which has no `data_parallel` sharding. Fix: use `RecStorePlanner`, which places
+    a table with `data_parallel`, or with kernels of TorchRec, outside of RecStore. Or
+    leave `compute_kernels` out and set `sharding_types` to those of RecStore, which
+    places the table in RecStore.
+    """
     constraints = {"t_user": ParameterConstraints(sharding_types=["data_parallel"])}
     topology = Topology(world_size=1, compute_device="cpu")
     EmbeddingShardingPlanner(topology, constraints=constraints).plan(
@@ -730,7 +735,23 @@ def traced_collection() -> None:
     " torch.distributed.checkpoint.save, and load it with"
     " torchrec_recstore.load_distributed_checkpoint(model, checkpoint_id)",
 )
+def full_state_of_several_shards(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "PIECE_ROWS", 1)
+    model = sharded(collection(bag("t_user")))
+    model(batch(f=[[1, 2]])).values().sum().backward()
+    get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True))
+
+
+@situation("ZeroDivisionError", "integer division or modulo by zero")
 def full_state_without_rows(one_rank: None) -> None:
+    """`full_state_dict=True` gathers a table that has no rows.
+
+    Cause: torch divides by the number of rows. Fix: save `model.state_dict()` with
+    `torch.distributed.checkpoint.save`, and load it with
+    `load_distributed_checkpoint(model, checkpoint_id)`.
+    """
     get_model_state_dict(
         sharded(collection(bag("t_user"))).module,
         options=StateDictOptions(full_state_dict=True),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,20 +28,22 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.distributed.types import KeyValueParams, ModuleSharder, ShardingPlan
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from torchrec_recstore import RecStoreWarning
+from torchrec_recstore import RecStoreWarning, TableOptions, reshard
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import (
     RecStoreEmbeddingCollectionSharder,
     RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
+    RecStoreParameterSharding,
     RecStoreSharder,
     table_stats,
 )
+from torchrec_recstore.sharders.plan_entries import OptionsInPlan
 
-from .models import bag, collection, sequence, sequences
+from .models import bag, collection, sequence, sequences, tables
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -147,7 +150,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(
-    ("module", "ours", "theirs", "tables"),
+    ("module", "ours", "theirs", "names"),
     KINDS,
     ids=["bags", "sequences", "processed"],
 )
@@ -155,7 +158,7 @@ def test_a_later_sharder_that_overrides_ours_is_named_once(
     module: Callable[[], nn.Module],
     ours: type[ModuleSharder[Any]],
     theirs: type[ModuleSharder[Any]],
-    tables: str,
+    names: str,
 ) -> None:
     def before() -> list[ModuleSharder[Any]]:
         return [ours(), *get_default_sharders()]
@@ -164,28 +167,13 @@ def test_a_later_sharder_that_overrides_ours_is_named_once(
         return [*get_default_sharders(), ours()]
 
     said = [
-        f"table(s) {tables} are not in RecStore: {theirs.__name__}, which comes later"
+        f"table(s) {names} are not in RecStore: {theirs.__name__}, which comes later"
         f" in the list of sharders, overrides {ours.__name__}: put {ours.__name__}"
         f" after it, or leave {theirs.__name__} out"
     ]
-    for kind in (EmbeddingShardingPlanner, RecStorePlanner):
-        for sharders, expected in ((before, said), (after, [])):
-            planner = kind(topology=topology())
-            assert (
-                warned(lambda p=planner, s=sharders: p.plan(module(), s())) == expected
-            )  # type: ignore[misc]
-    assert (
-        warned(
-            lambda: DistributedModelParallel(nn.Sequential(module()), sharders=before())
-        )
-        == said
-    )
-    assert (
-        warned(
-            lambda: DistributedModelParallel(nn.Sequential(module()), sharders=after())
-        )
-        == []
-    )
+    for sharders, expected in ((before(), said), (after(), [])):
+        planner = RecStorePlanner(topology=topology())
+        assert warned(lambda p=planner, s=sharders: p.plan(module(), s)) == expected  # type: ignore[misc]
 
 
 def test_what_constraints_ask_for_is_not_warned_of() -> None:
@@ -231,11 +219,40 @@ def test_a_plan_that_was_made_with_other_sharders_is_warned_of() -> None:
 
 def test_a_model_without_tables_of_that_kind_is_not_warned_of() -> None:
     module = nn.Sequential(sequences(sequence("a")))
-    assert (
-        warned(
-            lambda: DistributedModelParallel(
-                module, sharders=[RecStoreSharder(), *get_default_sharders()]
-            )
-        )
-        == []
-    )
+    planner = RecStorePlanner(topology=topology())
+    sharders = [RecStoreSharder(), *get_default_sharders()]
+    assert warned(lambda: planner.plan(module, sharders)) == []
+
+
+def test_torchrecs_planner_brings_the_options_of_constraints() -> None:
+    options = TableOptions(max_rows=7, missing="init")
+    constraints = {
+        "a": RecStoreConstraints(options=options),
+        "b": RecStoreConstraints(options=TableOptions()),
+    }
+    module = two_tables()
+    planner = EmbeddingShardingPlanner(topology=topology(), constraints=constraints)
+    plan = planner.collective_plan(module, [RecStoreSharder()], dist.group.WORLD)
+    assert not isinstance(plan.plan[""]["a"], RecStoreParameterSharding)
+    model = DistributedModelParallel(module, plan=plan, sharders=[RecStoreSharder()])
+    assert [tables(model)[name].options.max_rows for name in "ab"] == [7, None]
+    assert [tables(model)[name].options.missing for name in "ab"] == ["init", "zeros"]
+    assert model.module.module_sharding_plan["a"].key_value_params is None
+    reshard(model, plan)
+    assert tables(model)["a"].options.max_rows == 7
+
+
+def test_the_options_in_a_plan_change_neither_repr_nor_hash_of_constraints() -> None:
+    options = TableOptions(max_rows=7)
+    constraint = RecStoreConstraints(options=options)
+    assert repr(constraint) == f"RecStoreConstraints(options={options!r})"
+    plain = RecStoreConstraints(options=options)
+    plain.key_value_params = None
+    assert hash(constraint) == hash(plain)
+    assert replace(constraint, options=TableOptions()).key_value_params is None
+    changed = replace(constraint, options=TableOptions(max_rows=8)).key_value_params
+    assert isinstance(changed, OptionsInPlan)
+    assert changed.options.max_rows == 8
+    of_torchrec = KeyValueParams(ssd_rocksdb_shards=3)
+    constraint = RecStoreConstraints(options=options, key_value_params=of_torchrec)
+    assert constraint.key_value_params is of_torchrec

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, replace
 
 from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import KeyValueParams
 
 from torchrec_recstore.display import set_fields
 from torchrec_recstore.options import TableOptions, resident_rows
 from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.sharders import RECSTORE_KERNEL
+from torchrec_recstore.sharders.plan_entries import OptionsInPlan
 from torchrec_recstore.torchrec_seams.planning import ConstraintsSeams
 
 
@@ -43,8 +45,14 @@ class RecStoreConstraints(ConstraintsSeams):
                 "RecStoreConstraints.options must be TableOptions, got"
                 f" {type(self.options).__name__}"
             )
+        self.key_value_params = self.stock_key_value_params()
+        if self.key_value_params is None and self.options != TableOptions():
+            # TorchRec's planner copies this field into its plan, but no field that it
+            # does not know.
+            self.key_value_params = OptionsInPlan(options=self.options)
 
-    __repr__ = set_fields
+    def __repr__(self) -> str:
+        return set_fields(self._stock_part())
 
     def __hash__(self) -> int:
         # The hash is the same in every process, as TorchRec's is: the planner compares
@@ -54,6 +62,11 @@ class RecStoreConstraints(ConstraintsSeams):
     def own_fields(self) -> str:
         """Returns the options as text. They are part of the key of a stored plan."""
         return repr(self.options)
+
+    def stock_key_value_params(self) -> KeyValueParams | None:
+        """Returns the ``key_value_params`` of TorchRec's own kernels."""
+        params = self.key_value_params
+        return None if isinstance(params, OptionsInPlan) else params
 
 
 def options_of(

@@ -62,6 +62,7 @@ from torchrec_recstore.sharders.perf_config import MeasuredSpeed
 from torchrec_recstore.sharders.plan_entries import (
     RecStoreModulePlan,
     asks_for_recstore,
+    warn_of_overridden,
 )
 from torchrec_recstore.torchrec_seams.planning import (
     PlannerSeams,
@@ -162,6 +163,7 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             refuse_left_out(
                 module, sharders, {*constraints, *self.statistics}, self._rank_bytes
             )
+            warn_of_overridden(sharders, module, constraints)
         try:
             with _without_warnings_of_data_parallel():
                 enumerated = super().enumerate(

@@ -56,7 +56,7 @@ from torchrec_recstore.sharders.plan_entries import (
     deal_out,
     hashed_features,
     remote_options,
-    warn_of_planner,
+    warn_of_stock_enumerator,
     with_own_arguments,
 )
 from torchrec_recstore.sharders.row_state import ModuleState, RowState
@@ -705,8 +705,13 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         """Returns the sharding types that RecStore supports, and those of TorchRec's
         sharder if it is offered.
         """
-        stock = super().sharding_types(compute_device_type) if self.offers_stock else []
-        return list(dict.fromkeys([*self._sharded._supported, *stock]))
+        supported = list(self._sharded._supported)
+        if not self.offers_stock:
+            # RecStore's enumerator asks a copy that offers TorchRec's kernels, too.
+            warn_of_stock_enumerator(compute_device_type)
+            return supported
+        stock = super().sharding_types(compute_device_type)
+        return list(dict.fromkeys([*supported, *stock]))
 
     def compute_kernels(
         self, sharding_type: str, compute_device_type: str
@@ -720,13 +725,6 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         ):
             kernels += super().compute_kernels(sharding_type, compute_device_type)
         return kernels
-
-    @property
-    def module_type(self) -> type[nn.Module]:
-        """The class of the modules that this sharder shards."""
-        kind: type[nn.Module] = super().module_type
-        warn_of_planner(self, kind, self.offers_stock)
-        return kind
 
     @property
     def sharded_module_type(self) -> type[RecStoreCollection]:

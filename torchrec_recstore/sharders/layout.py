@@ -6,10 +6,9 @@ Tests: tests/checkpoint/test_state_dict.py, tests/checkpoint/test_distributed.py
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,12 +88,40 @@ class _Piece:
             )
 
 
+class _FirstShard(Tensor):
+    """The tensor of a rank's first shard, if torch cannot gather the whole table.
+
+    With ``full_state_dict=True``, torch.distributed.checkpoint gathers the first shard
+    of each rank, as if the rows were split evenly (``_all_gather_sharded_tensor`` of
+    torch 2.12 to 2.14). It has no hook and finds no error, and fills up the other rows
+    with zeros. It begins with ``flatten`` of the first shard, so that this function is
+    refused.
+    """
+
+    _refusal: str
+
+    @classmethod
+    def of(cls, tensor: Tensor, refusal: str) -> _FirstShard:
+        """Returns a view of a tensor, of which ``flatten`` raises ValueError."""
+        view = tensor.as_subclass(cls)
+        view._refusal = refusal
+        return view
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.flatten or func is torch.flatten:
+            raise ValueError(args[0]._refusal)
+        # The results are plain tensors.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 class RowTensor(ShardedTensor):
     """A sharded tensor with an entry for each row of a table.
 
     Pickling, copying and cloning make a ``ShardedTensor``.
-
-    Two methods know functions of torch 2.13 by their names, because these have no hook.
     """
 
     # The ids of the rows, if the entries are their weights.
@@ -102,39 +129,50 @@ class RowTensor(ShardedTensor):
     _what: str
     _env: ShardingEnv
 
-    def size(self, dim: int | None = None) -> Any:
-        """Returns the size.
-
-        Raises ValueError if a load of torch.distributed.checkpoint needs another one.
-        """
-        size, load = super().size(), sys._getframe(1)
-        saved = (
-            load.f_locals.get("md")
-            if load.f_code.co_name == "create_default_local_load_plan"
-            else None
+    @classmethod
+    def of(cls, stock: ShardedTensor, what: str, env: ShardingEnv) -> RowTensor:
+        """Returns the tensor as a RowTensor. ``what`` names it in errors."""
+        # The functions of torch 2.13 that make a tensor from shards and their metadata
+        # only make a ShardedTensor.
+        properties = stock.metadata().tensor_properties
+        rows: RowTensor = cls.__new__(
+            cls,
+            stock.sharding_spec(),
+            stock.size(),
+            dtype=properties.dtype,
+            layout=properties.layout,
+            pin_memory=properties.pin_memory,
+            requires_grad=properties.requires_grad,
         )
-        if getattr(saved, "size", size) != size:
-            self._refuse(
-                "torch.distributed.checkpoint.load cannot change the number of rows"
-            )
-        return super().size(dim)
+        vars(rows).update(vars(stock))
+        rows._what = what
+        rows._env = env
+        return rows
 
     def local_shards(self) -> list[TensorShard]:
         """Returns this rank's shards.
 
-        Raises ValueError if torch would take them for a part of evenly split rows.
+        ``flatten`` of the first tensor raises ValueError if torch would take it for a
+        part of evenly split rows.
         """
-        is_gathered = sys._getframe(1).f_code.co_name == "_all_gather_sharded_tensor"
-        if is_gathered and (
-            dist.get_world_size() > 1
-            or len(self._metadata.shards_metadata) > 1
-            or not self.size(0)
-        ):
-            self._refuse(
-                "full_state_dict=True gathers no table without rows, nor rows in"
-                " several shards"
-            )
-        return super().local_shards()
+        shards = super().local_shards()
+        is_whole = dist.get_world_size() == 1 and len(shards) == 1
+        if is_whole or not shards:
+            return shards
+        first = shards[0]
+        refusal = (
+            f"{self._what}: full_state_dict=True gathers no table without rows, nor"
+            " rows in several shards: save model.state_dict() with"
+            " torch.distributed.checkpoint.save, and load it with"
+            " torchrec_recstore.load_distributed_checkpoint(model, checkpoint_id)"
+        )
+        refusing = TensorShard(_FirstShard.of(first.tensor, refusal), first.metadata)
+        return [refusing, *shards[1:]]
+
+    def _stock(self) -> ShardedTensor:
+        """Returns the same rows as torch's own class."""
+        shards = super().local_shards()
+        return sharded_tensor(shards, self.metadata(), self._process_group)
 
     def gather(  # type: ignore[override]
         self,
@@ -153,7 +191,7 @@ class RowTensor(ShardedTensor):
         id is outside [0, N). The last two arguments have no effect.
         """
         if self.ids is None:
-            super().gather(dst, out, enforce_dtype, dtype)
+            self._stock().gather(dst, out, enforce_dtype, dtype)
             return
         mine = dist.get_rank(self._process_group) == dst
         with refused_together(self._env):
@@ -167,7 +205,7 @@ class RowTensor(ShardedTensor):
         rows = torch.empty(self.size(), dtype=self.dtype) if mine else None
         if self.size(0):
             self.ids.gather(dst, ids, dtype=torch.int64)
-            super().gather(dst, rows, dtype=self.dtype)
+            self._stock().gather(dst, rows, dtype=self.dtype)
         with refused_together(self._env):
             if out is None or ids is None or rows is None:
                 return
@@ -183,17 +221,10 @@ class RowTensor(ShardedTensor):
                 out.zero_()
                 out[ids.to(out.device)] = rows.to(out)
 
-    def _refuse(self, why: str) -> NoReturn:
-        raise ValueError(
-            f"{self._what}: {why}: save model.state_dict() with"
-            " torch.distributed.checkpoint.save, and load it with"
-            " torchrec_recstore.load_distributed_checkpoint(model, checkpoint_id)"
-        )
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         # What ShardedTensor returns here cannot be loaded with weights_only or a
         # callable map_location (torch 2.13).
-        return sharded_tensor, (self.local_shards(), self.metadata())
+        return sharded_tensor, (super().local_shards(), self.metadata())
 
 
 def sharded_tensor(
@@ -343,13 +374,8 @@ class ShardLayout:
             torch.Size([self.rows, *width]),
         )
         whole = ShardedTensorMetadata(shards, size, TensorProperties(dtype=dtype))
-        made = sharded_tensor(local, whole, self._env.process_group)
-        # The functions of torch 2.13 that make a tensor from shards and their metadata
-        # only make a ShardedTensor.
-        made.__class__ = RowTensor
-        assert isinstance(made, RowTensor)
-        made._what, made._env = f"RecStore table {self._name!r}", self._env
-        return made
+        stock = sharded_tensor(local, whole, self._env.process_group)
+        return RowTensor.of(stock, f"RecStore table {self._name!r}", self._env)
 
 
 class WholeRows:

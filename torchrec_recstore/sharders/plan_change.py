@@ -24,7 +24,7 @@ from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.plan_entries import (
     RECSTORE_KERNEL,
     RecStoreParameterSharding,
-    with_frozen,
+    with_options,
 )
 from torchrec_recstore.sharders.row_state import ModuleState, RowState
 from torchrec_recstore.store import LeftIds, Part, Table, TableState
@@ -106,7 +106,7 @@ class ReshardableCollection(CollectionSeams):
         self.recstore_state.copies.check_usable()
         if self.source is not None:
             module, sharder = self.source
-            plan = with_frozen(plan, sharder.shardable_parameters(module))
+            plan = with_options(plan, sharder.shardable_parameters(module))
         old = self.module_sharding_plan
         known = set(self.names_of_tables)
         if plan.keys() != known:

@@ -14,13 +14,11 @@ import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import (
-    Enumerator,
     ParameterConstraints,
-    PlannerError,
-    PlannerErrorType,
 )
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
+    KeyValueParams,
     ModuleSharder,
     ParameterSharding,
     ShardingEnv,
@@ -45,11 +43,6 @@ from torchrec_recstore.sharders.fused_params import (
 from torchrec_recstore.sharders.kernel import ROW_SPLIT
 from torchrec_recstore.table_configs import check_init_fn
 from torchrec_recstore.torchrec_seams.models import marked_optimizer
-from torchrec_recstore.torchrec_seams.planning import (
-    caller_that_enumerates,
-    compute_device,
-    constraints_of,
-)
 from torchrec_recstore.utils import warn_user
 
 RECSTORE_KERNEL: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
@@ -99,6 +92,20 @@ class RecStoreModulePlan(EmbeddingModuleShardingPlan):  # type: ignore[misc]
 
 
 @dataclass
+class OptionsInPlan(KeyValueParams):  # type: ignore[misc]
+    """A table's options in the field ``key_value_params`` of its constraints.
+
+    TorchRec's planner copies this field from the constraints to its plan, and its
+    estimators read it for tables on its own key-value kernels only (torchrec 1.7.0 to
+    1.9.2). In the sharded model, the options are in a
+    :class:`RecStoreParameterSharding`.
+    """
+
+    options: TableOptions = field(default_factory=TableOptions)
+    __hash__ = KeyValueParams.__hash__
+
+
+@dataclass
 class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
     """A plan's entry for a RecStore table, with the table's options.
 
@@ -133,6 +140,8 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
     ) -> RecStoreParameterSharding:
         """Returns a copy of ``sharding`` with ``options`` and ``row_name``."""
         stock = {f.name: getattr(sharding, f.name) for f in fields(ParameterSharding)}
+        if isinstance(sharding.key_value_params, OptionsInPlan):
+            stock["key_value_params"] = None
         return cls(**stock, options=options, row_name=row_name)
 
     def get_additional_fused_params(self) -> dict[str, Any]:
@@ -266,7 +275,7 @@ def deal_out(
             " replicates the other layers, or TorchRec's own kernels"
         )
     _warn_of_stock_tables(sharder, plan)
-    plan = with_frozen(plan, parameters)
+    plan = with_options(plan, parameters)
     fused_params = sharder.fused_params
     _check_marks(fused_params or {}, plan, parameters)
     moved = {OPTIMIZER_KEY, ACCUMULATION_KEY, *STATE_KEYS}
@@ -309,28 +318,30 @@ def deal_out(
     return stock, dealt
 
 
-def with_frozen(
+def with_options(
     plan: Mapping[str, ParameterSharding], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, ParameterSharding]:
-    """Returns a plan in which the RecStore tables are frozen whose parameter requires
-    no gradient.
+    """Returns a plan whose RecStore entries have the options that the constraints of
+    TorchRec's planner have brought, and are frozen if the table's parameter requires no
+    gradient.
 
     TorchRec's own kernels train such tables all the same (torchrec 1.8.0).
     """
     entries = dict(plan)
     for name, sharding in plan.items():
+        if sharding.compute_kernel != RECSTORE_KERNEL:
+            continue
+        brought = sharding.key_value_params
+        if isinstance(brought, OptionsInPlan):
+            sharding = RecStoreParameterSharding.of(sharding, brought.options)
+            entries[name] = sharding
         parameter = parameters.get(name)
-        if (
-            sharding.compute_kernel != RECSTORE_KERNEL
-            or parameter is None
-            or parameter.requires_grad
-        ):
+        if parameter is None or parameter.requires_grad:
             continue
         if not isinstance(sharding, RecStoreParameterSharding):
             sharding = RecStoreParameterSharding.of(sharding, TableOptions())
-        entries[name] = replace(
-            sharding, options=replace(sharding.options, frozen=True)
-        )
+        frozen_options = replace(sharding.options, frozen=True)
+        entries[name] = replace(sharding, options=frozen_options)
     return entries
 
 
@@ -473,49 +484,37 @@ def _warn_of_stock_tables(
         )
 
 
-def warn_of_planner(
-    sharder: ModuleSharder[nn.Module], kind: type[nn.Module], offers_stock: bool
+def warn_of_overridden(
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    model: nn.Module,
+    constraints: Mapping[str, ParameterConstraints],
 ) -> None:
-    """Warns of what TorchRec's planner does not do for RecStore tables, if it reads
-    ``module_type``, ``kind``.
-
-    TorchRec reads nothing else of a sharder that a later sharder overrides, so the
-    caller leads to the planner. Only RecStore's enumerator makes sharders that
-    ``offers_stock``.
-
-    Raises:
-        PlannerError: The constraint of a table allows nothing that the sharder offers.
+    """Warns of tables that a RecStore sharder would place in RecStore, but for a later
+    sharder of the same collections, which TorchRec uses.
     """
-    caller = caller_that_enumerates(2)
-    if caller is None:
-        return
-    enumerator, module, sharders = caller
-    if not offers_stock:
-        _warn_of_stock_enumerator(enumerator)
-    behind = sharders[[other is sharder for other in sharders].index(True) + 1 :]
-    # Other RecStore sharders are left out: reading their module_type would call this
-    # function again.
-    stock = [
-        other
-        for other in behind
-        if not hasattr(other, "with_stock_kernels") and other.module_type is kind
-    ]
-    constraints = constraints_of(enumerator)
-    names = [
-        name
-        for each in module.modules()
-        if type(each) is kind
-        for name in sharder.shardable_parameters(each)
-    ]
-    if not stock:
-        if not offers_stock:
-            _check_options_left(
-                sharder, enumerator, {name: constraints.get(name) for name in names}
-            )
-        return
-    tables = [name for name in names if asks_for_recstore(constraints.get(name))]
-    if tables:
-        ours, theirs = type(sharder).__name__, type(stock[-1]).__name__
+    for place, sharder in enumerate(sharders):
+        if not hasattr(sharder, "with_stock_kernels"):
+            continue
+        collection_type = sharder.module_type
+        overriding = [
+            later
+            for later in sharders[place + 1 :]
+            if later.module_type is collection_type
+            and not hasattr(later, "with_stock_kernels")
+        ]
+        if not overriding:
+            continue
+        tables = [
+            name
+            for module in model.modules()
+            if type(module) is collection_type
+            for name in sharder.shardable_parameters(module)
+            if asks_for_recstore(constraints.get(name))
+        ]
+        if not tables:
+            continue
+        ours = type(sharder).__name__
+        theirs = type(overriding[-1]).__name__
         warn_user(
             f"table(s) {', '.join(map(repr, tables))} are not in RecStore: {theirs},"
             f" which comes later in the list of sharders, overrides {ours}: put {ours}"
@@ -523,49 +522,13 @@ def warn_of_planner(
         )
 
 
-def _check_options_left(
-    sharder: ModuleSharder[nn.Module],
-    enumerator: Enumerator,
-    constraints: Mapping[str, ParameterConstraints | None],
-) -> None:
-    """Raises PlannerError if TorchRec's planner would find no sharding option for a
-    table.
+def warn_of_stock_enumerator(compute_device: str) -> None:
+    """Warns of what TorchRec's enumerator does for RecStore tables, if it plans for an
+    accelerator.
     """
-    device = compute_device(enumerator)
-    supported = sharder.sharding_types(device)
-    for name, constraint in constraints.items():
-        if constraint is None or constraint.device_group not in (None, "", device):
-            continue
-        types = constraint.sharding_types or supported
-        kernels = constraint.compute_kernels or [RECSTORE_KERNEL]
-        if RECSTORE_KERNEL in kernels and not set(types).isdisjoint(supported):
-            continue
-        raise PlannerError(
-            f"TorchRec's planner has no sharding option for RecStore table {name!r}"
-            f" with sharding_types={constraint.sharding_types},"
-            f" compute_kernels={constraint.compute_kernels}: use RecStorePlanner, which"
-            " places a table with data_parallel, or with kernels of TorchRec, outside"
-            f" of RecStore; or set sharding_types to some of {supported} without"
-            " compute_kernels, which places it in RecStore",
-            error_type=PlannerErrorType.STRICT_CONSTRAINTS,
-        )
-
-
-def _warn_of_stock_enumerator(enumerator: Enumerator) -> None:
-    device = compute_device(enumerator)
-    if device != "cpu":
+    if compute_device != "cpu":
         warn_user(
             "TorchRec's enumerator counts the rows of RecStore tables as memory of"
-            f" {device!r}, and they are in host memory: use RecStorePlanner, or pass"
-            " enumerator=RecStoreEnumerator(topology, ...) to TorchRec's planner"
-        )
-    asked = {
-        name: getattr(each, "options", TableOptions())
-        for name, each in constraints_of(enumerator).items()
-    }
-    lost = [name for name, options in asked.items() if options != TableOptions()]
-    if lost:
-        warn_user(
-            "TorchRec's planner does not carry the options of table(s)"
-            f" {', '.join(map(repr, lost))} to the ranks: use RecStorePlanner"
+            f" {compute_device!r}, and they are in host memory: use RecStorePlanner, or"
+            " pass enumerator=RecStoreEnumerator(topology, ...) to TorchRec's planner"
         )

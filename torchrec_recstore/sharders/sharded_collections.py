@@ -49,7 +49,7 @@ from torchrec_recstore.sharders.collection import (
     RecStoreCollectionSharder,
 )
 from torchrec_recstore.sharders.kernel import ROW_SPLIT
-from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL, warn_of_planner
+from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL
 from torchrec_recstore.sharders.sharding_kernels import (
     RecStorePooledLookup,
     RecStoreSequenceLookup,
@@ -373,13 +373,6 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ebc_sharder={self.inner_sharder!r})"
-
-    @property
-    def module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
-        """The class of the modules that this sharder shards."""
-        kind: type[FeatureProcessedEmbeddingBagCollection] = super().module_type
-        warn_of_planner(self, kind, self.inner_sharder.offers_stock)
-        return kind
 
     def with_stock_kernels(
         self,

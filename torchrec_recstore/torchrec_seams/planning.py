@@ -5,12 +5,11 @@ Tests: tests/planner/test_planners.py, tests/planner/test_shard_estimators.py.
 
 from __future__ import annotations
 
-import sys
+import copy
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
-from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.estimator.types import ShardPerfContext
 from torchrec.distributed.planner.types import (
@@ -21,7 +20,7 @@ from torchrec.distributed.planner.types import (
     Topology,
     hash_sha256_to_int,
 )
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import KeyValueParams
 
 compute_device: Callable[[Enumerator], str] = attrgetter("_compute_device")
 
@@ -31,25 +30,36 @@ class ConstraintsSeams(ParameterConstraints):  # type: ignore[misc]
     on these fields, too.
     """
 
+    key_value_params: KeyValueParams | None
+
     def own_fields(self) -> str:
         """Returns the fields that TorchRec's constraints do not have, as text that is
         the same in every process.
         """
         raise NotImplementedError
 
+    def stock_key_value_params(self) -> KeyValueParams | None:
+        """Returns ``key_value_params`` without what is in :meth:`own_fields`."""
+        raise NotImplementedError
+
     def hash_with_own_fields(self) -> int:
         """Returns the hash of all fields; a dataclass sets its own ``__hash__``, which
         has to call this.
         """
-        return int(hash_sha256_to_int([super().__hash__(), self.own_fields()]))
+        stock_hash = ParameterConstraints.__hash__(self._stock_part())
+        return int(hash_sha256_to_int([stock_hash, self.own_fields()]))
 
     def _persistent_hash(self, cache_params_memo: object) -> int:
         # The key of a stored plan from torchrec 1.9 on; before, it was __hash__.
-        return int(
-            hash_sha256_to_int(
-                [super()._persistent_hash(cache_params_memo), self.own_fields()]
-            )
+        stock_hash = ParameterConstraints._persistent_hash(
+            self._stock_part(), cache_params_memo
         )
+        return int(hash_sha256_to_int([stock_hash, self.own_fields()]))
+
+    def _stock_part(self) -> ConstraintsSeams:
+        stock_part = copy.copy(self)
+        stock_part.key_value_params = self.stock_key_value_params()
+        return stock_part
 
 
 def constraints_of(part: object) -> Mapping[str, ParameterConstraints]:
@@ -109,31 +119,6 @@ class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
             self._enumerator,
             self._storage_reservation.last_reserved_topology or self._topology,
         )
-
-
-def caller_that_enumerates(
-    depth: int,
-) -> tuple[Enumerator, nn.Module, list[ModuleSharder[nn.Module]]] | None:
-    """Returns the enumerator, the model and the sharders of
-    ``EmbeddingEnumerator.enumerate``, if that is the caller.
-
-    It is ``depth`` calls away. Its local variables are the only way to the sharders
-    that others override.
-    """
-    frame = sys._getframe(depth + 1)
-    # up to Python 3.11
-    if frame.f_code.co_name == "<dictcomp>" and frame.f_back is not None:
-        frame = frame.f_back
-    enumerator, module, sharders = (
-        frame.f_locals.get(name) for name in ("self", "module", "sharders")
-    )
-    if (
-        not isinstance(enumerator, Enumerator)
-        or not isinstance(module, nn.Module)
-        or not isinstance(sharders, list)
-    ):
-        return None
-    return enumerator, module, sharders
 
 
 def _estimate(method: str) -> Callable[[Any, ShardPerfContext, object], float]:
