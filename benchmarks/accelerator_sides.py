@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.modules import RecStoreEmbeddingBag
 from torchrec_recstore.optim import RowWiseAdagrad
@@ -156,7 +156,7 @@ def kernel(shape: Shape) -> Step:
     ]
     for table in tables:
         _fill(table, shape)
-    pooled = PooledKernel(tables, range(shape.tables), "sum")
+    pooled = PooledGroup(tables, range(shape.tables), "sum")
     offsets = torch.arange(shape.tables * shape.batch_size + 1)
     to = None if shape.device.type == "cpu" else CopyTarget(shape.device, torch.float32)
 

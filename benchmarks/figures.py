@@ -597,16 +597,16 @@ def serving_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
                 "ids/s with rows on a server of the host over rows in memory,"
                 f" {r['ids']:,} ids of dim {r['dim']}"
             )
-            for road, over in r["servers_over_memory"].items():
+            for transport, over in r["servers_over_memory"].items():
                 figure = (
-                    f"{over['median']:.2f}x ({r['million_ids_per_second'][road]:.1f}M"
+                    f"{over['median']:.2f}x ({r['million_ids_per_second'][transport]:.1f}M"
                     " ids/s)"
                 )
                 lines.append(
                     (
-                        f"{what}, by {road}",
+                        f"{what}, by {transport}",
                         figure,
-                        "at least 0.5x" if road == "shared memory" else "",
+                        "at least 0.5x" if transport == "shared memory" else "",
                     )
                 )
         if r["benchmark"] == "serving_load":

@@ -1,4 +1,4 @@
-"""Compares RecStore's pooled kernel with FBGEMM's CPU tables and with the limit of the
+"""Compares RecStore's pooled group with FBGEMM's CPU tables and with the limit of the
 machine.
 
     python benchmarks/kernel.py [--cases criteo,big] [--optimizers rowwise_adagrad]
@@ -24,7 +24,7 @@ import torch
 from measure import clock, emit, interleave, spread
 from torch import Tensor
 
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
 from torchrec_recstore.store import Table
 
@@ -119,7 +119,7 @@ def make_batches(case: Case, generator: torch.Generator) -> list[Batch]:
 
 def recstore(
     case: Case, batches: list[Batch], optimizer: Optimizer
-) -> tuple[list[Table], PooledKernel]:
+) -> tuple[list[Table], PooledGroup]:
     """Returns tables that have all ids of the batches and as many rows as the case, and
     their kernel.
     """
@@ -135,7 +135,7 @@ def recstore(
                 batch.offsets[(i + 1) * case.batch],
             )
             table.lookup(batch.ids[begin:end], train=True)
-    return tables, PooledKernel(tables, range(case.tables), "sum")
+    return tables, PooledGroup(tables, range(case.tables), "sum")
 
 
 def fbgemm(case: Case, optimizer: str) -> Any:
@@ -213,7 +213,7 @@ def run(name: str, optimizer: str, steps: int) -> None:
     case = CASES[name]
     generator = torch.Generator().manual_seed(0)
     batches = make_batches(case, generator)
-    _tables, kernel = recstore(case, batches, OPTIMIZERS[optimizer])
+    _tables, group = recstore(case, batches, OPTIMIZERS[optimizer])
     reference = fbgemm(case, optimizer)
     shapes = [
         torch.Size((case.batch, case.tables * case.dim)),
@@ -223,13 +223,13 @@ def run(name: str, optimizer: str, steps: int) -> None:
 
     def ours_step(i: int) -> tuple[float, float]:
         b = batches[i % BATCHES]
-        return step(lambda: kernel(b.ids, b.offsets, b.weights, train=True), grads)
+        return step(lambda: group(b.ids, b.offsets, b.weights, train=True), grads)
 
     def ahead_step(i: int) -> tuple[float, float]:
         # not the batch that has just been looked up
         b = batches[(i + BATCHES // 2) % BATCHES]
-        kernel.prefetch(b.ids, b.offsets[:: case.batch].diff().tolist())
-        return step(lambda: kernel(b.ids, b.offsets, b.weights, train=True), grads)
+        group.prefetch(b.ids, b.offsets[:: case.batch].diff().tolist())
+        return step(lambda: group(b.ids, b.offsets, b.weights, train=True), grads)
 
     def theirs_step(i: int) -> tuple[float, float]:
         b = batches[i % BATCHES]

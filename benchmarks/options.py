@@ -9,7 +9,7 @@ Ratios are computed over blocks of consecutive steps, so that neither a drift of
 machine's speed nor a single step matters. The benchmark uses one thread and measures
 its processor time, because it asks how much work an option adds.
 
-- options_training: Forward and backward of a kernel over one table of ``--rows`` rows.
+- options_training: Forward and backward of a group over one table of ``--rows`` rows.
   One twentieth of the ids of each batch occur only once. Admission, expiry, narrow rows
   and states, stochastic rounding, the check of gradients and other optimizers are
   compared with float32, row-wise Adagrad and no option.
@@ -35,7 +35,7 @@ import torch
 from measure import emit, interleave, spread
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import (
     SGD,
     Adadelta,
@@ -206,11 +206,11 @@ def training(arguments: argparse.Namespace) -> None:
         return batches[step]
 
     def side(table: Table) -> Side:
-        kernel = PooledKernel([table], [0], "sum")
+        group = PooledGroup([table], [0], "sum")
 
         def step(i: int) -> tuple[float]:
             ids, begin = ids_of(i), time.thread_time()
-            out = kernel(ids, offsets, train=True)
+            out = group(ids, offsets, train=True)
             out.backward(grads.to(out.dtype))
             return (time.thread_time() - begin,)
 

@@ -94,7 +94,7 @@ def kernel_times(job: Job, columns: int, rows: int, steps: int) -> tuple[float, 
     """
     import torch
 
-    from torchrec_recstore.kernels import PooledKernel
+    from torchrec_recstore.kernels import PooledGroup
     from torchrec_recstore.optim import RowWiseAdagrad
     from torchrec_recstore.store import Table
 
@@ -109,7 +109,7 @@ def kernel_times(job: Job, columns: int, rows: int, steps: int) -> tuple[float, 
     ]
     for table in tables:
         table.insert(torch.arange(rows), torch.zeros(rows, columns))
-    kernel = PooledKernel(tables, list(range(job.features)), "sum")
+    group = PooledGroup(tables, list(range(job.features)), "sum")
     generator = torch.Generator().manual_seed(0)
     count = job.features * job.batch
 
@@ -123,7 +123,7 @@ def kernel_times(job: Job, columns: int, rows: int, steps: int) -> tuple[float, 
 
         def work() -> None:
             ids = torch.randint(0, rows, (count,), generator=generator)
-            kernel(ids, ends, train=True).backward(grads)
+            group(ids, ends, train=True).backward(grads)
 
         return median_s(work, steps)
 

@@ -102,7 +102,7 @@ def connected(addresses: Sequence[str], transport: str) -> RecStoreClient:
     if transport == "gRPC":
         for connection in client._tables._connections:
             # as for a client that cannot connect to the port for rows
-            connection._side.roads = []
+            connection._side.transports = []
     return client
 
 

@@ -332,10 +332,12 @@ def on_servers(ids: Tensor, steps: int) -> None:
             remote = scripted(ServedTables([there]))
 
             def lookup(
-                road: str, name: str, served: Any
+                transport: str, name: str, served: Any
             ) -> Callable[[int], tuple[float]]:
                 def side(_: int) -> tuple[float]:
-                    os.environ["RECSTORE_SHARED_MEMORY"] = "0" if road == "TCP" else "1"
+                    os.environ["RECSTORE_SHARED_MEMORY"] = (
+                        "0" if transport == "TCP" else "1"
+                    )
                     # the other side has not read these rows
                     some = ids[torch.randint(0, len(ids), (SERVERS_BATCH,))]
                     begin = clock()
@@ -348,7 +350,10 @@ def on_servers(ids: Tensor, steps: int) -> None:
 
             sides = {"memory": here, "shared memory": remote, "TCP": remote}
             timings = interleave(
-                {road: lookup(road, name, each) for road, each in sides.items()},
+                {
+                    transport: lookup(transport, name, each)
+                    for transport, each in sides.items()
+                },
                 steps,
                 warm_up=8,
             )
@@ -359,22 +364,22 @@ def on_servers(ids: Tensor, steps: int) -> None:
                     "dim": dim,
                     "ids": SERVERS_BATCH,
                     "million_ids_per_second": {
-                        road: spread([SERVERS_BATCH / t[0] for t in times], scale=1e-6)[
-                            "median"
-                        ]
-                        for road, times in timings.items()
+                        transport: spread(
+                            [SERVERS_BATCH / t[0] for t in times], scale=1e-6
+                        )["median"]
+                        for transport, times in timings.items()
                     },
                     "servers_over_memory": {
-                        road: spread(
+                        transport: spread(
                             [
                                 a[0] / b[0]
                                 for a, b in zip(
-                                    timings["memory"], timings[road], strict=True
+                                    timings["memory"], timings[transport], strict=True
                                 )
                             ],
                             1,
                         )
-                        for road in ("shared memory", "TCP")
+                        for transport in ("shared memory", "TCP")
                     },
                 }
             )

@@ -1,4 +1,4 @@
-"""Measures how the steps of RecStore's pooled kernel become faster with the number of
+"""Measures how the steps of RecStore's pooled group become faster with the number of
 threads.
 
 It needs torch alone.
@@ -42,7 +42,7 @@ from measure import clock, emit, interleave, spread
 from torch import Tensor
 
 from torchrec_recstore import LRU, Expiry, MinFrequency, TableOptions
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.store import Table
 
 BOUNDS = ("evicting", "not admitted", "expiring")
@@ -63,19 +63,19 @@ def new_rows(case: Case) -> Callable[[int], float]:
     returns the seconds.
     """
     offsets = torch.arange(case.tables * case.batch + 1)
-    kernel: PooledKernel | None = None
+    group: PooledGroup | None = None
 
     def side(i: int) -> float:
-        nonlocal kernel
-        if kernel is None or i % BATCHES == 0:  # so that the rows fit into memory
+        nonlocal group
+        if group is None or i % BATCHES == 0:  # so that the rows fit into memory
             tables = [
                 Table(case.dim, optimizer=OPTIMIZERS["rowwise_adagrad"], name=f"n{j}")
                 for j in range(case.tables)
             ]
-            kernel = PooledKernel(tables, range(case.tables), "sum")
+            group = PooledGroup(tables, range(case.tables), "sum")
         ids = (torch.arange(len(offsets) - 1) + (i % BATCHES) * len(offsets)) * 7919
         begin = clock()
-        kernel(ids, offsets, train=True)
+        group(ids, offsets, train=True)
         return clock() - begin
 
     return side
@@ -101,13 +101,13 @@ def bounded(
         Table(case.dim, optimizer=optimizer, options=options, name=f"b{j}")
         for j in range(case.tables)
     ]
-    kernel = PooledKernel(tables, range(case.tables), "sum")
+    group = PooledGroup(tables, range(case.tables), "sum")
 
     def side(i: int) -> float:
         b = batches[i % BATCHES]
         new = (torch.arange(len(b.ids)) + (i + 1) * len(b.ids)) * 7919
         ids = torch.where(torch.arange(len(b.ids)) % 3 == 0, new, b.ids % case.batch)
-        return step(lambda: kernel(ids, b.offsets, b.weights, train=True), grads)[0]
+        return step(lambda: group(ids, b.offsets, b.weights, train=True), grads)[0]
 
     return side
 
@@ -133,7 +133,7 @@ def measure(case: Case, threads: list[int], steps: int) -> list[dict[str, Any]]:
     """Returns a row for each number of threads."""
     generator = torch.Generator().manual_seed(0)
     batches = make_batches(case, generator)
-    tables, kernel = recstore(case, batches, OPTIMIZERS["rowwise_adagrad"])
+    tables, group = recstore(case, batches, OPTIMIZERS["rowwise_adagrad"])
     shape = torch.Size((case.batch, case.tables * case.dim))
     grads = {shape: torch.randn(shape, generator=generator) * 0.01}
     bare = limits(case, batches)
@@ -148,9 +148,9 @@ def measure(case: Case, threads: list[int], steps: int) -> list[dict[str, Any]]:
             torch.set_num_threads(count)
             b = batches[i % BATCHES]
             # wakes the threads of this number
-            kernel(b.ids, b.offsets, b.weights, train=False)
+            group(b.ids, b.offsets, b.weights, train=False)
             return (
-                *step(lambda: kernel(b.ids, b.offsets, b.weights, train=True), grads),
+                *step(lambda: group(b.ids, b.offsets, b.weights, train=True), grads),
                 grow(i),
                 *(side(i) for side in bounds),
                 save(tables[0]),

@@ -6,7 +6,7 @@ most rows in a cold store.
 
 Prints a JSON row for each part. The sides of a part are interleaved in one process.
 
-- eviction: Forward and backward of a kernel over one full table of ``--rows`` rows,
+- eviction: Forward and backward of a group over one full table of ``--rows`` rows,
   with one tenth of new ids in each batch, with LRU, with LFU, and without a limit.
 - pauses: The steps of a full table of 0.5, 2 and 8 million rows with 20,000 ids, of
   which 2,000 are new: the longest step and the steps that evict rows over the median
@@ -52,7 +52,7 @@ from torchrec.datasets.utils import Batch
 from train import build
 
 from torchrec_recstore import ops, table_stats
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore.options import LFU, LRU, RocksDBStore, SSDStore, TableOptions
 from torchrec_recstore.sharders import RecStorePrefetchPipeline
@@ -91,7 +91,7 @@ def ratio_of_means(
 
 
 def eviction(arguments: argparse.Namespace) -> None:
-    """Measures the steps of a kernel and prints the JSON row."""
+    """Measures the steps of a group and prints the JSON row."""
     rows, batch, dim = arguments.rows, arguments.rows // 10, arguments.dim
     new = int(NEW * batch)
     steps = arguments.steps // BLOCK_STEPS * BLOCK_STEPS
@@ -121,12 +121,12 @@ def eviction(arguments: argparse.Namespace) -> None:
         return batches[step]
 
     def side(table: Table) -> Callable[[int], tuple[float]]:
-        kernel = PooledKernel([table], [0], "sum")
+        group = PooledGroup([table], [0], "sum")
 
         def step(i: int) -> tuple[float]:
             ids = ids_of(i)
             begin = clock()
-            kernel(ids, offsets, train=True).backward(grad)
+            group(ids, offsets, train=True).backward(grad)
             return (clock() - begin,)
 
         return step
@@ -182,7 +182,7 @@ def timed_steps(
     hot = torch.randperm(rows // 2, generator=generator)
     fill(table, torch.arange(-rows, 0), 100_000)
     fill(table, hot, 100_000)
-    kernel = PooledKernel([table], [0], "sum")
+    group = PooledGroup([table], [0], "sum")
     offsets, grad = (
         torch.arange(batch + 1),
         torch.randn(batch, PAUSES_DIM, generator=generator) * 0.01,
@@ -192,7 +192,7 @@ def timed_steps(
         known = hot[torch.randint(0, len(hot), (batch - new,), generator=generator)]
         ids = torch.cat([known, 2**40 + torch.arange(step * new, (step + 1) * new)])
         begin = clock()
-        kernel(ids, offsets, train=True).backward(grad)
+        group(ids, offsets, train=True).backward(grad)
         seconds = clock() - begin
         before, evicted = evicted, table.stats().evicted
         if step >= 10:

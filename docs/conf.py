@@ -42,7 +42,7 @@ nitpick_ignore_regex = [
     (
         r"py:.*",
         r"torchrec_recstore\w*\..*\.(_\w+|ClientTable|ColdSnapshot|ColdTier|CopyTarget|LearningRate|ModuleState|RecStoreKernel|"
-        r"RemotePooledKernel|RemoteSequenceKernel|RemoteTable|RowRead|RowService|RowUpdate|ServedTable|TableModule|TableSpec)",
+        r"RemotePooledGroup|RemoteSequenceGroup|RemoteTable|RowRead|RowService|RowUpdate|ServedTable|TableModule|TableSpec)",
     ),
     (r"py:.*", r"torchrec_recstore\.ops\..*"),
 ]

@@ -12,7 +12,7 @@ from torch.library import opcheck
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import (
     LRU,
@@ -96,14 +96,14 @@ def _snapshot() -> int:
     return ops.snapshot_open(_table_of(IDS), None)
 
 
-def _kernel() -> PooledKernel:
+def _pooled_group() -> PooledGroup:
     table = Table(4)
-    _keep.extend([table, PooledKernel([table], [0], "sum")])
+    _keep.extend([table, PooledGroup([table], [0], "sum")])
     return _keep[-1]  # type: ignore[no-any-return]
 
 
 def _group() -> int:
-    return _kernel().group
+    return _pooled_group().handle
 
 
 def _context() -> torch.Tensor:
@@ -111,8 +111,10 @@ def _context() -> torch.Tensor:
 
 
 def _looked_up() -> tuple[int, torch.Tensor]:
-    kernel = _kernel()
-    return kernel._handle, kernel.look_up(IDS, OFFSETS, (), torch.ones(3))[1]
+    group = _pooled_group()
+    return group._graph_handle, group.training_lookup(IDS, OFFSETS, (), torch.ones(3))[
+        1
+    ]
 
 
 CASES: dict[str, Any] = {
@@ -229,25 +231,25 @@ CASES: dict[str, Any] = {
     ),
     "group_prefetch": lambda: (_group(), IDS, [3]),
     "group_backward": lambda: (_context(), torch.ones(2, 4), [0.1], True),
-    "kernel_lookup": lambda: (
-        _kernel()._handle,
+    "graph_lookup": lambda: (
+        _pooled_group()._graph_handle,
         torch.empty(0, requires_grad=True),
         IDS,
         OFFSETS,
         [],
         None,
     ),
-    "kernel_update": lambda: (*_looked_up(), torch.ones(2, 4), [], 3),
-    "kernel_read": lambda: (
-        _kernel()._handle,
+    "graph_update": lambda: (*_looked_up(), torch.ones(2, 4), [], 3),
+    "graph_read": lambda: (
+        _pooled_group()._graph_handle,
         torch.empty(0, requires_grad=True),
         IDS,
         OFFSETS,
         [],
         torch.ones(3),
     ),
-    "kernel_read_backward": lambda: (
-        _kernel()._handle,
+    "graph_read_backward": lambda: (
+        _pooled_group()._graph_handle,
         IDS,
         OFFSETS,
         torch.ones(2, 4),
@@ -333,7 +335,7 @@ TRACED = [
 ]
 
 
-@pytest.mark.parametrize("name", [*TRACED, "group_forward", "kernel_read", "mix_ids"])
+@pytest.mark.parametrize("name", [*TRACED, "group_forward", "graph_read", "mix_ids"])
 def test_opcheck_traced(name: str) -> None:
     arguments = CASES[name]()
     if name == "group_forward":

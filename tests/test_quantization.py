@@ -43,7 +43,7 @@ SHARDED = [
     lambda: sharded(collection(bag("t", ["f"]))),
     lambda: sharded(sequences(sequence("t", ["f"]))),
 ]
-ROADS: list[Callable[[nn.Module], Any]] = [
+REQUESTS: list[Callable[[nn.Module], Any]] = [
     lambda module: quantize_dynamic(module, inplace=True),
     lambda module: quantize_dynamic(module, dtype=torch.quint8, inplace=True),
     lambda module: quantize_dynamic(
@@ -74,18 +74,20 @@ def refused(module: nn.Module, quantize: Callable[[nn.Module], Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("road", range(len(ROADS)))
+@pytest.mark.parametrize("quantize", range(len(REQUESTS)))
 @pytest.mark.parametrize("module", EAGER)
-def test_eager_modules_are_refused(module: Callable[[], nn.Module], road: int) -> None:
-    refused(module(), ROADS[road])
+def test_eager_modules_are_refused(
+    module: Callable[[], nn.Module], quantize: int
+) -> None:
+    refused(module(), REQUESTS[quantize])
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("module", SHARDED)
 def test_sharded_modules_are_refused(module: Callable[[], nn.Module]) -> None:
-    refused(module(), ROADS[0])  # the whole model, in its wrapper
-    for road in ROADS:
-        refused(module().module, road)  # type: ignore[arg-type]
+    refused(module(), REQUESTS[0])  # the whole model, in its wrapper
+    for quantize in REQUESTS:
+        refused(module().module, quantize)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("one_rank")

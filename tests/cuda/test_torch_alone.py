@@ -1,4 +1,4 @@
-"""Modules and kernels below a CUDA device, with torch alone."""
+"""Modules and groups below a CUDA device, with torch alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.device import traced
 from tests.cuda import CPU, CUDA, WITH_TORCH
-from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
 from torchrec_recstore.optim import RowWiseAdagrad
@@ -85,13 +85,13 @@ def test_rows_of_a_model_with_dense_layers(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_kernels_with_ids_on_the_host(device: torch.device) -> None:
+def test_groups_with_ids_on_the_host(device: torch.device) -> None:
     found = {}
     for each in (device, CPU):
         tables = [
             Table(DIM, optimizer=RowWiseAdagrad(0.1), name=f"t{i}") for i in range(2)
         ]
-        pooled, rows = PooledKernel(tables[:1], [0], "sum"), SequenceKernel(tables[1:])
+        pooled, rows = PooledGroup(tables[:1], [0], "sum"), SequenceGroup(tables[1:])
         to = None if each == CPU else CopyTarget(each, torch.float32)
         for _ in range(3):
             out = pooled(

@@ -12,7 +12,7 @@ import torch
 
 from tests.device import streams
 from torchrec_recstore import SGD, Table, ops
-from torchrec_recstore.kernels import PooledKernel, device_copies
+from torchrec_recstore.kernels import PooledGroup, device_copies
 from torchrec_recstore.kernels.device_copies import CopyTarget
 
 
@@ -73,11 +73,11 @@ def failing_updates(device: torch.device) -> list[str]:
     tables = [
         Table(4, optimizer=SGD(lr=1.0), name=name) for name in ("t_user", "t_item")
     ]
-    failing, other = (PooledKernel([table], [0], "sum") for table in tables)
+    failing, other = (PooledGroup([table], [0], "sum") for table in tables)
     failing.update = _fail  # type: ignore[method-assign, assignment]
     before = tables[1].lookup(ids, train=True)
     outputs = [
-        kernel(ids, offsets, train=True, to=to).sum() for kernel in (failing, other)
+        group(ids, offsets, train=True, to=to).sum() for group in (failing, other)
     ]
     for out in outputs:
         out.backward()
@@ -100,9 +100,9 @@ def changed_gradients(device: torch.device) -> list[str]:
     the copy to the host.
     """
     table, held, said = Table(4, optimizer=SGD(lr=1.0)), [], []
-    kernel = PooledKernel([table], [0], "sum")
+    group = PooledGroup([table], [0], "sum")
     for change in (False, True):
-        out = kernel(
+        out = group(
             torch.arange(2),
             torch.arange(3),
             train=True,

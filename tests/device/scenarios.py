@@ -132,7 +132,11 @@ def sharded(
 
 
 def kernels(model: Any) -> list[Any]:
-    return [kernel for lookup in model.module.lookups for kernel in lookup.kernels()]
+    return [
+        kernel
+        for kernels in model.module.sharding_kernels
+        for kernel in kernels.kernels()
+    ]
 
 
 def host(value: Any) -> Any:

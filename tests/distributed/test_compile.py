@@ -247,21 +247,21 @@ def pt2_settings() -> Iterator[None]:
 
 
 def train(
-    kind: str, steps: int, road: str, backend: str, rank: int, world_size: int
+    kind: str, steps: int, caller: str, backend: str, rank: int, world_size: int
 ) -> tuple[list[Tensor], nn.Module]:
     """Returns the losses and the trained model.
 
-    ``road`` is "eager", "pipeline" or "model".
+    ``caller`` is "eager", "pipeline" or "model".
     """
     model, optimizer = build(kind, world_size)
     batches = iter([batch(step, rank, kind == "weighted") for step in range(steps)])
-    if road == "pipeline":
+    if caller == "pipeline":
         configs = TorchCompileConfig(backend=backend, compile_on_iter=2)
         pipeline = TrainPipelinePT2(
             model, optimizer, CPU, configs, input_transformer=kjt_for_pt2_tracing
         )
         return [pipeline.progress(batches) for _ in range(steps)], model
-    called = model if road == "eager" else torch.compile(model, backend=backend)
+    called = model if caller == "eager" else torch.compile(model, backend=backend)
     losses = []
     for each in batches:
         optimizer.zero_grad()
@@ -277,15 +277,15 @@ def compiled_equals_eager(
     world_size: int,
     kinds: tuple[str, ...],
     backend: str,
-    roads: tuple[str, ...],
+    callers: tuple[str, ...],
     steps: int,
 ) -> None:
     for kind in kinds:
         wanted, eager = train(kind, steps, "eager", backend, rank, world_size)
         assert len(set(map(float, wanted))) == steps
-        for road in roads:
+        for caller in callers:
             with pt2_settings():
-                losses, compiled = train(kind, steps, road, backend, rank, world_size)
+                losses, compiled = train(kind, steps, caller, backend, rank, world_size)
                 unique = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             same = (
                 torch.equal
@@ -294,12 +294,12 @@ def compiled_equals_eager(
             )
             assert same(torch.stack(losses), torch.stack(wanted)), (
                 kind,
-                road,
+                caller,
                 losses,
                 wanted,
             )
             assert unique > 0
-            assert table_stats(eager) == table_stats(compiled), (kind, road)
+            assert table_stats(eager) == table_stats(compiled), (kind, caller)
             assert (
                 all(len(table.state().times or ()) > 7 for table in tables_of(compiled))
                 or kind != "timed"
@@ -310,7 +310,7 @@ def compiled_equals_eager(
                     ops.table_export(table.handle, table.ids())
                     for table in (one, other)
                 ]
-                assert all(map(same, *pairs)), (kind, road, one.name)
+                assert all(map(same, *pairs)), (kind, caller, one.name)
 
 
 def tables_of(model: nn.Module) -> list[Table]:
@@ -323,7 +323,7 @@ def tables_of(model: nn.Module) -> list[Table]:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    ("backend", "kinds", "roads"),
+    ("backend", "kinds", "callers"),
     [
         ("aot_eager", ("weighted", "timed", "bounded"), ("pipeline",)),
         ("aot_eager", ("several",), ("pipeline", "model")),
@@ -331,8 +331,10 @@ def tables_of(model: nn.Module) -> list[Table]:
     ],
 )
 @pytest.mark.usefixtures("one_rank")
-def test_one_rank(backend: str, kinds: tuple[str, ...], roads: tuple[str, ...]) -> None:
-    compiled_equals_eager(0, 1, kinds, backend, roads, 20)
+def test_one_rank(
+    backend: str, kinds: tuple[str, ...], callers: tuple[str, ...]
+) -> None:
+    compiled_equals_eager(0, 1, kinds, backend, callers, 20)
 
 
 @pytest.mark.slow
@@ -348,7 +350,7 @@ def test_two_ranks(backend: str, kinds: tuple[str, ...]) -> None:
             compiled_equals_eager,
             kinds=kinds,
             backend=backend,
-            roads=("pipeline",),
+            callers=("pipeline",),
             steps=20,
         ),
     )

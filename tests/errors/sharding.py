@@ -44,7 +44,7 @@ from torchrec_recstore import (
     reshard,
     save_checkpoint,
 )
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.options import shard_options
 from torchrec_recstore.sharders import layout
 from torchrec_recstore.store import Table
@@ -675,10 +675,10 @@ def copied_by_hooks(one_rank: None) -> None:
     hooks around the dense part only, or run the lookup in eager mode.
     """
     with Table(4, name="t_user") as table:
-        kernel = PooledKernel([table], [0], "sum")
+        group = PooledGroup([table], [0], "sum")
         ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 2])
         look_up = torch.compile(
-            lambda: kernel(ids, offsets, train=True), backend="aot_eager"
+            lambda: group(ids, offsets, train=True), backend="aot_eager"
         )
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
             pooled = look_up()
@@ -687,12 +687,12 @@ def copied_by_hooks(one_rank: None) -> None:
 
 @situation(
     "ValueError",
-    "no kernel of this process has the handle ...: a graph with RecStore tables runs"
+    "no group of this process has the handle ...: a graph with RecStore tables runs"
     " only in the process that made it, and only as long as its model lives; use"
     " export_for_inference for other processes",
 )
 def graph_of_another_process() -> None:
-    torch.ops.recstore_ops.kernel_read(
+    torch.ops.recstore_ops.graph_read(
         2**40, None, torch.tensor([1]), torch.tensor([0, 1]), [], None
     )
 
@@ -705,11 +705,11 @@ def graph_of_another_process() -> None:
 )
 def torch_export(one_rank: None) -> None:
     with Table(4, name="t_user") as table:
-        kernel = PooledKernel([table], [0], "sum")
+        group = PooledGroup([table], [0], "sum")
 
         class Model(nn.Module):
             def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
-                pooled: Tensor = kernel(ids, offsets, train=False)
+                pooled: Tensor = group(ids, offsets, train=False)
                 return pooled
 
         torch.export.export(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import SGD, Adagrad, Adam, Optimizer
 from torchrec_recstore.store import Table
 
@@ -32,18 +32,18 @@ def batches(steps: int, columns: int) -> list[Batch]:
     ]
 
 
-def kernel(
+def group(
     optimizer: Optimizer, pooling: Literal["sum", "mean"], accumulation_steps: int
-) -> PooledKernel:
+) -> PooledGroup:
     tables = [Table(5, optimizer=optimizer, name=name) for name in "ab"]
-    return PooledKernel(tables, [0, 1], pooling, accumulation_steps=accumulation_steps)
+    return PooledGroup(tables, [0, 1], pooling, accumulation_steps=accumulation_steps)
 
 
-def rows(of: PooledKernel) -> list[Tensor]:
+def rows(of: PooledGroup) -> list[Tensor]:
     return [table.lookup(torch.arange(-3, 4)) for table in of.tables]
 
 
-def train(of: PooledKernel, batch: Batch) -> Tensor:
+def train(of: PooledGroup, batch: Batch) -> Tensor:
     ids, offsets, weights, grad = batch
     weights = weights.clone().requires_grad_()
     of(ids, offsets, weights, train=True).backward(grad)
@@ -59,7 +59,7 @@ def test_one_update_on_the_sum(
     optimizer: Optimizer, pooling: Literal["sum", "mean"]
 ) -> None:
     """The rows are those of one pass over a batch with all bags."""
-    summed, at_once = kernel(optimizer, pooling, 3), kernel(optimizer, pooling, 1)
+    summed, at_once = group(optimizer, pooling, 3), group(optimizer, pooling, 1)
     for _ in range(2):
         parts = batches(3, 10)
         for part in parts:
@@ -82,7 +82,7 @@ def test_one_update_on_the_sum(
 
 
 def test_rows_and_learning_rate_wait_for_the_last_pass() -> None:
-    of = kernel(SGD(0.1), "sum", 2)
+    of = group(SGD(0.1), "sum", 2)
     rate = [1.0]
     of.learning_rate = lambda: rate[0]
     first, second = batches(2, 10)
@@ -93,7 +93,7 @@ def test_rows_and_learning_rate_wait_for_the_last_pass() -> None:
     weight_grads = train(of, first)
     assert all(table.stats().updates == len(table) for table in of.tables)
     assert not torch.equal(rows(of)[0], before[0])
-    reference = kernel(SGD(0.1), "sum", 1)
+    reference = group(SGD(0.1), "sum", 1)
     torch.testing.assert_close(train(reference, first), weight_grads)
     rate[0] = 0.0
     still = rows(of)
@@ -105,21 +105,21 @@ def test_rows_and_learning_rate_wait_for_the_last_pass() -> None:
 
 
 def test_gradients_may_change_after_their_backward() -> None:
-    kernels = [kernel(SGD(0.1), "sum", 2) for _ in range(2)]
-    for spoiled, of in enumerate(kernels):
+    groups = [group(SGD(0.1), "sum", 2) for _ in range(2)]
+    for spoiled, of in enumerate(groups):
         for ids, offsets, weights, grad in batches(2, 10):
             of(ids, offsets, weights, train=True).backward(grad)
             if spoiled:
                 grad.zero_()
     assert all(
         torch.equal(one, other)
-        for one, other in zip(rows(kernels[0]), rows(kernels[1]), strict=True)
+        for one, other in zip(rows(groups[0]), rows(groups[1]), strict=True)
     )
 
 
 def test_a_step_count_below_one_is_an_error() -> None:
     with pytest.raises(ValueError, match="accumulation_steps"):
-        kernel(SGD(0.1), "sum", 0)
+        group(SGD(0.1), "sum", 0)
 
 
 def empty(bags: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +144,7 @@ def test_a_pass_without_ids_changes_nothing(
     has weights.
     """
     whole, with_weights, without = (
-        kernel(optimizer, "sum", steps) for steps in (2, 3, 3)
+        group(optimizer, "sum", steps) for steps in (2, 3, 3)
     )
     for _ in range(2):
         for number in range(3):
@@ -170,7 +170,7 @@ def test_a_pass_without_ids_changes_nothing(
 
 
 def test_updates_of_passes_without_ids() -> None:
-    of = kernel(SGD(0.1), "mean", 2)
+    of = group(SGD(0.1), "mean", 2)
     before = rows(of)
     for _ in range(2):
         ids, offsets, grad = empty(3, 10)
@@ -183,7 +183,7 @@ def test_updates_of_passes_without_ids() -> None:
 
 
 def test_passes_with_and_without_weights_are_refused() -> None:
-    of = kernel(SGD(0.1), "sum", 2)
+    of = group(SGD(0.1), "sum", 2)
     (ids, offsets, weights, grad), _ = batches(2, 10)
     of(ids, offsets, weights, train=True).backward(grad)
     out = of(ids, offsets, train=True)

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchrec_recstore import RecStoreClient
-from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import LRU, NormalInit, RocksDBStore, TableOptions
 from torchrec_recstore.store import Table
 from torchrec_recstore.utils import RecStoreWarning
-from torchrec_recstore_service.client.remote_kernels import (
+from torchrec_recstore_service.client.remote_groups import (
     ClientTable,
-    RemotePooledKernel,
-    RemoteSequenceKernel,
+    RemotePooledGroup,
+    RemoteSequenceGroup,
 )
 
 IDS = torch.tensor([5, -7, 2**62, 5, 1, 3, 3, 9])
@@ -53,23 +53,23 @@ def remote_tables(client: RecStoreClient) -> list[ClientTable]:
 
 
 def pooled(weights: Tensor | None = None) -> Callable[[], Tensor]:
-    kernel = PooledKernel(tables(), [0, 1], "sum")
-    return lambda: kernel(IDS, OFFSETS, weights, train=False)
+    group = PooledGroup(tables(), [0, 1], "sum")
+    return lambda: group(IDS, OFFSETS, weights, train=False)
 
 
 def sequence(weights: Tensor | None = None) -> Callable[[], Tensor]:
-    kernel = SequenceKernel(tables())
-    return lambda: kernel(IDS, [5, 3], train=False)
+    group = SequenceGroup(tables())
+    return lambda: group(IDS, [5, 3], train=False)
 
 
 def remote_pooled(weights: Tensor | None = None) -> Callable[[], Tensor]:
-    kernel = RemotePooledKernel(remote_tables(RecStoreClient()), [0, 1], "sum")
-    return lambda: kernel(IDS, OFFSETS, weights, train=False)
+    group = RemotePooledGroup(remote_tables(RecStoreClient()), [0, 1], "sum")
+    return lambda: group(IDS, OFFSETS, weights, train=False)
 
 
 def remote_sequence(weights: Tensor | None = None) -> Callable[[], Tensor]:
-    kernel = RemoteSequenceKernel(remote_tables(RecStoreClient()))
-    return lambda: kernel(IDS, [5, 3], train=False)
+    group = RemoteSequenceGroup(remote_tables(RecStoreClient()))
+    return lambda: group(IDS, [5, 3], train=False)
 
 
 KERNELS = [pooled, sequence, remote_pooled, remote_sequence]
@@ -83,7 +83,7 @@ def no_warning() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("make", KERNELS)
-def test_a_backward_warns_once_for_each_kernel_and_updates_no_row(
+def test_a_backward_warns_once_for_each_group_and_updates_no_row(
     make: Callable[[], Callable[[], Tensor]],
 ) -> None:
     for _ in range(2):
@@ -110,9 +110,9 @@ def test_without_grad_there_is_no_graph(
         assert look_up().grad_fn is None
 
 
-def gradients(kernel: PooledKernel | RemotePooledKernel, train: bool) -> Tensor:
+def gradients(group: PooledGroup | RemotePooledGroup, train: bool) -> Tensor:
     weights = torch.linspace(-1.0, 2.0, len(IDS)).requires_grad_()
-    kernel(IDS, OFFSETS, weights, train=train).square().sum().backward()
+    group(IDS, OFFSETS, weights, train=train).square().sum().backward()
     assert weights.grad is not None
     return weights.grad
 
@@ -124,15 +124,15 @@ def gradients(kernel: PooledKernel | RemotePooledKernel, train: bool) -> Tensor:
 def test_weights_have_the_gradients_of_training(
     dtype: torch.dtype, pooling: Literal["sum", "mean"], feature_tables: list[int]
 ) -> None:
-    kernel = PooledKernel(tables(dtype=dtype), feature_tables, pooling)
-    kernel.learning_rate = lambda: 0.0
-    expected = gradients(kernel, train=True)
-    torch.testing.assert_close(gradients(kernel, train=False), expected)
+    group = PooledGroup(tables(dtype=dtype), feature_tables, pooling)
+    group.learning_rate = lambda: 0.0
+    expected = gradients(group, train=True)
+    torch.testing.assert_close(gradients(group, train=False), expected)
     assert expected.abs().min() > 0
-    kernel.frozen = True
+    group.frozen = True
     with no_warning():
-        torch.testing.assert_close(gradients(kernel, train=False), expected)
-        assert kernel(IDS, OFFSETS, train=False).grad_fn is None
+        torch.testing.assert_close(gradients(group, train=False), expected)
+        assert group(IDS, OFFSETS, train=False).grad_fn is None
 
 
 @pytest.mark.filterwarnings("ignore:.*evaluation mode:UserWarning")
@@ -140,33 +140,33 @@ def test_weights_of_cold_rows_and_of_ids_without_a_row(tmp_path: Path) -> None:
     cold = TableOptions(
         NormalInit(), max_rows=5, eviction=LRU(), cold_store=RocksDBStore(str(tmp_path))
     )
-    kernel = PooledKernel(tables(cold), [0, 1], "mean")
-    assert gradients(kernel, train=False).tolist() == [0.0] * len(IDS)
-    kernel.learning_rate = lambda: 0.0
-    expected = gradients(kernel, train=True)
-    for table in kernel.tables:
+    group = PooledGroup(tables(cold), [0, 1], "mean")
+    assert gradients(group, train=False).tolist() == [0.0] * len(IDS)
+    group.learning_rate = lambda: 0.0
+    expected = gradients(group, train=True)
+    for table in group.tables:
         table.lookup(torch.arange(100, 105), train=True)
-    assert all(table.stats().cold_rows >= 2 for table in kernel.tables)
-    torch.testing.assert_close(gradients(kernel, train=False), expected)
-    for table in kernel.tables:
+    assert all(table.stats().cold_rows >= 2 for table in group.tables)
+    torch.testing.assert_close(gradients(group, train=False), expected)
+    for table in group.tables:
         table.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*evaluation mode:UserWarning")
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
-def test_weights_of_a_remote_kernel(pooling: Literal["sum", "mean"]) -> None:
+def test_weights_of_a_remote_group(pooling: Literal["sum", "mean"]) -> None:
     with RecStoreClient() as client:
-        remote = RemotePooledKernel(remote_tables(client), [0, 1], pooling)
-        expected = gradients(PooledKernel(tables(), [0, 1], pooling), train=False)
+        remote = RemotePooledGroup(remote_tables(client), [0, 1], pooling)
+        expected = gradients(PooledGroup(tables(), [0, 1], pooling), train=False)
         torch.testing.assert_close(gradients(remote, train=False), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*evaluation mode:UserWarning")
 def test_batches_without_ids() -> None:
-    kernel = PooledKernel(tables(), [0, 1], "mean")
+    group = PooledGroup(tables(), [0, 1], "mean")
     for bags in (0, 3):
         weights = torch.empty(0, requires_grad=True)
-        kernel(
+        group(
             IDS[:0], torch.zeros(2 * bags + 1, dtype=torch.int32), weights, train=False
         ).sum().backward()
         assert weights.grad is not None
@@ -174,32 +174,32 @@ def test_batches_without_ids() -> None:
 
 
 def test_the_graph_of_a_trace_does_the_same() -> None:
-    kernel = PooledKernel(tables(), [0, 1], "mean")
+    group = PooledGroup(tables(), [0, 1], "mean")
     weights = torch.linspace(-1.0, 2.0, len(IDS)).requires_grad_()
     with pytest.warns(RecStoreWarning, match=WARNING):
-        expected = gradients(kernel, train=False)
-    kernel._warned = False
+        expected = gradients(group, train=False)
+    group._warned = False
 
     def gradient(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        out = kernel(ids, OFFSETS, weights, train=False)
+        out = group(ids, OFFSETS, weights, train=False)
         return out, torch.autograd.grad(out.square().sum(), weights)[0]
 
     with pytest.warns(RecStoreWarning, match=WARNING):  # the trace looks up the batch
         graph = make_fx(gradient)(IDS, weights)
     out, found = graph(IDS, weights)
     assert torch.equal(found, expected)
-    assert torch.equal(out, kernel(IDS, OFFSETS, weights, train=False))
-    assert sum(len(table) for table in kernel.tables) == 0
+    assert torch.equal(out, group(IDS, OFFSETS, weights, train=False))
+    assert sum(len(table) for table in group.tables) == 0
 
 
 def test_a_compiled_lookup_warns_and_has_gradients_of_weights() -> None:
-    kernel = PooledKernel(tables(), [0, 1], "mean")
-    compiled = torch.compile(kernel, backend="aot_eager", fullgraph=True)
+    group = PooledGroup(tables(), [0, 1], "mean")
+    compiled = torch.compile(group, backend="aot_eager", fullgraph=True)
     weights = torch.linspace(-1.0, 2.0, len(IDS)).requires_grad_()
     out = compiled(IDS, OFFSETS, weights, train=False)
     with pytest.warns(RecStoreWarning, match=WARNING):
         out.square().sum().backward()
     assert weights.grad is not None
-    assert torch.equal(weights.grad, gradients(kernel, train=False))
+    assert torch.equal(weights.grad, gradients(group, train=False))
     with torch.no_grad():
         assert torch.equal(compiled(IDS, OFFSETS, weights, train=False), out)

@@ -1,4 +1,4 @@
-"""The pooled kernel against FBGEMM's own CPU tables: forward, and weights after five
+"""The pooled group against FBGEMM's own CPU tables: forward, and weights after five
 steps of each optimizer.
 
 Weight decay is checked in tests/store/test_oracle.py: FBGEMM 1.8.0 has the formula only
@@ -21,7 +21,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
 from torchrec_recstore.store import Table
 
@@ -62,11 +62,11 @@ def test_five_steps(optimizer: Optimizer, params: dict[str, Any], pooling: Any) 
     tables = [Table(DIM, optimizer=optimizer, name=name) for name in "ab"]
     for table, weights in zip(tables, reference.split_embedding_weights(), strict=True):
         weights.copy_(table.lookup(torch.arange(ROWS), train=True))
-    kernel = PooledKernel(tables, FEATURE_TABLES, pooling)
+    group = PooledGroup(tables, FEATURE_TABLES, pooling)
     generator = torch.Generator().manual_seed(0)
     for _ in range(5):
         ids, offsets = _batch(generator)
-        out, expected = kernel(ids, offsets, train=True), reference(ids, offsets)
+        out, expected = group(ids, offsets, train=True), reference(ids, offsets)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
         grad = torch.randn(out.shape, generator=generator)
         out.backward(grad)
@@ -99,12 +99,12 @@ def test_five_steps_of_fp16_rows(
     every = torch.arange(ROWS)
     for table, weights in zip(tables, reference.split_embedding_weights(), strict=True):
         weights.copy_(table.lookup(every, train=True))
-    kernel = PooledKernel(tables, FEATURE_TABLES, pooling)
+    group = PooledGroup(tables, FEATURE_TABLES, pooling)
     generator = torch.Generator().manual_seed(0)
     for _ in range(5):
         ids, offsets = _batch(generator)
         before = {table.name: table.lookup(every).float() for table in tables}
-        out, expected = kernel(ids, offsets, train=True), reference(ids, offsets)
+        out, expected = group(ids, offsets, train=True), reference(ids, offsets)
         assert out.dtype is expected.dtype
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
         grad = torch.randn(out.shape, generator=generator)

@@ -21,7 +21,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 
 import torchrec_recstore
 from torchrec_recstore import optim
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import (
     LAMB,
     LARSSGD,
@@ -108,7 +108,7 @@ def test_gradient_clipping_equals_fbgemm(
         device=torch.device("cpu"),
     )
     stock.split_embedding_weights()[0].copy_(rows(made))
-    kernel = PooledKernel([made], [0], "sum" if pooling is PoolingMode.SUM else "mean")
+    group = PooledGroup([made], [0], "sum" if pooling is PoolingMode.SUM else "mean")
     generator = torch.Generator().manual_seed(0)
     for _ in range(10):
         ids, offsets = (
@@ -116,7 +116,7 @@ def test_gradient_clipping_equals_fbgemm(
             torch.tensor([0, 3, 3, 8, 12]),
         )
         grad = torch.randn(4, 8, generator=generator)
-        kernel(ids, offsets, train=True).backward(grad)
+        group(ids, offsets, train=True).backward(grad)
         stock(ids, offsets).backward(grad)
     torch.testing.assert_close(
         rows(made), stock.split_embedding_weights()[0].detach(), atol=1e-6, rtol=1e-5
@@ -127,9 +127,9 @@ def test_only_the_columns_of_a_table_that_clips_are_clipped() -> None:
     zeros = TableOptions(ConstantInit(0.0))
     clips = Table(2, optimizer=SGD(1.0, max_gradient=0.5), options=zeros, name="a")
     plain = Table(3, optimizer=SGD(1.0), options=zeros, name="b")
-    kernel = PooledKernel([clips, plain], [1, 0], "sum")
+    group = PooledGroup([clips, plain], [1, 0], "sum")
     weights = torch.ones(2, requires_grad=True)
-    out = kernel(torch.tensor([7, 7]), torch.tensor([0, 1, 2]), weights, train=True)
+    out = group(torch.tensor([7, 7]), torch.tensor([0, 1, 2]), weights, train=True)
     out.backward(torch.tensor([[2.0, -2.0, 2.0, 2.0, -2.0]]))
     assert clips.lookup(torch.tensor([7])).tolist() == [[-0.5, 0.5]]
     assert plain.lookup(torch.tensor([7])).tolist() == [[-2.0, 2.0, -2.0]]
@@ -248,7 +248,7 @@ def _hot_ids(optimizer: Optimizer, dim: int, dtype: torch.dtype) -> tuple[Table,
     """
     generator = torch.Generator().manual_seed(dim)
     tables = [Table(dim, optimizer=optimizer, dtype=dtype, name="t") for _ in range(2)]
-    kernel = PooledKernel([tables[0]], [0, 0], "sum")
+    group = PooledGroup([tables[0]], [0, 0], "sum")
     bags, lengths = 12000, torch.randint(0, 4, (24000,), generator=generator)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     n = int(offsets[-1])
@@ -257,7 +257,7 @@ def _hot_ids(optimizer: Optimizer, dim: int, dtype: torch.dtype) -> tuple[Table,
     weights = (torch.rand(n, generator=generator) + 0.5).requires_grad_()
     for _ in range(2):
         grad = torch.randn(bags, 2 * dim, generator=generator)
-        kernel(ids, offsets, weights, train=True).backward(grad)
+        group(ids, offsets, weights, train=True).backward(grad)
         bag = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         each = (
             grad.unflatten(1, (2, dim))[bag % bags, bag // bags]
@@ -267,7 +267,9 @@ def _hot_ids(optimizer: Optimizer, dim: int, dtype: torch.dtype) -> tuple[Table,
         last = torch.zeros(int(distinct[-1]) + 1, dim)
         last[ids] = each  # of an id with one position
         for id in range(3):
-            assert int((ids == id).sum()) > 4096  # most_summed() of csrc/lookup/backward.cpp
+            assert (
+                int((ids == id).sum()) > 4096
+            )  # most_summed() of csrc/lookup/backward.cpp
             # torch's sums in float64
             last[id] = torch.from_numpy(each[ids == id].numpy().cumsum(0)[-1])
         tables[1].update(distinct, last[distinct])

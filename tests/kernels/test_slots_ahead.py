@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.store import Table
 
@@ -20,22 +20,22 @@ OFFSETS = torch.arange(4097)
 COPY = IDS.nbytes + IDS.nbytes // 2  # bytes of the ids and their slots
 
 
-Lookup = tuple[PooledKernel | SequenceKernel, Callable[[Tensor], Tensor]]
+Lookup = tuple[PooledGroup | SequenceGroup, Callable[[Tensor], Tensor]]
 
 
 def _pooled(table: Table) -> Lookup:
-    kernel = PooledKernel([table], [0], "sum")
-    return kernel, lambda ids: kernel(ids, OFFSETS, train=True)  # type: ignore[no-any-return]
+    group = PooledGroup([table], [0], "sum")
+    return group, lambda ids: group(ids, OFFSETS, train=True)  # type: ignore[no-any-return]
 
 
 def _sequence(table: Table) -> Lookup:
-    kernel = SequenceKernel([table])
-    return kernel, lambda ids: kernel(ids, [len(ids)], train=True)  # type: ignore[no-any-return]
+    group = SequenceGroup([table])
+    return group, lambda ids: group(ids, [len(ids)], train=True)  # type: ignore[no-any-return]
 
 
 def _compiled(table: Table) -> Lookup:
-    kernel, look_up = _pooled(table)
-    return kernel, torch.compile(look_up, backend="aot_eager", fullgraph=True)
+    group, look_up = _pooled(table)
+    return group, torch.compile(look_up, backend="aot_eager", fullgraph=True)
 
 
 def _used() -> int:
@@ -61,7 +61,7 @@ def test_a_forward_takes_the_slots(
     their memory, and frees the ids.
     """
     table = Table(16, options=options)
-    kernel, look_up = make(table)
+    group, look_up = make(table)
     look_up(IDS)
     before = _used()
     expected = look_up(IDS)
@@ -76,7 +76,7 @@ def test_a_forward_takes_the_slots(
         (IDS, flipped, 1, 1),
         (flipped, flipped, 2, 0),
     ):
-        kernel.prefetch(prefetched, [len(IDS)])
+        group.prefetch(prefetched, [len(IDS)])
         assert _waiting(before) == waiting
         out = look_up(ids)
         assert _waiting(before + used) == left
@@ -87,28 +87,28 @@ def test_a_forward_takes_the_slots(
 
 def test_unused_batches_are_freed() -> None:
     table = Table(16)
-    kernel, look_up = _pooled(table)
+    group, look_up = _pooled(table)
     look_up(IDS)
     before = _used()
     for first in range(9):
-        kernel.prefetch(IDS + first, [len(IDS)])
+        group.prefetch(IDS + first, [len(IDS)])
         assert _waiting(before) == min(first + 1, 4)
     look_up(IDS + 7)
     for _ in range(4):
         assert _waiting(before) == 1
         look_up(IDS + 20)
     assert _used() == before
-    kernel.prefetch(IDS, [len(IDS)])
-    del kernel, look_up
+    group.prefetch(IDS, [len(IDS)])
+    del group, look_up
     assert _used() == before
 
 
 def test_ids_that_change_in_place() -> None:
     table = Table(16)
-    kernel, look_up = _pooled(table)
+    group, look_up = _pooled(table)
     expected = look_up(IDS).detach().clone()
     ids = IDS.clone()
-    kernel.prefetch(ids, [len(ids)])
+    group.prefetch(ids, [len(ids)])
     # the forward gets the same tensor, and the same ids at most positions
     ids[[1, 2]] = ids[[2, 1]]
     assert torch.equal(look_up(ids).detach(), expected[ids])

@@ -11,7 +11,7 @@ import torch
 from google.protobuf.message import DecodeError
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore.options import LRU, MinFrequency, TableOptions
 from torchrec_recstore.store import Table
@@ -104,15 +104,15 @@ def test_a_step_without_rows_is_a_step() -> None:
         exports = []
         for with_rows in (True, False):
             with Table(12, optimizer=RowWiseAdagrad(lr=0.1), options=options) as table:
-                kernel = PooledKernel([table], [0], "sum")
+                group = PooledGroup([table], [0], "sum")
                 for some, gradient in zip(ids.split(50), grads.split(50), strict=True):
                     if with_rows:
                         context = ops.rows_forward(
-                            [kernel.group], some, [len(some)], True
+                            [group.handle], some, [len(some)], True
                         )[1]
                     else:
-                        context = row_ops.rows_begin(kernel.group, some)
-                    kernel.update(context, gradient, False)
+                        context = row_ops.rows_begin(group.handle, some)
+                    group.update(context, gradient, False)
                 exports.append(
                     (
                         *ops.table_export(table.handle, table.ids()),

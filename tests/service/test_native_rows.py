@@ -171,7 +171,7 @@ def _by_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def make(self: Side, *arguments: Any, **named: Any) -> None:
         made(self, *arguments, **named)
-        self.roads = []
+        self.transports = []
 
     monkeypatch.setattr(Side, "__init__", make)
 

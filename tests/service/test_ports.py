@@ -193,8 +193,8 @@ def test_a_port_that_is_not_mapped_is_reported_once(
     outside = _mapped(stack, server.address)
     with _use([outside]) as client:
         side = client._tables._connections[0]._side  # type: ignore[union-attr]
-        for road in side.roads:
-            road._not_before = 0.0  # the time in which a client does not try again
+        for transport in side.transports:
+            transport._not_before = 0.0  # the time in which a client does not try again
         client.pull("t", IDS)
     (warning,) = _warnings(caplog)
     assert f"127.0.0.1:{rows_port}: " in warning
@@ -207,10 +207,10 @@ def test_a_server_that_is_started_again_on_its_port_has_another_name(
 ) -> None:
     server = _started(stack, tmp_path / "data", "--rows-port", str(free_port()))
     with _use([server.address]) as client:
-        road = client._tables._connections[0]._side.roads[0]  # type: ignore[union-attr]
+        transport = client._tables._connections[0]._side.transports[0]  # type: ignore[union-attr]
         before = _offer(server.address)
         # a second connection is then made by the offer of the first one
-        busy = road.take(5.0)
+        busy = transport.take(5.0)
         server.stop()
         server.start()
         after = _offer(server.address)
@@ -221,7 +221,7 @@ def test_a_server_that_is_started_again_on_its_port_has_another_name(
         rows = client.pull("t", IDS)
         client.push("t", IDS, rows + 1)
         assert torch.equal(client.pull("t", IDS), rows + 1)
-        road.drop(busy)
+        transport.drop(busy)
         with pytest.raises(OSError, match="has reached another server"):
             RowPort(server.address, None, None, lambda _: before).connect(before)
     # of the last line, whose attach function returns the same
@@ -329,10 +329,10 @@ def test_another_program_on_the_port_gets_no_rows(
     stack.callback(stranger.close)
     offer = _offer(own_server.address)
     offer.rows_port = stranger.port
-    road = RowPort(own_server.address, None, None, lambda _: offer)
+    transport = RowPort(own_server.address, None, None, lambda _: offer)
     for _ in range(3):
         with pytest.raises(OSError, match=f"127.0.0.1:{stranger.port}: "):
-            road.connect(offer)
+            transport.connect(offer)
     assert len(_warnings(caplog)) == 1
 
 

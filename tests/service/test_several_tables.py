@@ -21,9 +21,9 @@ from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import ConstantInit, TableOptions
 from torchrec_recstore_service import RecStoreClient
 from torchrec_recstore_service.client import streams
-from torchrec_recstore_service.client.remote_kernels import (
+from torchrec_recstore_service.client.remote_groups import (
     ClientTable,
-    RemotePooledKernel,
+    RemotePooledGroup,
 )
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire import row_ops, table_rows
@@ -201,13 +201,13 @@ def test_a_step_is_one_read_and_one_update_of_each_server(
             )
             for n in range(26)
         ]
-        kernel = RemotePooledKernel(tables, list(range(26)), "sum")
+        group = RemotePooledGroup(tables, list(range(26)), "sum")
         before = [calls(address) for address in metrics]
         for step in range(3):
             ids = torch.arange(26 * 8) % 31 + step
-            kernel(ids, torch.arange(26 * 8 + 1), train=True).sum().backward()
+            group(ids, torch.arange(26 * 8 + 1), train=True).sum().backward()
         assert counted_calls(metrics, before, 3) == [(3, 3), (3, 3)]
-        kernel(ids, torch.arange(26 * 8 + 1), train=False)
+        group(ids, torch.arange(26 * 8 + 1), train=False)
         assert counted_calls(metrics, before, 4) == [(4, 3), (4, 3)]
         client.close()
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.store import Table
 
 
@@ -29,7 +29,7 @@ def train_beside_torch(
     """
     generator = torch.Generator().manual_seed(1)
     rows = table.lookup(torch.arange(10), train=True).float()
-    kernel = PooledKernel([table], [0], pooling)  # type: ignore[arg-type]
+    group = PooledGroup([table], [0], pooling)  # type: ignore[arg-type]
     for _ in range(5):
         ids, offsets = (
             torch.randint(0, 10, (12,), generator=generator),
@@ -41,7 +41,7 @@ def train_beside_torch(
             weights.clone().requires_grad_(),
         )
         leaf = rows.clone().requires_grad_()
-        out = kernel(ids, offsets, ours if weighted else None, train=True)
+        out = group(ids, offsets, ours if weighted else None, train=True)
         bags = [leaf[ids[a:b]] * theirs[a:b, None] for a, b in pairwise(offsets)]
         expected = torch.stack(
             [

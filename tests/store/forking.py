@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import SGD, RowWiseAdagrad, Table, TableOptions
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore
 from torchrec_recstore.store import ColdStoreError
 from torchrec_recstore_service import RecStoreClient
@@ -55,7 +55,7 @@ class Parent:
             Table(4, name="cold", options=TableOptions(max_rows=3000, cold_store=store))
             for store in stores
         ]
-        self.pooled = PooledKernel(
+        self.pooled = PooledGroup(
             [Table(8, optimizer=SGD(lr=0.1), name="pooled")], [0], "sum"
         )
         self.output = self.forward()  # with a graph, whose backward has not run

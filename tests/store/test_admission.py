@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.optim import SGD, RowWiseAdagrad
 from torchrec_recstore.options import LRU, Expiry, MinFrequency, TableOptions
 from torchrec_recstore.store import Table
@@ -52,14 +52,14 @@ def test_a_refused_id_takes_part_as_its_initial_row(pooling: str) -> None:
     table = admitting(2)
     known, refused = torch.arange(4), torch.arange(100, 104)
     table.insert(known, torch.arange(16.0).view(4, 4))
-    kernel = PooledKernel([table], [0], pooling)  # type: ignore[arg-type]
+    group = PooledGroup([table], [0], pooling)  # type: ignore[arg-type]
     ids = torch.cat([known, refused])[[0, 4, 1, 5, 5, 2, 6, 7]]
     rows = torch.cat([table.lookup(known), initial_rows(refused)])[
         [0, 4, 1, 5, 5, 2, 6, 7]
     ]
     bags = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
     weights = torch.rand(8, requires_grad=True)
-    output = kernel(ids, torch.tensor([0, 3, 6, 8]), weights, train=True)
+    output = group(ids, torch.tensor([0, 3, 6, 8]), weights, train=True)
     expected_weights = weights.detach().clone().requires_grad_()
     scale = 1 / torch.tensor([3.0, 3.0, 2.0]) if pooling == "mean" else torch.ones(3)
     expected = (
@@ -83,9 +83,9 @@ def test_a_refused_id_takes_part_as_its_initial_row(pooling: str) -> None:
 
 def test_sequences_read_initial_rows_and_drop_their_gradients() -> None:
     table = admitting(2)
-    kernel = SequenceKernel([table])
+    group = SequenceGroup([table])
     for step in range(2):
-        output = kernel(IDS, [3], train=True)
+        output = group(IDS, [3], train=True)
         assert torch.equal(output.view(3, 4), initial_rows(IDS))
         output.backward(torch.ones(12))
         assert len(table) == 3 * step
@@ -94,9 +94,9 @@ def test_sequences_read_initial_rows_and_drop_their_gradients() -> None:
 
 def test_accumulated_gradients_of_refused_ids_are_dropped() -> None:
     table = admitting(2)
-    kernel = PooledKernel([table], [0], "sum", accumulation_steps=2)
+    group = PooledGroup([table], [0], "sum", accumulation_steps=2)
     for _ in range(2):  # the first step refuses the ids, the second step admits them
-        kernel(IDS, torch.arange(4), train=True).backward(torch.ones(3, 4))
+        group(IDS, torch.arange(4), train=True).backward(torch.ones(3, 4))
     assert torch.equal(table.lookup(IDS), initial_rows(IDS) - 1.0)
 
 
@@ -168,10 +168,10 @@ def test_what_is_written_is_admitted() -> None:
 
 def test_evaluation_is_no_sighting() -> None:
     table = admitting(2)
-    kernel = PooledKernel([table], [0], "sum")
+    group = PooledGroup([table], [0], "sum")
     for _ in range(10):
         table.lookup(IDS)
-        kernel(IDS, torch.tensor([0, 3]), train=False)
+        group(IDS, torch.tensor([0, 3]), train=False)
         table.contains(IDS)
     table.lookup(IDS, train=True)
     assert len(table) == 0
@@ -179,10 +179,10 @@ def test_evaluation_is_no_sighting() -> None:
 
 def test_all_features_of_a_table_count_once_a_step() -> None:
     table = admitting(3)
-    kernel = PooledKernel([table], [0, 0, 0], "sum")
+    group = PooledGroup([table], [0, 0, 0], "sum")
     for step in range(3):
         assert len(table) == 0, step
-        kernel(torch.tensor([7, 7, 7]), torch.arange(4), train=True)
+        group(torch.tensor([7, 7, 7]), torch.arange(4), train=True)
     assert table.ids().tolist() == [7]
     assert (table.stats().refused, table.stats().lookups) == (2, 3)
 

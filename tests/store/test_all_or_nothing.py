@@ -15,7 +15,7 @@ import pytest
 _CHILD = """
 import ctypes, dataclasses, torch
 from torchrec_recstore import LRU, MinFrequency, RowWiseAdagrad, Table, TableOptions
-from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 
 torch.set_num_threads(1)
 fail_from = ctypes.CDLL(None).fail_from
@@ -27,8 +27,8 @@ class Tables:
         seen_twice = MinFrequency(2, counter_bytes=4096)
         options = [TableOptions(max_rows=50, eviction=LRU()), TableOptions(), TableOptions(admission=seen_twice)]
         self.all = [Table(4, optimizer=RowWiseAdagrad(lr=0.1), options=o, name=f"t{i}") for i, o in enumerate(options)]
-        self.pooled = PooledKernel(self.all, [0, 1, 2], "sum")
-        self.rows = SequenceKernel(self.all)
+        self.pooled = PooledGroup(self.all, [0, 1, 2], "sum")
+        self.rows = SequenceGroup(self.all)
         self.outputs = []
         for step in range(5):
             self.forward(torch.arange(20 * step, 20 * step + 20))

@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
-from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.optim import SGD, RowWiseAdagrad
 from torchrec_recstore.options import (
     LFU,
@@ -64,10 +64,10 @@ GROWING: dict[str, Callable[[Table, Tensor], object]] = {
     "update": lambda table, ids: table.update(ids, grads(ids)),
     "insert": lambda table, ids: table.insert(ids, grads(ids)),
     "write_rows": write,
-    "pooled": lambda table, ids: PooledKernel([table], [0], "sum")(
+    "pooled": lambda table, ids: PooledGroup([table], [0], "sum")(
         ids, torch.tensor([0, len(ids)]), train=True
     ),
-    "sequence": lambda table, ids: SequenceKernel([table])(ids, [len(ids)], train=True),
+    "sequence": lambda table, ids: SequenceGroup([table])(ids, [len(ids)], train=True),
 }
 
 
@@ -114,9 +114,9 @@ def test_rows_of_pending_forwards_stay(eviction: LRU | LFU) -> None:
         options=TableOptions(max_rows=30, eviction=eviction),
         name="small",
     )
-    kernel = PooledKernel([table], [0], "sum")
+    group = PooledGroup([table], [0], "sum")
     outputs = [
-        kernel(TEN + 10 * i, torch.tensor([0, 4, 10]), train=True) for i in range(2)
+        group(TEN + 10 * i, torch.tensor([0, 4, 10]), train=True) for i in range(2)
     ]
     pinned = table.lookup(torch.arange(20))
     for start in range(100, 200, 10):
@@ -130,12 +130,12 @@ def test_rows_of_pending_forwards_stay(eviction: LRU | LFU) -> None:
         table.lookup(torch.arange(200, 211), train=True)
     with pytest.raises(ValueError, match=needed):
         # 3 is pinned anyway
-        kernel(
+        group(
             torch.tensor([3, 3, *range(200, 211)]), torch.tensor([0, 5, 13]), train=True
         )
     assert state_of(table) == before
     # its graph is freed at once
-    kernel(torch.tensor([3, *range(200, 210)]), torch.tensor([0, 5, 11]), train=True)
+    group(torch.tensor([3, *range(200, 210)]), torch.tensor([0, 5, 11]), train=True)
 
     for output in outputs:
         output.sum().backward()
@@ -147,11 +147,11 @@ def test_rows_of_pending_forwards_stay(eviction: LRU | LFU) -> None:
 
 def test_a_forward_whose_graph_is_dropped_keeps_nothing() -> None:
     table = Table(4, options=TableOptions(max_rows=10, eviction=LRU()))
-    for kernel in (
-        PooledKernel([table], [0], "sum"),
-        PooledKernel([table], [0], "sum", accumulation_steps=2),
+    for group in (
+        PooledGroup([table], [0], "sum"),
+        PooledGroup([table], [0], "sum", accumulation_steps=2),
     ):
-        output = kernel(TEN, torch.tensor([0, 10]), train=True)
+        output = group(TEN, torch.tensor([0, 10]), train=True)
         with pytest.raises(ValueError, match="needs 11 rows at once"):
             table.lookup(torch.tensor([50]), train=True)
         del output
@@ -162,13 +162,13 @@ def test_accumulated_forwards_keep_their_rows_until_the_update() -> None:
     table = Table(
         4, optimizer=SGD(lr=1.0), options=TableOptions(max_rows=20, eviction=LRU())
     )
-    kernel = PooledKernel([table], [0], "sum", accumulation_steps=2)
+    group = PooledGroup([table], [0], "sum", accumulation_steps=2)
     first = table.lookup(TEN, train=True)
-    kernel(TEN, torch.tensor([0, 10]), train=True).sum().backward()
+    group(TEN, torch.tensor([0, 10]), train=True).sum().backward()
     table.lookup(torch.arange(100, 110), train=True)
     with pytest.raises(ValueError, match="needs 21 rows at once"):
         table.lookup(torch.arange(200, 211), train=True)
-    kernel(TEN[:5], torch.tensor([0, 5]), train=True).sum().backward()
+    group(TEN[:5], torch.tensor([0, 5]), train=True).sum().backward()
     twice = torch.cat([torch.full((5, 4), 2.0), torch.ones(5, 4)])
     assert torch.equal(table.lookup(TEN), first - twice)
     table.lookup(torch.arange(200, 220), train=True)
@@ -179,8 +179,8 @@ def test_slots_of_removed_rows_wait_for_pending_forwards() -> None:
     table = Table(
         4, optimizer=SGD(lr=1.0), options=TableOptions(max_rows=10, eviction=LRU())
     )
-    kernel = PooledKernel([table], [0], "sum")
-    output = kernel(TEN[:5], torch.tensor([0, 5]), train=True)
+    group = PooledGroup([table], [0], "sum")
+    output = group(TEN[:5], torch.tensor([0, 5]), train=True)
     table.remove(TEN[:5])
     table.lookup(torch.arange(100, 105), train=True)
     fresh = table.lookup(torch.arange(100, 105))
@@ -191,9 +191,7 @@ def test_slots_of_removed_rows_wait_for_pending_forwards() -> None:
 
 def test_rows_that_were_removed_under_a_pending_forward_take_no_room() -> None:
     table = Table(4, options=TableOptions(max_rows=10, eviction=LRU()))
-    output = PooledKernel([table], [0], "sum")(
-        TEN[:5], torch.tensor([0, 5]), train=True
-    )
+    output = PooledGroup([table], [0], "sum")(TEN[:5], torch.tensor([0, 5]), train=True)
     table.remove(TEN[:5])
     for start in (100, 200):
         table.lookup(torch.arange(start, start + 10), train=True)
@@ -203,9 +201,9 @@ def test_rows_that_were_removed_under_a_pending_forward_take_no_room() -> None:
 
 def test_backwards_in_any_order_leave_the_last_step() -> None:
     table = Table(4, options=TableOptions(max_rows=10, eviction=LRU()))
-    kernel = PooledKernel([table], [0], "sum")
+    group = PooledGroup([table], [0], "sum")
     outputs = [
-        kernel(TEN[: 3 + i], torch.tensor([0, 3 + i]), train=True) for i in range(3)
+        group(TEN[: 3 + i], torch.tensor([0, 3 + i]), train=True) for i in range(3)
     ]
     for output in reversed(outputs):
         output.sum().backward()
@@ -229,7 +227,7 @@ def test_a_group_evicts_in_each_table_or_in_none() -> None:
         Table(4, options=options, name="fits"),
         Table(4, options=replace(options, max_rows=5), name="does_not"),
     ]
-    kernel = PooledKernel(tables, [0, 1, 0], "sum")
+    group = PooledGroup(tables, [0, 1, 0], "sum")
     for table in tables:
         table.lookup(TEN[:5], train=True)
     before = [state_of(table) for table in tables]
@@ -239,15 +237,15 @@ def test_a_group_evicts_in_each_table_or_in_none() -> None:
     with pytest.raises(
         ValueError, match="'does_not' needs 6 rows at once, max_rows is 5"
     ):
-        kernel(ids, torch.tensor([0, 5, 11, 16]), train=True)
+        group(ids, torch.tensor([0, 5, 11, 16]), train=True)
     assert [state_of(table) for table in tables] == before
     # The ids of both features of the first table count.
     with pytest.raises(
         ValueError, match="'fits' needs 11 rows at once, max_rows is 10"
     ):
-        kernel(torch.arange(100, 112), torch.tensor([0, 6, 7, 12]), train=True)
+        group(torch.arange(100, 112), torch.tensor([0, 6, 7, 12]), train=True)
     assert [state_of(table) for table in tables] == before
-    kernel(torch.arange(100, 112), torch.tensor([0, 5, 7, 12]), train=True)
+    group(torch.arange(100, 112), torch.tensor([0, 5, 7, 12]), train=True)
     assert [len(table) for table in tables] == [10, 5]
     assert (
         tables[1].ids().tolist() == [2, 3, 4, 105, 106]
@@ -261,14 +259,14 @@ def test_a_batch_reads_what_it_would_read_without_a_bound(threads: int) -> None:
     torch.set_num_threads(threads)
     options = TableOptions(max_rows=3000, eviction=LRU())
     table, whole = Table(16, options=options), Table(16)
-    kernels = [PooledKernel([each], [0, 0], "mean") for each in (table, whole)]
+    groups = [PooledGroup([each], [0, 0], "mean") for each in (table, whole)]
     for step in range(8):
         ids = torch.randint(
             0, 40_000, (2800,), generator=torch.Generator().manual_seed(step)
         )
         offsets = torch.arange(0, 2801, 2)
         # all rows are initial rows
-        assert torch.equal(*(kernel(ids, offsets, train=True) for kernel in kernels))
+        assert torch.equal(*(group(ids, offsets, train=True) for group in groups))
         assert len(table) <= 3000
     assert table.stats().evicted > 10_000
 
@@ -278,16 +276,16 @@ def test_evaluation_and_refused_calls_leave_no_trace() -> None:
         max_rows=20, eviction=LFU(2), expiry=Expiry(5), admission=MinFrequency(2)
     )
     table = Table(4, options=options)
-    kernel = PooledKernel([table], [0], "sum")
+    group = PooledGroup([table], [0], "sum")
     for _ in range(3):
         table.lookup(TEN, train=True)
     before = state_of(table)
     for _ in range(30):
         table.lookup(torch.arange(50))
-        kernel(torch.arange(50), torch.tensor([0, 50]), train=False)
+        group(torch.arange(50), torch.tensor([0, 50]), train=False)
         with torch.no_grad():
-            kernel(torch.arange(50), torch.tensor([0, 50]), train=True)
-        SequenceKernel([table])(torch.arange(50), [50], train=False)
+            group(torch.arange(50), torch.tensor([0, 50]), train=True)
+        SequenceGroup([table])(torch.arange(50), [50], train=False)
         table.contains(torch.arange(50))
     assert state_of(table) == before
 
@@ -398,7 +396,7 @@ class BoundedMachine(RuleBasedStateMachine):
             missing=missing,
         )
         self.table = Table(DIM, optimizer=SGD(LR), options=self.options)
-        self.kernel = PooledKernel([self.table], [0], "sum")
+        self.group = PooledGroup([self.table], [0], "sum")
         self.model = Model(
             self.options,
             Table(DIM, options=TableOptions(init, seed=3, missing="init")),
@@ -453,7 +451,7 @@ class BoundedMachine(RuleBasedStateMachine):
         needed = self.model.admitted(sorted(set(ids)), sighting=True)
         offsets = torch.arange(len(ids) + 1)
         call = (
-            (lambda: self.kernel(given, offsets, train=True))
+            (lambda: self.group(given, offsets, train=True))
             if pooled
             else (lambda: self.table.lookup(given, train=True))
         )
@@ -575,7 +573,7 @@ def test_any_calls_against_the_model() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [SGD(0.1), RowWiseAdagrad(0.1)], ids=repr)
-def test_training_through_kernels_replays(optimizer: Any) -> None:
+def test_training_through_groups_replays(optimizer: Any) -> None:
     """A bounded table trains as an unbounded table from which the same rows are removed
     at the same time.
     """
@@ -584,11 +582,11 @@ def test_training_through_kernels_replays(optimizer: Any) -> None:
         Table(8, optimizer=optimizer, options=options),
         Table(8, optimizer=optimizer),
     )
-    kernels = [PooledKernel([each], [0], "sum") for each in (table, whole)]
+    groups = [PooledGroup([each], [0], "sum") for each in (table, whole)]
     for number, ids in enumerate(zipf_steps(1.0, 1000, steps=60, batch=40)):
-        outputs = [kernels[0](ids, torch.arange(0, 41, 4), train=True)]
+        outputs = [groups[0](ids, torch.arange(0, 41, 4), train=True)]
         whole.remove(whole.ids()[~torch.isin(whole.ids(), table.ids())])
-        outputs.append(kernels[1](ids, torch.arange(0, 41, 4), train=True))
+        outputs.append(groups[1](ids, torch.arange(0, 41, 4), train=True))
         assert torch.equal(*outputs), number
         for out in outputs:
             out.square().sum().backward()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.store.dict_store import DictStore, DictStoreOptions
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.optim import SGD, Adam, RowWiseAdagrad
 from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, TableOptions
 from torchrec_recstore.store import ColdStoreError, Table
@@ -134,15 +134,15 @@ def test_evaluation_moves_nothing() -> None:
     absent = torch.arange(10**6, 10**6 + 50)
     ids = torch.cat([tiered.ids(), absent])
     assert torch.equal(tiered.lookup(ids), whole.lookup(ids))
-    kernels = [PooledKernel([table], [0, 0], "mean") for table in (tiered, whole)]
+    groups = [PooledGroup([table], [0, 0], "mean") for table in (tiered, whole)]
     offsets = torch.arange(0, len(ids) // 6 * 6 + 1, 3)
     weights = torch.rand(len(ids) // 6 * 6)
     pooled = [
-        kernel(ids[: len(weights)], offsets, weights, train=False) for kernel in kernels
+        group(ids[: len(weights)], offsets, weights, train=False) for group in groups
     ]
     assert torch.equal(*pooled)
     rows = [
-        SequenceKernel([table])(ids, [len(ids)], train=False)
+        SequenceGroup([table])(ids, [len(ids)], train=False)
         for table in (tiered, whole)
     ]
     assert torch.equal(*rows)
@@ -150,22 +150,21 @@ def test_evaluation_moves_nothing() -> None:
 
 
 @pytest.mark.parametrize("pending", [1, 3])
-def test_kernels_train_the_same_rows(pending: int) -> None:
+def test_groups_train_the_same_rows(pending: int) -> None:
     pairs = [_tables(), _tables(dim=3)]
-    kernels = [
-        PooledKernel([pair[side] for pair in pairs], [0, 1, 0], "sum")
-        for side in (0, 1)
+    groups = [
+        PooledGroup([pair[side] for pair in pairs], [0, 1, 0], "sum") for side in (0, 1)
     ]
-    sequences = [SequenceKernel([pair[side] for pair in pairs]) for side in (0, 1)]
+    sequences = [SequenceGroup([pair[side] for pair in pairs]) for side in (0, 1)]
     for step in range(12):
         outputs: list[list[Tensor]] = [[], []]
         for p in range(pending):
             generator = torch.Generator().manual_seed(100 * step + p)
             ids = (torch.rand(60, generator=generator) ** 2 * 1000).long()
             for side in (0, 1):
-                kernels[side].prefetch(ids, [20, 20, 20])
+                groups[side].prefetch(ids, [20, 20, 20])
                 outputs[side].append(
-                    kernels[side](ids, torch.arange(0, 61, 2), train=True)
+                    groups[side](ids, torch.arange(0, 61, 2), train=True)
                 )
                 outputs[side].append(sequences[side](ids, [35, 25], train=True))
         for one, other in zip(*outputs, strict=True):
@@ -179,21 +178,21 @@ def test_kernels_train_the_same_rows(pending: int) -> None:
 
 def test_prefetched_rows_are_not_read_again_and_never_out_of_date() -> None:
     tiered, whole = _tables()
-    kernel, other = (
-        PooledKernel([tiered], [0], "sum"),
-        PooledKernel([whole], [0], "sum"),
+    group, other = (
+        PooledGroup([tiered], [0], "sum"),
+        PooledGroup([whole], [0], "sum"),
     )
     batches = _batches(40)
     again = 0
     for number, ids in enumerate(batches):
         # its rows may be trained on and evicted again in between
         for ahead in batches[number + 1 : number + 2]:
-            kernel.prefetch(ahead, [len(ahead)])
+            group.prefetch(ahead, [len(ahead)])
         if number % 10 == 0:
             removed = batches[min(number + 1, 39)][:20]
             assert tiered.remove(removed) == whole.remove(removed)
         before = DictStore.reads
-        out = kernel(ids, torch.arange(len(ids) + 1), train=True)
+        out = group(ids, torch.arange(len(ids) + 1), train=True)
         expected = other(ids, torch.arange(len(ids) + 1), train=True)
         if number > 0:
             again += DictStore.reads - before
@@ -280,13 +279,13 @@ def test_rows_expire_in_the_step_in_which_they_do_without_a_cold_store(
     """
     monkeypatch.setattr(DictStore, "ascending_snapshots", ascending)
     tables = _tables(expiry=Expiry(steps))
-    kernels = [PooledKernel([table], [0], "sum") for table in tables]
+    groups = [PooledGroup([table], [0], "sum") for table in tables]
     pending = torch.arange(10**6, 10**6 + 10)
     for step, ids in enumerate(_batches(60, ids=600)):
         if step % 20 == 0:
             outputs = [
-                kernel(pending, torch.tensor([0, len(pending)]), train=True)
-                for kernel in kernels
+                group(pending, torch.tensor([0, len(pending)]), train=True)
+                for group in groups
             ]
             _assert_same(*tables)
         if step % 20 == 7:

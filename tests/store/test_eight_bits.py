@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import (
     LRU,
@@ -272,11 +272,11 @@ def test_rounding_depends_on_seed_id_column_and_step_alone() -> None:
     ) -> torch.Tensor:
         options = TableOptions(ConstantInit(1.0), seed=seed)
         table = Table(100, INT8, SGD(1.0), options, columns=columns)
-        kernel = PooledKernel([table], [0], "sum")
+        group = PooledGroup([table], [0], "sum")
         grads = torch.linspace(0.0, 1.0, len(columns) - 1).repeat(len(ids), 1)
         grads = torch.cat([grads, torch.zeros(len(ids), 1)], 1)
         for _ in range(steps):
-            kernel(ids, torch.arange(len(ids) + 1), train=True).backward(grads)
+            group(ids, torch.arange(len(ids) + 1), train=True).backward(grads)
         return table.lookup(torch.arange(100))
 
     whole = rows(torch.arange(100))
@@ -300,7 +300,7 @@ def test_bags_equal_torch(pooling: str, weighted: bool, dim: int) -> None:
 def test_rows_in_the_order_of_the_batch() -> None:
     table = Table(16, INT8, SGD(0.5), TableOptions(ConstantInit(1.0)))
     ids = torch.tensor([7, 7, 9])
-    SequenceKernel([table])(ids, [3], train=True).sum().backward()
+    SequenceGroup([table])(ids, [3], train=True).sum().backward()
     assert table.lookup(ids)[:, 0].tolist() == [0.0, 0.0, 0.5]
 
 
@@ -423,13 +423,13 @@ def _digests() -> list[str]:
             options = TableOptions(NormalInit(0.0, 1e-3 if number % 2 else 1.0))
             columns = range(5, dim) if number % 3 == 2 else range(dim)
             table = Table(dim, INT8, optimizer, options, columns=columns)
-            kernel = PooledKernel([table], [0], "mean")
+            group = PooledGroup([table], [0], "mean")
             for _ in range(2):
                 ids, offsets = (
                     torch.randint(0, 4000, (9000,), generator=generator),
                     torch.arange(0, 9001, 3),
                 )
-                out = kernel(
+                out = group(
                     ids, offsets, torch.rand(9000, generator=generator), train=True
                 )
                 out.backward(torch.randn(out.shape, generator=generator))

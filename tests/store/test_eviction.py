@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import Adam, Optimizer, RowWiseAdagrad, state_names
 from torchrec_recstore.options import LFU, LRU, Expiry, Scored, TableOptions
 from torchrec_recstore.store import Table
@@ -87,7 +87,7 @@ def test_the_least_rows_leave_whatever_happens_between(
     random = np.random.default_rng(seed)
     max_rows, universe = 4_000, fmix64(np.arange(20_000)).astype(np.int64)
     table, oracle = bounded(max_rows, eviction), Residents(universe, max_rows, eviction)
-    kernel = PooledKernel([table], [0], "sum")
+    group = PooledGroup([table], [0], "sum")
     waiting: list[tuple[Tensor, Tensor]] = []
     for step in range(400):
         torch.set_num_threads(int(random.integers(1, 3)))
@@ -125,7 +125,7 @@ def test_the_least_rows_leave_whatever_happens_between(
                 some.numpy(), rows["last_step"].numpy(), rows["frequency"].numpy()
             )
         else:
-            out = kernel(ids, torch.arange(0, len(ids) + 1), train=True)
+            out = group(ids, torch.arange(0, len(ids) + 1), train=True)
             oracle.lookup(ids.numpy(), pinned)
             waiting.append((ids, out))
         # A halving between the lookup and the backward, which counts the step, is not
@@ -169,17 +169,17 @@ def test_residents_depend_neither_on_threads_nor_slots_nor_columns(
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_large_table_by_its_kernel(threads: int) -> None:
+def test_a_large_table_by_its_group(threads: int) -> None:
     """The table is so large that several tasks search for the rows to evict."""
     torch.set_num_threads(threads)
     max_rows = 150_000
     for eviction in (LRU(), LFU(half_life_steps=5)):
         batches = zipf_steps(0.9, 600_000, steps=10, batch=60_000)
         table = bounded(max_rows, eviction)
-        kernel = PooledKernel([table], [0], "sum")
+        group = PooledGroup([table], [0], "sum")
         oracle = Residents(universe_of(batches), max_rows, eviction)
         for ids in batches:
-            out = kernel(ids, torch.arange(0, len(ids) + 1, 2), train=True)
+            out = group(ids, torch.arange(0, len(ids) + 1, 2), train=True)
             out.backward(torch.zeros_like(out))
             oracle.lookup(ids.numpy())
         assert oracle.evicted > max_rows // 4
@@ -331,9 +331,9 @@ def test_no_row_leaves_for_rows_that_there_is_no_memory_for() -> None:
         dim, optimizer=Adam(), options=TableOptions(max_rows=n + 1, eviction=LRU())
     )
     table.insert(torch.tensor([1, 2]), torch.ones(2, dim))
-    kernel = PooledKernel([table], [0], "sum")
+    group = PooledGroup([table], [0], "sum")
     with pytest.raises(MemoryError):
-        kernel(torch.arange(10, n + 10), torch.tensor([0, n]), train=True)
+        group(torch.arange(10, n + 10), torch.tensor([0, n]), train=True)
     assert table.ids().tolist() == [1, 2]
     assert table.stats().evicted == 0
 

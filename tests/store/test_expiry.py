@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import LRU, Expiry, TableOptions
 from torchrec_recstore.store import Table
@@ -75,9 +75,9 @@ def test_training_lookups_alone_count() -> None:
 
 def test_rows_of_pending_forwards_do_not_expire() -> None:
     table = aging(2)
-    kernel = PooledKernel([table], [0], "sum")
+    group = PooledGroup([table], [0], "sum")
     first = table.lookup(torch.arange(10), train=True)
-    output = kernel(torch.arange(5), torch.tensor([0, 5]), train=True)
+    output = group(torch.arange(5), torch.tensor([0, 5]), train=True)
     for _ in range(20):
         table.lookup(NONE, train=True)
     assert table.ids().tolist() == list(range(5))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.optim import SGD, Adam
 from torchrec_recstore.options import LRU, MinFrequency, SSDStore, TableOptions
 from torchrec_recstore.store import Table
@@ -76,18 +76,18 @@ def test_bounds_cold_rows_and_admission(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cold", [False, True])
 @pytest.mark.parametrize("kind", ["pooled", "sequence"])
-def test_kernels(tmp_path: Path, kind: str, cold: bool) -> None:
+def test_groups(tmp_path: Path, kind: str, cold: bool) -> None:
     options = {"max_rows": 2, "cold_store": SSDStore(str(tmp_path))} if cold else {}
     table = frozen(**options)
     table.insert_all(IDS, ROWS)
     before = table.stats()
     if kind == "pooled":
-        pooled = PooledKernel([table], [0], "sum")
+        pooled = PooledGroup([table], [0], "sum")
         pooled.prefetch(torch.cat([IDS, IDS + 1]), [6])
         out = pooled.forward(IDS, torch.tensor([0, 1, 3]), train=True)
         assert torch.equal(out, torch.stack([ROWS[0], ROWS[1] + ROWS[2]]))
     else:
-        sequence = SequenceKernel([table])
+        sequence = SequenceGroup([table])
         sequence.prefetch(torch.cat([IDS, IDS + 1]), [6])
         out = sequence.forward(IDS, [3], train=True)
         assert torch.equal(out.view(3, 4), ROWS)
@@ -100,15 +100,15 @@ def test_the_gradient_of_weights() -> None:
     table = frozen()
     table.insert(IDS, ROWS)
     weights = torch.ones(3, requires_grad=True)
-    PooledKernel([table], [0], "sum").forward(
+    PooledGroup([table], [0], "sum").forward(
         IDS, torch.tensor([0, 3]), weights, train=True
     ).sum().backward()
     assert weights.grad is not None
     assert torch.equal(weights.grad, ROWS.sum(1))
 
 
-def test_a_kernel_of_both_kinds_is_refused() -> None:
-    for kind in (SequenceKernel, lambda tables: PooledKernel(tables, [0, 1], "sum")):
+def test_a_group_of_both_kinds_is_refused() -> None:
+    for kind in (SequenceGroup, lambda tables: PooledGroup(tables, [0, 1], "sum")):
         with pytest.raises(
             ValueError, match="table 'table' is frozen, and table 'other' is not"
         ):

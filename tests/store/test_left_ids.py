@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.modules import RecStoreEmbedding
 from torchrec_recstore.optim import SGD, Adam
 from torchrec_recstore.options import (
@@ -173,8 +173,8 @@ def test_tables_without_the_option_keep_no_record() -> None:
 
 def test_rows_that_a_backward_needs_leave_later() -> None:
     table = table_of(TableOptions(expiry=Expiry(steps=4), left_ids=50))
-    kernel = PooledKernel([table], [0], "sum")
-    waiting = kernel(TEN, torch.tensor([0, 10]), train=True)
+    group = PooledGroup([table], [0], "sum")
+    waiting = group(TEN, torch.tensor([0, 10]), train=True)
     for _ in range(12):
         table.lookup(torch.tensor([50]), train=True)
     assert_left(table, [])

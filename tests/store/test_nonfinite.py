@@ -11,7 +11,7 @@ import torch
 
 from torchrec_recstore import SGD, Adam, RowWiseAdagrad, TableOptions
 from torchrec_recstore.encoding import decode, encode
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import ConstantInit
 from torchrec_recstore.store import Table
@@ -116,21 +116,21 @@ def test_raise(bad: float) -> None:
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_backward_of_bags(accumulation_steps: int) -> None:
-    """The bags of one table are bad and those of the other good: the kernel updates the
+    """The bags of one table are bad and those of the other good: the group updates the
     other, or nothing.
     """
     for nonfinite in ("skip", "raise"):
         guarded, other = made(nonfinite, name="guarded"), made("pass", name="other")
-        kernel = PooledKernel(
+        group = PooledGroup(
             [guarded, other], [0, 1], "mean", accumulation_steps=accumulation_steps
         )
         before = state_of(guarded)[0], state_of(other)[0]
         grads = torch.ones(2, 16)
         grads[1, 3] = math.nan  # of the bag of the ids 2 and 3 in the first table
 
-        def step(kernel: PooledKernel = kernel, grads: torch.Tensor = grads) -> None:
+        def step(group: PooledGroup = group, grads: torch.Tensor = grads) -> None:
             for _ in range(accumulation_steps):
-                kernel(
+                group(
                     IDS[[0, 1, 2, 3, 0, 1]], torch.tensor([0, 2, 4, 5, 6]), train=True
                 ).backward(grads)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad, state_bytes
 from torchrec_recstore.options import (
     ConstantInit,
@@ -137,7 +137,7 @@ def test_bags_equal_torch_with_rows_rounded_at_each_step(
 def test_rows_in_the_order_of_the_batch(dtype: torch.dtype) -> None:
     table = Table(16, dtype, SGD(0.5), TableOptions(ConstantInit(1.0)))
     ids = torch.tensor([7, 7, 9])
-    out = SequenceKernel([table])(ids, [3], train=True)
+    out = SequenceGroup([table])(ids, [3], train=True)
     out.sum().backward()
     assert table.lookup(ids)[:, 0].tolist() == [0.0, 0.0, 0.5]
 
@@ -206,9 +206,9 @@ def test_random_rounding_depends_on_seed_id_column_and_step_alone() -> None:
             columns=columns,
             stochastic_rounding=True,
         )
-        kernel = PooledKernel([table], [0], "sum")
+        group = PooledGroup([table], [0], "sum")
         for _ in range(steps):
-            kernel(ids, torch.arange(len(ids) + 1), train=True).backward(
+            group(ids, torch.arange(len(ids) + 1), train=True).backward(
                 torch.ones(len(ids), len(columns))
             )
         return table.lookup(torch.arange(100))
@@ -229,13 +229,13 @@ def test_random_rounding_of_accumulated_gradients() -> None:
         for _ in range(2)
     ]
     ids, offsets = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2, 4])
-    kernels = [
-        PooledKernel([tables[0]], [0], "sum", accumulation_steps=2),
-        PooledKernel([tables[1]], [0], "sum"),
+    groups = [
+        PooledGroup([tables[0]], [0], "sum", accumulation_steps=2),
+        PooledGroup([tables[1]], [0], "sum"),
     ]
     for _ in range(2):
-        kernels[0](ids, offsets, train=True).backward(torch.ones(2, 8))
-    kernels[1](ids, offsets, train=True).backward(torch.full((2, 8), 2.0))
+        groups[0](ids, offsets, train=True).backward(torch.ones(2, 8))
+    groups[1](ids, offsets, train=True).backward(torch.full((2, 8), 2.0))
     assert torch.equal(tables[0].lookup(ids), tables[1].lookup(ids))
 
 
@@ -263,13 +263,13 @@ def _digests() -> list[str]:
                 table = Table(
                     dim, dtype, optimizer, options, stochastic_rounding=number % 4 < 2
                 )
-                kernel = PooledKernel([table], [0], "mean")
+                group = PooledGroup([table], [0], "mean")
                 for _ in range(2):
                     ids, offsets = (
                         torch.randint(0, 4000, (9000,), generator=generator),
                         torch.arange(0, 9001, 3),
                     )
-                    out = kernel(
+                    out = group(
                         ids, offsets, torch.rand(9000, generator=generator), train=True
                     )
                     out.backward(torch.randn(out.shape, generator=generator))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.encoding import decode, encode
-from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import (
     LFU,
@@ -351,8 +351,8 @@ def test_occurrences_of_all_features_count_whatever_ends_the_step(threads: int) 
     for features in (1, 2, 3):
         for ends in ("backward", "freed"):
             table = Table(4, options=options)
-            kernel = PooledKernel([table], [0] * features, "sum")
-            out = kernel(
+            group = PooledGroup([table], [0] * features, "sum")
+            out = group(
                 ids,
                 torch.arange(0, 6001, 4 // features if features < 3 else 1),
                 train=True,
@@ -362,7 +362,7 @@ def test_occurrences_of_all_features_count_whatever_ends_the_step(threads: int) 
             del out
             tables.append(table)
     sequence = Table(4, options=options)
-    out = SequenceKernel([sequence])(ids, [6000], train=True)
+    out = SequenceGroup([sequence])(ids, [6000], train=True)
     out.backward(torch.ones_like(out))
     tables.append(sequence)
     for table in tables:

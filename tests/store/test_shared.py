@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.store.dict_store import DictStore, DictStoreOptions
 from tests.store.shared_store import ROWS, WRITTEN, SharedDictOptions, SharedDictStore
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import SGD, Adam
 from torchrec_recstore.options import LFU, Expiry, MinFrequency, TableOptions
 from torchrec_recstore.store import ColdStoreError, Table
@@ -120,9 +120,9 @@ def test_a_table_reads_what_another_has_trained() -> None:
     assert_same(reader, whole)
     unseen = torch.cat([whole.ids(), torch.tensor([10**9])])
     assert torch.equal(reader.lookup(unseen), whole.lookup(unseen))
-    kernels = [PooledKernel([table], [0], "sum") for table in (reader, whole)]
+    groups = [PooledGroup([table], [0], "sum") for table in (reader, whole)]
     ids, offsets = whole.ids()[:600], torch.arange(0, 601, 3)
-    assert torch.equal(*(kernel(ids, offsets, train=False) for kernel in kernels))
+    assert torch.equal(*(group(ids, offsets, train=False) for group in groups))
     assert torch.equal(reader.contains(unseen), whole.contains(unseen))
     written = len(WRITTEN)
     stats = reader.stats()
@@ -170,8 +170,8 @@ def test_a_flush_writes_what_has_changed_and_nothing_else() -> None:
     table.flush()
     assert WRITTEN == []
     some = table.ids()[3:8]
-    kernel = PooledKernel([table], [0], "sum")
-    out = kernel(some, torch.arange(6), train=True)
+    group = PooledGroup([table], [0], "sum")
+    out = group(some, torch.arange(6), train=True)
     table.flush()  # between forward and backward
     WRITTEN.clear()
     out.sum().backward()
@@ -216,7 +216,7 @@ def test_a_refresh_keeps_what_a_backward_needs() -> None:
     train(batches(3), table, whole)
     ids = whole.ids()[10:20]
     outs = [
-        PooledKernel([each], [0], "sum")(ids, torch.arange(11), train=True)
+        PooledGroup([each], [0], "sum")(ids, torch.arange(11), train=True)
         for each in (table, whole)
     ]
     table.refresh()
@@ -237,7 +237,7 @@ def test_a_backward_in_the_midst_of_a_refresh_is_not_lost(
     table.flush()
     ids = whole.ids()[10:20]
     outs = [
-        PooledKernel([each], [0], "sum")(ids, torch.arange(11), train=True)
+        PooledGroup([each], [0], "sum")(ids, torch.arange(11), train=True)
         for each in (table, whole)
     ]
     tier = table.tier

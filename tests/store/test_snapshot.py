@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torchrec_recstore import SGD, Adam, RowWiseAdagrad
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.store import Part, Snapshot, Table
 
@@ -103,8 +103,8 @@ def test_a_training_lookup_is_a_change_and_an_evaluation_is_none() -> None:
 
 def test_a_forward_that_is_pending_when_it_begins_changes_nothing_in_it() -> None:
     table = trained(RowWiseAdagrad(0.1), torch.arange(300))
-    kernel = PooledKernel([table], [0], "sum")
-    out = kernel(torch.arange(100, 400), torch.arange(301), train=True)
+    group = PooledGroup([table], [0], "sum")
+    out = group(torch.arange(100, 400), torch.arange(301), train=True)
     before = rows_of(table)
     with table.snapshot() as snapshot:
         out.sum().backward()
@@ -303,7 +303,7 @@ def test_a_backward_after_an_exchange_updates_nothing() -> None:
         trained(SGD(1.0), torch.arange(5)),
     )
     weights = torch.ones(150, requires_grad=True)
-    out = PooledKernel([table], [0], "sum")(
+    out = PooledGroup([table], [0], "sum")(
         torch.arange(150), torch.arange(151), weights, train=True
     )
     expected = rows_of(other)

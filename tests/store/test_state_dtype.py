@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import (
     SGD,
     Adagrad,
@@ -381,9 +381,9 @@ def test_rounding_depends_on_seed_name_id_column_and_step_alone() -> None:
             state_dtype=HALF,
             name=name,
         )
-        kernel = PooledKernel([table], [0], "sum")
+        group = PooledGroup([table], [0], "sum")
         for _ in range(steps):
-            kernel(ids, torch.arange(len(ids) + 1), train=True).backward(
+            group(ids, torch.arange(len(ids) + 1), train=True).backward(
                 torch.full((len(ids), len(columns)), 0.3)
             )
         found = table.read_rows(torch.arange(100))
@@ -429,13 +429,13 @@ def _digests() -> list[str]:
                 )
                 options = TableOptions(NormalInit(0.0, 1e-3 if number % 2 else 1.0))
                 table = Table(dim, dtype, optimizer, options, state_dtype=HALF)
-                kernel = PooledKernel([table], [0], "mean")
+                group = PooledGroup([table], [0], "mean")
                 for _ in range(2):
                     batch, offsets = (
                         torch.randint(0, 2000, (4500,), generator=generator),
                         torch.arange(0, 4501, 3),
                     )
-                    out = kernel(
+                    out = group(
                         batch,
                         offsets,
                         torch.rand(4500, generator=generator),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import NormalInit, TableOptions
 from torchrec_recstore.store import Table, TableStats
@@ -163,7 +163,7 @@ def _digest() -> list[str]:
             )
         )
         for pooling in ("sum", "mean"):
-            kernel = PooledKernel(tables, range(5), pooling)
+            group = PooledGroup(tables, range(5), pooling)
             for _ in range(3):
                 lengths = torch.randint(0, 5, (5 * 200,))
                 offsets = torch.cat(
@@ -171,7 +171,7 @@ def _digest() -> list[str]:
                 )
                 ids = torch.randint(-500, 500, (int(offsets[-1]),))
                 weights = torch.rand(len(ids), requires_grad=True)
-                out = kernel(ids, offsets, weights, train=True)
+                out = group(ids, offsets, weights, train=True)
                 out.backward(torch.randn_like(out))
                 assert weights.grad is not None
                 for tensor in (

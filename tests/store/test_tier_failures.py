@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.redis_server import needs_redis, redis_server
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import Adam
 from torchrec_recstore.options import RedisStore, RocksDBStore, SSDStore, TableOptions
 from torchrec_recstore.store import ColdStoreError, Table
@@ -34,8 +34,8 @@ class Pair:
     def __init__(self, options: TableOptions, dim: int = DIM) -> None:
         self.tiered = Table(dim, optimizer=Adam(lr=0.1), options=options)
         self.whole = Table(dim, optimizer=Adam(lr=0.1))
-        self._kernels = [
-            PooledKernel([table], [0], "sum") for table in (self.tiered, self.whole)
+        self._groups = [
+            PooledGroup([table], [0], "sum") for table in (self.tiered, self.whole)
         ]
         self._step = 0
 
@@ -50,7 +50,7 @@ class Pair:
         """
         ids = self.batch()
         outputs = [
-            kernel(ids, torch.arange(0, 401, 2), train=True) for kernel in self._kernels
+            group(ids, torch.arange(0, 401, 2), train=True) for group in self._groups
         ]
         assert torch.equal(*outputs)
         for output in outputs:

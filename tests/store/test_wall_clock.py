@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.store.dict_store import DictStore, DictStoreOptions
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.optim import SGD, Adam
 from torchrec_recstore.options import LRU, Expiry, MinFrequency, TableOptions
 from torchrec_recstore.store import Table, TableState
@@ -156,7 +156,7 @@ def test_cold_rows_expire_in_the_same_step(
         Table(4, optimizer=Adam(lr=0.1), options=o)
         for o in (cold, TableOptions(expiry=expiry))
     ]
-    kernels = [PooledKernel([table], [0], "sum") for table in tables]
+    groups = [PooledGroup([table], [0], "sum") for table in tables]
     pending = torch.arange(10**6, 10**6 + 10)
     outputs: list[Tensor] = []
     for step in range(80):
@@ -164,8 +164,8 @@ def test_cold_rows_expire_in_the_same_step(
             table.set_time(START + step)
         if step % 20 == 0:
             outputs = [
-                kernel(pending, torch.tensor([0, len(pending)]), train=True)
-                for kernel in kernels
+                group(pending, torch.tensor([0, len(pending)]), train=True)
+                for group in groups
             ]
         if step % 20 == 17:
             for output in outputs:

@@ -1,18 +1,18 @@
-"""Compute kernels: modules that look up a batch in a group of tables, and whose
+"""Groups of tables: modules that look up a batch in several tables together, and whose
 backward updates the rows.
 
-The kernels need torch, not TorchRec.
+They need torch, not TorchRec.
 """
 
-from torchrec_recstore.kernels.pooled import PooledKernel
+from torchrec_recstore.kernels.pooled_group import PooledGroup
 from torchrec_recstore.kernels.routing import BlockRouting
 from torchrec_recstore.kernels.row_service import RemoteTable, RowService
-from torchrec_recstore.kernels.sequence import SequenceKernel
+from torchrec_recstore.kernels.sequence_group import SequenceGroup
 
 __all__ = [
     "BlockRouting",
-    "PooledKernel",
+    "PooledGroup",
     "RemoteTable",
     "RowService",
-    "SequenceKernel",
+    "SequenceGroup",
 ]

@@ -1,10 +1,10 @@
-"""What the kernels of this package know of tables whose rows a client reads and updates
+"""What the groups of this package know of tables whose rows a client reads and updates
 elsewhere.
 
-``torchrec-recstore-service`` has such a client, ``RecStoreClient``, and the kernels of
+``torchrec-recstore-service`` has such a client, ``RecStoreClient``, and the groups of
 its tables.
 
-Tests: tests/service/test_remote_kernels.py.
+Tests: tests/service/test_remote_groups.py.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class RowService(Protocol):
     ) -> RemoteTable:
         """Returns a table, and creates it if it does not exist."""
 
-    def pooled_kernel(
+    def pooled_group(
         self, tables: Sequence[Any], feature_tables: Sequence[int], pooling: Any
     ) -> Any:
-        """Returns a kernel for tables of this client that is called as a
-        ``PooledKernel`` is.
+        """Returns a group for tables of this client that is called as a
+        ``PooledGroup`` is.
         """
 
-    def sequence_kernel(self, tables: Sequence[Any]) -> Any:
-        """Returns a kernel for tables of this client that is called as a
-        ``SequenceKernel`` is.
+    def sequence_group(self, tables: Sequence[Any]) -> Any:
+        """Returns a group for tables of this client that is called as a
+        ``SequenceGroup`` is.
         """
 
     def stats(self, name: str) -> TableStats:

@@ -19,7 +19,7 @@ from torchrec_recstore.kernels.device_copies import (
     to_host,
     weights_to_host,
 )
-from torchrec_recstore.modules.eager_kernels import Bags, EagerKernels
+from torchrec_recstore.modules.eager_groups import Bags, EagerGroups
 from torchrec_recstore.modules.owned_table import load_table_state
 from torchrec_recstore.modules.table_module import (
     LearningRate,
@@ -57,7 +57,7 @@ class DropIn(TableModule):
         self.padding_idx = _padding_id(padding_idx, num_embeddings)
         # The constructor does not use these arguments of torch's module itself.
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = kept
-        self._kernels = EagerKernels()
+        self._table_groups = EagerGroups()
         if weight is not None and self._owned is not None:
             load_table_state(self._owned.table, {"weight": weight})
 
@@ -79,7 +79,7 @@ class DropIn(TableModule):
 
     def _rows(self, ids: Tensor) -> Tensor:
         """Returns the rows, (N, dim) float32, of ids (N,) int64."""
-        (rows,) = self._kernels.rows([self], ids, [len(ids)], train=self._trains)
+        (rows,) = self._table_groups.rows([self], ids, [len(ids)], train=self._trains)
         if self.scale_grad_by_freq and rows.requires_grad:
             _, place, counts = torch.unique(
                 ids, return_inverse=True, return_counts=True
@@ -89,7 +89,7 @@ class DropIn(TableModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> DropIn:
         super()._apply(*args, **kwargs)
-        self._kernels.clear()
+        self._table_groups.clear()
         return self
 
 
@@ -429,12 +429,14 @@ class RecStoreEmbeddingBag(DropIn):
         if self.mode == "max" or self.scale_grad_by_freq:
             out = self._pooled_by_torch(bags)
         else:
-            out = self._kernels.bags([self], [0], self.mode, bags, train=self._trains)
+            out = self._table_groups.bags(
+                [self], [0], self.mode, bags, train=self._trains
+            )
         return to_device(out, CopyTarget(input.device, self._output_dtype))
 
     def _pooled_by_torch(self, bags: Bags) -> Tensor:
-        """Returns the rows of the batch pooled by torch, for the cases that the native
-        kernel does not support.
+        """Returns the rows of the batch pooled by torch, for the cases that a
+        ``PooledGroup`` does not support.
         """
         rows = self._rows(bags.ids)
         if len(bags.ids) == 0:

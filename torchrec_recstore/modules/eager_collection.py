@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_recstore.kernels import RowService
 from torchrec_recstore.kernels.device_copies import to_host, weights_to_host
-from torchrec_recstore.modules.eager_kernels import Bags, EagerKernels, EagerTable
+from torchrec_recstore.modules.eager_groups import Bags, EagerGroups, EagerTable
 from torchrec_recstore.modules.table_module import (
     LearningRate,
     RemoteTableModule,
@@ -70,7 +70,7 @@ class EagerCollection(RefusesQuantization, nn.Module):
         self._names_by_table: list[list[str]] = get_embedding_names_by_table(
             self._configs
         )
-        self._kernels = EagerKernels()
+        self._table_groups = EagerGroups()
 
     def _tables(
         self,
@@ -151,7 +151,7 @@ class EagerCollection(RefusesQuantization, nn.Module):
         modules = self._modules_by_table()
         trained = are_trained(module.weight for module in modules)
         for number, kind in enumerate(kinds):
-            # A kernel takes either tables that their options freeze, or others, also
+            # A group takes either tables that their options freeze, or others, also
             # those whose weight is not trained.
             alike = (kind, trained[number], modules[number].is_frozen)
             groups.setdefault(alike if self._enable_fusion else number, []).append(
@@ -162,7 +162,7 @@ class EagerCollection(RefusesQuantization, nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> EagerCollection:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self._kernels.clear()
+        self._table_groups.clear()
         return self
 
 
@@ -237,7 +237,7 @@ def _check_remote(
     device: torch.device | str | int | None,
     state_dtype: torch.dtype,
 ) -> None:
-    if not hasattr(client, "pooled_kernel"):
+    if not hasattr(client, "pooled_group"):
         raise TypeError(f"client must be a RecStoreClient, got {type(client).__name__}")
     if fused is not True:
         raise ValueError(

@@ -28,7 +28,7 @@ from torchrec_recstore.modules.eager_collection import (
     Features,
     given_configs,
 )
-from torchrec_recstore.modules.eager_kernels import Bags, EagerTable
+from torchrec_recstore.modules.eager_groups import Bags, EagerTable
 from torchrec_recstore.modules.table_module import optimizer_of
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
@@ -136,7 +136,7 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
             TypeError: The ids are not integers.
             RuntimeError: The module is on the meta device.
             ValueError, MemoryError, ColdStoreError: See
-                :class:`torchrec_recstore.kernels.PooledKernel`.
+                :class:`torchrec_recstore.kernels.PooledGroup`.
         """
         batch = Features(
             maybe_td_to_kjt(features, None), self._is_weighted, self._configs
@@ -146,7 +146,7 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         whole: Tensor | None = None
         for numbers, trains in self._groups(self._poolings):
             group, counts = self._group(batch, numbers)
-            out = self._kernels.bags(*group, train=trains)
+            out = self._table_groups.bags(*group, train=trains)
             if (
                 len(numbers) == len(self._poolings)
                 and counts is None
@@ -198,7 +198,7 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         With ``client``, the rows of all tables are requested in another thread. The
         next forward of the same ids takes them, and reads the rows again that have been
         updated since, so that the results are the same. Without ``client``, see
-        :meth:`torchrec_recstore.kernels.PooledKernel.prefetch`. In evaluation, nothing
+        :meth:`torchrec_recstore.kernels.PooledGroup.prefetch`. In evaluation, nothing
         is done.
         """
         batch = Features(
@@ -206,7 +206,7 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         )
         for numbers, trains in self._groups(self._poolings):
             if trains:
-                self._kernels.prefetch_bags(*self._group(batch, numbers)[0])
+                self._table_groups.prefetch_bags(*self._group(batch, numbers)[0])
 
     def _group(
         self, batch: Features, numbers: Sequence[int]
@@ -330,7 +330,7 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
             ValueError, TypeError, RuntimeError: See
                 :meth:`RecStoreEmbeddingBagCollection.forward`.
             ValueError, MemoryError, ColdStoreError: See
-                :class:`torchrec_recstore.kernels.SequenceKernel`.
+                :class:`torchrec_recstore.kernels.SequenceGroup`.
         """
         batch = Features(maybe_td_to_kjt(features, None), False, self._configs)
         rows: dict[int, Tensor] = {}
@@ -338,7 +338,7 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
             rows.update(
                 zip(
                     numbers,
-                    self._kernels.rows(*self._group(batch, numbers), train=trains),
+                    self._table_groups.rows(*self._group(batch, numbers), train=trains),
                     strict=True,
                 )
             )
@@ -365,7 +365,7 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         batch = Features(maybe_td_to_kjt(features, None), False, self._configs)
         for numbers, trains in self._groups([None] * len(self._configs)):
             if trains:
-                self._kernels.prefetch_rows(*self._group(batch, numbers))
+                self._table_groups.prefetch_rows(*self._group(batch, numbers))
 
     def _group(
         self, batch: Features, numbers: Sequence[int]

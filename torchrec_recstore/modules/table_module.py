@@ -99,7 +99,7 @@ class TableModule(RefusesQuantization, nn.Module):
         self._arguments = dict(arguments)
         self._owned = None if device.type == "meta" else OwnedTable(self._arguments)
         self.rate = learning_rate
-        """The object from which kernels read the learning rate."""
+        """The object from which groups read the learning rate."""
         self.fused = fused
         self.emits_rows = True
         """Whether ``state_dict`` returns the rows."""
@@ -360,7 +360,7 @@ class RemoteTableModule(RefusesQuantization, nn.Module):
         """
         self.client: RowService = table.client
         self.rate = learning_rate
-        """The object from which kernels read the learning rate."""
+        """The object from which groups read the learning rate."""
         nothing = torch.empty(0, table.dim, dtype=table.value_dtype)
         self.weight = TableParameter(nothing, not frozen, table=table.name)
 

@@ -60,7 +60,7 @@ from torchrec_recstore.sharders.plan_entries import (
     with_own_arguments,
 )
 from torchrec_recstore.sharders.row_state import ModuleState, RowState
-from torchrec_recstore.sharders.sharding_kernels import RecStoreLookup
+from torchrec_recstore.sharders.sharding_kernels import RecStoreShardingKernels
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import missing_features
 from torchrec_recstore.table_parameter import GivenCopies
@@ -205,7 +205,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     _supported: ClassVar[tuple[str, ...]]
     # The name of the attribute that holds one module for each table.
     _tables_name: ClassVar[str]
-    _lookup_type: ClassVar[type[RecStoreLookup]]
+    _sharding_kernels_type: ClassVar[type[RecStoreShardingKernels]]
     # Whether the unsharded collection applies the inverse indices of a batch.
     _uses_inverse_indices: ClassVar[bool]
     _copies: GivenCopies
@@ -263,9 +263,9 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
 
     def recstore_kernels(self) -> Iterator[RecStoreKernel]:
         """Yields RecStore's kernels on this rank."""
-        for lookup in self.lookups:
-            if isinstance(lookup, RecStoreLookup):
-                yield from lookup.kernels()
+        for kernels in self.sharding_kernels:
+            if isinstance(kernels, RecStoreShardingKernels):
+                yield from kernels.kernels()
 
     @classmethod
     def create_grouped_sharding_infos(
@@ -447,11 +447,10 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         self.records = (*self.records, record_fn)
         # TorchRec's method would call it with the ids of the whole module, which cannot
         # be assigned to kernels.
-        for lookup in self.lookups:
-            lookup = (
-                lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
-            )
-            lookup.register_optim_state_tracker_fn(record_fn)
+        for kernels in self.sharding_kernels:
+            if isinstance(kernels, DistributedDataParallel):
+                kernels = kernels.module
+            kernels.register_optim_state_tracker_fn(record_fn)
 
     def reset_parameters(self) -> None:
         """Initializes the weights of the tables on TorchRec's kernels.
@@ -474,9 +473,9 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             )
         return self._hashed
 
-    def make_lookups(self) -> None:
-        """Makes RecStore's lookup for each sharding with RecStore tables, and
-        TorchRec's lookup for other shardings.
+    def make_sharding_kernels(self) -> None:
+        """Makes the kernels of each sharding: RecStore's for RecStore tables, and
+        TorchRec's for other shardings.
         """
         self._copies = GivenCopies()
         self._begun = {}
@@ -494,18 +493,20 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         # can open or reach.
         with refused_together(self.ranks_env) if opens_stores else nullcontext():
             for sharding_type, sharding in self.shardings_by_type():
-                # Ranks without a table of the sharding have the same lookup, whose
+                # Ranks without a table of the sharding have the same module, whose
                 # empty result has the right type.
                 kernels = {
                     group.compute_kernel
                     for group in grouped_configs_of_all_ranks(sharding)
                 }
                 if EmbeddingComputeKernel.CUSTOMIZED_KERNEL in kernels:
-                    self.lookups.append(
-                        self._lookup_type(sharding, sharding_type, self.stock_device)
+                    self.sharding_kernels.append(
+                        self._sharding_kernels_type(
+                            sharding, sharding_type, self.stock_device
+                        )
                     )
                 else:
-                    self.lookups.append(sharding.create_lookup())
+                    self.sharding_kernels.append(sharding.create_lookup())
 
     def register_tables(self) -> None:
         """Registers a parameter for each RecStore table, also for tables without a

@@ -40,8 +40,8 @@ def tracking(
     groups: Sequence[GroupedEmbeddingConfig],
     kernels: Sequence[RecStoreKernel],
 ) -> Record:
-    """Returns the function that a lookup of ``groups`` calls after each kernel, in
-    place of ``record``.
+    """Returns the function that is called after each kernel of ``groups``, in place of
+    ``record``.
 
     Raises ValueError on every rank if the tracker's mode needs a state that a table's
     optimizer does not have.
@@ -179,7 +179,7 @@ def _looked_up(
 def _shards(kernels: Sequence[RecStoreKernel], name: str) -> list[Table]:
     """Returns a table's column shards on this rank.
 
-    All of them belong to one lookup.
+    All of them belong to one sharding.
     """
     shards = (
         each
@@ -195,15 +195,15 @@ def _latest(tracker: ModelDeltaTrackerTrec) -> dict[str, Any]:
     """
     latest: dict[str, Any] = {}
     for module in tracker.tracked_modules.values():
-        for lookup in module.lookups:
-            if isinstance(lookup, DistributedDataParallel):
+        for kernels in module.sharding_kernels:
+            if isinstance(kernels, DistributedDataParallel):
                 continue
             ours = [
                 kernel
-                for kernel in kernels_of(lookup)
+                for kernel in kernels_of(kernels)
                 if isinstance(kernel, RecStoreKernel)
             ]
-            for kernel in kernels_of(lookup):
+            for kernel in kernels_of(kernels):
                 states = (
                     None
                     if isinstance(kernel, RecStoreKernel)

@@ -1,4 +1,4 @@
-"""The compute kernels that TorchRec's lookups call for RecStore tables, and the fused
+"""The compute kernels that TorchRec calls for groups of RecStore tables, and the fused
 optimizers that TorchRec sees.
 
 Tests: tests/sharders/test_embeddingbag.py, tests/sharders/test_optimizers.py.
@@ -36,9 +36,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_recstore import ops
 from torchrec_recstore.kernels import (
     BlockRouting,
-    PooledKernel,
+    PooledGroup,
     RemoteTable,
-    SequenceKernel,
+    SequenceGroup,
 )
 from torchrec_recstore.kernels.device_copies import (
     CopyTarget,
@@ -69,7 +69,7 @@ from torchrec_recstore.torchrec_seams.models import (
     split_in_node,
 )
 
-# The number of batches that are kept, as many as the kernels keep of prefetched
+# The number of batches that are kept, as many as the groups keep of prefetched
 # batches.
 _AHEAD = 4
 
@@ -339,14 +339,14 @@ class ParameterOptimizer(FusedOptimizer):  # type: ignore[misc]
     ) -> None:
         group = {"params": [parameter], "lr": kernel.learning_rate()}
         super().__init__({f"{name}.weight": parameter}, {}, [group])
-        self._kernel = kernel
+        self._kernel_optimizer = kernel
 
     def step(self, closure: Any = None) -> None:
         """Sets the learning rate of the next backward pass.
 
         The last backward pass has updated the rows already.
         """
-        self._kernel.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        self._kernel_optimizer.param_groups[0]["lr"] = self.param_groups[0]["lr"]
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Sets the learning rate of the next backward pass.
@@ -444,7 +444,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
     shards apart in a cold store.
     """
 
-    _kernel: PooledKernel | SequenceKernel
+    _group: PooledGroup | SequenceGroup
     _host_ids: HostIds
 
     batch: Tensor | None = None
@@ -515,7 +515,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
 
     def wait_for_updates(self) -> None:
         """Waits for the updates that were sent to servers, or raises the error of one."""
-        self._kernel.wait_for_updates()
+        self._group.wait_for_updates()
 
     def prefetch(
         self, features: KeyedJaggedTensor, batch: Tensor | None = None
@@ -528,9 +528,9 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         # The rows of frozen tables in this process are read as they are. Rows on
         # servers are requested ahead.
         if self.remote_tables or not self.frozen:
-            self._kernel.prefetch(ids, self._counts(features))
+            self._group.prefetch(ids, self._counts(features))
 
-    def _kernel_arguments(self) -> dict[str, Any]:
+    def _group_arguments(self) -> dict[str, Any]:
         steps = accumulation_steps(self._config.fused_params)
         return {
             "routings": [shard.routing for shard in self.shards],
@@ -538,7 +538,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         }
 
     def _counts(self, features: KeyedJaggedTensor) -> list[int]:
-        """Returns the numbers of ids that the kernel's ``prefetch`` takes."""
+        """Returns the numbers of ids that the group's ``prefetch`` takes."""
         return features.length_per_key()  # type: ignore[no-any-return]
 
     def _target(self, features: KeyedJaggedTensor) -> CopyTarget | None:
@@ -585,8 +585,8 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         """
 
     purge = flush
-    # TorchRec's lookups look for the following two methods in each step. To find none
-    # takes longer than to call them.
+    # TorchRec looks for the following two methods in each step. To find none takes
+    # longer than to call them.
     wait_for_forward = get_rs_awaitable = flush
 
 
@@ -604,7 +604,7 @@ class RecStorePooledKernel(RecStoreKernel):
         shard: int = 0,
     ) -> None:
         super().__init__(config, split, shard)
-        self._kernel: PooledKernel
+        self._group: PooledGroup
         self._host_ids = HostIds(with_offsets=True, with_weights=config.is_weighted)
         feature_tables = [
             i
@@ -617,15 +617,15 @@ class RecStorePooledKernel(RecStoreKernel):
         )
         pooling: Literal["sum", "mean"] = "mean" if mean else "sum"
         if self.remote_tables:
-            self._kernel = self.remote_tables[0].client.pooled_kernel(
+            self._group = self.remote_tables[0].client.pooled_group(
                 self.remote_tables, feature_tables, pooling
             )
         else:
-            self._kernel = PooledKernel(
-                self.tables, feature_tables, pooling, **self._kernel_arguments()
+            self._group = PooledGroup(
+                self.tables, feature_tables, pooling, **self._group_arguments()
             )
-        self._kernel.learning_rate = self._optim.learning_rate
-        self._kernel.read_only = self.frozen
+        self._group.learning_rate = self._optim.learning_rate
+        self._group.read_only = self.frozen
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Returns the pooled rows of the ids of ``config.feature_names()``, (B, sum of
@@ -638,12 +638,12 @@ class RecStorePooledKernel(RecStoreKernel):
         to = self._target(features)
         if not features.variable_stride_per_key():
             return self._as_output(
-                self._kernel.forward(ids, offsets, weights, train=self.training, to=to),
+                self._group.forward(ids, offsets, weights, train=self.training, to=to),
                 to,
             )
         bags = features.stride_per_key_per_rank()
         offsets = _padded_offsets(offsets, [sum(from_ranks) for from_ranks in bags])
-        rows = self._kernel.forward(ids, offsets, weights, train=self.training)
+        rows = self._group.forward(ids, offsets, weights, train=self.training)
         rows = _rank_major(rows, bags, self._config.embedding_dims())
         return self._as_output(rows if to is None else to_device(rows, to), to)
 
@@ -658,16 +658,16 @@ class RecStoreSequenceKernel(RecStoreKernel):
         shard: int = 0,
     ) -> None:
         super().__init__(config, split, shard)
-        self._kernel: SequenceKernel
+        self._group: SequenceGroup
         self._host_ids = HostIds(with_offsets=False, with_weights=False)
         if self.remote_tables:
-            self._kernel = self.remote_tables[0].client.sequence_kernel(
+            self._group = self.remote_tables[0].client.sequence_group(
                 self.remote_tables
             )
         else:
-            self._kernel = SequenceKernel(self.tables, **self._kernel_arguments())
-        self._kernel.learning_rate = self._optim.learning_rate
-        self._kernel.read_only = self.frozen
+            self._group = SequenceGroup(self.tables, **self._group_arguments())
+        self._group.learning_rate = self._optim.learning_rate
+        self._group.read_only = self.frozen
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Returns the columns of each of the ids of ``config.feature_names()``, in that
@@ -676,7 +676,7 @@ class RecStoreSequenceKernel(RecStoreKernel):
         ids, _, _ = self._host_ids.take(features, self.batch)
         to = self._target(features)
         return self._as_output(
-            self._kernel.forward(
+            self._group.forward(
                 ids, self._counts(features), train=self.training, to=to
             ),
             to,

@@ -51,8 +51,8 @@ from torchrec_recstore.sharders.collection import (
 from torchrec_recstore.sharders.kernel import ROW_SPLIT
 from torchrec_recstore.sharders.plan_entries import RECSTORE_KERNEL
 from torchrec_recstore.sharders.sharding_kernels import (
-    RecStorePooledLookup,
-    RecStoreSequenceLookup,
+    RecStorePooledShardingKernels,
+    RecStoreSequenceShardingKernels,
 )
 from torchrec_recstore.torchrec_seams.models import (
     BagCollectionSeams,
@@ -133,7 +133,7 @@ class RecStoreShardedEmbeddingBagCollection(
     )
     _configs_name = "embedding_bag_configs"
     _tables_name = "embedding_bags"
-    _lookup_type = RecStorePooledLookup
+    _sharding_kernels_type = RecStorePooledShardingKernels
     _uses_inverse_indices = True
 
     weights_come_later = False
@@ -432,7 +432,7 @@ class RecStoreShardedEmbeddingCollection(
     _supported = ("table_wise", "column_wise", "row_wise")
     _configs_name = "embedding_configs"
     _tables_name = "embeddings"
-    _lookup_type = RecStoreSequenceLookup
+    _sharding_kernels_type = RecStoreSequenceShardingKernels
     _uses_inverse_indices = False
 
     def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:

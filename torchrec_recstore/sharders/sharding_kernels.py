@@ -1,7 +1,7 @@
 """The kernels of one sharding: RecStore's for groups of RecStore tables, and TorchRec's
 for other groups.
 
-TorchRec calls the module that holds these kernels a lookup.
+TorchRec calls the module with these kernels a lookup.
 
 Tests: tests/distributed/test_sharded_equals_unsharded.py, tests/distributed/test_several_modules.py.
 """
@@ -34,9 +34,9 @@ from torchrec_recstore.sharders.kernel import (
     row_split,
 )
 from torchrec_recstore.torchrec_seams.models import (
-    LookupSeams,
-    PooledLookupSeams,
+    PooledShardingKernelsSeams,
     Sharding,
+    ShardingKernelsSeams,
     grouped_configs,
     grouped_configs_of_all_ranks,
     kernels_of,
@@ -45,9 +45,11 @@ from torchrec_recstore.torchrec_seams.models import (
 )
 
 
-class RecStoreLookup(LookupSeams):
-    """A mixin for TorchRec's lookups that uses RecStore's kernel for the groups that
-    the plan places in RecStore.
+class RecStoreShardingKernels(ShardingKernelsSeams):
+    """The compute kernels of one sharding: RecStore's kernel for the groups that the
+    plan places in RecStore, and TorchRec's for the others.
+
+    A mixin for the modules that TorchRec calls lookups.
     """
 
     def __init__(
@@ -163,18 +165,18 @@ def _dtype_of_all_ranks(groups: Iterable[GroupedEmbeddingConfig]) -> torch.dtype
     return reduce(torch.promote_types, dtypes)
 
 
-class RecStorePooledLookup(
-    RecStoreLookup,
-    PooledLookupSeams,
+class RecStorePooledShardingKernels(
+    RecStoreShardingKernels,
+    PooledShardingKernelsSeams,
     GroupedPooledEmbeddingsLookup,  # type: ignore[misc]
 ):
-    """TorchRec's pooled lookup with RecStore's kernel."""
+    """The kernels of one sharding of an embedding bag collection."""
 
     def __init__(
         self, sharding: Sharding, type_name: str, device: torch.device | None
     ) -> None:
         rows_in_node = dict.fromkeys(IN_NODE, ShardingType.TABLE_ROW_WISE)
-        # TorchRec's shardings pass these types to their lookups.
+        # TorchRec's shardings pass these types to their kernels.
         self._pools_as = {"row_wise": ShardingType.ROW_WISE, **rows_in_node}.get(
             type_name
         )
@@ -184,8 +186,8 @@ class RecStorePooledLookup(
         return RecStorePooledKernel(config, self._pools_as, self._split, self._rank)
 
 
-class RecStoreSequenceLookup(RecStoreLookup, GroupedEmbeddingsLookup):  # type: ignore[misc]
-    """TorchRec's sequence lookup with RecStore's kernel."""
+class RecStoreSequenceShardingKernels(RecStoreShardingKernels, GroupedEmbeddingsLookup):  # type: ignore[misc]
+    """The kernels of one sharding of an embedding collection."""
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
         return RecStoreSequenceKernel(config, self._split, self._rank)

@@ -76,7 +76,7 @@ class Table(AbstractContextManager["Table"]):
             ``bfloat16`` or ``int8`` (8 bits a weight, and a scale and a bias a row;
             lookups are then float32). All arithmetic is float32. Stored weights are
             rounded to nearest.
-        optimizer: The optimizer with which :meth:`update` and the backward of a kernel
+        optimizer: The optimizer with which :meth:`update` and the backward of a group
             update rows. A table with ``options.frozen`` has none, and
             ``table.optimizer`` is then an :class:`SGD`, whose rows have no state.
         options: How rows are created, read, evicted and stored.
@@ -174,7 +174,7 @@ class Table(AbstractContextManager["Table"]):
         if options.left_ids is not None:
             ops.table_record_left(self.handle, options.left_ids)
         self.pending_passes: list[tuple[Tensor, Tensor]] = []
-        """The backward passes whose gradients a kernel keeps until it updates the rows
+        """The backward passes whose gradients a group keeps until it updates the rows
         with those of further passes.
         """
         self.tier = MemoryTier(self.handle)
@@ -910,7 +910,7 @@ def check_replaceable(tables: Iterable[Table]) -> None:
 
 
 def check_applied(tables: Iterable[Table], *, saves: bool = False) -> None:
-    """Raises ValueError, which names the table, if a kernel with ``accumulation_steps``
+    """Raises ValueError, which names the table, if a group with ``accumulation_steps``
     keeps gradients of a table.
 
     If the caller ``saves`` a state, which then lacks these gradients, the function only

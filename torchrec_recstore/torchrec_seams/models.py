@@ -1,4 +1,4 @@
-"""The private parts of TorchRec's shardings, sharded modules, lookups, kernels and
+"""The private parts of TorchRec's shardings, sharded modules, kernels and
 optimizers.
 
 A seam that gives no other reason exists because TorchRec has no public accessor.
@@ -95,8 +95,11 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
         return self._device  # type: ignore[no-any-return]
 
     @property
-    def lookups(self) -> list[Any]:
-        """The lookup of each sharding, in their order."""
+    def sharding_kernels(self) -> list[Any]:
+        """The compute kernels of each sharding, in the order of the shardings.
+
+        TorchRec calls the module with the kernels of a sharding a lookup.
+        """
         return self._lookups  # type: ignore[no-any-return]
 
     @property
@@ -157,8 +160,8 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
         self.__dict__.update({**other.__dict__, **hooks, "_optim": optimizer})
         self.train(training)
 
-    def make_lookups(self) -> None:
-        """Appends the lookup of each sharding to :attr:`lookups`."""
+    def make_sharding_kernels(self) -> None:
+        """Appends the kernels of each sharding to :attr:`sharding_kernels`."""
         raise NotImplementedError
 
     def make_state(self, fused_optimizer: CombinedOptimizer) -> CombinedOptimizer:
@@ -178,7 +181,7 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
         raise NotImplementedError
 
     def _create_lookups(self) -> None:  # the only place between shardings and kernels
-        self.make_lookups()
+        self.make_sharding_kernels()
 
     def _initialize_torch_state(self, skip_registering: bool = False) -> None:
         super()._initialize_torch_state(skip_registering)
@@ -235,11 +238,11 @@ class SequenceCollectionSeams(CollectionSeams):
         super()._create_lookups()
         # TorchRec's method, which is not called, also makes the updates.
         if self.enable_embedding_update:
-            for sharding, lookup in zip(
-                self.shardings_in_order, self.lookups, strict=True
+            for sharding, kernels in zip(
+                self.shardings_in_order, self.sharding_kernels, strict=True
             ):
                 if sharding.enable_embedding_update:
-                    self._updates.append(sharding.create_update(lookup))
+                    self._updates.append(sharding.create_update(kernels))
 
 
 def is_in_pipeline(module: nn.Module) -> bool:
@@ -299,7 +302,7 @@ collection_inside: Callable[[nn.Module], nn.Module] = attrgetter(
 
 
 def kernels_of(owner: nn.Module) -> list[Any]:
-    """Returns the kernels of a lookup or of a quantized collection."""
+    """Returns the kernels of one sharding, or of a quantized collection."""
     return list(owner._emb_modules)  # type: ignore[arg-type]
 
 
@@ -345,9 +348,9 @@ class FeatureProcessedSharderSeams:
         self._ebc_sharder = sharder
 
 
-class LookupSeams(BaseEmbeddingLookup):  # type: ignore[misc]
-    """A mixin for TorchRec's lookups: a subclass makes its own kernel for some groups
-    of tables.
+class ShardingKernelsSeams(BaseEmbeddingLookup):  # type: ignore[misc]
+    """A mixin for the modules that TorchRec calls lookups, which have the kernels of one
+    sharding: a subclass makes its own kernel for some groups of tables.
     """
 
     _dummy_embs_tensor: Tensor
@@ -385,7 +388,7 @@ class LookupSeams(BaseEmbeddingLookup):  # type: ignore[misc]
         return zip(kernels_of(self), features.split(self._feature_splits), strict=True)
 
 
-class PooledLookupSeams(LookupSeams):
+class PooledShardingKernelsSeams(ShardingKernelsSeams):
     """A mixin for ``GroupedPooledEmbeddingsLookup``."""
 
     def _forward_with_vbe_merging(

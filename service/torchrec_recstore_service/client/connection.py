@@ -336,8 +336,8 @@ class Connection:
             arguments: Its arguments.
         """
         side = self._side
-        for road in side.roads:
-            connection = road.take(left)
+        for transport in side.transports:
+            connection = transport.take(left)
             if connection is None:
                 continue
             done = False
@@ -351,7 +351,7 @@ class Connection:
                 done = True
                 raise
             finally:
-                road.give_back(connection) if done else road.drop(connection)
+                transport.give_back(connection) if done else transport.drop(connection)
         return getattr(side.streams, method)(*arguments, left)
 
     def _unfit(self, table: str) -> ServiceError:
@@ -519,7 +519,7 @@ class Side:
         makers = [(shared_memory, _BY_MEMORY)] if access.shared_memory else []
         attach = partial(self.unary, "Attach", pb.AttachRequest())
         self.row_port = RowPort(address, access.token, context, attach)
-        self.roads = [
+        self.transports = [
             RowConnections(attach, make, most)
             for make, most in [*makers, (self._by_tcp, _BY_TCP)]
         ]
@@ -536,8 +536,8 @@ class Side:
 
     def close(self) -> None:
         """Closes the channel and the connections."""
-        for road in self.roads:
-            road.close()
+        for transport in self.transports:
+            transport.close()
         self._channel.close()
 
 

@@ -32,10 +32,10 @@ from torchrec_recstore_service.client.call_arguments import (
     checked_rows,
     checked_shape,
 )
-from torchrec_recstore_service.client.remote_kernels import (
+from torchrec_recstore_service.client.remote_groups import (
     ClientTable,
-    RemotePooledKernel,
-    RemoteSequenceKernel,
+    RemotePooledGroup,
+    RemoteSequenceGroup,
 )
 from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.tables.initial_rows import InitFunc, RowByRow, WholeTable
@@ -400,21 +400,21 @@ class PlainClient:
         options: TableOptions,
         staleness: int = 0,
     ) -> ClientTable:
-        """Returns a table for kernels, and creates it if it does not exist.
+        """Returns a table for groups, and creates it if it does not exist.
 
         See :class:`ClientTable`.
         """
         return ClientTable(self, name, shape, dtype, optimizer, options, staleness)
 
-    def pooled_kernel(
+    def pooled_group(
         self, tables: Sequence[ClientTable], feature_tables: Sequence[int], pooling: Any
-    ) -> RemotePooledKernel:
-        """Returns a kernel that pools rows of tables of this client."""
-        return RemotePooledKernel(tables, feature_tables, pooling)
+    ) -> RemotePooledGroup:
+        """Returns a group that pools rows of tables of this client."""
+        return RemotePooledGroup(tables, feature_tables, pooling)
 
-    def sequence_kernel(self, tables: Sequence[ClientTable]) -> RemoteSequenceKernel:
-        """Returns a kernel that looks up rows of tables of this client."""
-        return RemoteSequenceKernel(tables)
+    def sequence_group(self, tables: Sequence[ClientTable]) -> RemoteSequenceGroup:
+        """Returns a group that looks up rows of tables of this client."""
+        return RemoteSequenceGroup(tables)
 
     def delete(self, name: str, ids: Tensor) -> int:
         """Deletes the rows of ``ids``, (N,) of integers, and returns the number of rows

@@ -263,9 +263,9 @@ class NativeRows:
     def _add(self, hosted: Hosted) -> None:
         """Lets the library read and write a table, if it has the functions for it."""
         spec = hosted.spec
-        if spec.initial_rows or spec.temporary or hosted.kernel.cold_rows.tiers:
+        if spec.initial_rows or spec.temporary or hosted.group.cold_rows.tiers:
             return
-        handles = (hosted.table.handle, hosted.kernel.group)
+        handles = (hosted.table.handle, hosted.group.handle)
         size = value_dtype(spec.dtype).itemsize
         self._calls.invoke(
             "add",

@@ -270,19 +270,19 @@ class HostedTables:
             if initial is None and not hosted.spec.initial_rows:
                 update_rows([hosted], [RowUpdate(name, ids, grads)])
                 return
-            table, kernel = hosted.table, hosted.kernel
+            table, group = hosted.table, hosted.group
             with (
                 ops.native_errors(f"table '{name}'"),
-                kernel.cold_rows.resident(ids, None),
+                group.cold_rows.resident(ids, None),
             ):
                 begun = without_row(hosted, ids, initial)
                 # The forward pins the rows in their slots until kernel.update.
-                context = row_ops.rows_begin(kernel.group, ids)
+                context = row_ops.rows_begin(group.handle, ids)
                 if len(begun[0]):
                     # False for ids that are not admitted yet
                     there = table.contains(begun[0])
                     table.insert(begun[0][there], begun[1][there])
-                kernel.update(context, grads.float(), False)
+                group.update(context, grads.float(), False)
 
     def pull_each(self, reads: Sequence[RowRead]) -> list[Tensor]:
         """Reads rows of several tables without ``initial_rows``. See :class:`RowRead`.

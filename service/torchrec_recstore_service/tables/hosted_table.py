@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore_service.tables.read_write_lock import ReadWriteLock
@@ -41,7 +41,7 @@ class Hosted:
     """
 
     def __post_init__(self) -> None:
-        self.kernel = PooledKernel([self.table], [0], "sum")
+        self.group = PooledGroup([self.table], [0], "sum")
 
 
 def check_initial_rows(hosted: Hosted, ids: Tensor) -> None:
@@ -72,14 +72,14 @@ def read_rows(
     for hosted, read, rows in zip(tables, reads, out, strict=True):
         if read.missing != "zeros":
             check_initial_rows(hosted, read.ids)
-        if rows.dtype is torch.float32 and not hosted.kernel.cold_rows.tiers:
+        if rows.dtype is torch.float32 and not hosted.group.cold_rows.tiers:
             native.append((hosted, read.ids, rows))
         else:
             hosted.table.lookup(read.ids, out=rows)
     if native:
         hosts, ids, floats = zip(*native, strict=True)
         with ops.native_errors(_named(hosts)):
-            row_ops.rows_read([hosted.kernel.group for hosted in hosts], ids, floats)
+            row_ops.rows_read([hosted.group.handle for hosted in hosts], ids, floats)
     for hosted, read, rows in zip(tables, reads, out, strict=True):
         if read.missing == "zeros":
             rows[~hosted.table.contains(read.ids)] = 0
@@ -100,10 +100,10 @@ def update_rows(tables: Sequence[Hosted], updates: Sequence[RowUpdate]) -> None:
     with ExitStack() as stack:
         stack.enter_context(ops.native_errors(_named(tables)))
         for hosted, update in zip(tables, updates, strict=True):
-            if hosted.kernel.cold_rows.tiers:
-                stack.enter_context(hosted.kernel.cold_rows.resident(update.ids, None))
+            if hosted.group.cold_rows.tiers:
+                stack.enter_context(hosted.group.cold_rows.resident(update.ids, None))
         row_ops.rows_update(
-            [hosted.kernel.group for hosted in tables],
+            [hosted.group.handle for hosted in tables],
             [update.ids for update in updates],
             [update.grads.float() for update in updates],
             [

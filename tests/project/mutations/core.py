@@ -204,7 +204,9 @@ CORE = [
         f"{CSRC}/ops/group.cpp",
         "const auto inputs = std::make_shared<Inputs>(Inputs{ids, {}, std::nullopt});",
         "const auto inputs = std::make_shared<Inputs>();",
-        ["tests/kernels/test_sequence.py::test_backward_needs_no_ids_of_the_caller"],
+        [
+            "tests/kernels/test_sequence_group.py::test_backward_needs_no_ids_of_the_caller"
+        ],
         "The backward pass reads the ids of the batch after their memory has been"
         " freed.",
     ),
@@ -224,7 +226,7 @@ ROUTING = [
         " static_cast<uint64_t>(block_rows)",
         "const uint64_t id = l <= static_cast<uint64_t>(block_rows) ? l + r *"
         " static_cast<uint64_t>(block_rows)",
-        ["tests/kernels/test_pooled.py::test_routing_is_undone"],
+        ["tests/kernels/test_pooled_group.py::test_routing_is_undone"],
         "The first id behind the blocks is stored under another raw id.",
     ),
     Mutation(
@@ -232,8 +234,8 @@ ROUTING = [
         ": l * static_cast<uint64_t>(world_size) + r;",
         ": l * static_cast<uint64_t>(world_size);",
         [
-            "tests/kernels/test_pooled.py::test_routing_is_undone",
-            "tests/kernels/test_sequence.py::test_mixed_ids_are_stored_raw",
+            "tests/kernels/test_pooled_group.py::test_routing_is_undone",
+            "tests/kernels/test_sequence_group.py::test_mixed_ids_are_stored_raw",
         ],
         "Ids behind the blocks of all ranks are stored as those of rank 0.",
     ),

@@ -231,10 +231,10 @@ FROZEN = [
         "return self.options.servers, self.options.frozen",
         "return self.options.servers, False",
         ["tests/distributed/test_frozen_tables.py"],
-        "Frozen and trained tables are placed in one kernel.",
+        "Frozen and trained tables are placed in one group.",
     ),
     Mutation(
-        f"{PACKAGE}/kernels/lookup.py",
+        f"{PACKAGE}/kernels/table_group.py",
         "wanted = train and not self.read_only",
         "wanted = train",
         ["tests/distributed/test_frozen_tables.py", "tests/store/test_frozen.py"],

@@ -111,8 +111,8 @@ def test_a_prefetch_of_a_sharded_model(
     features = batch(name, torch.cat([IDS, IDS + 1]))
 
     def prefetch() -> None:
-        for lookup in reads.module.lookups:
-            lookup.prefetch(features)
+        for kernels in reads.module.sharding_kernels:
+            kernels.prefetch(features)
 
     with RecStoreClient([server.address]) as client:
         rows = client.pull(name, IDS)

@@ -126,13 +126,13 @@ class Both(nn.Module):
 
 
 @pytest.fixture(params=["memory", "TCP"])
-def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the rows travel."""
     monkeypatch.setenv(
         "RECSTORE_SHARED_MEMORY", "1" if request.param == "memory" else "0"
     )
-    road: str = request.param
-    return road
+    transport: str = request.param
+    return transport
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def segments() -> int:
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 def test_answers_are_those_of_the_trained_model(
-    shared: list[RecStoreServer], road: str, weighted: bool, tmp_path: Path
+    shared: list[RecStoreServer], transport: str, weighted: bool, tmp_path: Path
 ) -> None:
     """Rows and sums are equal to the bit, of one version, and follow the training."""
     gc.collect()
@@ -207,7 +207,7 @@ def test_answers_are_those_of_the_trained_model(
                 assert torch.equal(each(features), model(features))
             train(model, 1, weighted=weighted)
         served.verify()
-        assert (segments() > before) == (road == "memory")
+        assert (segments() > before) == (transport == "memory")
         ids = torch.arange(-60, 60)
         assert torch.equal(native_of(served).contains(ids), client.exists("t", ids))
 
@@ -231,7 +231,7 @@ def test_torch_export(shared: list[RecStoreServer]) -> None:
             assert torch.equal(program(features), model(features))
 
 
-def test_many_ids(shared: list[RecStoreServer], road: str, tmp_path: Path) -> None:
+def test_many_ids(shared: list[RecStoreServer], transport: str, tmp_path: Path) -> None:
     """A call of several requests and parts."""
     with client_of(*shared) as client:
         model = Bags(client, DataType.FP32)
@@ -280,7 +280,9 @@ def test_narrow_rows(
             exported(model, tmp_path / "model.pt", dtype=torch.int8)
 
 
-def test_a_table_with_initial_rows(shared: list[RecStoreServer], road: str) -> None:
+def test_a_table_with_initial_rows(
+    shared: list[RecStoreServer], transport: str
+) -> None:
     """Ids without a row read as zeros, although their initial rows are a client's."""
     with client_of(*shared) as client:
         client.init_data(
@@ -374,7 +376,7 @@ def test_a_follower_gets_the_dense_part(
 
 
 def test_a_server_that_is_stopped_and_started(
-    server: RecStoreServer, road: str, tmp_path: Path
+    server: RecStoreServer, transport: str, tmp_path: Path
 ) -> None:
     """A reader describes the server again and goes on; threads that call meanwhile get
     the rows, too.
@@ -411,7 +413,7 @@ def test_a_server_that_is_stopped_and_started(
 
 @pytest.mark.slow
 def test_a_server_that_is_killed(
-    two: list[RecStoreServer], road: str, tmp_path: Path
+    two: list[RecStoreServer], transport: str, tmp_path: Path
 ) -> None:
     """An error names what is wrong, after five seconds; a client that brings the
     servers to one save ends it.
@@ -438,7 +440,9 @@ def test_a_server_that_is_killed(
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs(server: RecStoreServer, road: str, tmp_path: Path) -> None:
+def test_a_server_that_hangs(
+    server: RecStoreServer, transport: str, tmp_path: Path
+) -> None:
     """An error says so after five seconds, and the next call goes on when the server
     does.
     """
@@ -597,7 +601,7 @@ def test_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_openssl
-def test_tls(road: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tls(transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_certificates(tmp_path)
     for name in ("server.key", "client.key"):
         (path / name).chmod(0o600)
@@ -626,7 +630,7 @@ def test_tls(road: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         server.kill()
 
 
-def test_threads(shared: list[RecStoreServer], road: str, tmp_path: Path) -> None:
+def test_threads(shared: list[RecStoreServer], transport: str, tmp_path: Path) -> None:
     """More threads than connections by shared memory call one model, while rows of
     other ids are trained.
     """
@@ -662,7 +666,7 @@ def test_threads(shared: list[RecStoreServer], road: str, tmp_path: Path) -> Non
 
 
 def test_a_forked_process(
-    shared: list[RecStoreServer], road: str, tmp_path: Path
+    shared: list[RecStoreServer], transport: str, tmp_path: Path
 ) -> None:
     """A child makes its own connections, and those of its parent go on."""
     with client_of(*shared) as client:
@@ -795,7 +799,7 @@ def test_a_sharded_model(shared: list[RecStoreServer]) -> None:
 
 @pytest.mark.slow
 @needs_redis
-def test_a_pair(road: str, tmp_path: Path) -> None:
+def test_a_pair(transport: str, tmp_path: Path) -> None:
     """The backup of a pair answers when the primary is killed."""
     pair = ServerPair(tmp_path / "pair")
     try:

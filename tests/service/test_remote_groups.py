@@ -1,4 +1,4 @@
-"""Kernels whose rows a client reads and updates, compared with kernels of tables in the
+"""Groups whose rows a client reads and updates, compared with groups of tables in the
 process, to the bit.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.kernels.optimizer_cases import OPTIMIZERS
 from tests.recstore_server import RecStoreServer
 from torchrec_recstore import NoInitialRow, RecStoreClient
-from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.optim import SGD, Adagrad, Adam, Optimizer, RowOptimizer
 from torchrec_recstore.options import (
     LRU,
@@ -28,10 +28,10 @@ from torchrec_recstore.options import (
     UniformInit,
 )
 from torchrec_recstore.store import Table
-from torchrec_recstore_service.client.remote_kernels import (
+from torchrec_recstore_service.client.remote_groups import (
     ClientTable,
-    RemotePooledKernel,
-    RemoteSequenceKernel,
+    RemotePooledGroup,
+    RemoteSequenceGroup,
 )
 from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 
@@ -89,10 +89,10 @@ class Both:
 
     def pooled(
         self, pooling: Literal["sum", "mean"] = "sum"
-    ) -> tuple[PooledKernel, RemotePooledKernel]:
+    ) -> tuple[PooledGroup, RemotePooledGroup]:
         return (
-            PooledKernel(self.here, FEATURE_TABLES, pooling),
-            RemotePooledKernel(self.remote, FEATURE_TABLES, pooling),
+            PooledGroup(self.here, FEATURE_TABLES, pooling),
+            RemotePooledGroup(self.remote, FEATURE_TABLES, pooling),
         )
 
     def assert_equal_rows(self, steps: bool = True) -> None:
@@ -109,19 +109,19 @@ class Both:
 
 
 def step(
-    kernels: Sequence[PooledKernel | RemotePooledKernel],
+    groups: Sequence[PooledGroup | RemotePooledGroup],
     batch: Batch,
     weighted: bool = False,
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Runs a training step of each kernel and returns the outputs and the gradients of
+    """Runs a training step of each group and returns the outputs and the gradients of
     the weights.
     """
     ids, offsets, _ = batch
     weights = torch.linspace(-1, 1, len(ids)) if weighted else None
     results, grad = [], None
-    for kernel in kernels:
+    for group in groups:
         own = None if weights is None else weights.clone().requires_grad_()
-        out = kernel(ids, offsets, own, train=True)
+        out = group(ids, offsets, own, train=True)
         grad = torch.randn(out.shape) if grad is None else grad
         out.backward(grad)
         results.append((out.detach(), None if own is None else own.grad))
@@ -142,9 +142,9 @@ def assert_equal(results: list[tuple[Tensor, Tensor | None]]) -> None:
 )
 def test_every_optimizer(optimizer: Optimizer) -> None:
     both = Both(optimizer)
-    kernels = both.pooled()
+    groups = both.pooled()
     for batch in batches(4, empty=[1]):
-        assert_equal(step(kernels, batch, weighted=True))
+        assert_equal(step(groups, batch, weighted=True))
     both.assert_equal_rows()
 
 
@@ -161,10 +161,10 @@ def test_every_data_type_and_pooling(
             dtype,
             TableOptions(seed=3, initializer=UniformInit(-1.0, 1.0), missing=missing),
         )
-        kernels = both.pooled(pooling)
+        groups = both.pooled(pooling)
         for batch in batches(3):
-            assert_equal(step(kernels, batch))
-            read = [kernel(batch[0] + 5, batch[1], train=False) for kernel in kernels]
+            assert_equal(step(groups, batch))
+            read = [group(batch[0] + 5, batch[1], train=False) for group in groups]
             assert torch.equal(*read)
             assert read[1].requires_grad
         both.assert_equal_rows()
@@ -181,12 +181,12 @@ def test_a_schedule_of_the_learning_rate(
             servers=servers,
             prefix=f"scheduled_{type(optimizer).__name__}",
         )
-        kernels = both.pooled()
+        groups = both.pooled()
         for number, batch in enumerate(batches(5)):
-            for kernel in kernels:
-                kernel.learning_rate = partial(pow, 0.5, number)
-            step(kernels, batch)
-            kernels[1].wait_for_updates()
+            for group in groups:
+                group.learning_rate = partial(pow, 0.5, number)
+            step(groups, batch)
+            groups[1].wait_for_updates()
         both.assert_equal_rows(steps=servers is None)
 
 
@@ -200,30 +200,30 @@ def test_a_schedule_of_the_learning_rate(
 )
 def test_bounds_count_the_same_steps(options: TableOptions) -> None:
     both = Both(Adam(lr=0.1), options=options)
-    kernels = both.pooled()
+    groups = both.pooled()
     for batch in batches(6, empty=[2, 3]):
-        assert_equal(step(kernels, batch))
+        assert_equal(step(groups, batch))
     both.assert_equal_rows()
 
 
 def test_rows_without_pooling() -> None:
     both = Both(Adagrad(lr=0.1, max_gradient=0.5))
-    kernels = SequenceKernel(both.here), RemoteSequenceKernel(both.remote)
+    groups = SequenceGroup(both.here), RemoteSequenceGroup(both.remote)
     for ids, _, features in batches(4, empty=[1]):
         counts = [features[0] + features[1], *features[2:]]
-        kernels[1].prefetch(ids, counts)
-        outs = [kernel(ids, counts, train=True) for kernel in kernels]
+        groups[1].prefetch(ids, counts)
+        outs = [group(ids, counts, train=True) for group in groups]
         assert torch.equal(*outs)
         grad = torch.randn(outs[0].shape)
         for out in outs:
             out.backward(grad)
-        assert torch.equal(*(kernel(ids, counts, train=False) for kernel in kernels))
+        assert torch.equal(*(group(ids, counts, train=False) for group in groups))
     both.assert_equal_rows()
     with pytest.raises(
         ValueError,
         match="counts must have a number for each of 3 tables, and the sum 2",
     ):
-        kernels[1](IDS[:2], [1, 1], train=True)
+        groups[1](IDS[:2], [1, 1], train=True)
 
 
 class Counted:
@@ -245,7 +245,7 @@ def test_prefetched_rows_include_later_updates(
     monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
     both = Both(Adagrad(lr=0.1))
-    kernels = both.pooled()
+    groups = both.pooled()
     given = batches(8)
     reads = Counted(monkeypatch)
     for number, batch in enumerate(given):
@@ -254,8 +254,8 @@ def test_prefetched_rows_include_later_updates(
             if number == 0
             else given[number + ahead - 1 : number + ahead]
         ):
-            kernels[1].prefetch(coming[0], coming[2])
-        assert_equal(step(kernels, batch))
+            groups[1].prefetch(coming[0], coming[2])
+        assert_equal(step(groups, batch))
     both.assert_equal_rows()
     # Rows are read again only where an update came in between; the four newest
     # prefetches are kept.
@@ -266,14 +266,14 @@ def test_prefetched_rows_include_later_updates(
 
 def test_a_prefetched_batch_may_change_or_never_come() -> None:
     both = Both(Adagrad(lr=0.1))
-    kernels = both.pooled()
+    groups = both.pooled()
     given = batches(3)
     for ids, _, counts in given[1:]:
         own = ids.clone()
-        kernels[1].prefetch(own, counts)
+        groups[1].prefetch(own, counts)
         own.zero_()
     for batch in given:
-        assert_equal(step(kernels, batch))
+        assert_equal(step(groups, batch))
     both.assert_equal_rows()
 
 
@@ -310,18 +310,18 @@ def test_rows_lack_the_last_updates_only(staleness: int, prefetching: bool) -> N
     table = ClientTable(
         client, "t", (100, 1), torch.float32, SGD(lr=1.0), options, staleness
     )  # type: ignore[arg-type]
-    kernel = RemotePooledKernel([table], [0], "sum")
+    group = RemotePooledGroup([table], [0], "sum")
     ids, offsets = torch.tensor([7]), torch.tensor([0, 1])
     for number in range(6):
-        out = kernel(ids, offsets, train=True)
+        out = group(ids, offsets, train=True)
         assert out.item() == -max(0, number - staleness)
         if prefetching:
-            kernel.prefetch(ids, [1])
+            group.prefetch(ids, [1])
         out.backward(torch.ones(1, 1))
         assert len(client.held) <= staleness
     assert client.waited == list(range(1, 7 - staleness))
     # an evaluation waits for all updates
-    assert kernel(ids, offsets, train=False).item() == -6
+    assert group(ids, offsets, train=False).item() == -6
     assert not client.held
 
 
@@ -335,19 +335,19 @@ def test_a_prefetch_beside_an_update(staleness: int) -> None:
     table = ClientTable(
         client, "t", (100, 1), torch.float32, SGD(lr=1.0), options, staleness
     )
-    kernel = RemotePooledKernel([table], [0], "sum")
+    group = RemotePooledGroup([table], [0], "sum")
     ids, offsets = torch.tensor([7]), torch.tensor([0, 1])
     apply = client.update_each if staleness == 0 else client.update_each_async
 
     def prefetch_first(updates: Sequence[RowUpdate]) -> object:
-        kernel.prefetch(ids, [1])
+        group.prefetch(ids, [1])
         # by now the rows have been read
         client.wait_for_each(client.prefetch_each([RowRead("t", ids)]))
         return apply(updates)
 
     setattr(client, apply.__name__, prefetch_first)
     for number in range(5):
-        out = kernel(ids, offsets, train=True)
+        out = group(ids, offsets, train=True)
         assert -number <= out.item() <= -max(0, number - staleness)
         out.backward(torch.ones(1, 1))
 
@@ -356,10 +356,10 @@ def test_a_failed_update_is_raised_by_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     both = Both(SGD(lr=1.0), staleness=1)
-    kernel = both.pooled()[1]
+    group = both.pooled()[1]
     given = batches(2)
-    step([kernel], given[0])
-    kernel(given[0][0], given[0][1], train=False)
+    step([group], given[0])
+    group(given[0][0], given[0][1], train=False)
 
     def fail(*arguments: object) -> None:
         raise MemoryError("no room")
@@ -367,19 +367,19 @@ def test_a_failed_update_is_raised_by_the_next_step(
     monkeypatch.setattr(
         "torchrec_recstore_service.tables.hosted.HostedTables.update_each", fail
     )
-    step([kernel], given[0])
+    step([group], given[0])
     with pytest.raises(MemoryError, match="no room"):
-        step([kernel], given[1])
+        step([group], given[1])
 
 
 def test_several_lookups_may_be_pending() -> None:
     both = Both(Adagrad(lr=0.1))
-    kernels = both.pooled()
+    groups = both.pooled()
     given = batches(3)
     for order in ((0, 1, 2), (2, 0, 1)):
         outs = [
-            [kernel(ids, offsets, train=True) for ids, offsets, _ in given]
-            for kernel in kernels
+            [group(ids, offsets, train=True) for ids, offsets, _ in given]
+            for group in groups
         ]
         grads = [torch.randn(out.shape) for out in outs[0]]
         for number in order:
@@ -391,17 +391,17 @@ def test_several_lookups_may_be_pending() -> None:
         del outs
     gc.collect()
     # graphs that were freed have given their tables back
-    assert len(kernels[1]._free) == 3
+    assert len(groups[1]._free) == 3
     # a client's step is an update, and not a lookup
     both.assert_equal_rows(steps=False)
 
 
 def test_weights_of_a_graph_that_is_kept() -> None:
     both = Both(Adagrad(lr=0.1))
-    kernel = both.pooled()[1]
+    group = both.pooled()[1]
     ids, offsets, _ = batches(1)[0]
     weights = torch.rand(len(ids), requires_grad=True)
-    out = kernel(ids, offsets, weights, train=True)
+    out = group(ids, offsets, weights, train=True)
     found = [
         torch.autograd.grad(out.sum(), weights, retain_graph=True)[0] for _ in range(2)
     ]
@@ -410,12 +410,12 @@ def test_weights_of_a_graph_that_is_kept() -> None:
 
 def test_a_forward_without_backward_makes_no_row() -> None:
     both = Both(Adagrad(lr=0.1))
-    kernel = both.pooled()[1]
+    group = both.pooled()[1]
     ids, offsets, _ = batches(1)[0]
     for _ in range(3):
-        kernel(ids, offsets, train=True)
+        group(ids, offsets, train=True)
     gc.collect()
-    assert len(kernel._free) == 1
+    assert len(group._free) == 1
     assert both.client.stats("t8").rows == 0
 
 
@@ -426,17 +426,17 @@ def test_what_is_refused() -> None:
         with pytest.raises(kind, match="staleness must"):
             ClientTable(*arguments, staleness)  # type: ignore[arg-type]
     table = ClientTable(*arguments)
-    kernel = RemotePooledKernel([table, table], [0, 1], "sum")
+    group = RemotePooledGroup([table, table], [0, 1], "sum")
     with pytest.raises(ValueError, match="feature_tables must ascend"):
-        RemotePooledKernel([table, table], [1, 0], "sum")
+        RemotePooledGroup([table, table], [1, 0], "sum")
     with pytest.raises(TypeError, match="ids must be int64"):
-        kernel(IDS.int(), torch.tensor([0, 10, 20]), train=True)
+        group(IDS.int(), torch.tensor([0, 10, 20]), train=True)
     for offsets in ([0, 10, 19], [1, 10, 20], [0, 20, 10], [0, 20]):
         with pytest.raises(
             ValueError,
             match="offsets must ascend from 0 to 20, with equal bags for 2 features",
         ):
-            kernel(IDS, torch.tensor(offsets), train=True)
+            group(IDS, torch.tensor(offsets), train=True)
     client.init_data(
         "u", (10, 4), row_func=lambda shape, dtype: torch.ones(shape, dtype=dtype)
     )

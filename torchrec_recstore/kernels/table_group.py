@@ -1,8 +1,8 @@
-"""The base class of the kernels: how a lookup works with autograd and in graphs.
+"""The base class of groups of tables: how a lookup works with autograd and in graphs.
 
 In eager mode a lookup is one autograd function, which is the fastest way. In a graph
 (``torch.compile``, ``make_fx``) it consists of the four operators at the end of this
-module, which call the same kernels. The rows that these operators change are not
+module, which call the same methods. The rows that these operators change are not
 tensors of the graph. The operators are therefore ordered effects: compilers do not
 drop, repeat or reorder them.
 """
@@ -34,20 +34,20 @@ from torchrec_recstore.kernels.row_service import RemoteTable
 from torchrec_recstore.store import Table
 from torchrec_recstore.utils import warn_user
 
-_handles = itertools.count(1)
-_kernels: weakref.WeakValueDictionary[int, LookupKernel] = weakref.WeakValueDictionary()
+_graph_handles = itertools.count(1)
+_groups: weakref.WeakValueDictionary[int, TableGroup] = weakref.WeakValueDictionary()
 _ops = torch.ops.recstore_ops
-# the place of the per-sample weights among the inputs of _Lookup and _Read
+# the place of the per-sample weights among the inputs of _TrainingLookup and _EvaluationLookup
 _WEIGHTS = 6
 
 
-class LookupKernel(nn.Module):
-    """The base class of the kernels of tables.
+class TableGroup(nn.Module):
+    """The base class of groups of tables, which are looked up and updated together.
 
     ``passes`` is the number of native passes of a training lookup.
 
     In all methods, ``ids``, (N,) int64, are those of a batch, ``offsets``, (F * B + 1,)
-    int32 or int64, those of the bags, None if the kernel does not pool, ``counts`` the
+    int32 or int64, those of the bags, None if the group does not pool, ``counts`` the
     number of ids of each table, empty if it pools, and ``weights``, (N,) float32 or
     None, the per-sample weights.
     """
@@ -83,10 +83,10 @@ class LookupKernel(nn.Module):
             [table for table in tables if isinstance(table, Table)]
         )
         self._warned = False
-        self._handle = next(_handles)
-        _kernels[self._handle] = self
+        self._graph_handle = next(_graph_handles)
+        _groups[self._graph_handle] = self
 
-    def look_up(
+    def training_lookup(
         self,
         ids: Tensor,
         offsets: Tensor | None,
@@ -136,7 +136,7 @@ class LookupKernel(nn.Module):
 
         ops.waiting_updates.append(update)
 
-    def read(
+    def evaluation_lookup(
         self,
         ids: Tensor,
         offsets: Tensor | None,
@@ -167,7 +167,7 @@ class LookupKernel(nn.Module):
     ) -> Tensor | None:
         """The backward of an evaluation lookup, which updates no row.
 
-        It may warn of that, once for each kernel.
+        It may warn of that, once for each group.
 
         Returns :meth:`weight_gradients`, or None without ``weight_grads``.
         """
@@ -204,24 +204,26 @@ class LookupKernel(nn.Module):
         anchor = self._anchor if grads and not self.frozen else None
         if traced():
             if train:
-                out = _ops.kernel_lookup(
-                    self._handle, self._anchor, ids, offsets, counts, weights
+                out = _ops.graph_lookup(
+                    self._graph_handle, self._anchor, ids, offsets, counts, weights
                 )[0]
             else:
-                out = _ops.kernel_read(
-                    self._handle, anchor, ids, offsets, counts, weights
+                out = _ops.graph_read(
+                    self._graph_handle, anchor, ids, offsets, counts, weights
                 )
             return out if to is None else to_device(out, to)
         with ops.native_errors(self._who):
             if train:
-                return _Lookup.apply(  # type: ignore[no-any-return, no-untyped-call]
+                return _apply_training(
                     self._anchor, self, to, ids, offsets, counts, weights
                 )
             if wanted:
                 _refuse_reentrant_checkpoint(self._who)
             if grads:
-                return _Read.apply(anchor, self, to, ids, offsets, counts, weights)  # type: ignore[no-any-return, no-untyped-call]
-            out = self.read(ids, offsets, counts, weights)
+                return _apply_evaluation(
+                    anchor, self, to, ids, offsets, counts, weights
+                )
+            out = self.evaluation_lookup(ids, offsets, counts, weights)
             return out if to is None else up(out, to)
 
 
@@ -235,12 +237,12 @@ def _all_frozen(tables: Sequence[Table]) -> bool:
     if frozen and trained:
         raise ValueError(
             f"table {frozen[0]!r} is frozen, and table {trained[0]!r} is not: use a"
-            " kernel for each of them"
+            " group for each of them"
         )
     return bool(frozen)
 
 
-class _Lookup(torch.autograd.Function):
+class _TrainingLookup(torch.autograd.Function):
     """A training lookup in eager mode.
 
     The backward updates the rows, and returns the gradient of the weights.
@@ -250,18 +252,18 @@ class _Lookup(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: Tensor,
-        kernel: LookupKernel,
+        group: TableGroup,
         to: CopyTarget | None,
         *batch: Any,
     ) -> Tensor:
-        # The batch: ids, offsets, counts, weights. See LookupKernel.look_up.
-        out, context = kernel.look_up(*batch)
+        # The batch: ids, offsets, counts, weights. See TableGroup.training_lookup.
+        out, context = group.training_lookup(*batch)
         # The backward reads the weights again. They are saved, so that autograd raises
         # if they are changed in place.
         ctx.save_for_backward(batch[3])
         # The context is not saved for backward: a saved-tensor hook could replace it by
         # a copy, and the native pass lives only as long as this tensor.
-        ctx.kernel, ctx.counts, ctx.context = kernel, batch[2], context
+        ctx.group, ctx.counts, ctx.context = group, batch[2], context
         return out if to is None else up(out, to)
 
     @staticmethod
@@ -270,9 +272,9 @@ class _Lookup(torch.autograd.Function):
         # Otherwise the decorator would do nothing, and it takes a tenth of the backward
         # of a small batch.
         update = (
-            once_differentiable(_Lookup._update)
+            once_differentiable(_TrainingLookup._update)
             if torch.is_grad_enabled()
-            else _Lookup._update
+            else _TrainingLookup._update
         )
         return update(ctx, *grads)
 
@@ -280,7 +282,7 @@ class _Lookup(torch.autograd.Function):
     def _update(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # raises if the weights have been changed or the graph has been freed
         _ = ctx.saved_tensors
-        kernel, context = ctx.kernel, ctx.context
+        group, context = ctx.group, ctx.context
         # The context is freed when autograd frees saved tensors. The function is
         # private in torch 2.13.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -288,34 +290,34 @@ class _Lookup(torch.autograd.Function):
         grad, weight_grads = grads[0], ctx.needs_input_grad[_WEIGHTS]
         if not grad.is_cpu:
             arriving = Arriving(grad, aside=True)
-            if kernel.updates_late and not weight_grads:
-                kernel.update_later(context, arriving, ctx.counts)
+            if group.updates_late and not weight_grads:
+                group.update_later(context, arriving, ctx.counts)
                 return (None,) * 7
             grad = arriving.wait()
-        with ops.native_errors(kernel._who):
+        with ops.native_errors(group._who):
             grad = grad if grad.dtype is torch.float32 else grad.float()
-            grad_weights = kernel.update(context, grad, weight_grads, ctx.counts)
+            grad_weights = group.update(context, grad, weight_grads, ctx.counts)
         return None, None, None, None, None, None, grad_weights
 
 
-class _Read(torch.autograd.Function):
+class _EvaluationLookup(torch.autograd.Function):
     """An evaluation lookup in eager mode, while grad is enabled.
 
-    See ``LookupKernel.read_backward``.
+    See ``TableGroup.read_backward``.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         anchor: Tensor | None,
-        kernel: LookupKernel,
+        group: TableGroup,
         to: CopyTarget | None,
         *batch: Any,
     ) -> Tensor:
-        ctx.kernel = kernel
+        ctx.group = group
         if ctx.needs_input_grad[_WEIGHTS]:
             ctx.save_for_backward(*batch[:2])
-        out = kernel.read(*batch)
+        out = group.evaluation_lookup(*batch)
         return out if to is None else up(out, to)
 
     @staticmethod
@@ -324,10 +326,14 @@ class _Read(torch.autograd.Function):
         warns, weight_grads = ctx.needs_input_grad[0], ctx.needs_input_grad[_WEIGHTS]
         ids, offsets = ctx.saved_tensors if weight_grads else (grads[0], None)
         grad = grads[0].to("cpu", torch.float32) if weight_grads else grads[0]
-        of_weights = ctx.kernel.read_backward(
+        of_weights = ctx.group.read_backward(
             ids, offsets, grad, warns=warns, weight_grads=weight_grads
         )
         return None, None, None, None, None, None, of_weights
+
+
+_apply_training: Callable[..., Tensor] = _TrainingLookup.apply
+_apply_evaluation: Callable[..., Tensor] = _EvaluationLookup.apply
 
 
 def _refuse_reentrant_checkpoint(who: str) -> None:
@@ -345,35 +351,35 @@ def _refuse_reentrant_checkpoint(who: str) -> None:
         frame = frame.f_back
 
 
-def _kernel_of(handle: int) -> LookupKernel:
-    kernel = _kernels.get(handle)
-    if kernel is None:
+def _group_of(handle: int) -> TableGroup:
+    group = _groups.get(handle)
+    if group is None:
         raise ValueError(
-            f"no kernel of this process has the handle {handle}: a graph with RecStore"
+            f"no group of this process has the handle {handle}: a graph with RecStore"
             " tables runs only in the process that made it, and only as long as its"
             " model lives; use export_for_inference for other processes"
         )
-    return kernel
+    return group
 
 
 # The implementations of the operators, and their fake versions.
 
 
 def _lookup(handle: int, anchor: Tensor, *batch: Any) -> tuple[Tensor, Tensor]:
-    kernel = _kernel_of(handle)
+    group = _group_of(handle)
     ids, offsets, counts, weights = batch
     # The backward reads ids and weights again, and a compiled graph may reuse their
     # memory before the backward.
     ids, weights = ids.clone(), None if weights is None else weights.clone()
-    with ops.native_errors(kernel._who):
-        return kernel.look_up(ids, offsets, counts, weights)
+    with ops.native_errors(group._who):
+        return group.training_lookup(ids, offsets, counts, weights)
 
 
 def _fake_lookup(
     handle: int, anchor: Tensor, ids: Tensor, *batch: Any
 ) -> tuple[Tensor, Tensor]:
     return _fake_read(handle, anchor, ids, *batch), ids.new_empty(
-        _kernel_of(handle).passes
+        _group_of(handle).passes
     )
 
 
@@ -384,16 +390,16 @@ def _update(
     counts: Sequence[int],
     weight_grads: int | None,
 ) -> Tensor:
-    kernel = _kernel_of(handle)
-    with ops.native_errors(kernel._who):
-        grad_weights = kernel.update(context, grad, weight_grads is not None, counts)
+    group = _group_of(handle)
+    with ops.native_errors(group._who):
+        grad_weights = group.update(context, grad, weight_grads is not None, counts)
     return grad.new_empty(0) if grad_weights is None else grad_weights
 
 
 def _read(handle: int, anchor: Tensor | None, *batch: Any) -> Tensor:
-    kernel = _kernel_of(handle)
-    with ops.native_errors(kernel._who):
-        return kernel.read(*batch)
+    group = _group_of(handle)
+    with ops.native_errors(group._who):
+        return group.evaluation_lookup(*batch)
 
 
 def _fake_read(
@@ -404,14 +410,14 @@ def _fake_read(
     counts: Sequence[int],
     weights: Any,
 ) -> Tensor:
-    kernel = _kernel_of(handle)
+    group = _group_of(handle)
     if torch.compiler.is_exporting():
         raise NotImplementedError(
-            f"{kernel._who}: torch.export cannot hold the rows of RecStore tables in"
+            f"{group._who}: torch.export cannot hold the rows of RecStore tables in"
             " its program: export the model that"
             " torchrec_recstore.inference.export_for_inference returns"
         )
-    return ids.new_empty(kernel.output_shape(offsets, counts), dtype=torch.float32)
+    return ids.new_empty(group.output_shape(offsets, counts), dtype=torch.float32)
 
 
 def _read_backward(
@@ -422,8 +428,8 @@ def _read_backward(
     warns: bool,
     weight_grads: int | None,
 ) -> Tensor:
-    kernel = _kernel_of(handle)
-    of_weights = kernel.read_backward(
+    group = _group_of(handle)
+    of_weights = group.read_backward(
         ids, offsets, grad, warns=warns, weight_grads=weight_grads is not None
     )
     return grad.new_empty(0) if of_weights is None else of_weights
@@ -443,7 +449,7 @@ def _keep_for_backward(
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     weight_grads = ctx.weights if ctx.needs_input_grad[5] else None
-    grad_weights = _ops.kernel_update(
+    grad_weights = _ops.graph_update(
         ctx.handle, ctx.saved_tensors[0], grad, ctx.counts, weight_grads
     )
     return None, None, None, None, None, None if weight_grads is None else grad_weights
@@ -457,7 +463,7 @@ def _keep_for_read_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> N
 
 def _backward_of_read(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     weight_grads = ctx.weights if ctx.needs_input_grad[5] else None
-    of_weights = _ops.kernel_read_backward(
+    of_weights = _ops.graph_read_backward(
         ctx.handle, *ctx.saved_tensors, grad, ctx.needs_input_grad[1], weight_grads
     )
     return None, None, None, None, None, None if weight_grads is None else of_weights
@@ -467,33 +473,33 @@ def _backward_of_read(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 # the number of per-sample weights, or None if the weights need no gradient.
 _BATCH = "Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights"
 register_python_op(
-    f"kernel_lookup(int kernel, Tensor anchor, {_BATCH}) -> (Tensor, Tensor)",
+    f"graph_lookup(int group, Tensor anchor, {_BATCH}) -> (Tensor, Tensor)",
     _lookup,
     _fake_lookup,
 )
 register_python_op(
-    "kernel_update(int kernel, Tensor context, Tensor grad, SymInt[] counts, SymInt?"
+    "graph_update(int group, Tensor context, Tensor grad, SymInt[] counts, SymInt?"
     " weight_grads) -> Tensor",
     _update,
     _fake_weight_gradients,
 )
 register_python_op(
-    f"kernel_read(int kernel, Tensor? anchor, {_BATCH}) -> Tensor", _read, _fake_read
+    f"graph_read(int group, Tensor? anchor, {_BATCH}) -> Tensor", _read, _fake_read
 )
 register_python_op(
-    "kernel_read_backward(int kernel, Tensor ids, Tensor? offsets, Tensor grad, bool"
+    "graph_read_backward(int group, Tensor ids, Tensor? offsets, Tensor grad, bool"
     " warns, SymInt? weight_grads) -> Tensor",
     _read_backward,
     _fake_weight_gradients,
 )
 torch.library.register_autograd(
-    "recstore_ops::kernel_lookup",
+    "recstore_ops::graph_lookup",
     _backward,
     setup_context=_keep_for_backward,
     lib=PYTHON_OPS,
 )
 torch.library.register_autograd(
-    "recstore_ops::kernel_read",
+    "recstore_ops::graph_read",
     _backward_of_read,
     setup_context=_keep_for_read_backward,
     lib=PYTHON_OPS,

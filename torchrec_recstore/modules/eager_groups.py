@@ -1,4 +1,4 @@
-"""The kernels of eager modules, and the backward passes that collect gradients for
+"""The groups of eager modules, and the backward passes that collect gradients for
 sparse optimizers.
 
 Tests: tests/modules/test_embedding_bag.py, tests/modules/test_compile.py.
@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import PooledKernel, SequenceKernel
-from torchrec_recstore.kernels.pooled import bag_of, bag_scales
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
+from torchrec_recstore.kernels.pooled_group import bag_of, bag_scales
 from torchrec_recstore.modules.table_module import RemoteTableModule, TableModule
 from torchrec_recstore.table_parameter import are_trained
 
@@ -27,7 +27,7 @@ Pooling = Literal["sum", "mean"]
 EagerTable = TableModule | RemoteTableModule
 """A module with one table: in this process, or of a client."""
 
-_K = TypeVar("_K", PooledKernel, SequenceKernel)
+_K = TypeVar("_K", PooledGroup, SequenceGroup)
 
 _REASON = (
     "the rows of eager RecStore modules are looked up outside of compiled graphs; shard"
@@ -48,25 +48,25 @@ class Bags:
     weights: Tensor | None = None
 
 
-class EagerKernels:
-    """The kernels by which a module looks up its tables.
+class EagerGroups:
+    """The groups by which a module looks up its tables.
 
-    A kernel is made when a call first needs it.
+    A group is made when a call first needs it.
 
-    Copies and pickles of the module start without kernels.
+    Copies and pickles of the module start without groups.
     """
 
     def __init__(self) -> None:
-        self._kernels: dict[object, PooledKernel | SequenceKernel] = {}
+        self._groups: dict[object, PooledGroup | SequenceGroup] = {}
         self._handles: dict[int, int] = {}
         self._anchor = torch.empty(0, requires_grad=True)
 
-    def __reduce__(self) -> tuple[type[EagerKernels], tuple[()]]:
-        return EagerKernels, ()
+    def __reduce__(self) -> tuple[type[EagerGroups], tuple[()]]:
+        return EagerGroups, ()
 
     def clear(self) -> None:
-        """Removes all kernels, and with them the references to the tables."""
-        self._kernels.clear()
+        """Removes all groups, and with them the references to the tables."""
+        self._groups.clear()
         self._handles.clear()
 
     def bags(
@@ -93,10 +93,10 @@ class EagerKernels:
         wanted, train = train, train and torch.is_grad_enabled()
         if train:
             _check_training(tables)
-        kernel = self._pooled_kernel(tables, feature_tables, pooling)
-        # The kernel refuses a training lookup whose grad is disabled by a reentrant
+        group = self._pooled_group(tables, feature_tables, pooling)
+        # The group refuses a training lookup whose grad is disabled by a reentrant
         # checkpoint.
-        out: Tensor = kernel(bags.ids, bags.offsets, bags.weights, train=wanted)
+        out: Tensor = group(bags.ids, bags.offsets, bags.weights, train=wanted)
         if not train or tables[0].fused:
             return out
         collect = partial(
@@ -125,7 +125,7 @@ class EagerKernels:
         wanted, train = train, train and torch.is_grad_enabled()
         if train:
             _check_training(tables)
-        out: Tensor = self._rows_kernel(tables)(ids, counts, train=wanted)
+        out: Tensor = self._sequence_group(tables)(ids, counts, train=wanted)
         if train and not tables[0].fused:
             collect = partial(_collect_rows, list(tables), list(counts))
             out = _Collect.apply(self._anchor, out.detach(), collect, ids)  # type: ignore[no-untyped-call]
@@ -154,7 +154,7 @@ class EagerKernels:
                 [tables[number] for number in feature_tables], bags.offsets
             )
         ]
-        self._pooled_kernel(tables, feature_tables, pooling).prefetch(bags.ids, counts)
+        self._pooled_group(tables, feature_tables, pooling).prefetch(bags.ids, counts)
 
     def prefetch_rows(
         self, tables: Sequence[EagerTable], ids: Tensor, counts: Sequence[int]
@@ -162,31 +162,31 @@ class EagerKernels:
         """Prepares a batch before :meth:`rows` is called for it, with the same
         arguments.
         """
-        self._rows_kernel(tables).prefetch(ids, counts)
+        self._sequence_group(tables).prefetch(ids, counts)
 
-    def _pooled_kernel(
+    def _pooled_group(
         self,
         tables: Sequence[EagerTable],
         feature_tables: Sequence[int],
         pooling: Pooling,
-    ) -> PooledKernel:
+    ) -> PooledGroup:
         key = (tables[0].fused, pooling, *feature_tables, *map(id, tables))
-        kind: Callable[..., PooledKernel] = (
-            PooledKernel if tables[0].fused else _PooledWithoutUpdate
+        kind: Callable[..., PooledGroup] = (
+            PooledGroup if tables[0].fused else _PooledWithoutUpdate
         )
         if isinstance(tables[0], RemoteTableModule):
-            kind = tables[0].client.pooled_kernel
-        return self._kernel(
+            kind = tables[0].client.pooled_group
+        return self._group(
             key, tables, lambda found: kind(found, feature_tables, pooling)
         )
 
-    def _rows_kernel(self, tables: Sequence[EagerTable]) -> SequenceKernel:
-        make: Callable[[list[Any]], SequenceKernel] = SequenceKernel
+    def _sequence_group(self, tables: Sequence[EagerTable]) -> SequenceGroup:
+        make: Callable[[list[Any]], SequenceGroup] = SequenceGroup
         if isinstance(tables[0], RemoteTableModule):
-            make = tables[0].client.sequence_kernel
-        return self._kernel(tuple(map(id, tables)), tables, make)
+            make = tables[0].client.sequence_group
+        return self._group(tuple(map(id, tables)), tables, make)
 
-    def _kernel(
+    def _group(
         self,
         key: object,
         modules: Sequence[EagerTable],
@@ -201,30 +201,30 @@ class EagerKernels:
             self._handles.get(module, handle) != handle
             for module, handle in handles.items()
         ):
-            # A module's table was replaced, and a kernel would keep the old table.
+            # A module's table was replaced, and a group would keep the old table.
             self.clear()
         self._handles |= handles
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            kernel = self._kernels[key] = make(tables)
-            kernel.learning_rate = modules[0].rate
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = make(tables)
+            group.learning_rate = modules[0].rate
         (trains,) = are_trained([modules[0].weight])
         # to set an attribute of a module takes a microsecond
-        if kernel.frozen is trains:
-            kernel.frozen = not kernel.frozen
-        return kernel  # type: ignore[return-value]
+        if group.frozen is trains:
+            group.frozen = not group.frozen
+        return group  # type: ignore[return-value]
 
 
 # Lookups stay outside of compiled graphs, because load_state_dict() replaces the tables
-# that the kernel depends on, and because modules with fused=False collect gradients in
+# that the group depends on, and because modules with fused=False collect gradients in
 # Python.
 @torch.compiler.disable(reason=_REASON)  # type: ignore[no-untyped-call, untyped-decorator]
 def _outside_the_graph(look_up: Callable[..., Any], *args: Any, train: bool) -> Any:
     return look_up(*args, train=train)
 
 
-class _PooledWithoutUpdate(PooledKernel):
-    """A pooled kernel whose backward computes the gradients of per-sample weights and
+class _PooledWithoutUpdate(PooledGroup):
+    """A pooled group whose backward computes the gradients of per-sample weights and
     does not update the rows.
     """
 

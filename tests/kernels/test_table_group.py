@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore.store import Table
 
@@ -25,14 +25,14 @@ Lookup = Callable[[Tensor], Tensor]
 
 
 def pooled(table: Table) -> Lookup:
-    kernel = PooledKernel([table], [0], "mean")
-    return lambda weights: kernel(IDS, OFFSETS, weights, train=True)
+    group = PooledGroup([table], [0], "mean")
+    return lambda weights: group(IDS, OFFSETS, weights, train=True)
 
 
 def sequence(table: Table) -> Lookup:
-    kernel = SequenceKernel([table])
+    group = SequenceGroup([table])
     return lambda weights: (
-        kernel(IDS, [len(IDS)], train=True).view(-1, 4) * weights[:, None]
+        group(IDS, [len(IDS)], train=True).view(-1, 4) * weights[:, None]
     )
 
 
@@ -140,7 +140,7 @@ def test_a_backward_is_not_differentiated_twice() -> None:
     with Table(4) as table:
         grad_out = torch.ones((), requires_grad=True)
         weights = torch.ones(len(IDS), requires_grad=True)
-        out = PooledKernel([table], [0], "sum")(IDS, OFFSETS, weights, train=True).sum()
+        out = PooledGroup([table], [0], "sum")(IDS, OFFSETS, weights, train=True).sum()
         (first,) = torch.autograd.grad(out, weights, grad_out, create_graph=True)
         assert table.stats().updates == 4  # the distinct ids
         with pytest.raises(RuntimeError, match="differentiate twice"):
@@ -149,30 +149,30 @@ def test_a_backward_is_not_differentiated_twice() -> None:
 
 def test_make_fx_keeps_the_update() -> None:
     with Table(4) as table, Table(4) as traced:
-        kernels = [PooledKernel([each], [0], "sum") for each in (table, traced)]
+        groups = [PooledGroup([each], [0], "sum") for each in (table, traced)]
 
-        def step(kernel: PooledKernel, weights: Tensor) -> Tensor:
+        def step(group: PooledGroup, weights: Tensor) -> Tensor:
             weights = weights.detach().requires_grad_()
             return torch.autograd.grad(
-                kernel(IDS, OFFSETS, weights, train=True).sum(), weights
+                group(IDS, OFFSETS, weights, train=True).sum(), weights
             )[0]
 
         trace = make_fx(
-            partial(step, kernels[1]), tracing_mode="fake", _allow_non_fake_inputs=True
+            partial(step, groups[1]), tracing_mode="fake", _allow_non_fake_inputs=True
         )
         graph = trace(torch.ones(len(IDS)))
         graph.graph.eliminate_dead_code()
         graph.recompile()
         assert len(traced) == 0
         assert torch.equal(
-            graph(torch.ones(len(IDS))), step(kernels[0], torch.ones(len(IDS)))
+            graph(torch.ones(len(IDS))), step(groups[0], torch.ones(len(IDS)))
         )
         assert torch.equal(table.lookup(IDS), traced.lookup(IDS))
         assert table.stats() == traced.stats()
 
 
 def test_a_trace_does_not_record_what_is_freed_meanwhile() -> None:
-    dropped = [PooledKernel([Table(4)], [0], "sum"), Table(4).snapshot()]
+    dropped = [PooledGroup([Table(4)], [0], "sum"), Table(4).snapshot()]
 
     def free(x: Tensor) -> Tensor:
         dropped.clear()

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 import torch
 
-from torchrec_recstore.kernels import BlockRouting, PooledKernel
+from torchrec_recstore.kernels import BlockRouting, PooledGroup
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import MinFrequency, TableOptions
 from torchrec_recstore.store import Table
@@ -15,9 +15,9 @@ IDS = torch.tensor([4, -7, 4, 2**62, 9])
 OFFSETS = torch.tensor([0, 2, 2, 5])
 
 
-def _kernel(missing: str = "zeros", pooling: str = "sum") -> tuple[Table, PooledKernel]:
+def _group(missing: str = "zeros", pooling: str = "sum") -> tuple[Table, PooledGroup]:
     table = Table(6, optimizer=SGD(lr=0.5), options=TableOptions(missing=missing))  # type: ignore[arg-type]
-    return table, PooledKernel([table], [0], pooling)  # type: ignore[arg-type]
+    return table, PooledGroup([table], [0], pooling)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
@@ -26,12 +26,12 @@ def _kernel(missing: str = "zeros", pooling: str = "sum") -> tuple[Table, Pooled
 def test_evaluation_changes_nothing(
     missing: str, pooling: str, offsets_dtype: torch.dtype
 ) -> None:
-    table, kernel = _kernel(missing, pooling)
+    table, group = _group(missing, pooling)
     table.lookup(torch.tensor([4]), train=True)
     before = table.stats()
-    out = kernel(IDS, OFFSETS.to(offsets_dtype), train=False)
+    out = group(IDS, OFFSETS.to(offsets_dtype), train=False)
     with torch.no_grad():
-        assert torch.equal(kernel(IDS, OFFSETS, train=True), out)
+        assert torch.equal(group(IDS, OFFSETS, train=True), out)
     assert out.requires_grad
     assert table.stats() == before
     rows = table.lookup(IDS)
@@ -43,9 +43,9 @@ def test_evaluation_changes_nothing(
 
 
 def test_training_makes_rows_and_backward_updates_them() -> None:
-    table, kernel = _kernel()
+    table, group = _group()
     weights = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], requires_grad=True)
-    out = kernel(IDS, OFFSETS, weights, train=True)
+    out = group(IDS, OFFSETS, weights, train=True)
     rows = table.lookup(IDS)
     assert table.ids().tolist() == [-7, 4, 9, 2**62]
     grad = torch.randn(3, 6)
@@ -77,7 +77,7 @@ def test_weighted_bags_against_autograd_in_float64(
     features = [0, 1, 1]
     seen = torch.arange(0, 90)
     tables[1].lookup(seen, train=True)
-    kernel = PooledKernel(
+    group = PooledGroup(
         tables, features, pooling, accumulation_steps=accumulation_steps
     )
     initial = Table(64, name="t64")  # every row
@@ -88,7 +88,7 @@ def test_weighted_bags_against_autograd_in_float64(
     grad = torch.randn(bags, 17 + 64 + 64, generator=generator)
 
     weights = given.clone().requires_grad_()
-    out = kernel(ids, offsets, weights, train=True)
+    out = group(ids, offsets, weights, train=True)
     everything = torch.arange(120)
     before = [tables[0].lookup(everything), initial.lookup(everything, train=True)]
     rows = [each.double().requires_grad_() for each in before]
@@ -120,7 +120,7 @@ def test_weighted_bags_against_autograd_in_float64(
     updated = [table.contains(everything) for table in tables]
     # the update comes with a second pass, here of no gradient
     if accumulation_steps == 2:
-        kernel(ids, offsets, given, train=True).backward(torch.zeros_like(grad))
+        group(ids, offsets, given, train=True).backward(torch.zeros_like(grad))
     for table, row, old, which in zip(tables, rows, before, updated, strict=True):
         assert row.grad is not None
         after = old.double() - lr * row.grad
@@ -130,20 +130,20 @@ def test_weighted_bags_against_autograd_in_float64(
 
 
 def test_learning_rate_is_read_in_backward() -> None:
-    table, kernel = _kernel()
-    out = kernel(IDS, OFFSETS, train=True)
+    table, group = _group()
+    out = group(IDS, OFFSETS, train=True)
     before = table.lookup(IDS)
-    kernel.learning_rate = lambda: 0.0
+    group.learning_rate = lambda: 0.0
     out.sum().backward()
     assert torch.equal(table.lookup(IDS), before)
 
 
 def test_several_pending_passes_and_accumulation() -> None:
-    table, kernel = _kernel()
-    outs = [kernel(IDS + i, OFFSETS, train=True) for i in range(3)]
+    table, group = _group()
+    outs = [group(IDS + i, OFFSETS, train=True) for i in range(3)]
     before = table.lookup(IDS)
     table.remove(IDS)
-    kernel(IDS + 1000, OFFSETS, train=True)  # takes no slot of the pending passes
+    group(IDS + 1000, OFFSETS, train=True)  # takes no slot of the pending passes
     fresh = table.lookup(IDS + 1000)
     for out in outs:
         out.sum().backward()
@@ -153,22 +153,22 @@ def test_several_pending_passes_and_accumulation() -> None:
 
 
 def test_a_graph_that_is_dropped_releases_its_pass() -> None:
-    table, kernel = _kernel()
+    table, group = _group()
     for step in range(100):
-        kernel(IDS + 10 * step, OFFSETS, train=True)
+        group(IDS + 10 * step, OFFSETS, train=True)
         table.remove(IDS + 10 * step)
     gc.collect()
     assert table.stats().bytes < Table(6).stats().bytes + 100 * 64
 
 
 def test_outputs_are_recycled_only_when_nobody_holds_them() -> None:
-    table, kernel = _kernel()
-    kept = [kernel(IDS, OFFSETS, train=False) for _ in range(5)]
-    view = kernel(IDS, OFFSETS, train=True)[1:]
+    table, group = _group()
+    kept = [group(IDS, OFFSETS, train=False) for _ in range(5)]
+    view = group(IDS, OFFSETS, train=True)[1:]
     copies = [out.clone() for out in (*kept, view)]
     for _ in range(20):
         table.insert(IDS, torch.randn(5, 6))
-        kernel(IDS, OFFSETS, train=False)
+        group(IDS, OFFSETS, train=False)
     for out, copy in zip((*kept, view), copies, strict=True):
         assert torch.equal(out, copy)
 
@@ -185,13 +185,13 @@ def test_routing_is_undone() -> None:
         ]
         local = [u - rank * block if u < block * world else u // world for u in mine]
         table = Table(2)
-        kernel = PooledKernel(
+        group = PooledGroup(
             [table], [0], "sum", routings=[BlockRouting(block, world, rank)]
         )
         local_ids = torch.tensor(
             [u - 2**64 if u >= 2**63 else u for u in local], dtype=torch.int64
         )
-        kernel(local_ids, torch.arange(len(mine) + 1), train=True)
+        group(local_ids, torch.arange(len(mine) + 1), train=True)
         assert set(table.ids().tolist()) == {
             u - 2**64 if u >= 2**63 else u for u in mine
         }
@@ -221,18 +221,18 @@ def test_bad_batches_change_nothing(
     names: str,
     train: bool,
 ) -> None:
-    table, kernel = _kernel()
+    table, group = _group()
     with pytest.raises(error, match=names):
-        kernel(ids, offsets, weights, train=train)
+        group(ids, offsets, weights, train=train)
     assert len(table) == 0
     assert table.stats().steps == 0
 
 
 def test_offsets_changed_in_place_do_not_matter() -> None:
-    table, kernel = _kernel()
+    table, group = _group()
     offsets = OFFSETS.clone()
-    out = kernel(IDS, offsets, train=True)
-    dropped = kernel(IDS, offsets, train=True)
+    out = group(IDS, offsets, train=True)
+    dropped = group(IDS, offsets, train=True)
     rows = table.lookup(IDS)
     offsets[1:] = 10**9
     assert table.stats().lookups == 8
@@ -245,20 +245,20 @@ def test_offsets_changed_in_place_do_not_matter() -> None:
 
 def test_offsets_that_go_back_for_another_feature() -> None:
     tables = [Table(dim, name=str(dim)) for dim in (64, 1, 1)]
-    kernel = PooledKernel(tables, [0, 1, 2], "sum")
+    group = PooledGroup(tables, [0, 1, 2], "sum")
     begins = torch.arange(2048) * 2
     offsets = torch.cat(
         [begins, torch.full((2048,), 4096), begins, torch.tensor([4096])]
     )
     with pytest.raises(ValueError, match="offsets must ascend"):
-        kernel(torch.arange(4096), offsets, train=True)
+        group(torch.arange(4096), offsets, train=True)
     assert [len(table) for table in tables] == [0, 0, 0]
 
 
 def test_weights_changed_in_place_are_refused() -> None:
-    table, kernel = _kernel()
+    table, group = _group()
     weights = torch.ones(5)
-    out = kernel(IDS, OFFSETS, weights, train=True)
+    out = group(IDS, OFFSETS, weights, train=True)
     before = table.lookup(IDS)
     weights[0] = 7.0
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -266,24 +266,24 @@ def test_weights_changed_in_place_are_refused() -> None:
     assert torch.equal(table.lookup(IDS), before)
 
 
-def test_closed_table_in_a_kernel() -> None:
-    table, kernel = _kernel()
-    out = kernel(IDS, OFFSETS, train=True)
+def test_closed_table_in_a_group() -> None:
+    table, group = _group()
+    out = group(IDS, OFFSETS, train=True)
     table.close()
     with pytest.raises(ValueError, match="closed"):
-        kernel(IDS, OFFSETS, train=True)
+        group(IDS, OFFSETS, train=True)
     with pytest.raises(ValueError, match="closed"):
         out.sum().backward()
 
 
-def test_arguments_of_a_kernel() -> None:
+def test_arguments_of_a_group() -> None:
     table = Table(4)
     with pytest.raises(ValueError, match="pooling"):
-        PooledKernel([table], [0], "max")  # type: ignore[arg-type]
+        PooledGroup([table], [0], "max")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="feature_tables"):
-        PooledKernel([table], [1], "sum")
+        PooledGroup([table], [1], "sum")
     with pytest.raises(ValueError, match="routings"):
-        PooledKernel([table], [0], "sum", routings=[])
+        PooledGroup([table], [0], "sum", routings=[])
     with pytest.raises(ValueError, match="rank"):
         BlockRouting(5, 2, 2)
 
@@ -292,15 +292,14 @@ def test_prefetched_rows_are_those_that_a_forward_makes() -> None:
     tables = [Table(4, name=name) for name in ("one", "other")]
     plain = [Table(4, name=name) for name in ("one", "other")]
     ids, offsets = torch.tensor([5, -1, 5, 2**62]), torch.tensor([0, 2, 3, 4, 4])
-    kernel = PooledKernel(tables, [0, 1], "sum")
-    kernel.prefetch(ids, [3, 1])
+    group = PooledGroup(tables, [0, 1], "sum")
+    group.prefetch(ids, [3, 1])
     assert [table.ids().tolist() for table in tables] == [[-1, 5], [2**62]]
     outs = [
-        k(ids, offsets, train=True)
-        for k in (kernel, PooledKernel(plain, [0, 1], "sum"))
+        k(ids, offsets, train=True) for k in (group, PooledGroup(plain, [0, 1], "sum"))
     ]
     assert torch.equal(*outs)
     assert [table.stats() for table in tables] == [table.stats() for table in plain]
     for counts in ([4], [3, 2], [5, -1]):
         with pytest.raises(ValueError, match="counts must"):
-            kernel.prefetch(ids, counts)
+            group.prefetch(ids, counts)

@@ -1,8 +1,8 @@
-"""Compute kernels of tables whose rows a client reads and updates elsewhere, usually on
+"""Groups of tables whose rows a client reads and updates elsewhere, usually on
 parameter servers.
 
 A training lookup reads each distinct id of the batch once, and pools the rows with the
-native kernel of a table in this process. Its backward sums the gradients of each
+native code of a table in this process. Its backward sums the gradients of each
 distinct id with the same native code, in the order of the batch, and sends the sums.
 The results are therefore the same, to the bit, as those of a table in the process.
 """
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels.device_copies import CopyTarget, traced
-from torchrec_recstore.kernels.lookup import LookupKernel
-from torchrec_recstore.kernels.pooled import PooledKernel
-from torchrec_recstore.kernels.sequence import SequenceKernel
+from torchrec_recstore.kernels.pooled_group import PooledGroup
+from torchrec_recstore.kernels.sequence_group import SequenceGroup
+from torchrec_recstore.kernels.table_group import TableGroup
 from torchrec_recstore.optim import SGD, Optimizer
 from torchrec_recstore.options import ConstantInit, TableOptions, check_int
 from torchrec_recstore.row_types import value_dtype
@@ -34,8 +34,8 @@ from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 
 _MOST_PREFETCHES = 4  # further prefetches free the oldest one
-_NativeKernel = PooledKernel | SequenceKernel
-_Make = Callable[[Sequence[Table]], _NativeKernel]
+_LocalGroup = PooledGroup | SequenceGroup
+_Make = Callable[[Sequence[Table]], _LocalGroup]
 _numbers = itertools.count(1)
 _handles = itertools.count(-1, -1)  # the handles of native tables are positive
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
@@ -129,7 +129,7 @@ class _Workspace:
             Table(each.dim, torch.float32, _summing(each), zeros, name=each.name)
             for each in tables
         ]
-        self.kernel = make(self.tables)
+        self.group = make(self.tables)
         self._numbers = torch.arange(0)
 
     def write(self, rows: Sequence[Tensor]) -> None:
@@ -159,7 +159,7 @@ class _Workspace:
             )
         ]
         self.write(parts)
-        self.kernel.update(context, grad, False, counts)
+        self.group.update(context, grad, False, counts)
         for n, table, part in zip(numbers, self.tables, parts, strict=True):
             if n:
                 ops.table_read(table.handle, self._first(n), part)
@@ -249,7 +249,7 @@ class _Prefetched:
 
 
 class _Updates:
-    """The updates that a kernel has sent: at most ``staleness`` of them are in
+    """The updates that a group has sent: at most ``staleness`` of them are in
     progress.
     """
 
@@ -340,17 +340,17 @@ class _Updates:
         return ascending
 
 
-class RemoteKernel(LookupKernel):
-    """The base class of the kernels whose rows a client reads and updates.
+class RemoteGroup(TableGroup):
+    """The base class of the groups whose rows a client reads and updates.
 
     Rows are made by the update of a backward: a training lookup reads an id without a
-    row as its initial row. A kernel that is not used by several threads at once reads
+    row as its initial row. A group that is not used by several threads at once reads
     rows that lack at most the last ``staleness`` updates of this process, also if they
     were prefetched.
 
     Args:
         tables: The tables, of one client, with the same ``staleness``.
-        make: A function that makes the native kernel for tables of this process.
+        make: A function that makes the group for tables of this process.
     """
 
     learning_rate = None
@@ -366,20 +366,20 @@ class RemoteKernel(LookupKernel):
         self._updates = _Updates(self._tables)
         self._prefetched: deque[_Prefetched] = deque()
         self._free.append(_Workspace(self._tables, make))
-        self._shape_of = self._free[0].kernel
+        self._shape_of = self._free[0].group
 
-    def look_up(
+    def training_lookup(
         self,
         ids: Tensor,
         offsets: Tensor | None,
         counts: Sequence[int],
         weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """See ``LookupKernel.look_up``."""
+        """See ``TableGroup.training_lookup``."""
         batch, rows = self._rows(ids, self._table_counts(ids, offsets, counts))
         pass_ = _Pass(self._free, self._workspace(), batch.distinct, rows)
         pass_.workspace.write(rows)
-        out, pass_.context = pass_.workspace.kernel.look_up(
+        out, pass_.context = pass_.workspace.group.training_lookup(
             batch.places, offsets, counts, weights
         )
         context = torch.frombuffer(pass_, dtype=torch.int64)
@@ -395,7 +395,7 @@ class RemoteKernel(LookupKernel):
         counts: Sequence[int] = (),
         rate: float | None = None,
     ) -> Tensor | None:
-        """See ``LookupKernel.update``. The gradients are sent; see ``ClientTable``.
+        """See ``TableGroup.update``. The gradients are sent; see ``ClientTable``.
 
         Raises:
             ServiceError: The update that this one waits for has failed.
@@ -418,14 +418,14 @@ class RemoteKernel(LookupKernel):
         self._updates.send(pass_.distinct, sums, self._prefetched, rate)
         return of_weights
 
-    def read(
+    def evaluation_lookup(
         self,
         ids: Tensor,
         offsets: Tensor | None,
         counts: Sequence[int],
         weights: Tensor | None,
     ) -> Tensor:
-        """See ``LookupKernel.read``. It waits for all updates of this kernel.
+        """See ``TableGroup.evaluation_lookup``. It waits for all updates of this group.
 
         If the tables are frozen, training calls this method, too, and the rows may have
         been prefetched.
@@ -440,7 +440,9 @@ class RemoteKernel(LookupKernel):
         workspace = self._workspace()
         try:
             workspace.write(rows)
-            return workspace.kernel.read(batch.places, offsets, counts, weights)
+            return workspace.group.evaluation_lookup(
+                batch.places, offsets, counts, weights
+            )
         finally:
             self._free.append(workspace)
 
@@ -451,7 +453,7 @@ class RemoteKernel(LookupKernel):
     def output_shape(
         self, offsets: Tensor | None, counts: Sequence[int]
     ) -> tuple[int, ...]:
-        """See ``LookupKernel.output_shape``."""
+        """See ``TableGroup.output_shape``."""
         return self._shape_of.output_shape(offsets, counts)
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
@@ -459,12 +461,12 @@ class RemoteKernel(LookupKernel):
         lookup.
 
         The lookup of the same ids waits for these rows, and reads the rows again that
-        this kernel has updated since. The kernel keeps the four newest batches. If the
+        this group has updated since. The group keeps the four newest batches. If the
         tables are frozen, a lookup in evaluation discards them.
 
         Args:
             ids: (N,) int64, table by table. The ids of the batch.
-            counts: The number of ids of each feature, or of each table if the kernel
+            counts: The number of ids of each feature, or of each table if the group
                 does not pool.
         """
         ids, of_tables = ids.clone(), self._prefetch_counts(counts)
@@ -568,8 +570,8 @@ class RemoteKernel(LookupKernel):
         raise NotImplementedError
 
 
-class RemotePooledKernel(RemoteKernel):
-    """A :class:`PooledKernel` whose rows a client reads and updates.
+class RemotePooledGroup(RemoteGroup):
+    """A :class:`PooledGroup` whose rows a client reads and updates.
 
     The features of a table are adjacent.
 
@@ -577,7 +579,7 @@ class RemotePooledKernel(RemoteKernel):
         tables: The tables, of one client.
         feature_tables: The index of each feature's table in ``tables``, ascending, in
             the order of the features.
-        pooling: See :class:`PooledKernel`.
+        pooling: See :class:`PooledGroup`.
     """
 
     def __init__(
@@ -586,7 +588,7 @@ class RemotePooledKernel(RemoteKernel):
         if list(feature_tables) != sorted(feature_tables):
             raise ValueError(f"feature_tables must ascend, got {list(feature_tables)}")
         super().__init__(
-            tables, lambda here: PooledKernel(here, feature_tables, pooling)
+            tables, lambda here: PooledGroup(here, feature_tables, pooling)
         )
         self._features = [
             list(feature_tables).count(number) for number in range(len(tables))
@@ -603,13 +605,13 @@ class RemotePooledKernel(RemoteKernel):
     ) -> Tensor:
         """Looks up a batch and pools it.
 
-        See :meth:`PooledKernel.forward`; the arguments are the same.
+        See :meth:`PooledGroup.forward`; the arguments are the same.
 
         Raises:
-            TypeError, ValueError, MemoryError: See :meth:`PooledKernel.forward`.
+            TypeError, ValueError, MemoryError: See :meth:`PooledGroup.forward`.
             ServiceError: A server cannot be reached, or refuses the call.
         """
-        assert isinstance(self._shape_of, PooledKernel)
+        assert isinstance(self._shape_of, PooledGroup)
         self._shape_of.check(ids, offsets, weights)
         self._begin_lookup(train)
         return self._run(ids, offsets, (), weights, train, to)
@@ -617,8 +619,8 @@ class RemotePooledKernel(RemoteKernel):
     def weight_gradients(
         self, ids: Tensor, offsets: Tensor | None, grad: Tensor
     ) -> Tensor:
-        """See ``LookupKernel.weight_gradients``."""
-        assert isinstance(self._shape_of, PooledKernel)
+        """See ``TableGroup.weight_gradients``."""
+        assert isinstance(self._shape_of, PooledGroup)
         self._updates.wait()
         of_tables = torch.split(ids, list(self._table_counts(ids, offsets, ())))
         rows = [
@@ -654,15 +656,15 @@ class RemotePooledKernel(RemoteKernel):
         return [sum(itertools.islice(of_features, count)) for count in self._features]
 
 
-class RemoteSequenceKernel(RemoteKernel):
-    """A :class:`SequenceKernel` whose rows a client reads and updates.
+class RemoteSequenceGroup(RemoteGroup):
+    """A :class:`SequenceGroup` whose rows a client reads and updates.
 
     Args:
         tables: The tables, of one client, in the order of their ids in the batch.
     """
 
     def __init__(self, tables: Sequence[ClientTable]) -> None:
-        super().__init__(tables, SequenceKernel)
+        super().__init__(tables, SequenceGroup)
 
     def forward(
         self,
@@ -674,10 +676,10 @@ class RemoteSequenceKernel(RemoteKernel):
     ) -> Tensor:
         """Looks up a batch.
 
-        See :meth:`SequenceKernel.forward`; the arguments are the same.
+        See :meth:`SequenceGroup.forward`; the arguments are the same.
 
         Raises:
-            TypeError, ValueError, MemoryError: See :meth:`SequenceKernel.forward`.
+            TypeError, ValueError, MemoryError: See :meth:`SequenceGroup.forward`.
             ServiceError: A server cannot be reached, or refuses the call.
         """
         if ids.dtype is not torch.int64:

@@ -8,22 +8,22 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels.device_copies import CopyTarget
-from torchrec_recstore.kernels.lookup import LookupKernel
-from torchrec_recstore.kernels.pooled import PooledKernel
+from torchrec_recstore.kernels.pooled_group import PooledGroup
 from torchrec_recstore.kernels.routing import BlockRouting, one_routing_each
+from torchrec_recstore.kernels.table_group import TableGroup
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.memory_tier import holding
 
 
-class SequenceKernel(LookupKernel):
-    """A kernel that returns a row for each id of the batch, without pooling.
+class SequenceGroup(TableGroup):
+    """A group of tables whose lookup returns the row of each id, without pooling.
 
     Forward is one native call for all tables. Backward is one native call for each
     table.
 
     Args:
         tables: The tables, in the order of their ids in the batch.
-        routings, accumulation_steps: See :class:`PooledKernel`.
+        routings, accumulation_steps: See :class:`PooledGroup`.
 
     Raises:
         ValueError: An argument has an invalid value or does not fit the other
@@ -38,8 +38,8 @@ class SequenceKernel(LookupKernel):
         accumulation_steps: int = 1,
     ) -> None:
         super().__init__(tables, len(tables))
-        self._kernels = [
-            PooledKernel(
+        self._groups = [
+            PooledGroup(
                 [table],
                 [0],
                 "sum",
@@ -50,9 +50,9 @@ class SequenceKernel(LookupKernel):
                 tables, one_routing_each(tables, routings), strict=True
             )
         ]
-        self._groups = [kernel.group for kernel in self._kernels]
+        self._handles = [group.handle for group in self._groups]
         self._columns = [len(table.columns) for table in tables]
-        self._has_cold_rows = any(kernel.cold_rows.tiers for kernel in self._kernels)
+        self._has_cold_rows = any(group.cold_rows.tiers for group in self._groups)
 
     @property
     def learning_rate(self) -> Callable[[], float] | None:
@@ -60,12 +60,12 @@ class SequenceKernel(LookupKernel):
 
         It is called in each backward. None: each table's ``optimizer.lr``.
         """
-        return self._kernels[0].learning_rate if self._kernels else None
+        return self._groups[0].learning_rate if self._groups else None
 
     @learning_rate.setter
     def learning_rate(self, value: Callable[[], float] | None) -> None:
-        for kernel in self._kernels:
-            kernel.learning_rate = value
+        for group in self._groups:
+            group.learning_rate = value
 
     def forward(
         self,
@@ -80,8 +80,8 @@ class SequenceKernel(LookupKernel):
         Args:
             ids: (N,) int64, table by table. The ids of the batch.
             counts: The number of ids of each table. The sum is N.
-            train: See :meth:`PooledKernel.forward`.
-            to: See :meth:`PooledKernel.forward`.
+            train: See :meth:`PooledGroup.forward`.
+            to: See :meth:`PooledGroup.forward`.
 
         Returns:
             (sum over tables of counts * columns,) float32. The rows, table by table, in
@@ -89,59 +89,55 @@ class SequenceKernel(LookupKernel):
 
         Raises:
             TypeError, ValueError, ColdStoreError, MemoryError: See
-                :meth:`PooledKernel.forward`. ValueError also if ``counts`` does not fit
+                :meth:`PooledGroup.forward`. ValueError also if ``counts`` does not fit
                 ``ids``.
         """
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
         return self._run(ids, None, counts, None, train, to)
 
-    def look_up(
+    def training_lookup(
         self,
         ids: Tensor,
         offsets: Tensor | None,
         counts: Sequence[int],
         weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """See ``LookupKernel.look_up``."""
+        """See ``TableGroup.training_lookup``."""
         if not self._has_cold_rows:
-            return ops.rows_forward(self._groups, ids, counts, True)
+            return ops.rows_forward(self._handles, ids, counts, True)
         with ExitStack() as stack:
             # All locks are taken here, in one order, because resident() takes the lock
             # of one table at a time.
             stack.enter_context(
                 holding(
-                    [
-                        tier
-                        for kernel in self._kernels
-                        for tier in kernel.cold_rows.tiers
-                    ]
+                    [tier for group in self._groups for tier in group.cold_rows.tiers]
                 )
             )
-            for kernel, part in self._parts(ids, counts):
-                stack.enter_context(kernel.cold_rows.resident(part, None))
-            return ops.rows_forward(self._groups, ids, counts, True)
+            for group, part in self._parts(ids, counts):
+                stack.enter_context(group.cold_rows.resident(part, None))
+            return ops.rows_forward(self._handles, ids, counts, True)
 
-    def read(
+    def evaluation_lookup(
         self,
         ids: Tensor,
         offsets: Tensor | None,
         counts: Sequence[int],
         weights: Tensor | None,
     ) -> Tensor:
-        """See ``LookupKernel.read``."""
+        """See ``TableGroup.evaluation_lookup``."""
         if self._has_cold_rows:
             rows = (
-                kernel.cold_rows.read(part, None, None)
-                for kernel, part in self._parts(ids, counts)
+                group.cold_rows.read(part, None, None)
+                for group, part in self._parts(ids, counts)
             )
             return torch.cat([part.flatten() for part in rows])
-        return ops.rows_forward(self._groups, ids, counts, False)[0]
+        return ops.rows_forward(self._handles, ids, counts, False)[0]
 
     def output_shape(
         self, offsets: Tensor | None, counts: Sequence[int]
     ) -> tuple[int, ...]:
-        """See ``LookupKernel.output_shape``."""
+        """See ``TableGroup.output_shape``."""
         return (
             sum(
                 count * columns
@@ -157,15 +153,15 @@ class SequenceKernel(LookupKernel):
         counts: Sequence[int] = (),
         rate: float | None = None,
     ) -> Tensor | None:
-        """See ``LookupKernel.update``."""
+        """See ``TableGroup.update``."""
         sizes = [
             count * columns
             for count, columns in zip(counts, self._columns, strict=True)
         ]
-        for i, (kernel, part) in enumerate(
-            zip(self._kernels, torch.split(grad, sizes), strict=True)
+        for i, (group, part) in enumerate(
+            zip(self._groups, torch.split(grad, sizes), strict=True)
         ):
-            kernel.update(
+            group.update(
                 context[i : i + 1], part.reshape(-1, self._columns[i]), False, rate=rate
             )
         return None
@@ -173,12 +169,12 @@ class SequenceKernel(LookupKernel):
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
         """Prepares a batch, with the ``ids`` and ``counts`` of :meth:`forward`.
 
-        See :meth:`PooledKernel.prefetch`.
+        See :meth:`PooledGroup.prefetch`.
         """
-        for kernel, part in self._parts(ids, counts):
-            kernel.prefetch(part, [len(part)])
+        for group, part in self._parts(ids, counts):
+            group.prefetch(part, [len(part)])
 
     def _parts(
         self, ids: Tensor, counts: Sequence[int]
-    ) -> Iterator[tuple[PooledKernel, Tensor]]:
-        return zip(self._kernels, torch.split(ids, list(counts)), strict=True)
+    ) -> Iterator[tuple[PooledGroup, Tensor]]:
+        return zip(self._groups, torch.split(ids, list(counts)), strict=True)

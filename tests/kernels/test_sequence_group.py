@@ -4,40 +4,40 @@ import pytest
 import torch
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import BlockRouting, SequenceKernel
+from torchrec_recstore.kernels import BlockRouting, SequenceGroup
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.store import Table
 
 IDS = torch.tensor([4, -7, 4, 2**62, 4])
 
 
-def two_tables() -> tuple[Table, Table, SequenceKernel]:
+def two_tables() -> tuple[Table, Table, SequenceGroup]:
     wide, narrow = (
         Table(6, optimizer=SGD(lr=0.5)),
         Table(2, optimizer=SGD(lr=0.25), name="narrow"),
     )
-    return wide, narrow, SequenceKernel([wide, narrow])
+    return wide, narrow, SequenceGroup([wide, narrow])
 
 
 def test_rows_table_by_table_and_their_updates() -> None:
-    wide, narrow, kernel = two_tables()
-    out = kernel(IDS, [3, 2], train=True)
+    wide, narrow, group = two_tables()
+    out = group(IDS, [3, 2], train=True)
     before = [wide.lookup(IDS[:3]), narrow.lookup(IDS[3:])]
     assert torch.equal(out, torch.cat([rows.view(-1) for rows in before]))
     out.sum().backward()
     times = torch.tensor([2.0, 1.0, 2.0])[:, None]
     torch.testing.assert_close(wide.lookup(IDS[:3]), before[0] - 0.5 * times)
     torch.testing.assert_close(narrow.lookup(IDS[3:]), before[1] - 0.25)
-    kernel.learning_rate = lambda: 0.0
-    kernel(IDS, [3, 2], train=True).sum().backward()
+    group.learning_rate = lambda: 0.0
+    group(IDS, [3, 2], train=True).sum().backward()
     torch.testing.assert_close(narrow.lookup(IDS[3:]), before[1] - 0.25)
-    assert kernel.learning_rate is not None
+    assert group.learning_rate is not None
     assert [table.stats().steps for table in (wide, narrow)] == [2, 2]
 
 
 def test_evaluation_changes_nothing() -> None:
-    wide, narrow, kernel = two_tables()
-    out = kernel(IDS, [5, 0], train=False)
+    wide, narrow, group = two_tables()
+    out = group(IDS, [5, 0], train=False)
     assert torch.equal(out, torch.zeros(30))
     assert out.requires_grad
     assert len(wide) == len(narrow) == 0
@@ -45,9 +45,9 @@ def test_evaluation_changes_nothing() -> None:
 
 def test_batches_of_changing_size() -> None:
     table = Table(2)
-    kernel = SequenceKernel([table])
+    group = SequenceGroup([table])
     for count in (0, 7, 3, 100):
-        out = kernel(torch.arange(count), [count], train=True)
+        out = group(torch.arange(count), [count], train=True)
         assert torch.equal(out.view(-1, 2), table.lookup(torch.arange(count)))
 
 
@@ -62,22 +62,22 @@ def test_mixed_ids_are_stored_raw(rank: int) -> None:
         if m
     ]
     table = Table(2)
-    kernel = SequenceKernel(
+    group = SequenceGroup(
         [table], routings=[BlockRouting(block, world, rank, mixed=True)]
     )
-    kernel(torch.tensor(local, dtype=torch.int64), [len(local)], train=True)
+    group(torch.tensor(local, dtype=torch.int64), [len(local)], train=True)
     assert torch.equal(table.ids(), IDS[torch.tensor(mine)].unique())
 
 
 def test_bad_input() -> None:
-    wide, _, kernel = two_tables()
+    wide, _, group = two_tables()
     for counts in ([5], [2, 2], [3, 3]):
         with pytest.raises(ValueError, match="counts"):
-            kernel(IDS, counts, train=True)
+            group(IDS, counts, train=True)
     with pytest.raises(TypeError, match="ids must be int64"):
-        kernel(IDS.int(), [3, 2], train=True)
+        group(IDS.int(), [3, 2], train=True)
     with pytest.raises(ValueError, match="routings"):
-        SequenceKernel([wide], routings=[])
+        SequenceGroup([wide], routings=[])
     assert len(wide) == 0
 
 
@@ -92,7 +92,7 @@ def test_backward_needs_no_ids_of_the_caller(accumulation_steps: int) -> None:
         for _ in range(2)
     ]
     kept, freed = (
-        SequenceKernel([table], accumulation_steps=accumulation_steps)
+        SequenceGroup([table], accumulation_steps=accumulation_steps)
         for table in tables
     )
     ids = torch.arange(100_000)

@@ -1,5 +1,5 @@
-"""The kernel that pools, the rows of its tables in cold stores, and the gradients of
-per-sample weights.
+"""The group that pools, its rows in cold stores, and the gradients of per-sample
+weights.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels.device_copies import CopyTarget
-from torchrec_recstore.kernels.lookup import LookupKernel
 from torchrec_recstore.kernels.routing import BlockRouting, one_routing_each
+from torchrec_recstore.kernels.table_group import TableGroup
 from torchrec_recstore.options import check_int
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.cold_tier import ColdTier
 from torchrec_recstore.store.memory_tier import holding
 
 
-class PooledKernel(LookupKernel):
-    """A kernel that pools the rows of a group of tables.
+class PooledGroup(TableGroup):
+    """A group of tables whose rows are pooled by bag.
 
     Forward is one native call, and so is backward.
 
@@ -72,15 +72,15 @@ class PooledKernel(LookupKernel):
                 table.pending_passes = self._pending
         self.learning_rate = None
         numbers = [(0, 0, 0, False) if r is None else astuple(r) for r in routings]
-        self.group = ops.group_create(
+        self.handle = ops.group_create(
             [t.handle for t in self.tables], feature_tables, numbers, pooling == "mean"
         )
         """The handle of the native group, for other lookups of the same tables.
 
-        It is valid as long as the kernel.
+        It is valid as long as this object.
         """
-        self._free = weakref.finalize(self, ops.group_destroy, self.group)
-        self.cold_rows = ColdRows(self.tables, self.group)
+        self._free = weakref.finalize(self, ops.group_destroy, self.handle)
+        self.cold_rows = ColdRows(self.tables, self.handle)
         self._features = len(feature_tables)
         self._feature_tables, self._pooling = list(feature_tables), pooling
         self._columns = sum(
@@ -137,10 +137,10 @@ class PooledKernel(LookupKernel):
         tables with ``max_rows`` or ``admission``, and does nothing if the tables are
         frozen.
 
-        The kernel keeps a copy of the ids and their slots, 12 bytes for each id. The
+        The group keeps a copy of the ids and their slots, 12 bytes for each id. The
         next training forward of the same ids takes the slots, and does not look them up
         again. The slots do not pin the rows: the forward looks up the ids whose rows
-        have been evicted, removed or moved since. The kernel keeps the four newest
+        have been evicted, removed or moved since. The group keeps the four newest
         batches. It frees a batch when a later one is used, or when four training
         forwards have not used it.
 
@@ -156,7 +156,7 @@ class PooledKernel(LookupKernel):
         if self.read_only:
             return
         with ops.native_errors(self._who):
-            ops.group_prefetch(self.group, ids, counts)
+            ops.group_prefetch(self.handle, ids, counts)
             self.cold_rows.prefetch(ids, counts)
 
     def check(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
@@ -171,38 +171,38 @@ class PooledKernel(LookupKernel):
         if weights is not None and weights.dtype is not torch.float32:
             raise TypeError(f"weights must be float32, got {weights.dtype}")
 
-    def look_up(
+    def training_lookup(
         self,
         ids: Tensor,
         offsets: Tensor | None,
         counts: Sequence[int],
         weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """See ``LookupKernel.look_up``."""
+        """See ``TableGroup.training_lookup``."""
         assert offsets is not None
         if not self.cold_rows.tiers:
-            return ops.group_forward(self.group, ids, offsets, weights, True)
+            return ops.group_forward(self.handle, ids, offsets, weights, True)
         with self.cold_rows.resident(ids, offsets):
-            return ops.group_forward(self.group, ids, offsets, weights, True)
+            return ops.group_forward(self.handle, ids, offsets, weights, True)
 
-    def read(
+    def evaluation_lookup(
         self,
         ids: Tensor,
         offsets: Tensor | None,
         counts: Sequence[int],
         weights: Tensor | None,
     ) -> Tensor:
-        """See ``LookupKernel.read``."""
+        """See ``TableGroup.evaluation_lookup``."""
         assert offsets is not None
         if self.cold_rows.tiers:
             return self.cold_rows.read(ids, offsets, weights)
-        return ops.group_forward(self.group, ids, offsets, weights, False)[0]
+        return ops.group_forward(self.handle, ids, offsets, weights, False)[0]
 
     def weight_gradients(
         self, ids: Tensor, offsets: Tensor | None, grad: Tensor
     ) -> Tensor:
-        """See ``LookupKernel.weight_gradients``."""
-        of_tables = ops.group_table_ids(self.group, ids, offsets)
+        """See ``TableGroup.weight_gradients``."""
+        of_tables = ops.group_table_ids(self.handle, ids, offsets)
         rows = [
             table.lookup(some)
             for table, some in zip(self.tables, of_tables, strict=True)
@@ -224,7 +224,7 @@ class PooledKernel(LookupKernel):
     def output_shape(
         self, offsets: Tensor | None, counts: Sequence[int]
     ) -> tuple[int, ...]:
-        """See ``LookupKernel.output_shape``."""
+        """See ``TableGroup.output_shape``."""
         assert offsets is not None
         return (offsets.shape[0] - 1) // max(self._features, 1), self._columns
 
@@ -236,7 +236,7 @@ class PooledKernel(LookupKernel):
         counts: Sequence[int] = (),
         rate: float | None = None,
     ) -> Tensor | None:
-        """See ``LookupKernel.update``.
+        """See ``TableGroup.update``.
 
         With ``accumulation_steps`` above 1, most calls only keep the gradient.
         """
