@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,35 @@ NAMED = sorted(set(re.findall(r"[\w/]+/\w+\.(?:py|h|cpp|inl|proto)\b", DOCUMENT)
 def test_named_files_exist(name: str) -> None:
     places = (ROOT / name, *(package / name for package in PACKAGES.values()))
     assert any(place.is_file() for place in places)
+
+
+def on_the_map() -> set[Path]:
+    """The files and folders that the map at the beginning of the page names."""
+    block = DOCUMENT.split("```text\n", 1)[1].split("```", 1)[0]
+    paths: set[Path] = set()
+    parents: list[Path] = []
+    for line in block.splitlines():
+        level = (len(line) - len(line.lstrip())) // 4
+        folder = parents[level - 1] if level else ROOT
+        # Names are separated from what they hold by several blanks, as from each other.
+        names = re.match(r"\s*((?:[\w./]+(?:  |$))+)", line)
+        assert names is not None, line
+        entries = [folder / name for name in names[1].split()]
+        paths.update(entries)
+        parents[level:] = [entries[0]]
+    return paths
+
+
+def test_the_map_is_the_tree() -> None:
+    places = on_the_map()
+    assert [path for path in places if not path.exists()] == []
+    for package in PACKAGES.values():
+        for path in package.iterdir():
+            is_module = path.suffix == ".py" and path.name != "__init__.py"
+            is_room = path.is_dir() and not path.name.startswith("_")
+            assert path in places or not (is_module or is_room), f"{path} is not on the map"
+    csrc = PACKAGES["torchrec_recstore"] / "csrc"
+    assert {path for path in csrc.iterdir() if path.is_dir()} <= places
 
 
 def test_the_core_is_described() -> None:
