@@ -329,10 +329,10 @@ def test_another_program_on_the_port_gets_no_rows(
     stack.callback(stranger.close)
     offer = _offer(own_server.address)
     offer.rows_port = stranger.port
-    transport = RowPort(own_server.address, None, None, lambda _: offer)
+    port = RowPort(own_server.address, None, None, lambda _: offer)
     for _ in range(3):
         with pytest.raises(OSError, match=f"127.0.0.1:{stranger.port}: "):
-            transport.connect(offer)
+            port.connect(offer)
     assert len(_warnings(caplog)) == 1
 
 

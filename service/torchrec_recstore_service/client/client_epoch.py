@@ -25,11 +25,11 @@ class Runs:
 
     Args:
         label: The label of the epoch. Empty if it is not known.
-        of: The run of each server, by its address.
+        by_address: The run of each server.
     """
 
     label: str
-    of: Mapping[str, str]
+    by_address: Mapping[str, str]
 
 
 def writes_lost(error: ServerRestartedError) -> ServerRestartedError:
@@ -85,10 +85,10 @@ class ClientEpoch:
         """
         with self._finding:
             if self.runs is known:  # otherwise another thread has found them
-                found = self._find(table)
-                if found.label == known.label:  # see ``after`` for another epoch
+                runs = self._find(table)
+                if runs.label == known.label:  # see ``after`` for another epoch
                     with self._lock:
-                        self.runs = found
+                        self.runs = runs
 
     def after(
         self,
@@ -132,10 +132,7 @@ class ClientEpoch:
         It waits for a write that is 1024 numbers behind.
         """
         with self._lock:
-            while (
-                self._pending
-                and self._requests >= min(self._pending) + MOST_ANSWERS - 1
-            ):
+            while self._pending and self._is_far_ahead():
                 self._ended.wait()
             self._requests += 1
             number = self._requests
@@ -146,6 +143,9 @@ class ClientEpoch:
             with self._lock:
                 self._pending.remove(number)
                 self._ended.notify_all()
+
+    def _is_far_ahead(self) -> bool:
+        return self._requests >= min(self._pending) + MOST_ANSWERS - 1
 
     @property
     def done_before(self) -> int:
@@ -168,7 +168,7 @@ class ClientEpoch:
     def _find_after(self, label: str, table: str) -> str:
         with self._finding:
             if self.runs.label == label:  # otherwise another thread has found the epoch
-                found = self._find(table)
+                runs = self._find(table)
                 with self._lock:
-                    self.runs = found
+                    self.runs = runs
             return self.runs.label

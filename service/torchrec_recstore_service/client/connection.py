@@ -20,13 +20,13 @@ from torch import Tensor
 from torchrec_recstore.network import Backoff
 from torchrec_recstore.utils import leave_to_parent
 from torchrec_recstore_service.client.client_epoch import ClientEpoch, Runs, writes_lost
-from torchrec_recstore_service.client.row_port import RowPort
-from torchrec_recstore_service.client.shared_memory import (
+from torchrec_recstore_service.client.row_connections import (
     DoesNotFitError,
     RowConnections,
     ServedError,
-    shared_memory,
 )
+from torchrec_recstore_service.client.row_port import RowPort
+from torchrec_recstore_service.client.shared_memory import shared_memory
 from torchrec_recstore_service.client.streams import Streams
 from torchrec_recstore_service.client.tcp_rows import TcpConnection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
@@ -53,8 +53,10 @@ from torchrec_recstore_service.wire.table_rows import TableRows
 # the deadline of a save or load, whose time is not known; keepalive detects a dead
 # server
 _LONG_CALL_S = 24 * 3600.0
-# connections for rows to one server; more calls at the same time than these go by gRPC
-_BY_MEMORY, _BY_TCP = 8, 64
+# the largest numbers of connections for rows to one server; more calls at the same time
+# than these go by gRPC
+_MOST_BY_MEMORY = 8
+_MOST_BY_TCP = 64
 # the time after which a call that one server of a pair has not answered goes to the
 # other one
 _HANGS_S = 8.0
@@ -89,7 +91,10 @@ class Connection:
         self._access = access
         self._epoch = epoch or ClientEpoch(lambda table: Runs("", {}))
         context = None if access.tls_ca is None else tls_context(access)
-        self._sides = [Side(each, access, context) for each in address.split("/")]
+        self._sides = [
+            Side(address_of_one, access, context)
+            for address_of_one in address.split("/")
+        ]
         self._side = self._sides[0]  # the server that has answered last
         self._process = os.getpid()
         # the destructor of a channel waits for locks and threads of gRPC
@@ -97,8 +102,9 @@ class Connection:
 
     def describe(self, table: str = "") -> pb.DescribeReply:
         """Returns the server's state and tables. Errors name ``table``."""
+        request = pb.DescribeRequest()
         reply: pb.DescribeReply = self._call(
-            table, lambda left: self._unary("Describe", pb.DescribeRequest(), left)
+            table, lambda left_s: self._unary("Describe", request, left_s)
         )
         return reply
 
@@ -109,25 +115,23 @@ class Connection:
         Raises:
             ValueError: The server takes no calls on rows by TCP.
         """
+        request = pb.AttachRequest(port=True)
 
-        def port(side: Side) -> str:
-            offer = self._call(
-                "", lambda left: side.unary("Attach", pb.AttachRequest(port=True), left)
-            )
+        def rows_address(side: Side) -> str:
+            offer = self._call("", partial(side.unary, "Attach", request))
             address = side.row_port.address(offer)
             if address is None:
                 raise ValueError(f"server {side.address} takes no calls on rows by TCP")
             return address
 
-        return "/".join(map(port, self._sides))
+        return "/".join(map(rows_address, self._sides))
 
     def create(self, table: str, spec: str) -> None:
         """Creates a table. ``spec`` is the JSON of a :class:`TableSpec`."""
 
-        def attempt(epoch: str, left: float) -> None:
-            self._unary(
-                "Create", pb.CreateRequest(table=table, spec=spec, epoch=epoch), left
-            )
+        def attempt(run: str, left_s: float) -> None:
+            request = pb.CreateRequest(table=table, spec=spec, epoch=run)
+            self._unary("Create", request, left_s)
 
         self._in_epoch(table, attempt)
 
@@ -136,12 +140,8 @@ class Connection:
 
         A table that does not exist is ignored.
         """
-        self._call(
-            table,
-            lambda left: self._unary(
-                "Drop", pb.DropRequest(table=table, epoch=run), left
-            ),
-        )
+        request = pb.DropRequest(table=table, epoch=run)
+        self._call(table, lambda left_s: self._unary("Drop", request, left_s))
 
     def pull(self, call: TableRows) -> None:
         """Reads rows into the memory of ``call``.
@@ -149,8 +149,8 @@ class Connection:
         An id without a row reads as its initial row, or as zeros.
         """
 
-        def attempt(epoch: str, left: float) -> bool:
-            fits: bool = self._carry(left, "pull", epoch, call)
+        def attempt(run: str, left_s: float) -> bool:
+            fits: bool = self._carry(left_s, "pull", run, call)
             return fits
 
         if not self._in_epoch(call.label, attempt):
@@ -168,9 +168,18 @@ class Connection:
             Which ids have a row, (N,) bool, and the rows of these ids, (n, row bytes)
             uint8.
         """
-        return self._in_epoch(
-            table, lambda epoch, left: self._found(table, epoch, ids, row_bytes, left)
-        )
+        want = pb.PullHeader.FOUND_ROWS if row_bytes else pb.PullHeader.FOUND
+
+        def attempt(run: str, left_s: float) -> tuple[Tensor, Tensor]:
+            header = pb.PullHeader(table=table, epoch=run, want=want)
+            content, rows = self._carry(left_s, "found", header, ids, row_bytes)
+            has_row = array_of(content, torch.bool)
+            row_count = int(has_row.sum())
+            if len(has_row) != len(ids) or len(rows) != row_count * row_bytes:
+                raise self._unfit(table)
+            return has_row, rows.view(-1, max(1, row_bytes))
+
+        return self._in_epoch(table, attempt)
 
     def write(
         self,
@@ -196,10 +205,10 @@ class Connection:
         """
         tables = {"table": call.label} if call.is_plain else {"tables": call.headers()}
 
-        def attempt(epoch: str, left: float) -> int:
+        def attempt(run: str, left_s: float) -> int:
             header = pb.WriteHeader(
                 **tables,
-                epoch=epoch,
+                epoch=run,
                 client=self._epoch.client,
                 request=number,
                 done_before=self._epoch.done_before,
@@ -207,7 +216,7 @@ class Connection:
                 ids=len(call.ids),
                 float32=float32,
             )
-            deleted: int = self._carry(left, "write", header, call, initial)
+            deleted: int = self._carry(left_s, "write", header, call, initial)
             return deleted
 
         with self._epoch.write() as number:
@@ -216,10 +225,10 @@ class Connection:
     def ids(self, table: str) -> Tensor:
         """Returns the ids that have a row, (N,) int64, ascending."""
 
-        def attempt(epoch: str, left: float) -> Tensor:
-            request = pb.IdsRequest(table=table, epoch=epoch)
+        def attempt(run: str, left_s: float) -> Tensor:
+            request = pb.IdsRequest(table=table, epoch=run)
             replies = self._side.stub.Ids(
-                request, timeout=left, metadata=self._side.metadata
+                request, timeout=left_s, metadata=self._side.metadata
             )
             return from_bytes([reply.ids for reply in replies], torch.int64)
 
@@ -228,12 +237,9 @@ class Connection:
     def stats(self, table: str) -> dict[str, int]:
         """Returns the statistics of a table, by the names of ``TableStats``."""
 
-        def attempt(epoch: str, left: float) -> dict[str, int]:
-            return dict(
-                self._unary(
-                    "Stats", pb.StatsRequest(table=table, epoch=epoch), left
-                ).counts
-            )
+        def attempt(run: str, left_s: float) -> dict[str, int]:
+            request = pb.StatsRequest(table=table, epoch=run)
+            return dict(self._unary("Stats", request, left_s).counts)
 
         return self._in_epoch(table, attempt)
 
@@ -242,11 +248,11 @@ class Connection:
     ) -> pb.LookReply:
         """Looks through all rows of a table. See ``LookRequest``."""
 
-        def attempt(epoch: str, left: float) -> pb.LookReply:
+        def attempt(run: str, left_s: float) -> pb.LookReply:
             request = pb.LookRequest(
-                table=table, epoch=epoch, by=by, count=count, row=row, but=but
+                table=table, epoch=run, by=by, count=count, row=row, but=but
             )
-            reply: pb.LookReply = self._unary("Look", request, left)
+            reply: pb.LookReply = self._unary("Look", request, left_s)
             return reply
 
         return self._in_epoch(table, attempt)
@@ -257,9 +263,9 @@ class Connection:
         A phase can be repeated.
         """
 
-        def attempt(run: str, left: float) -> pb.SaveReply:
+        def attempt(run: str, left_s: float) -> pb.SaveReply:
             request.epoch = run
-            reply: pb.SaveReply = self._unary("Save", request, left)
+            reply: pb.SaveReply = self._unary("Save", request, left_s)
             return reply
 
         return self._call("", attempt, label, timeout_s=_LONG_CALL_S)
@@ -267,7 +273,9 @@ class Connection:
     def load(self, request: pb.LoadRequest) -> None:
         """Makes a phase of a load. A phase can be repeated."""
         self._call(
-            "", lambda left: self._unary("Load", request, left), timeout_s=_LONG_CALL_S
+            "",
+            lambda left_s: self._unary("Load", request, left_s),
+            timeout_s=_LONG_CALL_S,
         )
 
     def resume(self, request: pb.ResumeRequest) -> pb.ResumeReply:
@@ -276,7 +284,7 @@ class Connection:
         A phase can be repeated.
         """
         reply: pb.ResumeReply = self._call(
-            "", lambda left: self._unary("Resume", request, left)
+            "", lambda left_s: self._unary("Resume", request, left_s)
         )
         return reply
 
@@ -286,13 +294,13 @@ class Connection:
         """Reads a piece of a file of a save, or the names of its files."""
         request = pb.ReadFileRequest(save=save, file=file, offset=offset)
         reply: pb.ReadFileReply = self._call(
-            "", lambda left: self._unary("ReadFile", request, left)
+            "", lambda left_s: self._unary("ReadFile", request, left_s)
         )
         return reply
 
     def write_file(self, request: pb.WriteFileRequest) -> None:
         """Writes a piece of a file of a save of other servers."""
-        self._call("", lambda left: self._unary("WriteFile", request, left))
+        self._call("", lambda left_s: self._unary("WriteFile", request, left_s))
 
     def check_process(self) -> None:
         """Raises an error in a forked process, because its requests would have the
@@ -312,47 +320,40 @@ class Connection:
         for side in self._sides:
             side.close()
 
-    def _unary(self, method: str, request: Any, left: float) -> Any:
-        return self._side.unary(method, request, left)
+    def _unary(self, method: str, request: Any, left_s: float) -> Any:
+        return self._side.unary(method, request, left_s)
 
-    def _found(
-        self, table: str, epoch: str, ids: Tensor, row_bytes: int, left: float
-    ) -> tuple[Tensor, Tensor]:
-        want = pb.PullHeader.FOUND_ROWS if row_bytes else pb.PullHeader.FOUND
-        header = pb.PullHeader(table=table, epoch=epoch, want=want)
-        received = self._carry(left, "found", header, ids, row_bytes)
-        found = array_of(received[0], torch.bool)
-        if len(found) != len(ids) or len(received[1]) != int(found.sum()) * row_bytes:
-            raise self._unfit(table)
-        return found, received[1].view(-1, max(1, row_bytes))
-
-    def _carry(self, left: float, method: str, *arguments: Any) -> Any:
+    def _carry(self, left_s: float, method: str, *arguments: Any) -> Any:
         """Calls a method of a connection by shared memory if that is possible, else by
         TCP, else of :class:`Streams`.
 
         Args:
-            left: The time left in seconds.
+            left_s: The time left in seconds.
             method: The name of the method.
             arguments: Its arguments.
         """
         side = self._side
         for transport in side.transports:
-            connection = transport.take(left)
+            connection = transport.take(left_s)
             if connection is None:
                 continue
-            done = False
+            # whether the connection can be used for the next call
+            is_reusable = False
             try:
-                result = getattr(connection, method)(*arguments, left)
-                done = result is not False  # replies that were not read may follow
+                result = getattr(connection, method)(*arguments, left_s)
+                is_reusable = result is not False  # unread replies may follow
                 return result
             except DoesNotFitError:
-                done = True
+                is_reusable = True
             except ServedError:
-                done = True
+                is_reusable = True
                 raise
             finally:
-                transport.give_back(connection) if done else transport.drop(connection)
-        return getattr(side.streams, method)(*arguments, left)
+                if is_reusable:
+                    transport.give_back(connection)
+                else:
+                    transport.drop(connection)
+        return getattr(side.streams, method)(*arguments, left_s)
 
     def _unfit(self, table: str) -> ServiceError:
         return ServiceError(
@@ -398,8 +399,8 @@ class Connection:
             table: The name of the table, for errors.
             attempt: A function that makes the call once. Its last argument is the time
                 left in seconds.
-            label: The label of the epoch of the call. ``attempt`` then gets the name of
-                the server's run before the time. Default: None, for a call that is for
+            label: The label of the epoch of the call. ``attempt`` then gets the label
+                of the server's run before the time. Default: None, for a call that is for
                 no epoch.
             timeout_s: The timeout of one attempt in seconds. The time for repetitions
                 then begins with the first failure. Default: None, which means that all
@@ -409,51 +410,48 @@ class Connection:
             self.check_process()
         end = time.monotonic() + self._access.timeout_s
         is_pair = len(self._sides) > 1
-        most = (
-            min(_HANGS_S, self._access.timeout_s)
-            if is_pair and timeout_s is None
-            else float("inf")
-        )
-        left = min(most, timeout_s or self._access.timeout_s)
+        longest_s = float("inf")  # of an attempt
+        if is_pair and timeout_s is None:
+            longest_s = min(_HANGS_S, self._access.timeout_s)
+        left_s = min(longest_s, timeout_s or self._access.timeout_s)
         backoff: Backoff | None = None
         unreached: grpc.RpcError | None = None
         answers: dict[Side, str] = {}  # the last one of each server of a pair
         while True:
-            known, side = self._epoch.runs, self._side
+            runs = self._epoch.runs
+            side = self._side
             try:
                 if label is None:
-                    return attempt(left)
-                return attempt(run_label(label, known.of.get(self.address, "")), left)
+                    return attempt(left_s)
+                run = run_label(label, runs.by_address.get(self.address, ""))
+                return attempt(run, left_s)
             except grpc.RpcError as error:
-                repeated = backoff is not None
+                is_repetition = backoff is not None
                 if backoff is None:
-                    backoff = Backoff(
-                        self._access.timeout_s
-                        if timeout_s is not None
-                        else end - time.monotonic()
-                    )
-                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    time_s = end - time.monotonic()
+                    if timeout_s is not None:
+                        time_s = self._access.timeout_s
+                    backoff = Backoff(time_s)
+                code = error.code()
+                is_late = code is grpc.StatusCode.DEADLINE_EXCEEDED
+                if code is grpc.StatusCode.UNAVAILABLE:
                     unreached = error
                     answers[side] = error.details() or ""
-                hangs = is_pair and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-                if (error.code() not in _PASSING and not hangs) or backoff.left_s <= 0:
-                    # The last attempt has only the rest of the time, which may end
-                    # while it connects.
-                    late = (
-                        error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-                        and timeout_s is None
-                    )
-                    raised = self._error(
-                        table, unreached if late and unreached else error, answers
-                    )
+                may_pass = code in _PASSING or (is_pair and is_late)
+                if not may_pass or backoff.left_s <= 0:
+                    cause = error
+                    if is_late and timeout_s is None and unreached is not None:
+                        # The last attempt has only the rest of the time, which may end
+                        # while it connects.
+                        cause = unreached
+                    raised = self._error(table, cause, answers)
                     if isinstance(raised, ServerRestartedError):
-                        raised.repeated = repeated
+                        raised.repeated = is_repetition
                     raise raised from None
                 if _kind(error) == SERVER_RESUMED:
-                    self._epoch.resumed(known, table)
-                elif (
-                    is_pair and self._side is side
-                ):  # the other server of the pair may be the primary now
+                    self._epoch.resumed(runs, table)
+                elif is_pair and self._side is side:
+                    # The other server of the pair may be the primary now.
                     self._side = self._sides[1 - self._sides.index(side)]
             except ValueError as error:
                 if "closed channel" in str(error):
@@ -462,7 +460,7 @@ class Connection:
                     ) from None
                 raise
             backoff.pause()
-            left = min(most, timeout_s or max(0.001, backoff.left_s))
+            left_s = min(longest_s, timeout_s or max(0.001, backoff.left_s))
 
     def _error(
         self,
@@ -470,7 +468,8 @@ class Connection:
         error: grpc.RpcError,
         answers: Mapping[Side, str] | None = None,
     ) -> Exception:
-        code, details = error.code(), error.details() or ""
+        code = error.code()
+        details = error.details() or ""
         kind = _kind(error)
         named = self._named(table)
         if kind == NO_INITIAL_ROW:
@@ -489,16 +488,12 @@ class Connection:
             return ServiceError(
                 f"{named} has not answered within {self._access.timeout_s:g} s"
             )
-        return ServiceError(
-            f"{named}: {details} ({code.name.lower().replace('_', ' ')})", kind
-        )
+        status = code.name.lower().replace("_", " ")
+        return ServiceError(f"{named}: {details} ({status})", kind)
 
     def _named(self, table: str) -> str:
-        return (
-            f"table {table!r} on server {self.address}"
-            if table
-            else f"server {self.address}"
-        )
+        server = f"server {self.address}"
+        return f"table {table!r} on {server}" if table else server
 
 
 class Side:
@@ -516,20 +511,23 @@ class Side:
         if access.token is not None:
             self.metadata.append((TOKEN_KEY, token_value(access.token)))
         self.streams = Streams(self._channel, self.metadata)
-        makers = [(shared_memory, _BY_MEMORY)] if access.shared_memory else []
         attach = partial(self.unary, "Attach", pb.AttachRequest())
         self.row_port = RowPort(address, access.token, context, attach)
-        self.transports = [
-            RowConnections(attach, make, most)
-            for make, most in [*makers, (self._by_tcp, _BY_TCP)]
-        ]
+        self.transports: list[RowConnections] = []
+        """The ways of rows to the server, fastest first, beside gRPC."""
+        if access.shared_memory:
+            by_memory = RowConnections(attach, shared_memory, _MOST_BY_MEMORY)
+            self.transports.append(by_memory)
+        by_tcp = RowConnections(attach, self._by_tcp, _MOST_BY_TCP)
+        self.transports.append(by_tcp)
 
-    def unary(self, method: str, request: Any, left: float) -> Any:
+    def unary(self, method: str, request: Any, left_s: float) -> Any:
         """Calls a method of gRPC, with the time left in seconds.
 
         Raises grpc.RpcError.
         """
-        return getattr(self.stub, method)(request, timeout=left, metadata=self.metadata)
+        function = getattr(self.stub, method)
+        return function(request, timeout=left_s, metadata=self.metadata)
 
     def _by_tcp(self, offer: pb.AttachReply) -> TcpConnection | None:
         return self.row_port.connect(offer)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,11 +54,22 @@ from torchrec_recstore_service.wire.table_spec import TableSpec
 
 # The number of threads per server. The deadline of a call begins when it has a thread,
 # so there are more threads than concurrent calls in practice.
-_CALLS = 256
+_THREADS_A_SERVER = 256
 _ATTEMPTS = 5  # to begin an epoch, or a save, while other clients do the same
 # of an update of several tables, unless one of them is larger
 _UPDATE_BYTES = WRITE_BYTES // 2
 _Result = TypeVar("_Result")
+
+
+class _ServerIds(NamedTuple):
+    """The ids of a call that one server stores."""
+
+    ids: Tensor
+    """(n,) int64."""
+    places: Tensor
+    """(n,) int64. Their positions in the call, ascending."""
+    counts: list[int]
+    """Their number in each table of the call."""
 
 
 class ServerSet:
@@ -87,17 +98,8 @@ class ServerSet:
             raise ValueError(
                 f"servers: a pair has two addresses, got {max(self.addresses, key=len)}"
             )
-        open_to_others = [
-            a
-            for pair in self.addresses
-            for a in pair.split("/")
-            if not is_loopback(host_of(a))
-        ]
-        if access.token is not None and access.tls_ca is None and open_to_others:
-            raise ValueError(
-                f"token would be sent to {open_to_others[0]} unencrypted: pass tls_ca"
-                " as well"
-            )
+        if access.token is not None and access.tls_ca is None:
+            _check_only_loopback(self.addresses)
         self._epoch = ClientEpoch(self._agreed)
         # for each slot, the index of its connection
         self._owners = torch.zeros(SLOTS, dtype=torch.int64)
@@ -107,9 +109,8 @@ class ServerSet:
         self._connections = [
             Connection(address, access, self._epoch) for address in self.addresses
         ]
-        self._threads = ThreadPoolExecutor(
-            _CALLS * len(self.addresses), "recstore-client"
-        )
+        threads = _THREADS_A_SERVER * len(self.addresses)
+        self._threads = ThreadPoolExecutor(threads, "recstore-client")
         self._close = weakref.finalize(
             self, _close, self._connections, self._threads, os.getpid()
         )
@@ -123,29 +124,34 @@ class ServerSet:
                 servers.
         """
         self._epoch.label(name)
-        parts = self._each(
+        documents = self._each(
             lambda connection: connection.describe(name).tables.get(name)
         )
-        there = [part for part in parts if part is not None]
-        if not there:
+        specs = [
+            TableSpec.from_json(document)
+            for document in documents
+            if document is not None
+        ]
+        if not specs:
             return None
-        if len(there) < len(parts):
-            lacking = self.addresses[parts.index(None)]
+        server_count = len(self.addresses)
+        if len(specs) < server_count:
+            lacking = self.addresses[documents.index(None)]
             raise ValueError(
                 f"table {name!r} is on other servers, but not on {lacking}: call"
                 " init_data again"
             )
-        for address, member, part in zip(
-            self.addresses, self.members(name), there, strict=True
-        ):
-            shard, shards = TableSpec.from_json(part).shard
-            if (shard, shards) != (member, len(there)):
+        members = self.members(name)
+        for address, member, spec in zip(self.addresses, members, specs, strict=True):
+            shard, shards = spec.shard
+            if shard != member or shards != server_count:
                 raise ValueError(
                     f"table {name!r}: server {address} holds part {shard + 1} of"
-                    f" {shards}, and is server {member + 1} of {len(there)} in its set"
+                    f" {shards}, and is server {member + 1} of {server_count} in its"
+                    " set"
                 )
-        spec = self._specs[name] = replace(TableSpec.from_json(there[0]), shard=(0, 1))
-        return spec
+        self._specs[name] = replace(specs[0], shard=(0, 1))
+        return self._specs[name]
 
     def members(self, table: str = "") -> tuple[int, ...]:
         """Returns the number of each server in its set. Errors name ``table``."""
@@ -168,13 +174,13 @@ class ServerSet:
 
         ``spec.shard`` is the one of the whole table, (0, 1).
         """
-        number = dict(zip(self._connections, self.members(name), strict=True))
-        self._each(
-            lambda each: each.create(
-                name,
-                replace(spec, shard=(number[each], len(self._connections))).to_json(),
-            )
-        )
+        members = dict(zip(self._connections, self.members(name), strict=True))
+
+        def create(connection: Connection) -> None:
+            shard = (members[connection], len(members))
+            connection.create(name, replace(spec, shard=shard).to_json())
+
+        self._each(create)
         self._specs[name] = spec
 
     def pull(self, name: str, ids: Tensor) -> Tensor:
@@ -183,9 +189,8 @@ class ServerSet:
             return self.pull_each([RowRead(name, ids)])[0]
         spec = self._specs.get(name) or self._existing(name)
         dtype = value_dtype(spec.dtype)
-        rows = row_ops.rows_empty(
-            ids.numel(), spec.dim * dtype.itemsize
-        )  # the shortest way: most calls read a few rows
+        # the shortest way: most calls read a few rows
+        rows = row_ops.rows_empty(ids.numel(), spec.dim * dtype.itemsize)
         self._connections[0].pull(TableRows([name], ids, [ids.numel()], [rows]))
         return rows.view(dtype)
 
@@ -204,20 +209,17 @@ class ServerSet:
         begins, size = places_of_tables(row_bytes, counts)
         memory = row_ops.rows_empty(1, size)[0]
         rows = [
-            memory[begin : begin + n * width].view(n, width)
-            for begin, n, width in zip(begins, counts, row_bytes, strict=True)
+            memory[begin : begin + count * width].view(count, width)
+            for begin, count, width in zip(begins, counts, row_bytes, strict=True)
         ]
         zeros = [read.missing == "zeros" for read in reads]
         ids = ops.concatenated([read.ids for read in reads])
-        parts = self._parts(
-            [read.table for read in reads], ids, counts, rows, zeros=zeros
-        )
-        self._read(
-            reads[0].table, lambda connection: connection.pull(parts[connection])
-        )
+        tables = [read.table for read in reads]
+        calls = self._parts(tables, ids, counts, rows, zeros=zeros)
+        self._read(tables[0], lambda connection: connection.pull(calls[connection]))
         return [
-            each.view(dtype).view(-1, spec.dim)
-            for each, spec, dtype in zip(rows, specs, dtypes, strict=True)
+            content.view(dtype).view(-1, spec.dim)
+            for content, spec, dtype in zip(rows, specs, dtypes, strict=True)
         ]
 
     def update_each(self, updates: Sequence[RowUpdate]) -> None:
@@ -228,49 +230,51 @@ class ServerSet:
         An update that is too large for one request is sent as several ones, each of
         some of the tables.
         """
-        size = 0
-        some: list[RowUpdate] = []
+        request: list[RowUpdate] = []
+        request_bytes = 0
         for update in updates:
-            more = len(update.ids) * max(
-                BYTES_A_WRITTEN_ID, 8 + update.grads.shape[1] * 4
-            )
-            if some and size + more > _UPDATE_BYTES:
-                self._update_together(some)
-                some, size = [], 0
-            some.append(update)
-            size += more
-        if some:
-            self._update_together(some)
+            row_bytes = 8 + update.grads.shape[1] * 4
+            update_bytes = len(update.ids) * max(BYTES_A_WRITTEN_ID, row_bytes)
+            if request and request_bytes + update_bytes > _UPDATE_BYTES:
+                self._update_together(request)
+                request = []
+                request_bytes = 0
+            request.append(update)
+            request_bytes += update_bytes
+        if request:
+            self._update_together(request)
 
     def _update_together(self, updates: Sequence[RowUpdate]) -> None:
-        parts = self._parts(
+        grads = [
+            update.grads.detach().contiguous().view(torch.uint8) for update in updates
+        ]
+        calls = self._parts(
             [update.table for update in updates],
             ops.concatenated([update.ids for update in updates]),
             [len(update.ids) for update in updates],
-            [
-                update.grads.detach().contiguous().view(torch.uint8)
-                for update in updates
-            ],
+            grads,
             learning_rates=[update.learning_rate for update in updates],
         )
+        kind = pb.WriteHeader.UPDATE
         self._each(
-            lambda connection: connection.write(
-                pb.WriteHeader.UPDATE, parts[connection], float32=True
-            )
+            lambda connection: connection.write(kind, calls[connection], float32=True)
         )
 
     def exists(self, name: str, ids: Tensor) -> Tensor:
         """See :meth:`HostedTables.exists`."""
-        return self._found(name, ids, 0)[0]
+        has_row, _ = self._found_rows(name, ids, 0)
+        return has_row
 
     def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`HostedTables.found_rows`."""
         spec = self._specs.get(name) or self._existing(name)
         dtype = value_dtype(spec.dtype)
-        found, rows = self._found(name, ids, spec.dim * dtype.itemsize)
-        return found, rows.view(dtype).view(-1, spec.dim)
+        has_row, rows = self._found_rows(name, ids, spec.dim * dtype.itemsize)
+        return has_row, rows.view(dtype).view(-1, spec.dim)
 
-    def _found(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
+    def _found_rows(
+        self, table: str, ids: Tensor, row_bytes: int
+    ) -> tuple[Tensor, Tensor]:
         """Reads the rows of the ids that have one.
 
         See :meth:`Connection.found`; the arguments are the same.
@@ -280,26 +284,31 @@ class ServerSet:
         parts = self._split([table], ids, [len(ids)])
         answers = self._read(
             table,
-            lambda connection: connection.found(table, parts[connection][0], row_bytes),
+            lambda connection: connection.found(
+                table, parts[connection].ids, row_bytes
+            ),
         )
-        found = torch.empty(len(ids), dtype=torch.bool)
-        for (_, places, _), (there, _) in zip(parts.values(), answers, strict=True):
-            found[places] = there
+        has_row = torch.empty(len(ids), dtype=torch.bool)
+        for part, (part_has_row, _) in zip(parts.values(), answers, strict=True):
+            has_row[part.places] = part_has_row
         if row_bytes == 0:
-            return found, torch.empty(0, 1, dtype=torch.uint8)
-        rank = found.cumsum(0) - 1
-        rows = row_ops.rows_empty(int(found.sum()), row_bytes)
-        for (_, places, _), (there, some) in zip(parts.values(), answers, strict=True):
-            row_ops.rows_put([rows], rank[places[there]], [len(some)], some.view(-1), 0)
-        return found, rows
+            return has_row, torch.empty(0, 1, dtype=torch.uint8)
+        place_of_row = has_row.cumsum(0) - 1
+        rows = row_ops.rows_empty(int(has_row.sum()), row_bytes)
+        for part, (part_has_row, part_rows) in zip(
+            parts.values(), answers, strict=True
+        ):
+            places = place_of_row[part.places[part_has_row]]
+            row_ops.rows_put([rows], places, [len(part_rows)], part_rows.view(-1), 0)
+        return has_row, rows
 
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
         """See :meth:`HostedTables.push`."""
-        of_one = ids.element_size() + values.shape[1] * values.element_size()
-        for some, rows in zip(
-            _splits(ids, of_one), _splits(values, of_one), strict=True
-        ):
-            self._write(name, pb.WriteHeader.PUSH, some, rows)
+        row_bytes = ids.element_size() + values.shape[1] * values.element_size()
+        parts_of_ids = _split_for_calls(ids, row_bytes)
+        parts_of_rows = _split_for_calls(values, row_bytes)
+        for part_ids, part_rows in zip(parts_of_ids, parts_of_rows, strict=True):
+            self._write(name, pb.WriteHeader.PUSH, part_ids, part_rows)
 
     def update(
         self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None
@@ -316,18 +325,16 @@ class ServerSet:
 
     def delete(self, name: str, ids: Tensor) -> int:
         """See :meth:`HostedTables.delete`."""
-        return sum(
-            self._write(name, pb.WriteHeader.DELETE, some)[0]
-            for some in _splits(ids, ids.element_size())
-        )
+        deleted = 0
+        for part_ids in _split_for_calls(ids, ids.element_size()):
+            count, _ = self._write(name, pb.WriteHeader.DELETE, part_ids)
+            deleted += count
+        return deleted
 
     def ids(self, table: str) -> Tensor:
         """Returns the ids that have a row, (N,) int64, ascending."""
-        ids: Tensor = (
-            torch.cat(self._read(table, lambda connection: connection.ids(table)))
-            .sort()
-            .values
-        )
+        ids_of_servers = self._read(table, lambda connection: connection.ids(table))
+        ids: Tensor = torch.cat(ids_of_servers).sort().values
         return ids
 
     def stats(self, name: str) -> TableStats:
@@ -335,11 +342,8 @@ class ServerSet:
 
         The statistics are summed over all servers.
         """
-        known = [field.name for field in fields(TableStats)]
         replies = self._read(name, lambda connection: connection.stats(name))
-        return combined(
-            TableStats(**{key: counts[key] for key in known}) for counts in replies
-        )
+        return combined(map(_table_stats, replies))
 
     def look(
         self, table: str, by: str, count: int, row: bytes = b"", but: int = 0
@@ -380,21 +384,21 @@ class ServerSet:
             forget: The names of saves that are deleted when this save counts. Default:
                 none.
         """
-        done = self._epoch.done
+        last_write = self._epoch.done
         label = self._epoch.label("")
         try:
             self._save(label, str(name), overwrite, forget)
         except ServerRestartedError as error:
-            self._save(
-                self._epoch.after(error, label, ""), str(name), overwrite, forget
-            )
-        self._epoch.set_saved(done)
+            label = self._epoch.after(error, label, "")
+            self._save(label, str(name), overwrite, forget)
+        self._epoch.set_saved(last_write)
 
     def _save(
         self, label: str, name: str, overwrite: bool, forget: Sequence[str]
     ) -> None:
-        first, *others = sorted(self._connections, key=self._number)
-        named = [connection.address for connection in (first, *others)]
+        connections = sorted(self._connections, key=self._number)
+        first, *others = connections
+        addresses = [connection.address for connection in connections]
         save = pb.Saved(name=name)
         phases = pb.SaveRequest
 
@@ -405,28 +409,28 @@ class ServerSet:
                 phase=phase,
                 save=save,
                 overwrite=overwrite,
-                servers=named,
+                servers=addresses,
                 decided=decided,
                 forget=forget,
             )
+
+        def prepare(connection: Connection) -> None:
+            connection.save(request(phases.PREPARE), label)
+
+        def abort(connection: Connection) -> None:
+            connection.save(request(phases.ABORT), label)
 
         for attempt in range(_ATTEMPTS):
             save.id = uuid.uuid4().hex
             save.number = first.save(request(phases.RESERVE), label).number
             try:
-                self._each(
-                    lambda connection: connection.save(request(phases.PREPARE), label)
-                )
+                self._each(prepare)
                 break
             except BaseException as error:
                 with suppress(Exception):  # what is left is deleted by a later save
-                    self._each(
-                        lambda connection: connection.save(request(phases.ABORT), label)
-                    )
-                superseded = (
-                    isinstance(error, ServiceError) and error.kind == SAVE_SUPERSEDED
-                )
-                if not superseded or attempt + 1 == _ATTEMPTS:
+                    self._each(abort)
+                is_last = attempt + 1 == _ATTEMPTS
+                if is_last or not _is_superseded(error):
                     raise
         # from here on the save counts
         decided = first.save(request(phases.COMMIT), label).decided
@@ -446,14 +450,12 @@ class ServerSet:
         """
         # Writes of other threads that are pending now may reach the servers before or
         # after the load, so they do not count as saved.
-        done = self._epoch.done
+        last_write = self._epoch.done
         save = None if name is None else str(name)
-        self._epoch.begin(
-            self._begin(
-                "", lambda states: to_load(self.addresses, states, save, exact)
-            ),
-            done,
+        runs = self._begin(
+            "", lambda states: to_load(self.addresses, states, save, exact)
         )
+        self._epoch.begin(runs, last_write)
         self._specs.clear()
 
     def load_from(self, sources: ServerSet, name: str) -> None:
@@ -467,47 +469,49 @@ class ServerSet:
             sources: The servers that have the save.
             name: The name of the save.
         """
-        done = self._epoch.done
-        of_sources = sources.describe()
+        last_write = self._epoch.done
+        states_of_sources = sources.describe()
         save, begin = to_reshard(
-            self.addresses, self.describe(), sources.addresses, of_sources, name
+            self.addresses, self.describe(), sources.addresses, states_of_sources, name
         )
         for part, connection in enumerate(sources._connections):
             for file in connection.read_file(save).files:
                 self._copy(connection, save, file, begin.save.id, part)
-        self._load(begin, parts=len(of_sources))
+        self._load(begin, parts=len(states_of_sources))
         self._set_owners(begin)
-        self._epoch.begin(self._begun(begin), done)
+        self._epoch.begin(self._begun(begin), last_write)
 
     def _copy(
         self, source: Connection, save: pb.Saved, file: str, save_id: str, part: int
     ) -> None:
         """Copies a file of a save from another server to these servers."""
-        offset, last = 0, False
-        while not last:
-            read = source.read_file(save, file, offset)
+        offset = 0
+        is_last = False
+        while not is_last:
+            reply = source.read_file(save, file, offset)
             piece = pb.WriteFileRequest(
-                id=save_id, part=part, file=file, offset=offset, content=read.content
+                id=save_id, part=part, file=file, offset=offset, content=reply.content
             )
             self._each(partial(_write_file, piece=piece))
-            offset, last = offset + len(read.content), read.last
+            offset += len(reply.content)
+            is_last = reply.last
 
     def _agreed(self, table: str) -> Runs:
-        known = self._epoch.runs
+        """Returns the epoch in which all servers are. See :class:`ClientEpoch`."""
+        known_runs = self._epoch.runs
 
         def plan(states: list[pb.DescribeReply]) -> Begin:
             begin = to_resume(self.addresses, states)
+            is_same = begin.members == self._members and begin.slots == self._slots
             # Calls in progress have split their ids by the map of slots.
-            if self._members and (begin.members, begin.slots) != (
-                self._members,
-                self._slots,
-            ):
+            if self._members and not is_same:
                 raise ServerSetError(
                     f"the rows of the servers {', '.join(self.addresses)} were"
                     " distributed anew: make a new client"
                 )
+            label = known_runs.label
             for address, state in zip(self.addresses, states, strict=True):
-                if known.label and has_lost(state, known.label, known.of[address]):
+                if label and has_lost(state, label, known_runs.by_address[address]):
                     raise ServerRestartedError(
                         f"server {address} has older rows than this client has seen,"
                         " because its data directory was rolled back or is a copy:"
@@ -525,36 +529,36 @@ class ServerSet:
 
         Returns their runs.
         """
-        before: list[pb.DescribeReply] | None = None
+        last_states: list[pb.DescribeReply] | None = None
         for attempt in range(_ATTEMPTS):
-            last = attempt + 1 == _ATTEMPTS
+            is_last = attempt + 1 == _ATTEMPTS
             states = self.describe(table)
             try:
                 begin = plan(states)
-            except ServiceError:  # the states may be of different moments, if another client changes them meanwhile
-                if last or states == before:
+            except ServiceError:
+                # The states may be of different moments, if another client changes them
+                # meanwhile.
+                if is_last or states == last_states:
                     raise
-                before = states
+                last_states = states
                 continue
             try:
-                resumed = {
+                resumed_runs = {
                     index: self._resume(begin, index, run_of(states[index]))
                     for index in begin.waiting
                 }
                 self._load(begin)
-            except (
-                ServerRestartedError
-            ):  # another client has begun an epoch or resumed a server meanwhile
-                if last:
+            except ServerRestartedError:
+                # Another client has begun an epoch or resumed a server meanwhile.
+                if is_last:
                     raise
                 continue
             self._set_owners(begin)
             if begin.pending:
                 return self._begun(begin, table)
-            runs = {
-                a: resumed.get(i) or run_of(states[i])
-                for i, a in enumerate(self.addresses)
-            }
+            runs = {}
+            for index, address in enumerate(self.addresses):
+                runs[address] = resumed_runs.get(index) or run_of(states[index])
             return Runs(begin.label, runs)
         raise AssertionError("the last attempt raises")
 
@@ -564,17 +568,22 @@ class ServerSet:
         for address, state in zip(self.addresses, self.describe(table), strict=True):
             # Another client may have begun a later epoch, and then the first call is
             # refused.
-            runs[address] = (
-                run_of(state) if label_of(state) == begin.label else begin.token
-            )
+            is_in_epoch = label_of(state) == begin.label
+            runs[address] = run_of(state) if is_in_epoch else begin.token
         return Runs(begin.label, runs)
 
     def _resume(self, begin: Begin, index: int, before: str) -> str:
-        """Lets a server that was stopped go on in its epoch, after the run ``before``,
-        and returns its next run.
+        """Lets a server that was stopped go on in its epoch, and returns its next run.
+
+        Args:
+            begin: The epoch.
+            index: The index of the server among the addresses.
+            before: The last run of the server.
         """
-        connection = self._connections[index]
-        others = [other for other in self._connections if other is not connection]
+        stopped = self._connections[index]
+        others = [
+            connection for connection in self._connections if connection is not stopped
+        ]
         phases = pb.ResumeRequest
 
         def request(phase: pb.ResumeRequest.Phase, run: str = "") -> pb.ResumeRequest:
@@ -586,58 +595,56 @@ class ServerSet:
                 run=run,
             )
 
-        run = connection.resume(request(phases.PREPARE)).run
-        self._each(lambda other: other.resume(request(phases.NOTE, run)), others)
-        connection.resume(request(phases.COMMIT, run))
+        run = stopped.resume(request(phases.PREPARE)).run
+        note = request(phases.NOTE, run)
+        self._each(lambda connection: connection.resume(note), others)
+        stopped.resume(request(phases.COMMIT, run))
         return run
 
     def _set_owners(self, begin: Begin) -> None:
-        index = {number: place for place, number in enumerate(begin.members)}
-        self._owners = torch.tensor([index[number] for number in begin.slots])
-        self._members, self._slots = begin.members, begin.slots
+        index_of = {member: index for index, member in enumerate(begin.members)}
+        self._owners = torch.tensor([index_of[member] for member in begin.slots])
+        self._members = begin.members
+        self._slots = begin.slots
 
     def _load(self, begin: Begin, parts: int = 0) -> None:
-        """Begins an epoch.
+        """Begins an epoch on the servers that are not in it.
 
-        ``parts`` is the number of parts that were written to the servers, for other
-        servers.
+        Args:
+            begin: The epoch.
+            parts: The number of parts of a save that were written to these servers by
+                other servers. Default: 0, the servers load their own save.
         """
         pending = [self._connections[index] for index in begin.pending]
-        numbers = dict(zip(self._connections, begin.members, strict=True))
+        members = dict(zip(self._connections, begin.members, strict=True))
+        phases = pb.LoadRequest
 
-        def load(connection: Connection, phase: pb.LoadRequest.Phase) -> None:
-            connection.load(
-                pb.LoadRequest(
-                    phase=phase,
-                    token=begin.token,
-                    save=begin.save,
-                    exact=begin.exact,
-                    set=begin.set,
-                    member=numbers[connection],
-                    members=len(numbers),
-                    epoch=begin.epoch,
-                    slots=begin.slots,
-                    parts=parts,
-                )
+        def load(phase: pb.LoadRequest.Phase, connection: Connection) -> None:
+            request = pb.LoadRequest(
+                phase=phase,
+                token=begin.token,
+                save=begin.save,
+                exact=begin.exact,
+                set=begin.set,
+                member=members[connection],
+                members=len(members),
+                epoch=begin.epoch,
+                slots=begin.slots,
+                parts=parts,
             )
+            connection.load(request)
 
         try:
             if parts:
-                self._each(
-                    lambda connection: load(connection, pb.LoadRequest.RESHARD), pending
-                )
-            self._each(
-                lambda connection: load(connection, pb.LoadRequest.PREPARE), pending
-            )
+                self._each(partial(load, phases.RESHARD), pending)
+            self._each(partial(load, phases.PREPARE), pending)
         except BaseException:
             with suppress(Exception):  # what is left is freed by a later save or load
-                self._each(
-                    lambda connection: load(connection, pb.LoadRequest.ABORT), pending
-                )
+                self._each(partial(load, phases.ABORT), pending)
             raise
         # one after the other, so that of two clients only one gets beyond the first
         for connection in pending:
-            load(connection, pb.LoadRequest.COMMIT)
+            load(phases.COMMIT, connection)
 
     def _number(self, connection: Connection) -> int:
         return self._members[self._connections.index(connection)]
@@ -668,21 +675,22 @@ class ServerSet:
             The number of deleted rows, and the positions of the ids whose server
             requires initial rows, (n,) int64, or None if no server does.
         """
-        values = (
-            ids.new_empty(len(ids), 0) if rows is None else rows.detach().contiguous()
-        )
+        if rows is None:  # of a delete
+            rows = ids.new_empty(len(ids), 0)
+        values = rows.detach().contiguous()
         calls = self._parts([table], ids, [len(ids)], [values.view(torch.uint8)])
-        firsts: dict[Connection, TableRows] = {}
+        initial_calls: dict[Connection, TableRows] = {}
         if initial is not None:
-            first_rows = initial[1].detach().contiguous().view(torch.uint8)
-            firsts = self._parts([table], initial[0], [len(initial[0])], [first_rows])
+            new_ids, new_rows = initial
+            content = new_rows.detach().contiguous().view(torch.uint8)
+            initial_calls = self._parts([table], new_ids, [len(new_ids)], [content])
 
         def write(connection: Connection) -> int | None:
             try:
                 return connection.write(
                     kind,
                     calls[connection],
-                    firsts.get(connection),
+                    initial_calls.get(connection),
                     values.dtype is torch.float32,
                 )
             except NoInitialRow:
@@ -700,20 +708,18 @@ class ServerSet:
 
     def _split(
         self, tables: Sequence[str], ids: Tensor, counts: Sequence[int]
-    ) -> dict[Connection, tuple[Tensor, Tensor, list[int]]]:
-        """Returns the ids of each server, their positions in ``ids``, ascending, and
-        their number in each table.
-        """
+    ) -> dict[Connection, _ServerIds]:
+        """Returns the ids of each server."""
         self._epoch.label(tables[0])  # without an epoch, the owners are not known
-        own, places, of_tables = row_ops.ids_split(
+        ids_by_server, places, counts_by_server = row_ops.ids_split(
             ids, counts, self._owners, len(self._connections)
         )
-        sizes = of_tables.sum(1).tolist()
-        parts = zip(
-            torch.split(own, sizes),
+        sizes = counts_by_server.sum(1).tolist()
+        parts = map(
+            _ServerIds,
+            torch.split(ids_by_server, sizes),
             torch.split(places, sizes),
-            of_tables.tolist(),
-            strict=True,
+            counts_by_server.tolist(),
         )
         return dict(zip(self._connections, parts, strict=True))
 
@@ -727,15 +733,14 @@ class ServerSet:
     ) -> dict[Connection, TableRows]:
         """Returns the call of each server. See :class:`TableRows` for the arguments."""
         if len(self._connections) == 1:
-            return {
-                self._connections[0]: TableRows(tables, ids, counts, rows, **settings)
-            }
-        return {
-            connection: TableRows(tables, own, of_tables, rows, places, **settings)
-            for connection, (own, places, of_tables) in self._split(
-                tables, ids, counts
-            ).items()
-        }
+            call = TableRows(tables, ids, counts, rows, **settings)
+            return {self._connections[0]: call}
+        calls = {}
+        for connection, part in self._split(tables, ids, counts).items():
+            calls[connection] = TableRows(
+                tables, part.ids, part.counts, rows, part.places, **settings
+            )
+        return calls
 
     def _read(self, table: str, call: Callable[[Connection], _Result]) -> list[_Result]:
         """Calls all servers in one epoch.
@@ -761,7 +766,8 @@ class ServerSet:
             call: The call.
             connections: The connections to the servers. Default: None, for all servers.
         """
-        connections = self._connections if connections is None else connections
+        if connections is None:
+            connections = self._connections
         if len(connections) <= 1:
             return [call(connection) for connection in connections]
         # before the submit, because a forked process has no threads
@@ -778,12 +784,39 @@ class ServerSet:
         return [future.result() for future in (*futures, last)]
 
 
-def _splits(rows: Tensor, row_bytes: int) -> Sequence[Tensor]:
+def _check_only_loopback(addresses: Sequence[str]) -> None:
+    """Checks that a token which is sent unencrypted stays on this machine.
+
+    Raises:
+        ValueError: Another machine can be reached by an address.
+    """
+    for pair in addresses:
+        for address in pair.split("/"):
+            if not is_loopback(host_of(address)):
+                raise ValueError(
+                    f"token would be sent to {address} unencrypted: pass tls_ca as well"
+                )
+
+
+def _is_superseded(error: BaseException) -> bool:
+    """Returns whether a save has failed because another one has got its turn."""
+    return isinstance(error, ServiceError) and error.kind == SAVE_SUPERSEDED
+
+
+def _table_stats(counts: Mapping[str, int]) -> TableStats:
+    """Returns the statistics of a reply, which may have more than this release knows."""
+    return TableStats(
+        **{field.name: counts[field.name] for field in fields(TableStats)}
+    )
+
+
+def _split_for_calls(rows: Tensor, row_bytes: int) -> Sequence[Tensor]:
     """Returns parts of a tensor that a server writes in one call each.
 
     An id and its row have ``row_bytes`` bytes.
     """
-    return torch.split(rows, max(1, WRITE_BYTES // max(BYTES_A_WRITTEN_ID, row_bytes)))
+    row_count = WRITE_BYTES // max(BYTES_A_WRITTEN_ID, row_bytes)
+    return torch.split(rows, max(1, row_count))
 
 
 def _write_file(connection: Connection, piece: pb.WriteFileRequest) -> None:

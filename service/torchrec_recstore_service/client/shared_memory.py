@@ -7,19 +7,21 @@ from __future__ import annotations
 import os
 import re
 import socket
-import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Protocol
 
-import grpc
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchrec_recstore_service.client.row_connections import (
+    MESSAGE_CODES,
+    DoesNotFitError,
+    ServedError,
+    call_gone,
+    call_late,
+)
 from torchrec_recstore_service.wire import recstore_pb2 as pb
-from torchrec_recstore_service.wire.protocol import ERROR_KEY
 from torchrec_recstore_service.wire.segment import (
     MESSAGE_BYTES,
     Segment,
@@ -34,37 +36,6 @@ _ALIGNING_BYTES = 256  # the most that four arrays of a call take beside their c
 _HELLO_S = 5.0
 # A server names no other socket: listen_memory() in row_server.cpp.
 _SOCKET = re.compile(r"recstore-[0-9a-f]{32}")
-# the time after which a client that has got no connection asks for one again
-_AGAIN_S = 10.0
-MESSAGE_CODES = {code.value[0]: code for code in grpc.StatusCode}
-"""gRPC's status codes by their numbers."""
-
-
-class CallError(grpc.RpcError):  # type: ignore[misc]
-    """A call by shared memory has failed.
-
-    It has the methods of the errors of calls by gRPC.
-    """
-
-    def __init__(self, code: grpc.StatusCode, details: str, error: str = "") -> None:
-        super().__init__(details)
-        self._code = code
-        self._details = details
-        self._error = error
-
-    def code(self) -> grpc.StatusCode:
-        """Returns the status code."""
-        return self._code
-
-    def details(self) -> str:
-        """Returns the message."""
-        return self._details
-
-    def trailing_metadata(self) -> Sequence[tuple[str, str]]:
-        """Returns the name of the error that the server has raised, as the server sends
-        it by gRPC.
-        """
-        return [(ERROR_KEY, self._error)] if self._error else []
 
 
 class SharedMemoryConnection:
@@ -129,28 +100,27 @@ class SharedMemoryConnection:
         A call that does not fit into the segment is made in parts.
         """
         self._end = time.monotonic() + left_s
-        most_tables = max(
-            1,
-            (MESSAGE_BYTES - _SETTINGS_BYTES)
-            // (_SETTINGS_BYTES + 4 * max(map(len, call.tables))),
-        )
-        most = self._segment.size
-        for header, ids, begin, size in call.reads(epoch, most, most // 8, most_tables):
+        table_bytes = _SETTINGS_BYTES + 4 * max(map(len, call.tables))
+        most_tables = max(1, (MESSAGE_BYTES - _SETTINGS_BYTES) // table_bytes)
+        most_bytes = self._segment.size
+        for header, ids, begin, size in call.reads(
+            epoch, most_bytes, most_bytes // 8, most_tables
+        ):
             self._send_ids(header, ids)
-            done, last = 0, False
-            while not last:
+            received = 0
+            is_last = False
+            while not is_last:
                 reply = self._receive()
-                done, last = aligned(done), reply.last
-                if (
-                    done + reply.rows > size
-                    or call.put(
-                        self._segment.array[done : done + reply.rows], begin + done
-                    )
-                    < 0
-                ):
+                received = aligned(received)
+                is_last = reply.last
+                end = received + reply.rows
+                if end > size:
                     return False
-                done += reply.rows
-            if done != size:
+                rows = self._segment.array[received:end]
+                if call.put(rows, begin + received) < 0:
+                    return False
+                received = end
+            if received != size:
                 return False
         return True
 
@@ -159,16 +129,16 @@ class SharedMemoryConnection:
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`Streams.found`."""
         self._end = time.monotonic() + left_s
-        most = (self._segment.size - 128) // max(row_bytes + 1, 8)
-        arrays: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for begin in range(0, max(1, len(ids)), most):
-            self._send_ids(header, ids[begin : begin + most])
+        most_ids = (self._segment.size - 128) // max(row_bytes + 1, 8)
+        has_row_parts: list[Tensor] = []
+        row_parts: list[Tensor] = []
+        for begin in range(0, max(1, len(ids)), most_ids):
+            self._send_ids(header, ids[begin : begin + most_ids])
             reply = self._receive()
-            for kind, array in zip(
-                arrays, self._segment.arrays([reply.found, reply.rows]), strict=True
-            ):
-                kind.append(array.clone())
-        return torch.cat(arrays[0]), torch.cat(arrays[1])
+            has_row, rows = self._segment.arrays([reply.found, reply.rows])
+            has_row_parts.append(has_row.clone())
+            row_parts.append(rows.clone())
+        return torch.cat(has_row_parts), torch.cat(row_parts)
 
     def write(
         self,
@@ -183,25 +153,21 @@ class SharedMemoryConnection:
             DoesNotFitError: The call does not fit into the segment. Nothing was sent.
         """
         self._end = time.monotonic() + left_s
-        parts = [call] if initial is None else [call, initial]
-        sizes = [size for some in parts for size in (8 * len(some.ids), some.size)]
+        sizes = [8 * len(call.ids), call.size]
+        if initial is not None:
+            sizes += [8 * len(initial.ids), initial.size]
         if (
             header.ByteSize() > MESSAGE_BYTES - _SETTINGS_BYTES
             or sum(sizes) > self._segment.size - _ALIGNING_BYTES
         ):
             raise DoesNotFitError
         arrays = self._segment.arrays(sizes)
-        for number, some in enumerate(parts):
-            arrays[2 * number].numpy()[:] = some.ids.numpy().view(np.uint8)
-            some.take(arrays[2 * number + 1], 0)
-        ids, rows, initial_ids, initial_rows = (*sizes, 0, 0)[:4]
-        request = pb.SegmentRequest(
-            write=header,
-            ids=ids,
-            rows=rows,
-            initial_ids=initial_ids,
-            initial_rows=initial_rows,
-        )
+        _write_arrays(call, arrays[0], arrays[1])
+        request = pb.SegmentRequest(write=header, ids=sizes[0], rows=sizes[1])
+        if initial is not None:
+            _write_arrays(initial, arrays[2], arrays[3])
+            request.initial_ids = sizes[2]
+            request.initial_rows = sizes[3]
         self._send(request)
         return int(self._receive().deleted)
 
@@ -243,143 +209,10 @@ def shared_memory(offer: pb.AttachReply) -> SharedMemoryConnection | None:
     return SharedMemoryConnection(offer) if offer.socket and is_available() else None
 
 
-class DoesNotFitError(Exception):
-    """A call does not fit into the segment, so that it has to go another way."""
-
-
-class ServedError(CallError):
-    """The server has answered a call with an error.
-
-    The connection can be used again.
-    """
-
-
-class RowConnection(Protocol):
-    """A connection for one call on rows at a time.
-
-    It has the methods of :class:`Streams`, too.
-    """
-
-    def is_alive(self) -> bool:
-        """Returns whether the server is still there. To be called between two calls."""
-
-    def close(self) -> None:
-        """Closes the connection. The server then forgets it."""
-
-
-class RowConnections:
-    """The connections of a client to one server for rows, by shared memory or by TCP.
-
-    A call takes a connection for itself. If there is none, because the server does not
-    offer one or has too many, calls go another way.
-
-    Args:
-        attach: The function that asks the server for what it offers, with the time left
-            in seconds.
-        make: The function that makes a connection. It returns None, or raises OSError,
-            if there can be none.
-        most: The largest number of connections.
-    """
-
-    def __init__(
-        self,
-        attach: Callable[[float], pb.AttachReply],
-        make: Callable[[pb.AttachReply], RowConnection | None],
-        most: int,
-    ) -> None:
-        self._attach = attach
-        self._make = make
-        self._most = most
-        self._lock = threading.Lock()
-        self._idle: list[RowConnection] = []
-        self._open = 0
-        self._offer: pb.AttachReply | None = None
-        self._not_before = 0.0
-        self._closed = False
-
-    def take(self, left_s: float) -> RowConnection | None:
-        """Returns a connection, which the caller gives back.
-
-        None if the call has to go another way.
-
-        Raises:
-            grpc.RpcError: The server cannot be reached.
-            ValueError: The client is closed.
-        """
-        with self._lock:
-            if self._closed:
-                raise ValueError("Cannot call a closed channel")
-            while self._idle:
-                connection = self._idle.pop()
-                if connection.is_alive():
-                    return connection
-                self._drop(connection)
-            if self._open >= self._most or time.monotonic() < self._not_before:
-                return None
-            self._open += 1
-            offer = self._offer
-        made = None
-        try:
-            if offer is not None:
-                made = self._made(offer)
-            # the server may have been started again since a known offer
-            if made is None:
-                offer = self._attach(left_s)
-                made = self._made(offer)
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                raise
-        finally:
-            with self._lock:
-                if made is None:
-                    self._open -= 1
-                self._offer = offer if made is not None else None
-        if made is None:
-            self._not_before = time.monotonic() + _AGAIN_S
-        return made
-
-    def _made(self, offer: pb.AttachReply) -> RowConnection | None:
-        try:
-            return self._make(offer)
-        except OSError:
-            return None
-
-    def give_back(self, connection: RowConnection) -> None:
-        """Takes a connection back after a call whose last reply has arrived."""
-        with self._lock:
-            if self._closed:
-                self._drop(connection)
-            else:
-                self._idle.append(connection)
-
-    def drop(self, connection: RowConnection) -> None:
-        """Closes a connection whose call has not ended."""
-        with self._lock:
-            self._drop(connection)
-
-    def close(self) -> None:
-        """Closes all connections; those of running calls, when the calls end."""
-        with self._lock:
-            self._closed = True
-            while self._idle:
-                self._drop(self._idle.pop())
-
-    def _drop(self, connection: RowConnection) -> None:
-        connection.close()
-        self._open -= 1
-        self._offer = None  # the server may be another one by now
-
-
-def call_late() -> CallError:
-    """Returns the error of a call whose time is over."""
-    return CallError(grpc.StatusCode.DEADLINE_EXCEEDED, "the server has not answered")
-
-
-def call_gone(reason: object) -> CallError:
-    """Returns the error of a call whose server has gone."""
-    return CallError(
-        grpc.StatusCode.UNAVAILABLE, f"the connection for rows has ended: {reason}"
-    )
+def _write_arrays(call: TableRows, ids: Tensor, rows: Tensor) -> None:
+    """Writes the ids and the rows of a call to memory, (bytes,) uint8 each."""
+    ids.numpy()[:] = call.ids.numpy().view(np.uint8)
+    call.take(rows, 0)
 
 
 _of_this_process: weakref.WeakSet[SharedMemoryConnection] = weakref.WeakSet()

@@ -6,7 +6,8 @@ Tests: tests/service/test_several_tables.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from torchrec_recstore_service.wire.messages import fields, new_message
 from torchrec_recstore_service.wire.protocol import PART_BYTES, PART_IDS, rows_a_part
 from torchrec_recstore_service.wire.table_rows import Piece, TableRows, pieces
 
-_CALL_BYTES, _CALL_IDS = 1 << 30, 1 << 22  # of a read of several tables
+# the largest numbers of bytes of rows and of ids of a read of several tables
+_CALL_BYTES = 1 << 30
+_CALL_IDS = 1 << 22
 _SERVICE = "/torchrec_recstore.ParameterServer/"
 
 
@@ -36,15 +39,13 @@ class Streams:
 
     def __init__(self, channel: Any, metadata: Sequence[tuple[str, str]]) -> None:
         self._metadata = metadata
-        self._pull_one = channel.unary_unary(f"{_SERVICE}Pull", _registered_method=True)
-        self._pull_many = channel.unary_stream(
-            f"{_SERVICE}Pull", _registered_method=True
-        )
-        self._pull = channel.stream_stream(f"{_SERVICE}Pull", _registered_method=True)
-        self._write_one = channel.unary_unary(
-            f"{_SERVICE}Write", _registered_method=True
-        )
-        self._write = channel.stream_unary(f"{_SERVICE}Write", _registered_method=True)
+        pull = f"{_SERVICE}Pull"
+        write = f"{_SERVICE}Write"
+        self._pull_unary = channel.unary_unary(pull, _registered_method=True)
+        self._pull_replies = channel.unary_stream(pull, _registered_method=True)
+        self._pull = channel.stream_stream(pull, _registered_method=True)
+        self._write_unary = channel.unary_unary(write, _registered_method=True)
+        self._write = channel.stream_unary(write, _registered_method=True)
 
     def pull(self, epoch: str, call: TableRows, left_s: float) -> bool:
         """Reads rows into the memory of ``call``.
@@ -57,27 +58,24 @@ class Streams:
         Returns:
             Whether the server has answered with the rows of all ids.
         """
-        at = 0
-        several = (
-            None
-            if call.is_plain
-            else pieces(call.row_bytes, call.counts, _CALL_BYTES, most_ids=_CALL_IDS)
-        )
-        for part in several or (None,):
-            ids, place, size = call.part(part)
+        parts: Iterable[Sequence[Piece] | None] = [None]  # all rows
+        if not call.is_plain:
+            parts = pieces(call.row_bytes, call.counts, _CALL_BYTES, most_ids=_CALL_IDS)
+        position = 0
+        for part in parts:
+            ids, begin, size = call.part(part)
             if part is None:
                 header = pb.PullHeader(table=call.label, epoch=epoch)
             else:
                 header = pb.PullHeader(epoch=epoch, tables=call.headers(part))
-            for reply in self._replies(
-                header, ids, len(ids) <= PART_IDS and size <= PART_BYTES, left_s
-            ):
-                received = fields(reply).get(_ROWS)
-                if received is not None:
-                    at = call.put(received.numpy(), at)
-                    if at < 0:
+            has_one_reply = len(ids) <= PART_IDS and size <= PART_BYTES
+            for reply in self._replies(header, ids, has_one_reply, left_s):
+                rows = fields(reply).get(_ROWS)
+                if rows is not None:
+                    position = call.put(rows.numpy(), position)
+                    if position < 0:
                         return False
-            if at != (place + size if size else at):
+            if size and position != begin + size:
                 return False
         return True
 
@@ -87,16 +85,15 @@ class Streams:
         """Returns which of ``ids``, (N,) int64, have a row, (n,) uint8, and their rows,
         (bytes,) uint8, as received.
         """
-        none = torch.empty(0, dtype=torch.uint8)
-        replies = list(
-            self._replies(header, ids, len(ids) <= rows_a_part(row_bytes), left_s)
-        )
-        received = [fields(reply) for reply in replies]
-        found, rows = (
-            [reply.get(number, none) for reply in received]
-            for number in (_FOUND, _ROWS)
-        )
-        return torch.cat([none, *found]), torch.cat([none, *rows])
+        has_one_reply = len(ids) <= rows_a_part(row_bytes)
+        replies = self._replies(header, ids, has_one_reply, left_s)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        has_row_parts = [nothing]
+        row_parts = [nothing]
+        for content in map(fields, list(replies)):
+            has_row_parts.append(content.get(_FOUND, nothing))
+            row_parts.append(content.get(_ROWS, nothing))
+        return torch.cat(has_row_parts), torch.cat(row_parts)
 
     def write(
         self,
@@ -116,89 +113,92 @@ class Streams:
         Returns:
             The number of deleted rows.
         """
-        first = header.SerializeToString()
+        header_bytes = header.SerializeToString()
         options = {"timeout": left_s, "metadata": self._metadata}
-        arrays = (
-            [(_INITIAL, initial), (_WRITTEN, call)]
-            if initial is not None
-            else [(_WRITTEN, call)]
-        )
-        if sum(8 * len(some.ids) + some.size for _, some in arrays) <= PART_BYTES:
-            reply = self._write_one(
-                _message([(numbers, some, None) for numbers, some in arrays], first),
-                **options,
-            )
+        calls = [_WriteArrays(call, *_WRITTEN)]
+        if initial is not None:
+            calls.insert(0, _WriteArrays(initial, *_INITIAL))
+        size = sum(8 * len(arrays.rows.ids) + arrays.rows.size for arrays in calls)
+        if size <= PART_BYTES:
+            parts: list[tuple[_WriteArrays, Sequence[Piece] | None]]
+            parts = [(arrays, None) for arrays in calls]
+            reply = self._write_unary(_write_message(parts, header_bytes), **options)
         else:
-            reply = self._write(_requests(first, arrays), **options)
+            reply = self._write(_write_messages(header_bytes, calls), **options)
         return int(pb.WriteReply.FromString(reply).deleted)
 
     def _replies(
-        self, header: pb.PullHeader, ids: Tensor, one: bool, left_s: float
+        self, header: pb.PullHeader, ids: Tensor, has_one_reply: bool, left_s: float
     ) -> Iterable[bytes]:
-        """Returns the replies to a read.
-
-        ``one``: whether the server answers with one reply.
-        """
-        first = header.SerializeToString()
+        """Returns the replies to a read."""
+        header_bytes = header.SerializeToString()
         options = {"timeout": left_s, "metadata": self._metadata}
-        if one:
-            return [self._pull_one(_asking(ids, first), **options)]
-        size = len(ids) if header.tables else PART_IDS
-        parts = [ids[place : place + size] for place in range(0, len(ids), size)]
-        requests = (_asking(part, b"" if i else first) for i, part in enumerate(parts))
+        if has_one_reply:
+            return [self._pull_unary(_read_message(ids, header_bytes), **options)]
+        part_ids = len(ids) if header.tables else PART_IDS
+        messages = []
+        for begin in range(0, len(ids), part_ids):
+            header_of_part = b"" if begin else header_bytes
+            part = ids[begin : begin + part_ids]
+            messages.append(partial(_read_message, part, header_of_part))
         replies: Iterable[bytes]
-        replies = (
-            self._pull_many(next(requests), **options)
-            if len(parts) == 1
-            else self._pull(requests, **options)
-        )
+        if len(messages) == 1:
+            replies = self._pull_replies(messages[0](), **options)
+        else:
+            # each message is made when it is sent
+            replies = self._pull((message() for message in messages), **options)
         return replies
 
 
-_ASKED = pb.PullRequest.IDS_FIELD_NUMBER
-_FOUND, _ROWS = pb.PullReply.FOUND_FIELD_NUMBER, pb.PullReply.ROWS_FIELD_NUMBER
-_WRITTEN = pb.WriteRequest.IDS_FIELD_NUMBER, pb.WriteRequest.ROWS_FIELD_NUMBER
+_READ_IDS = pb.PullRequest.IDS_FIELD_NUMBER
+_FOUND = pb.PullReply.FOUND_FIELD_NUMBER
+_ROWS = pb.PullReply.ROWS_FIELD_NUMBER
+# the numbers of the fields of ids and of rows
+_WRITTEN = (pb.WriteRequest.IDS_FIELD_NUMBER, pb.WriteRequest.ROWS_FIELD_NUMBER)
 _INITIAL = (
     pb.WriteRequest.INITIAL_IDS_FIELD_NUMBER,
     pb.WriteRequest.INITIAL_ROWS_FIELD_NUMBER,
 )
 
 
-def _asking(ids: Tensor, header: bytes) -> bytes:
+class _WriteArrays(NamedTuple):
+    """Rows that are written, and the numbers of the fields of their ids and contents."""
+
+    rows: TableRows
+    ids_field: int
+    rows_field: int
+
+
+def _read_message(ids: Tensor, header: bytes) -> bytes:
     """Returns the request of a read with some of its ids."""
-    message, memory = new_message([(_ASKED, 8 * len(ids))], header)
+    message, memory = new_message([(_READ_IDS, 8 * len(ids))], header)
     memory[0].numpy()[:] = ids.numpy().view(np.uint8)
     return message
 
 
-def _message(
-    arrays: Sequence[tuple[tuple[int, int], TableRows, Sequence[Piece] | None]],
-    header: bytes = b"",
+def _write_message(
+    parts: Sequence[tuple[_WriteArrays, Sequence[Piece] | None]], header: bytes = b""
 ) -> bytes:
-    """Returns the request of a write: the numbers of the fields of ids and rows, and
-    the part that they hold.
-    """
-    parts = [call.part(part) for _, call, part in arrays]
-    sizes = zip(arrays, parts, strict=True)
-    numbered = [
-        each
-        for ((ids, rows), _, _), (own, _, size) in sizes
-        for each in ((ids, 8 * len(own)), (rows, size))
-    ]
-    message, memory = new_message(numbered, header)
-    for number, ((_, call, _), (ids, place, _)) in enumerate(
-        zip(arrays, parts, strict=True)
-    ):
+    """Returns the request of a write with parts of its rows. A part of None: all rows."""
+    contents = []
+    field_sizes = []
+    for arrays, part in parts:
+        ids, begin, size = arrays.rows.part(part)
+        contents.append((arrays.rows, ids, begin))
+        field_sizes.append((arrays.ids_field, 8 * len(ids)))
+        field_sizes.append((arrays.rows_field, size))
+    message, memory = new_message(field_sizes, header)
+    for number, (rows, ids, begin) in enumerate(contents):
         memory[2 * number].numpy()[:] = ids.numpy().view(np.uint8)
-        call.take(memory[2 * number + 1], place)
+        rows.take(memory[2 * number + 1], begin)
     return message
 
 
-def _requests(
-    header: bytes, arrays: Sequence[tuple[tuple[int, int], TableRows]]
-) -> Iterator[bytes]:
-    yield new_message([], header)[0]
-    for numbers, call in arrays:
-        for part in pieces(call.row_bytes, call.counts, PART_BYTES):
+def _write_messages(header: bytes, calls: Sequence[_WriteArrays]) -> Iterator[bytes]:
+    """Yields the requests of a write that has several."""
+    message, _ = new_message([], header)
+    yield message
+    for arrays in calls:
+        for part in pieces(arrays.rows.row_bytes, arrays.rows.counts, PART_BYTES):
             if part:
-                yield _message([(numbers, call, part)])
+                yield _write_message([(arrays, part)])

@@ -19,7 +19,7 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from torchrec_recstore_service.client.shared_memory import (
+from torchrec_recstore_service.client.row_connections import (
     MESSAGE_CODES,
     CallError,
     ServedError,
@@ -30,11 +30,15 @@ from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import ROWS_VERSION
 from torchrec_recstore_service.wire.table_rows import TableRows
 
-_CALL_BYTES, _CALL_IDS = 1 << 30, 1 << 22  # of a read
-_CONNECT_S, _HELLO_S = 1.0, 5.0
-_AHEAD = 1 << 16  # bytes that are read at once while the size of a reply is not known
-_MESSAGE = 32  # bytes of a reply without an error, or more
-_PIECE = 1 << 18  # bytes that are written to a TLS connection at once
+# the largest numbers of bytes of rows and of ids of a read
+_CALL_BYTES = 1 << 30
+_CALL_IDS = 1 << 22
+_CONNECT_S = 1.0
+_HELLO_S = 5.0
+# bytes that are read at once while the size of a reply is not known
+_AHEAD_BYTES = 1 << 16
+_MESSAGE_BYTES = 32  # of a reply without an error, or more
+_PIECE_BYTES = 1 << 18  # that are written to a TLS connection at once
 
 
 class RefusedError(OSError):
@@ -74,23 +78,23 @@ class TcpConnection:
         context: ssl.SSLContext | None,
         server: str,
     ) -> None:
-        self._end = time.monotonic() + _HELLO_S
+        self._deadline = time.monotonic() + _HELLO_S
         # a port that a firewall blocks does not answer
         raw = socket.create_connection((host, port), _CONNECT_S)
         try:
             raw.settimeout(_HELLO_S)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket: Any = (
-                raw
-                if context is None
-                else context.wrap_socket(raw, server_hostname=host)
-            )
+            self._socket: Any = raw
+            if context is not None:
+                self._socket = context.wrap_socket(raw, server_hostname=host)
             self._encrypted = context is not None
-            self._ahead = np.empty(_AHEAD, np.uint8)
+            self._ahead = np.empty(_AHEAD_BYTES, np.uint8)
             self._view = memoryview(self._ahead)  # type: ignore[arg-type]
             # the bytes of _ahead that were received and not used
-            self._from = self._to = 0
-            self._most = _AHEAD
+            self._begin = 0
+            self._end = 0
+            # the bytes that are read at once
+            self._read_bytes = _AHEAD_BYTES
             secret = b"" if token is None else token.encode()
             name = server.encode()
             head = b"RECSTORE"
@@ -101,8 +105,9 @@ class TcpConnection:
                 raise OSError("another program has answered")
         except CallError as error:
             raw.close()
-            refused = isinstance(error, ServedError)
-            raise (RefusedError(error) if refused else OSError(str(error))) from None
+            if isinstance(error, ServedError):
+                raise RefusedError(error) from None
+            raise OSError(str(error)) from None
         except BaseException:
             raw.close()
             raise
@@ -111,7 +116,7 @@ class TcpConnection:
         """Returns whether the server is still there. To be called between two calls."""
         arrived = select.poll()  # select cannot have a file descriptor above 1023
         arrived.register(self._socket, select.POLLIN)
-        return self._from == self._to and not arrived.poll(0)
+        return self._begin == self._end and not arrived.poll(0)
 
     def close(self) -> None:
         """Closes the connection. The server then forgets it."""
@@ -119,33 +124,31 @@ class TcpConnection:
 
     def pull(self, epoch: str, call: TableRows, left_s: float) -> bool:
         """See :meth:`Streams.pull`."""
-        self._end = time.monotonic() + left_s
+        self._deadline = time.monotonic() + left_s
         most_tables = max(1, (1 << 20) // (512 + 4 * max(map(len, call.tables))))
         for header, ids, begin, size in call.reads(
             epoch, _CALL_BYTES, _CALL_IDS, most_tables
         ):
-            self._send(
-                pb.SegmentRequest(pull=header, ids=8 * ids.numel()).SerializeToString(),
-                [ids.numpy()],
-            )
+            self._send_ids(header, ids)
             # Of a large reply, no more is read ahead than its message, because the rest
             # would be copied twice.
-            self._most = _AHEAD if size < _AHEAD else _MESSAGE
-            at, last = begin, False
-            while not last:
+            self._read_bytes = _AHEAD_BYTES if size < _AHEAD_BYTES else _MESSAGE_BYTES
+            position = begin
+            is_last = False
+            while not is_last:
                 reply = self._receive()
-                last = reply.last
-                if reply.rows > begin + size - at:
+                is_last = reply.last
+                if reply.rows > begin + size - position:
                     return False
-                memory = call.window(at, reply.rows)
+                memory = call.window(position, reply.rows)
                 if memory is not None:
                     self._fill(memory)
-                    at += reply.rows
+                    position += reply.rows
                     continue
-                at = call.put(self._array(reply.rows), at)
-                if at < 0:
+                position = call.put(self._array(reply.rows), position)
+                if position < 0:
                     return False
-            if at != begin + size:
+            if position != begin + size:
                 return False
         return True
 
@@ -153,22 +156,17 @@ class TcpConnection:
         self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`Streams.found`."""
-        self._most = _AHEAD
-        self._end = time.monotonic() + left_s
-        arrays: tuple[list[Tensor], list[Tensor]] = ([], [])
-        most = max(1, min(_CALL_IDS, _CALL_BYTES // max(1, row_bytes)))
-        for place in range(0, max(1, len(ids)), most):
-            some = ids[place : place + most]
-            self._send(
-                pb.SegmentRequest(
-                    pull=header, ids=8 * some.numel()
-                ).SerializeToString(),
-                [some.numpy()],
-            )
+        self._read_bytes = _AHEAD_BYTES
+        self._deadline = time.monotonic() + left_s
+        has_row_parts: list[Tensor] = []
+        row_parts: list[Tensor] = []
+        most_ids = max(1, min(_CALL_IDS, _CALL_BYTES // max(1, row_bytes)))
+        for begin in range(0, max(1, len(ids)), most_ids):
+            self._send_ids(header, ids[begin : begin + most_ids])
             reply = self._receive()
-            for kind, size in zip(arrays, (reply.found, reply.rows), strict=True):
-                kind.append(torch.from_numpy(self._array(size)))
-        return torch.cat(arrays[0]), torch.cat(arrays[1])
+            has_row_parts.append(torch.from_numpy(self._array(reply.found)))
+            row_parts.append(torch.from_numpy(self._array(reply.rows)))
+        return torch.cat(has_row_parts), torch.cat(row_parts)
 
     def write(
         self,
@@ -178,40 +176,38 @@ class TcpConnection:
         left_s: float,
     ) -> int:
         """See :meth:`Streams.write`."""
-        self._end = time.monotonic() + left_s
-        arrays: list[Any] = []
-        for some in (call, initial):
-            arrays += (
-                [np.empty(0, np.uint8)] * 2
-                if some is None
-                else [some.ids.numpy(), some.stream()]
-            )
-        ids, rows, initial_ids, initial_rows = (array.nbytes for array in arrays)
+        self._deadline = time.monotonic() + left_s
+        arrays: list[Any] = [call.ids.numpy(), call.stream()]
         request = pb.SegmentRequest(
-            write=header,
-            ids=ids,
-            rows=rows,
-            initial_ids=initial_ids,
-            initial_rows=initial_rows,
+            write=header, ids=arrays[0].nbytes, rows=arrays[1].nbytes
         )
+        if initial is not None:
+            arrays += [initial.ids.numpy(), initial.stream()]
+            request.initial_ids = arrays[2].nbytes
+            request.initial_rows = arrays[3].nbytes
         self._send(request.SerializeToString(), arrays)
         return int(self._receive().deleted)
+
+    def _send_ids(self, header: pb.PullHeader, ids: Tensor) -> None:
+        request = pb.SegmentRequest(pull=header, ids=8 * ids.numel())
+        self._send(request.SerializeToString(), [ids.numpy()])
 
     def _send(
         self, message: bytes, arrays: Sequence[Any], head: bytes | None = None
     ) -> None:
         """Sends a message, after its size if there is no other head, and arrays."""
-        first = (len(message).to_bytes(4, "little") if head is None else head) + message
-        contents = [
-            first,
-            *(memoryview(array).cast("B") for array in arrays if array.nbytes),
-        ]
-        self._socket.settimeout(max(0.001, self._end - time.monotonic()))
+        if head is None:
+            head = len(message).to_bytes(4, "little")
+        contents: list[Any] = [head + message]
+        for array in arrays:
+            if array.nbytes:
+                contents.append(memoryview(array).cast("B"))
+        self._socket.settimeout(max(0.001, self._deadline - time.monotonic()))
         try:
             sent = 0 if self._encrypted else self._socket.sendmsg(contents)
             for content in contents:
-                for place in range(sent, len(content), _PIECE):
-                    self._socket.sendall(content[place : place + _PIECE])
+                for begin in range(sent, len(content), _PIECE_BYTES):
+                    self._socket.sendall(content[begin : begin + _PIECE_BYTES])
                 sent = max(0, sent - len(content))
         except TimeoutError:
             raise call_late() from None
@@ -221,27 +217,10 @@ class TcpConnection:
             raise call_gone(error) from None
 
     def _receive(self) -> pb.SegmentReply:
-        size = 4
-        has_size = False
-        while True:
-            if self._to - self._from >= size:
-                end = self._from + size
-                content = bytes(self._view[self._from : end])
-                self._from = end
-                if has_size:
-                    break
-                has_size, size = True, int.from_bytes(content, "little")
-                if size > _AHEAD:
-                    raise call_gone("the reply is too long")
-                continue
-            # the rest moves to the beginning
-            if self._from + size > _AHEAD or self._from == self._to:
-                rest = bytes(self._view[self._from : self._to])
-                self._view[: len(rest)] = rest
-                self._from, self._to = 0, len(rest)
-            self._to += self._read(
-                self._view[self._to : self._from + max(size, self._most)]
-            )
+        size = int.from_bytes(self._content(4), "little")
+        if size > _AHEAD_BYTES:
+            raise call_gone("the reply is too long")
+        content = self._content(size)
         try:
             reply: pb.SegmentReply = pb.SegmentReply.FromString(content)
         except DecodeError:
@@ -251,6 +230,21 @@ class TcpConnection:
             raise ServedError(code, reply.details, reply.error)
         return reply
 
+    def _content(self, size: int) -> bytes:
+        """Receives bytes, of which there are at most ``_AHEAD_BYTES``."""
+        while self._end - self._begin < size:
+            # the remaining bytes move to the beginning
+            if self._begin + size > _AHEAD_BYTES or self._begin == self._end:
+                remaining = bytes(self._view[self._begin : self._end])
+                self._view[: len(remaining)] = remaining
+                self._begin = 0
+                self._end = len(remaining)
+            most_end = self._begin + max(size, self._read_bytes)
+            self._end += self._read(self._view[self._end : most_end])
+        begin = self._begin
+        self._begin += size
+        return bytes(self._view[begin : self._begin])
+
     def _array(self, size: int) -> Any:
         array = np.empty(size, np.uint8)
         self._fill(array)
@@ -258,21 +252,21 @@ class TcpConnection:
 
     def _fill(self, array: Any) -> None:
         """Receives the bytes of an array, (n,) uint8."""
-        done = min(len(array), self._to - self._from)
-        array[:done] = self._ahead[self._from : self._from + done]
-        self._from += done
+        filled = min(len(array), self._end - self._begin)
+        array[:filled] = self._ahead[self._begin : self._begin + filled]
+        self._begin += filled
         view = memoryview(array)
-        while done < len(view):
-            done += self._read(view[done:])
+        while filled < len(view):
+            filled += self._read(view[filled:])
 
     def _read(self, memory: memoryview) -> int:
-        self._socket.settimeout(max(0.001, self._end - time.monotonic()))
+        self._socket.settimeout(max(0.001, self._deadline - time.monotonic()))
         try:
-            got = int(self._socket.recv_into(memory))
+            size = int(self._socket.recv_into(memory))
         except TimeoutError:
             raise call_late() from None
         except OSError as error:
             raise call_gone(error) from None
-        if not got:
+        if not size:
             raise call_gone("the connection was closed")
-        return got
+        return size

@@ -20,12 +20,13 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import c_uint64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import grpc
 from torch import Tensor
@@ -39,30 +40,28 @@ from torchrec_recstore_service.server.listening import (
     ListenOptions,
     host_and_port,
 )
-from torchrec_recstore_service.server.native import CallRefusedError, Native, native
-from torchrec_recstore_service.server.save_names import SaveId
-from torchrec_recstore_service.wire import recstore_pb2 as pb
-from torchrec_recstore_service.wire.access import Access, channel_of
-from torchrec_recstore_service.wire.addresses import rows_addresses
-from torchrec_recstore_service.wire.protocol import (
-    NOT_PRIMARY,
-    REPLICA_KEY,
-    TOKEN_KEY,
-    VERSION,
-    VERSION_KEY,
-    token_value,
+from torchrec_recstore_service.server.native import (
+    CallRefusedError,
+    Native,
+    RunGate,
+    native,
 )
-from torchrec_recstore_service.wire.recstore_pb2_grpc import ParameterServerStub
+from torchrec_recstore_service.server.native_rows import NativeRows
+from torchrec_recstore_service.server.peer import LONG_CALL_S, Peer
+from torchrec_recstore_service.server.save_names import SaveId
+from torchrec_recstore_service.server.take_over import FREE_S, TakeOver
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.access import Access
+from torchrec_recstore_service.wire.addresses import rows_addresses
+from torchrec_recstore_service.wire.protocol import NOT_PRIMARY, REPLICA_KEY
 
-_RENEW_S, _LOOK_S = 0.5, 0.2
+_RENEW_S = 0.5  # the time between two renewals of the lease
+_LOOK_S = 0.2  # the time between two looks at the lease of another server
 _MARGIN_S = 0.5  # by which the primary stops to answer before its lease ends
-_CALL_S, _LONG_CALL_S = 5.0, 24 * 3600.0
-_ALIVE_S = 1.0  # how often a server that joins says so
-# the time without it after which the primary does not wait for it any more
+_ALIVE_S = 1.0  # the time between two messages of a server that joins
+# the time without a message after which the primary does not wait for the server any
+# more
 _GONE_S = 5.0
-_FREE_S = 2 * TTL_S  # how long the lease must be free before --take-over counts
-# a longer time between two looks at the lease, in which it may have been held
-_LOST_SIGHT_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -127,72 +126,34 @@ class PairOptions:
             )
 
 
-class _Peer:
-    """The other server, for calls of Python."""
+class TablesState(Protocol):
+    """The tables of a server, and its place in the set: :class:`SetCalls`."""
 
-    def __init__(self, address: str, access: Access, secret: str = "") -> None:
-        self.server = ""
-        self.address = address
-        # the addresses at which it may take calls on rows, best first
-        self.rows: list[str] = []
-        self.rows_server = ""  # the name of the server in connections for rows
-        self.secret = secret
-        self._channel = channel_of(address, access)
-        self._stub: Any = ParameterServerStub(self._channel)  # type: ignore[no-untyped-call]
-        self._metadata = [(VERSION_KEY, VERSION)]
-        if secret:
-            self._metadata.append((REPLICA_KEY, secret))
-        if access.token is not None:
-            self._metadata.append((TOKEN_KEY, token_value(access.token)))
+    gate: RunGate
+    follows: bool
 
-    def call(self, method: str, request: Any, timeout_s: float = _CALL_S) -> Any:
-        """Calls a method. Raises grpc.RpcError."""
-        return getattr(self._stub, method)(
-            request, timeout=timeout_s, metadata=self._metadata
-        )
+    def begin(self) -> None:
+        """See :meth:`SetCalls.begin`."""
 
-    def close(self) -> None:
-        self._channel.close()
+    def place(self) -> dict[str, Any]:
+        """See :meth:`SetCalls.place`."""
 
+    def set_place(self, place: Mapping[str, Any]) -> None:
+        """See :meth:`SetCalls.set_place`."""
 
-class _TakeOver:
-    """What --take-over lets a server do once: begin as the primary without all rows.
+    def copy(self, copy_id: SaveId, begun: Callable[[], object]) -> dict[str, Any]:
+        """See :meth:`SetCalls.copy`."""
 
-    A living server with all rows takes a free lease at once. So --take-over counts when
-    the lease has been free for some time. It does not count any more when the record
-    has changed: then a server has been the primary since, this one or the other one,
-    and has acknowledged writes that this server may lack. Neither does it when this
-    server has copied the tables of a primary: its rows are not those of its last save
-    any more, and lack what this primary has acknowledged since.
-    """
+    def forget_copy(self) -> None:
+        """See :meth:`SetCalls.forget_copy`."""
 
-    def __init__(self) -> None:
-        self._first_record: Record | None = None
-        self._last_look: float | None = None
-        self._free_since: float | None = None
-        self.has_ended = False
-        """Whether the record has changed, or the tables are those of another server."""
-
-    @property
-    def counts(self) -> bool:
-        """Whether the server may begin now."""
-        if self.has_ended or self._free_since is None or self._last_look is None:
-            return False
-        return self._last_look - self._free_since >= _FREE_S
-
-    def look(self, holder: str, record: Record | None, now: float) -> None:
-        """Notes what the lease and the record are at a time in seconds."""
-        if self._last_look is None:
-            self._first_record = record
-        elif now - self._last_look > _LOST_SIGHT_S:
-            self._free_since = None
-        self._last_look = now
-        if record != self._first_record:
-            self.has_ended = True
-        if holder:
-            self._free_since = None
-        elif self._free_since is None:
-            self._free_since = now
+    def follow(
+        self,
+        copy: pb.Saved,
+        state: Mapping[str, Any],
+        read: Callable[[str, int], pb.ReadFileReply],
+    ) -> None:
+        """See :meth:`SetCalls.follow`."""
 
 
 class Pair(Native):
@@ -209,11 +170,12 @@ class Pair(Native):
         self._stopping = threading.Event()
         self._id = uuid.uuid4().hex
         self._secret = ""  # of the primary's calls, if this server is a backup
-        self._peer: _Peer | None = None  # the server that joins or follows
+        self._peer: Peer | None = None  # the server that joins or follows
         self._peer_seen = 0.0
         self._record: Record | None = None
-        self._said = ""
-        self._began = False
+        # what this server has logged last of the reason why it does not answer
+        self._last_failure = ""
+        self._has_begun = False
 
     @property
     def is_on(self) -> bool:
@@ -239,45 +201,41 @@ class Pair(Native):
     def begin(
         self,
         options: PairOptions,
+        *,
         listening: ListenOptions,
         server: GrpcServer,
-        state: Any,
+        rows: NativeRows,
+        state: TablesState,
         directory: DataDirectory,
-        rows: Any,
-        serving: Callable[[bool], object],
     ) -> None:
         """Makes the server one of a pair, before it takes calls. See :meth:`start`.
 
         Args:
             options: The options.
-            listening: The options of the listener, whose certificate the calls of this
+            listening: The options of the listeners, whose certificate the calls of this
                 server use.
-            server: The listener.
-            state: The tables and the place in the set: :class:`SetCalls`.
+            server: The listener for calls by gRPC. It is told whether the server
+                answers clients.
+            rows: The listener for rows by TCP.
+            state: The tables, and the place in the set.
             directory: The data directory.
-            rows: The listener for rows by TCP: :class:`NativeRows`.
-            serving: A function that is told whether the server answers clients.
 
         Raises:
             ImportError, ValueError: The lease cannot be used.
         """
-        self._options, self._listening, self._server = options, listening, server
-        self._state, self._directory, self._rows, self._serving = (
-            state,
-            directory,
-            rows,
-            serving,
-        )
+        self._options = options
+        self._listening = listening
+        self._server = server
+        self._rows = rows
+        self._state = state
+        self._directory = directory
         self._lease = Lease(options.lease, options.name, self._id)
-        self._taking_over = _TakeOver() if options.take_over else None
+        self._taking_over = TakeOver() if options.take_over else None
         self._file = directory.path / "pair.json"
-        host, port = options.address.rpartition(":")[::2]
-        # Port 0 of --listen is a free port.
-        self._address = (
-            options.address
-            if int(port)
-            else f"{host}:{server.address.rpartition(':')[2]}"
-        )
+        self._address = options.address
+        host, _, port = options.address.rpartition(":")
+        if not int(port):  # of --listen, and means any free port
+            self._address = f"{host}:{server.address.rpartition(':')[2]}"
         if not rows.port:
             raise ValueError(
                 "--replicate needs the port for rows, which needs OpenSSL on this"
@@ -286,9 +244,10 @@ class Pair(Native):
         self._on = True
         self._state.gate.set_end(-1)
         self._set_role(Role.STANDBY)
-        self._thread = threading.Thread(
-            target=self._run, name="recstore-pair", daemon=True
-        )
+        self._thread = self._new_thread()
+
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._run, name="recstore-pair", daemon=True)
 
     def start(self) -> None:
         """Looks for the other server from now on."""
@@ -310,10 +269,10 @@ class Pair(Native):
                 self._set_role(Role.STANDBY)
                 return False
             if role is Role.SYNCED and self._peer is not None:
+                request = pb.ReplicateRequest(
+                    phase=pb.ReplicateRequest.TAKE_OVER, server=self._id
+                )
                 with suppress(grpc.RpcError):
-                    request = pb.ReplicateRequest(
-                        phase=pb.ReplicateRequest.TAKE_OVER, server=self._id
-                    )
                     self._peer.call("Replicate", request)
                     self._set_role(Role.STANDBY)
                     return False
@@ -330,9 +289,7 @@ class Pair(Native):
         """Goes on after :meth:`stop_following`, because the tables could not be saved."""
         if self._on:
             self._stopping.clear()
-            self._thread = threading.Thread(
-                target=self._run, name="recstore-pair", daemon=True
-            )
+            self._thread = self._new_thread()
             self._thread.start()
 
     # Calls of clients and of the primary.
@@ -346,9 +303,9 @@ class Pair(Native):
         """
         if not self._on:
             return
-        given = dict(metadata).get(REPLICA_KEY)
-        from_primary = bool(self._secret) and given == self._secret
-        if given is not None and not from_primary:
+        secret = dict(metadata).get(REPLICA_KEY)
+        from_primary = bool(self._secret) and secret == self._secret
+        if secret is not None and not from_primary:
             raise CallRefusedError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "the server is not the backup of this one",
@@ -365,8 +322,8 @@ class Pair(Native):
                 f"the server is not the primary of the pair {self._options.name!r} at"
                 " present"
             )
-            if self._said:
-                message = f"{message}: {self._said}"
+            if self._last_failure:
+                message = f"{message}: {self._last_failure}"
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, message, NOT_PRIMARY)
 
     @contextmanager
@@ -394,18 +351,17 @@ class Pair(Native):
         """
         if not self._on:
             return
-        ids, rows, initial_ids, initial_rows = (len(array) for array in arrays)
+        sizes = [len(array) for array in arrays]
         request = pb.SegmentRequest(
             write=header,
-            ids=ids,
-            rows=rows,
-            initial_ids=initial_ids,
-            initial_rows=initial_rows,
-        ).SerializeToString()
-        places = (c_void_p * 4)(*(array.data_ptr() for array in arrays))
-        self.invoke(
-            "send", request, len(request), places, (c_uint64 * 4)(*map(len, arrays))
+            ids=sizes[0],
+            rows=sizes[1],
+            initial_ids=sizes[2],
+            initial_rows=sizes[3],
         )
+        message = request.SerializeToString()
+        addresses = (c_void_p * 4)(*[array.data_ptr() for array in arrays])
+        self.invoke("send", message, len(message), addresses, (c_uint64 * 4)(*sizes))
 
     def wait(self) -> None:
         """Waits until the backup, if there is one, has carried out all writes so far.
@@ -427,7 +383,7 @@ class Pair(Native):
         peer = self._peer
         if self.role is Role.SYNCED and peer is not None:
             try:
-                peer.call(method, request, _LONG_CALL_S)
+                peer.call(method, request, LONG_CALL_S)
             except grpc.RpcError as error:
                 self._say(
                     f"the backup {peer.address} could not {method}: {error.details()}"
@@ -450,11 +406,10 @@ class Pair(Native):
         """Tells the backup of the place of this server in its set."""
         self._end_joining()
         if self._on:
-            state = json.dumps(self._state.place())
-            self.repeat(
-                "Replicate",
-                pb.ReplicateRequest(phase=pb.ReplicateRequest.MEMBER, state=state),
+            request = pb.ReplicateRequest(
+                phase=pb.ReplicateRequest.MEMBER, state=json.dumps(self._state.place())
             )
+            self.repeat("Replicate", request)
 
     def tables_changed(self, method: str, request: Any) -> None:
         """Repeats the creation or the deletion of a table, in whose turn no write is
@@ -472,8 +427,9 @@ class Pair(Native):
             raise ValueError(
                 "the server is not one of a pair: start it with --replicate"
             )
-        if request.phase == phases.TAKE_OVER or request.phase == phases.MEMBER:
-            if dict(metadata).get(REPLICA_KEY) != self._secret or not self._secret:
+        if request.phase in (phases.TAKE_OVER, phases.MEMBER):
+            secret = dict(metadata).get(REPLICA_KEY)
+            if not self._secret or secret != self._secret:
                 raise CallRefusedError(
                     grpc.StatusCode.FAILED_PRECONDITION,
                     "the server is not the backup of this one",
@@ -500,9 +456,12 @@ class Pair(Native):
     # The primary.
 
     def _copy(self, request: pb.ReplicateRequest) -> pb.ReplicateReply:
-        rows = [each for each in (request.rows, request.rows_unmapped) if each]
-        for address in (*rows, request.address):  # this server connects to them
-            host_and_port(address)  # raises ValueError
+        row_addresses = [request.rows] if request.rows else []
+        if request.rows_unmapped:
+            row_addresses.append(request.rows_unmapped)
+        for address in (*row_addresses, request.address):
+            # This server connects to the address. Raises ValueError.
+            host_and_port(address)
         with self._copying:
             with self._lock:
                 # the end of the last start of the backup was not seen yet
@@ -513,8 +472,9 @@ class Pair(Native):
                         "the server has a backup: repeat the call",
                     )
                 self._forget_peer()
-                peer = _Peer(request.address, self._access, request.secret)
-                peer.server, peer.rows = request.server, rows
+                peer = Peer(request.address, self._access, request.secret)
+                peer.server = request.server
+                peer.row_addresses = row_addresses
                 peer.rows_server = request.rows_server
                 self._peer = peer
             copy_id = SaveId(uuid.uuid4().hex)
@@ -523,26 +483,15 @@ class Pair(Native):
                 state = self._state.copy(copy_id, lambda: self._set_role(Role.JOINING))
         return pb.ReplicateReply(copy=copy, state=json.dumps(state))
 
-    def _follow(self, peer: _Peer) -> None:
+    def _follow(self, peer: Peer) -> None:
         """Sends the backup what it lacks, and lets each write wait for it."""
-        listening, ca = self._listening, self._options.tls_ca
-        files = [] if ca is None else [ca, listening.tls_cert, listening.tls_key]
-        if listening.client_ca is None:
-            files = files[:1]
-        files += [""] * (3 - len(files))
         with self._keeping():
-            libssl = self._rows.libssl if ca else ""
-            texts = [
-                str(each).encode()
-                for each in (peer.secret, peer.rows_server, libssl, *files)
-            ]
-            self._connect(peer, texts)
+            self._connect(peer)
         with self._lock:
             assert self._record is not None
             after = Record(self._address, (self._id, peer.server))
-            if self.role is not Role.SYNCED or not self._lease.take(
-                self._record, after
-            ):
+            is_backup = self.role is Role.SYNCED
+            if not is_backup or not self._lease.take(self._record, after):
                 self.invoke("lose")
                 raise CallRefusedError(
                     grpc.StatusCode.ABORTED,
@@ -552,15 +501,28 @@ class Pair(Native):
             self._state.forget_copy()
         self._say(f"{peer.address} is the backup")
 
-    def _connect(self, peer: _Peer, texts: Sequence[bytes]) -> None:
+    def _connect(self, peer: Peer) -> None:
         """Calls ``Replica::follow`` with the first address for rows at which the peer
         answers.
         """
+        ca = self._options.tls_ca
+        library = self._rows.libssl if ca else ""
+        cert, key = self._certificate_files if ca else (None, None)
         failures: list[str] = []
-        for address in peer.rows:
+        for address in peer.row_addresses:
             host, port = host_and_port(address)
             try:
-                self.checked("follow", host.encode(), port, *texts)
+                self.checked(
+                    "follow",
+                    host.encode(),
+                    port,
+                    peer.secret.encode(),
+                    peer.rows_server.encode(),
+                    library.encode(),
+                    (ca or "").encode(),
+                    str(cert or "").encode(),
+                    str(key or "").encode(),
+                )
                 return
             except OSError as error:
                 # the peer was reached, or does not join any more
@@ -619,12 +581,21 @@ class Pair(Native):
         self._set_role(Role.STANDBY)
         self._forget_peer()
 
-    def _become_primary(self, before: Record | None, of: str = "") -> bool:
-        """Takes the lease. Returns whether this server is the primary now."""
+    def _become_primary(self, before: Record | None, holder: str = "") -> bool:
+        """Takes the lease.
+
+        Args:
+            before: The record, which must not have changed.
+            holder: The id of the server that gives the lease to this one. Default: "",
+                the lease is free.
+
+        Returns:
+            Whether this server is the primary now.
+        """
         begin = time.monotonic()
         after = Record(self._address, (self._id,))
         self._note_start()
-        if not self._lease.take(before, after, of):
+        if not self._lease.take(before, after, holder):
             return False
         self._secret = ""
         self._rows.set_backup(True, "")
@@ -632,9 +603,9 @@ class Pair(Native):
         with self._state.gate.exclusive():
             self._record = after
             self._set_role(Role.ALONE)
-        if not self._began and not self._state.follows:
+        if not self._has_begun and not self._state.follows:
             self._state.begin()
-        self._began = True
+        self._has_begun = True
         self._set_end(begin)
         self._say("this server is the primary")
         return True
@@ -652,11 +623,8 @@ class Pair(Native):
                     grpc.StatusCode.ABORTED, "the server stops, or is not the backup"
                 )
             _, record = self._lease.read()
-            if (
-                record is None
-                or self._id not in record.in_sync
-                or not self._become_primary(record, primary)
-            ):
+            is_in_sync = record is not None and self._id in record.in_sync
+            if not is_in_sync or not self._become_primary(record, primary):
                 raise CallRefusedError(
                     grpc.StatusCode.ABORTED, "the server is not the backup any more"
                 )
@@ -664,38 +632,37 @@ class Pair(Native):
     def _join(self, record: Record) -> None:
         """Copies the tables of the primary, and follows it."""
         secret = secrets.token_hex(16)
-        peer = _Peer(record.address, self._access)
+        peer = Peer(record.address, self._access)
         phases = pb.ReplicateRequest
-        ended = threading.Event()
+        has_ended = threading.Event()
 
         def say_alive() -> None:
-            while not ended.wait(_ALIVE_S):
+            request = phases(phase=phases.ALIVE, server=self._id)
+            while not has_ended.wait(_ALIVE_S):
                 with suppress(grpc.RpcError):
-                    peer.call("Replicate", phases(phase=phases.ALIVE, server=self._id))
+                    peer.call("Replicate", request)
 
-        rows, unmapped, *_ = [
-            *rows_addresses(self._address, self._rows.port_offer()),
-            "",
-        ]
+        def read(file: str, offset: int) -> pb.ReadFileReply:
+            request = pb.ReadFileRequest(save=reply.copy, file=file, offset=offset)
+            piece: pb.ReadFileReply = peer.call("ReadFile", request)
+            return piece
+
+        addresses = rows_addresses(self._address, self._rows.port_offer())
         try:
             request = phases(
                 phase=phases.COPY,
                 server=self._id,
-                rows=rows,
-                rows_unmapped=unmapped,
+                rows=addresses[0],
+                rows_unmapped=addresses[1] if len(addresses) > 1 else "",
                 rows_server=self._rows.name,
                 address=self._address,
                 secret=secret,
             )
-            reply = peer.call("Replicate", request, _LONG_CALL_S)
+            reply = peer.call("Replicate", request, LONG_CALL_S)
             threading.Thread(
                 target=say_alive, name="recstore-joining", daemon=True
             ).start()
-            self._state.follow(
-                reply.copy,
-                json.loads(reply.state),
-                lambda file, offset: self._read(peer, reply, file, offset),
-            )
+            self._state.follow(reply.copy, json.loads(reply.state), read)
             with self._lock:
                 if self._stopping.is_set():
                     return
@@ -703,53 +670,49 @@ class Pair(Native):
                 self._secret = secret
                 self._state.gate.set_end(float("inf"))
                 self._set_role(Role.FOLLOWING)
-            peer.call(
-                "Replicate", phases(phase=phases.FOLLOW, server=self._id), _LONG_CALL_S
-            )
+            follow = phases(phase=phases.FOLLOW, server=self._id)
+            peer.call("Replicate", follow, LONG_CALL_S)
             self._say(f"this server is the backup of {record.address}")
         finally:
-            ended.set()
+            has_ended.set()
             peer.close()
-
-    def _read(
-        self, peer: _Peer, reply: pb.ReplicateReply, file: str, offset: int
-    ) -> pb.ReadFileReply:
-        request = pb.ReadFileRequest(save=reply.copy, file=file, offset=offset)
-        read: pb.ReadFileReply = peer.call("ReadFile", request)
-        return read
 
     # Both.
 
-    def _say(self, what: str) -> None:
-        _log.warning("pair %s: %s", self._options.name, what)
+    def _say(self, message: str) -> None:
+        _log.warning("pair %s: %s", self._options.name, message)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
                 self._step()
-                self._said = ""
+                self._last_failure = ""
             except Exception as error:
-                details = (
-                    error.details() if isinstance(error, grpc.RpcError) else str(error)
-                )
-                if details != self._said:  # once, not five times a second
-                    self._said = details
+                details = str(error)
+                if isinstance(error, grpc.RpcError):
+                    details = error.details()
+                if details != self._last_failure:  # once, not five times a second
+                    self._last_failure = details
                     self._say(details)
                 self._stopping.wait(_LOOK_S)
 
     def _step(self) -> None:
         role = self.role
         if role >= Role.ALONE:
-            if self.invoke("wait_lost", _RENEW_S):
-                self._goes_on_alone()
-            if (
-                self.role is Role.JOINING
-                and time.monotonic() - self._peer_seen > _GONE_S
-            ):
-                self._end_joining()
-            if self.role >= Role.ALONE and not self._stopping.is_set():
-                self._renew()
-            return
+            self._step_as_primary()
+        else:
+            self._step_as_other(role)
+
+    def _step_as_primary(self) -> None:
+        if self.invoke("wait_lost", _RENEW_S):
+            self._goes_on_alone()
+        silence_s = time.monotonic() - self._peer_seen
+        if self.role is Role.JOINING and silence_s > _GONE_S:
+            self._end_joining()
+        if self.role >= Role.ALONE and not self._stopping.is_set():
+            self._renew()
+
+    def _step_as_other(self, role: Role) -> None:
         self._stopping.wait(_LOOK_S)
         holder, record = self._lease.read()
         if self._taking_over is not None:
@@ -764,11 +727,11 @@ class Pair(Native):
                 and record is not None
                 and self._id in record.in_sync
             )
-            if not holder and (
-                is_in_sync or (role is Role.STANDBY and self._may_begin(record))
-            ):
-                self._become_primary(record)
-                return
+            if not holder:
+                is_standby = role is Role.STANDBY
+                if is_in_sync or (is_standby and self._may_begin(record)):
+                    self._become_primary(record)
+                    return
             if role is Role.FOLLOWING and not is_in_sync:
                 self._secret = ""
                 self._state.gate.set_end(-1)
@@ -783,7 +746,7 @@ class Pair(Native):
         if taking_over is not None and not taking_over.has_ended:
             return (
                 f"--take-over: this server begins with {self._rows_of_start()}, if no"
-                f" server with all rows is there within {_FREE_S:g} s"
+                f" server with all rows is there within {FREE_S:g} s"
             )
         begin = "this server with --take-over"
         if taking_over is not None:
@@ -816,11 +779,9 @@ class Pair(Native):
             return True
         starts = self._starts()
         if record is None:
-            if (
-                starts
-                and self._taking_over is not None
-                and not self._taking_over.has_ended
-            ):
+            taking_over = self._taking_over
+            will_take_over = taking_over is not None and not taking_over.has_ended
+            if starts and will_take_over:
                 raise RuntimeError(self._why_it_waits())
             if starts or self._state.follows:
                 raise RuntimeError(
@@ -858,7 +819,7 @@ class Pair(Native):
     def _set_role(self, role: Role) -> None:
         self.invoke("set_role", role)
         self._rows.set_backup(role < Role.ALONE, self._secret)
-        self._serving(role >= Role.ALONE)
+        self._server.set_serving(role >= Role.ALONE)
 
     def _forget_peer(self) -> None:
         if self._peer is not None:
@@ -867,13 +828,20 @@ class Pair(Native):
         self._state.forget_copy()
 
     @property
+    def _certificate_files(self) -> tuple[Path | None, Path | None]:
+        """The certificate and the key of calls, if the other server requires one."""
+        listening = self._listening
+        if listening.client_ca is None:
+            return None, None
+        return listening.tls_cert, listening.tls_key
+
+    @property
     def _access(self) -> Access:
-        token, listening = self._server.token, self._listening
-        own = (
-            (None, None)
-            if listening.client_ca is None
-            else (listening.tls_cert, listening.tls_key)
-        )
+        token = self._server.token
+        cert, key = self._certificate_files
         return Access(
-            None if token is None else token.value, self._options.tls_ca, *own
+            token=None if token is None else token.value,
+            tls_ca=self._options.tls_ca,
+            tls_cert=cert,
+            tls_key=key,
         )

@@ -139,15 +139,12 @@ class ParameterServer(ParameterServerServicer):
             self._set.begin()
         else:
             self._pair.begin(
-                *(
-                    pair,
-                    options,
-                    listening,
-                    self._set,
-                    self._directory,
-                    self._native,
-                    listening.set_serving,
-                )
+                pair,
+                listening=options,
+                server=listening,
+                rows=self._native,
+                state=self._set,
+                directory=self._directory,
             )
 
     def start(self, serving: Callable[[bool], object]) -> None:

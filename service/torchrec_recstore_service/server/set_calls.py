@@ -8,7 +8,7 @@ import os
 import stat
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -72,10 +72,10 @@ class _Next:
     loaded: Loaded
 
     def is_for(self, request: pb.LoadRequest) -> bool:
-        return (self.token, self.save, self.exact) == (
-            request.token,
-            request.save,
-            request.exact,
+        return (
+            self.token == request.token
+            and self.save == request.save
+            and self.exact == request.exact
         )
 
 
@@ -139,7 +139,8 @@ class SetCalls:
         if stopped is not None and stopped["checkpoint"] == directory.last:
             applied.from_json(stopped["applied"])
             if member is not None and stopped["epoch"] == member.label:
-                self._waits, self._clean = True, False
+                self._waits = True
+                self._clean = False
         if directory.last is not None:
             tables.load(directory.checkpoint(directory.last))
 
@@ -151,17 +152,18 @@ class SetCalls:
         It must be called after everything that can fail at the start, and before the
         first call is taken.
         """
-        directory, member = self._directory, self._directory.membership
+        directory = self._directory
+        member = directory.membership
         if self._waits and member is not None:
             if member.members == 1:
                 self._begin_run(member.with_run(0, uuid.uuid4().hex), directory.last)
         elif directory.stopped is not None:
-            # Other servers of the set cannot start from what this server has saved when
-            # it stopped.
-            alone = member is None or member.members == 1
-            directory.set_last(
-                directory.last if alone or member is None else member.save
-            )
+            last = directory.last
+            if member is not None and member.members > 1:
+                # Other servers of the set cannot start from what this server has saved
+                # when it stopped.
+                last = member.save
+            directory.set_last(last)
 
     @property
     def _follows_now(self) -> bool:
@@ -188,7 +190,7 @@ class SetCalls:
                 return  # the tables are those of the last save, or of the last stop
             # The name must differ from the last checkpoint, from which the next server
             # starts if this save fails.
-            name = next(name for name in STOPPED if name != self._directory.last)
+            name = STOPPED[1] if self._directory.last == STOPPED[0] else STOPPED[0]
             path = self._directory.checkpoint(name)
             remove(path)
             self._tables.save(path)
@@ -211,26 +213,25 @@ class SetCalls:
             CallRefusedError: The server waits, or is in another run of the same epoch.
             ServerRestartedError: The server is in another epoch, or in none.
         """
-        present = self._run
-        if run == present and run:
+        run_of_server = self._run
+        if run == run_of_server and run:
             if self.gate.has_ended:
                 self._pair.check_primary()
             return
-        epoch, present_epoch = (label.rpartition("/")[0] for label in (run, present))
-        if self._waits or (present and epoch == present_epoch):
+        epoch = _epoch_of(run)
+        epoch_of_server = _epoch_of(run_of_server)
+        if self._waits or (run_of_server and epoch == epoch_of_server):
             raise CallRefusedError(
                 grpc.StatusCode.UNAVAILABLE, _RESUMED, SERVER_RESUMED
             )
-        if present:
+        if run_of_server:
             raise ServerRestartedError(
-                f"the server is in the epoch {present_epoch}, the call is for"
+                f"the server is in the epoch {epoch_of_server}, the call is for"
                 f" {epoch or 'none'}: a save was loaded since"
             )
         last = self._directory.last
-        raise ServerRestartedError(
-            "the server was restarted "
-            + ("without rows" if last is None else f"from the save {last!r}")
-        )
+        rows = "without rows" if last is None else f"from the save {last!r}"
+        raise ServerRestartedError(f"the server was restarted {rows}")
 
     @contextmanager
     def changing(self, run: str) -> Iterator[None]:
@@ -328,7 +329,9 @@ class SetCalls:
         with self._changing:
             if place["member"] is not None:
                 self._directory.set_membership(membership_of(place["member"]))
-            self._run, self._waits, self._clean = place["run"], place["waits"], False
+            self._run = place["run"]
+            self._waits = place["waits"]
+            self._clean = False
 
     def copy(self, copy_id: SaveId, begun: Callable[[], object]) -> dict[str, Any]:
         """Writes a copy of the tables for the backup, which :meth:`read_file` reads.
@@ -350,9 +353,8 @@ class SetCalls:
             begun()
 
         self._copy = copy_id
-        self._rows_thread.submit(
-            self._tables.save, self._directory.received(copy_id), begun=begin
-        ).result()
+        path = self._directory.received(copy_id)
+        self._rows_thread.submit(self._tables.save, path, begun=begin).result()
         return state
 
     def forget_copy(self) -> None:
@@ -377,26 +379,13 @@ class SetCalls:
         Raises:
             ValueError: This server is of another set.
         """
-        own, other = self._directory.membership, state["member"]
-        if own is not None and (
-            other is None or (own.set, own.member) != (other["set"], other["member"])
-        ):
-            raise ValueError(
-                f"{self._directory.path} has rows of another server than the primary:"
-                " start this server with an empty data directory"
-            )
+        self._check_same_place(state["member"])
         path = self._directory.received(SaveId(copy.id))
         remove(path)
         make_directory(path)
         try:
-            for file in read("", 0).files:
-                received = path / SavedFileName(file)
-                with naming(received), received.open("wb") as to:
-                    last, offset = False, 0
-                    while not last:
-                        piece = read(file, offset)
-                        to.write(piece.content)
-                        offset, last = offset + len(piece.content), piece.last
+            for file_name in read("", 0).files:
+                _copy_file(path / SavedFileName(file_name), partial(read, file_name))
             sent_info(path)  # it names no other directory
             loaded = self._read(path, exact=True)
         finally:
@@ -405,36 +394,56 @@ class SetCalls:
             self._forget_next()
             # Before the tables change: what follows can fail, for example because the
             # disk is full.
-            self._run, self._clean, self.follows = "", False, True
+            self._run = ""
+            self._clean = False
+            self.follows = True
             self._tables.replace(loaded)
             self._applied.from_json(state["applied"])
             # the rows of its last stop, if it has stopped, are old
             self._directory.set_last(self._directory.last)
             self.set_place(state)
 
+    def _check_same_place(self, primary: Mapping[str, Any] | None) -> None:
+        """Checks that this server can be the backup of a primary with this membership.
+
+        Raises:
+            ValueError: This server has another place in a set.
+        """
+        member = self._directory.membership
+        if member is None:
+            return
+        if (
+            primary is None
+            or member.set != primary["set"]
+            or member.member != primary["member"]
+        ):
+            raise ValueError(
+                f"{self._directory.path} has rows of another server than the primary:"
+                " start this server with an empty data directory"
+            )
+
     def describe(self) -> pb.DescribeReply:
         """Returns the state of the server. See ``Describe`` in recstore.proto."""
-        directory, member = self._directory, self._directory.membership
+        directory = self._directory
+        member = directory.membership
+        specs = self._tables.specs()
         reply = pb.DescribeReply(
             live=bool(self._run),
             waits=self._waits,
             at=directory.at,
             saves=directory.saves,
             prepared=directory.prepared,
-            tables={
-                name: spec.to_json() for name, spec in self._tables.specs().items()
-            },
+            tables={name: spec.to_json() for name, spec in specs.items()},
             replicated=self._pair.is_on,
             backup=self._pair.backup,
         )
         if member is not None:
-            reply.set, reply.member, reply.members, reply.epoch = (
-                member.set,
-                member.member,
-                member.members,
-                member.epoch,
-            )
-            reply.token, reply.next = member.token, member.next
+            reply.set = member.set
+            reply.member = member.member
+            reply.members = member.members
+            reply.epoch = member.epoch
+            reply.token = member.token
+            reply.next = member.next
             reply.slots.extend(member.slots)
             reply.runs.extend(member.runs)
             reply.earlier.extend(member.earlier)
@@ -473,56 +482,55 @@ class SetCalls:
         """Makes a phase of a load. See ``Load`` in recstore.proto."""
         phases = pb.LoadRequest
         if request.phase == phases.ABORT:
-            save_id = SaveId(request.save.id) if request.parts else None
-            with self._saving:
-                self._forget_next(request.token)
-                if save_id is not None:
-                    self._directory.discard(save_id)
-                    self._received.forget(save_id)
+            self._abort_load(request)
             return
         if request.phase not in (phases.PREPARE, phases.COMMIT, phases.RESHARD):
             raise ValueError(f"a load has no phase {request.phase}")
         with self._saving:
             self._applied.check_open()
-            member = self._directory.membership
-            there = self._run or self._waits
-            if (
-                member is not None
-                and there
-                and (member.token, member.epoch) == (request.token, request.epoch)
-            ):
+            if self._has_begun(request):
                 return  # the answer was lost, and the client repeats the call
             self._check_later(request)
             if request.phase == phases.RESHARD:
                 self._reshard(request)
                 return
             if self._next is None or not self._next.is_for(request):
-                self._forget_next()
-                unchanged = (
-                    not self._run and self._clean and request.save == self._directory.at
-                )
-                loaded = (
-                    None
-                    if unchanged
-                    else self._read(self._path_of(request.save), request.exact)
-                )
-                self._next = (
-                    None
-                    if loaded is None
-                    else _Next(request.token, request.save, request.exact, loaded)
-                )
-                self._next_deadline.begin(partial(self._forget_late, request.token))
-                try:
-                    _check_parts(
-                        request,
-                        self._tables.specs() if loaded is None else loaded.specs,
-                    )
-                except ValueError:
-                    self._forget_next()
-                    raise
-            if request.phase == pb.LoadRequest.COMMIT:
+                self._read_next(request)
+            if request.phase == phases.COMMIT:
                 self._begin_epoch(request)
                 self._pair.changed()
+
+    def _abort_load(self, request: pb.LoadRequest) -> None:
+        save_id = SaveId(request.save.id) if request.parts else None
+        with self._saving:
+            self._forget_next(request.token)
+            if save_id is not None:
+                self._directory.discard(save_id)
+                self._received.forget(save_id)
+
+    def _has_begun(self, request: pb.LoadRequest) -> bool:
+        """Returns whether the server is in the epoch of a load already."""
+        member = self._directory.membership
+        if member is None or not (self._run or self._waits):
+            return False
+        return member.token == request.token and member.epoch == request.epoch
+
+    def _read_next(self, request: pb.LoadRequest) -> None:
+        """Reads the tables of a load, unless the server has them."""
+        self._forget_next()
+        is_at_save = self._clean and request.save == self._directory.at
+        if not self._run and is_at_save:
+            specs = self._tables.specs()
+        else:
+            loaded = self._read(self._path_of(request.save), request.exact)
+            specs = loaded.specs
+            self._next = _Next(request.token, request.save, request.exact, loaded)
+        self._next_deadline.begin(partial(self._forget_late, request.token))
+        try:
+            _check_parts(request, specs)
+        except ValueError:
+            self._forget_next()
+            raise
 
     def resume(self, request: pb.ResumeRequest) -> pb.ResumeReply:
         """Makes a phase of the resuming of a server that was stopped.
@@ -545,28 +553,30 @@ class SetCalls:
     def _resume(self, request: pb.ResumeRequest) -> pb.ResumeReply:
         phases = pb.ResumeRequest
         self._applied.check_open()
-        directory, member = self._directory, self._directory.membership
-        if (
-            member is None
-            or member.label != request.epoch
-            or not (self._run or self._waits)
-        ):
+        directory = self._directory
+        member = directory.membership
+        is_in_epoch = bool(self._run or self._waits)
+        if member is None or member.label != request.epoch or not is_in_epoch:
             raise ServerRestartedError(
                 f"the server is not in the epoch {request.epoch or 'none'}"
             )
-        own = request.member == member.member
-        known = member.runs[request.member] if request.member < member.members else None
-        before = same_runs(request.before, member.token, request.member)
-        is_known = known in before or known == request.run
-        if own == (request.phase == phases.NOTE) or not is_known:
+        last_run = None  # the last run that this server knows of the server that begins
+        if request.member < member.members:
+            last_run = member.runs[request.member]
+        earlier_runs = same_runs(request.before, member.token, request.member)
+        is_known = last_run in earlier_runs or last_run == request.run
+        # a server notes the runs of other servers, and begins its own
+        begins_itself = request.member == member.member
+        notes = request.phase == phases.NOTE
+        if begins_itself == notes or not is_known:
             raise ServerRestartedError("another run of the server was begun")
         if not request.run and request.phase != phases.PREPARE:
             raise ValueError("the run that begins has no name")
-        if request.phase == phases.NOTE:
-            if known != request.run:
+        if notes:
+            if last_run != request.run:
                 directory.set_membership(member.with_run(request.member, request.run))
         elif self._run:
-            if request.phase == phases.PREPARE or known != request.run:
+            if request.phase == phases.PREPARE or last_run != request.run:
                 raise ServerRestartedError("another client has resumed the server")
         elif request.phase == phases.PREPARE:
             if not member.next:
@@ -588,7 +598,8 @@ class SetCalls:
         """
         self._directory.set_membership(member)
         self._directory.set_last(last)
-        self._run, self._waits = member.run_label, False
+        self._run = member.run_label
+        self._waits = False
 
     def read_file(self, request: pb.ReadFileRequest) -> pb.ReadFileReply:
         """Reads a piece of a file of a save. See ``ReadFile`` in recstore.proto."""
@@ -620,54 +631,59 @@ class SetCalls:
 
     def _reshard(self, request: pb.LoadRequest) -> None:
         """Writes the part of this server, of the rows of a save of other servers."""
-        directory, saved = self._directory, request.save
-        if any(there.id == saved.id for there in directory.prepared):
+        directory = self._directory
+        save = request.save
+        if _has_id(directory.prepared, save.id):
             return
-        save_id, name = _checked(saved)
+        save_id, name = _checked(save)
         directory.check_free(name, overwrite=True)
         received = directory.received(save_id)
         refuse_links_below(received)
-        info, specs = joined(received, request.parts)
+        info, specs_of_all = joined(received, request.parts)
         shard = (request.member, request.members)
+        specs = {
+            table: replace(spec, shard=shard) for table, spec in specs_of_all.items()
+        }
+        manifest = _manifest(
+            save,
+            set_id=request.set,
+            epoch=request.epoch,
+            member=request.member,
+            servers=[],
+            slots=request.slots,
+        )
         self._rows_thread.submit(
             self._tables.write_part,
             info,
-            {name: replace(spec, shard=shard) for name, spec in specs.items()},
+            specs,
             owned_by(request.member, request.slots),
             directory.new_staging(save_id),
-            {
-                MANIFEST: _manifest(
-                    saved, request.set, request.epoch, request.member, [], request.slots
-                )
-            },
+            {MANIFEST: manifest},
         ).result()
-        directory.add_prepared(saved)
+        directory.add_prepared(save)
         self._received.forget(save_id)
 
     def _begin_epoch(self, request: pb.LoadRequest) -> None:
         directory = self._directory
         name = SaveName(request.save.name) if request.save.name else None
-        if any(saved.id == request.save.id for saved in directory.prepared):
+        if _has_id(directory.prepared, request.save.id):
             directory.publish(SaveId(request.save.id))
-        slots = tuple(request.slots)
         members = request.members
-        runs = tuple(
-            first_run(request.token, number, members) for number in range(members)
-        )
+        runs = [first_run(request.token, number, members) for number in range(members)]
         member = Membership(
             set=request.set,
             member=request.member,
             members=members,
-            slots=slots,
+            slots=tuple(request.slots),
             epoch=request.epoch,
             token=request.token,
             save=name,
-            runs=runs,
+            runs=tuple(runs),
             # Clients of earlier releases take the token for the name of the first run.
             earlier=(request.token,) if members > 1 else (),
         )
         with self.gate.exclusive(), self._changing:
-            before = self._run
+            last_run = self._run
             # a read that is running finds after it that the epoch has ended
             self._run = ""
             try:
@@ -678,9 +694,10 @@ class SetCalls:
                 directory.set_last(name)
                 directory.set_membership(member)
             except ValueError:
-                self._run = before  # the tables have not changed
+                self._run = last_run  # the tables have not changed
                 raise
-            self._run, self._waits = member.run_label, False
+            self._run = member.run_label
+            self._waits = False
         self._reservations.release()
 
     def _check_later(self, request: pb.LoadRequest) -> None:
@@ -693,12 +710,8 @@ class SetCalls:
         member = self._directory.membership
         if request.save.name:
             SaveName(request.save.name)
-        if (
-            not request.set
-            or "/" in request.set
-            or not request.member < request.members
-            or request.epoch < 1
-        ):
+        has_set = request.set and "/" not in request.set
+        if not has_set or request.member >= request.members or request.epoch < 1:
             raise ValueError(
                 "a load needs a set, the number of the server in it, and an epoch"
             )
@@ -710,9 +723,9 @@ class SetCalls:
             raise ValueError(
                 f"a set has at most as many servers as slots, got {request.members}"
             )
-        if member is not None and (
-            member.set != request.set or member.epoch >= request.epoch
-        ):
+        if member is None:
+            return
+        if member.set != request.set or member.epoch >= request.epoch:
             raise ServerRestartedError(
                 f"the server is in the epoch {member.label}, and another epoch was"
                 " begun"
@@ -730,9 +743,9 @@ class SetCalls:
         save_id = SaveId(saved.id)
         if save_id == self._copy:
             return self._directory.received(save_id)
-        if any(part.id == save_id for part in self._directory.prepared):
+        if _has_id(self._directory.prepared, save_id):
             return self._directory.staging(save_id)
-        if all(part.id != save_id for part in self._directory.saves):
+        if not _has_id(self._directory.saves, save_id):
             raise FileNotFoundError(f"there is no save {name!r} with the id {save_id}")
         return self._directory.checkpoint(name)
 
@@ -757,13 +770,11 @@ class SetCalls:
         save_id, _ = _checked(request.save)
         directory = self._directory
 
-        def last() -> int:
-            return max(
-                (saved.number for saved in (*directory.saves, *directory.prepared)),
-                default=0,
-            )
+        def last_number() -> int:
+            saves = [*directory.saves, *directory.prepared]
+            return max((saved.number for saved in saves), default=0)
 
-        number = self._reservations.reserve(save_id, check, is_active, last)
+        number = self._reservations.reserve(save_id, check, is_active, last_number)
         check()
         return pb.SaveReply(number=number)
 
@@ -791,11 +802,9 @@ class SetCalls:
     def _prepare(self, request: pb.SaveRequest) -> None:
         self._applied.check_open()
         self.check(request.epoch)
-        directory, saved = self._directory, request.save
-        save_id, name = _checked(saved)
-        if any(
-            there.id == save_id for there in (*directory.saves, *directory.prepared)
-        ):
+        directory = self._directory
+        save_id, name = _checked(request.save)
+        if _has_id(directory.saves, save_id) or _has_id(directory.prepared, save_id):
             return
         # the rows of a load whose client has died; another client's load reads them
         # again
@@ -804,50 +813,74 @@ class SetCalls:
         member = directory.membership
         assert member is not None
         manifest = _manifest(
-            saved,
-            member.set,
-            member.epoch,
-            member.member,
-            request.servers,
-            member.slots,
+            request.save,
+            set_id=member.set,
+            epoch=member.epoch,
+            member=member.member,
+            servers=request.servers,
+            slots=member.slots,
         )
         staging = directory.new_staging(save_id)
         self._rows_thread.submit(
             self._tables.save, staging, more={MANIFEST: manifest}
         ).result()
-        directory.add_prepared(saved)
+        directory.add_prepared(request.save)
 
     def _commit(self, request: pb.SaveRequest) -> None:
-        directory, saved = self._directory, request.save
-        save_id = SaveId(saved.id)
+        directory = self._directory
+        save = request.save
+        save_id = SaveId(save.id)
         forgotten = [SaveName(name) for name in request.forget]
-        if any(there.id == saved.id for there in directory.saves):
+        if _has_id(directory.saves, save.id):
             return
         member = directory.membership
         assert member is not None
-        epoch = request.epoch.rpartition("/")[0]
-        ours = bool(self._run or self._waits) and epoch == member.label
+        is_in_epoch = bool(self._run or self._waits)
+        is_of_epoch = is_in_epoch and _epoch_of(request.epoch) == member.label
         decided = set(request.decided)
         if member.member == 0:
             if not self._follows_now and (
-                request.epoch != self._run or not self._reservations.has_turn(saved.id)
+                request.epoch != self._run or not self._reservations.has_turn(save.id)
             ):
                 self._refuse_superseded(request)
-            decided = {there.id for there in directory.saves}
-        for other in directory.prepared:
-            if other.id == save_id or other.number > saved.number:
+            decided = {saved.id for saved in directory.saves}
+        for prepared in directory.prepared:
+            if prepared.id == save_id or prepared.number > save.number:
                 continue
-            if other.id in decided:
-                directory.publish(SaveId(other.id))
+            if prepared.id in decided:
+                directory.publish(SaveId(prepared.id))
             else:
-                directory.discard(SaveId(other.id))
+                directory.discard(SaveId(prepared.id))
         with self._changing:
-            name = directory.publish(save_id, start_from=ours and not self._waits)
-            if ours and directory.membership is not None:
+            starts_from_it = is_of_epoch and not self._waits
+            name = directory.publish(save_id, start_from=starts_from_it)
+            if is_of_epoch and directory.membership is not None:
                 directory.set_membership(replace(directory.membership, save=name))
         self._reservations.release(save_id)
         for name in forgotten:
             directory.forget(name)
+
+
+def _epoch_of(run: str) -> str:
+    """Returns the label of the epoch of a run, or "" for no run."""
+    return run.rpartition("/")[0]
+
+
+def _has_id(saves: Iterable[pb.Saved], save_id: str) -> bool:
+    """Returns whether a save with this id is among ``saves``."""
+    return any(saved.id == save_id for saved in saves)
+
+
+def _copy_file(path: Path, read: Callable[[int], pb.ReadFileReply]) -> None:
+    """Writes a file of another server, whose pieces ``read`` returns by their offset."""
+    with naming(path), path.open("wb") as file:
+        offset = 0
+        is_last = False
+        while not is_last:
+            piece = read(offset)
+            file.write(piece.content)
+            offset += len(piece.content)
+            is_last = piece.last
 
 
 def _check_parts(request: pb.LoadRequest, specs: Mapping[str, TableSpec]) -> None:
@@ -908,7 +941,8 @@ def _checked(saved: pb.Saved) -> tuple[SaveId, SaveName]:
 
 def _manifest(
     saved: pb.Saved,
-    identity: str,
+    *,
+    set_id: str,
     epoch: int,
     member: int,
     servers: Sequence[str],
@@ -922,7 +956,7 @@ def _manifest(
         "name": saved.name,
         "id": saved.id,
         "number": saved.number,
-        "set": identity,
+        "set": set_id,
         "epoch": epoch,
         "member": member,
         "servers": list(servers),
