@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class ClientTable:
     by value comes before the sum over an id.
 
     Args:
-        client: The ``RecStoreClient``, which imports this module. It must stay open.
+        client: The ``PlainClient``, which imports this module. It must stay open.
         name: The name of the table, on which its initial rows depend.
         shape: (rows, dim). ``rows`` is a hint.
         dtype: The data type of the weights.
@@ -126,18 +126,26 @@ class _Workspace:
         # The step from a row of zeros with the learning rate 1 is minus the sum of the
         # gradients, exactly.
         self.tables = [
-            Table(each.dim, torch.float32, _summing(each), zeros, name=each.name)
-            for each in tables
+            Table(
+                table.dim,
+                torch.float32,
+                SGD(lr=1.0, max_gradient=table.optimizer.max_gradient),
+                zeros,
+                name=table.name,
+            )
+            for table in tables
         ]
         self.group = make(self.tables)
         self._numbers = torch.arange(0)
 
     def write(self, rows: Sequence[Tensor]) -> None:
         """Writes the rows of the distinct ids of each table, (n, dim)."""
-        for table, some in zip(self.tables, rows, strict=True):
-            n = some.shape[0]
+        for table, table_rows in zip(self.tables, rows, strict=True):
+            n = table_rows.shape[0]
             if n:
-                ops.table_insert(table.handle, self._first(n), some.float())
+                ops.table_insert(
+                    table.handle, self._first_numbers(n), table_rows.float()
+                )
 
     def sums(
         self,
@@ -149,32 +157,29 @@ class _Workspace:
         """Returns the sum of the gradients of each distinct id of each table, (n, dim)
         float32.
         """
-        numbers = [ids.shape[0] for ids in distinct]
-        sizes = [n * table.dim for n, table in zip(numbers, self.tables, strict=True)]
-        flat = torch.zeros(sum(sizes))
-        parts = [
-            part.view(n, table.dim)
-            for n, table, part in zip(
-                numbers, self.tables, torch.split(flat, sizes), strict=True
+        id_counts = [ids.shape[0] for ids in distinct]
+        sizes = [n * table.dim for n, table in zip(id_counts, self.tables, strict=True)]
+        all_sums = torch.zeros(sum(sizes))
+        sums = [
+            content.view(-1, table.dim)
+            for content, table in zip(
+                torch.split(all_sums, sizes), self.tables, strict=True
             )
         ]
-        self.write(parts)
+        self.write(sums)
         self.group.update(context, grad, False, counts)
-        for n, table, part in zip(numbers, self.tables, parts, strict=True):
+        for n, table, table_sums in zip(id_counts, self.tables, sums, strict=True):
             if n:
-                ops.table_read(table.handle, self._first(n), part)
+                ops.table_read(table.handle, self._first_numbers(n), table_sums)
         # in place; the negative of 0.0 would be another zero
-        torch.sub(0.0, flat, out=flat)
-        return parts
+        torch.sub(0.0, all_sums, out=all_sums)
+        return sums
 
-    def _first(self, n: int) -> Tensor:
+    def _first_numbers(self, n: int) -> Tensor:
+        """Returns the ids of the first ``n`` rows: their numbers."""
         if self._numbers.shape[0] < n:
             self._numbers = torch.arange(2 * n)
         return self._numbers[:n]
-
-
-def _summing(table: ClientTable) -> SGD:
-    return SGD(lr=1.0, max_gradient=table.optimizer.max_gradient)
 
 
 class _Pass(bytearray):
@@ -197,12 +202,10 @@ class _Pass(bytearray):
     ) -> None:
         super().__init__(torch.int64.itemsize)
         self.number = next(_numbers)
-        self._free, self.workspace, self.distinct, self.rows = (
-            free,
-            workspace,
-            distinct,
-            rows,
-        )
+        self._free = free
+        self.workspace = workspace
+        self.distinct = distinct
+        self.rows = rows
         self.context = torch.empty(0)
 
     def __del__(self) -> None:
@@ -217,35 +220,31 @@ class _Batch:
     """
 
     def __init__(self, ids: Tensor, counts: Sequence[int]) -> None:
-        distinct, self.places, sizes = row_ops.ids_distinct(ids, counts)
-        self.distinct = list(torch.split(distinct, sizes.tolist()))
+        distinct_ids, self.places, sizes = row_ops.ids_distinct(ids, counts)
+        self.distinct = list(torch.split(distinct_ids, sizes.tolist()))
 
 
+@dataclass(eq=False)
 class _Prefetched:
-    """A batch whose rows have been requested ahead of its lookup.
+    """A batch whose rows have been requested before its lookup.
 
     Args:
         ids: (N,) int64. The ids of the batch.
         counts: The number of ids of each table.
+        batch: The distinct ids.
         handle: The handle of the request.
         included: The number of updates that the rows are known to include.
     """
 
-    def __init__(
-        self,
-        ids: Tensor,
-        counts: Sequence[int],
-        batch: _Batch,
-        handle: int,
-        included: int,
-    ) -> None:
-        self.ids, self.counts, self.batch, self.handle, self.included = (
-            ids,
-            list(counts),
-            batch,
-            handle,
-            included,
-        )
+    ids: Tensor
+    counts: list[int]
+    batch: _Batch
+    handle: int
+    included: int
+
+    def is_for(self, ids: Tensor, counts: Sequence[int]) -> bool:
+        """Returns whether a lookup has these ids."""
+        return self.counts == list(counts) and torch.equal(self.ids, ids)
 
 
 class _Updates:
@@ -295,21 +294,21 @@ class _Updates:
             learning_rate: The learning rate of this update. None: that of the tables'
                 optimizer.
         """
-        parts = zip(self._tables, distinct, sums, strict=True)
         updates = [
             RowUpdate(table.name, ids, grads, learning_rate)
-            for table, ids, grads in parts
+            for table, ids, grads in zip(self._tables, distinct, sums, strict=True)
         ]
         while len(self._pending) >= max(1, self._staleness):
             self._wait_for_one()
         with self.lock:
-            oldest = min(
-                (ahead.included for ahead in prefetched), default=self.included
-            )
+            # the updates that all prefetches and all later reads include
+            included_by_all = self.included
+            for prefetch in prefetched:
+                included_by_all = min(included_by_all, prefetch.included)
             self.log = {
                 number: ids
                 for number, ids in self.log.items()
-                if number > min(oldest, self.included)
+                if number > included_by_all
             }
             self.sent += 1
             self.log[self.sent] = list(distinct)
@@ -332,12 +331,12 @@ class _Updates:
         """Returns the ids of a table, ascending, in the updates with numbers above
         ``after`` and up to ``last``.
         """
-        some = [
-            ids[table] for number, ids in self.log.items() if after < number <= last
-        ]
-        ids = torch.cat([torch.empty(0, dtype=torch.int64), *some])
-        ascending: Tensor = torch.unique(ids)
-        return ascending
+        ids_of_updates = [torch.empty(0, dtype=torch.int64)]
+        for number, ids in self.log.items():
+            if after < number <= last:
+                ids_of_updates.append(ids[table])
+        ascending_ids: Tensor = torch.unique(torch.cat(ids_of_updates))
+        return ascending_ids
 
 
 class RemoteGroup(TableGroup):
@@ -406,17 +405,17 @@ class RemoteGroup(TableGroup):
                 f"{self._who}: the context of the lookup was copied, and the lookup has"
                 " ended"
             )
-        of_weights = None
+        gradients_of_weights = None
         if weight_grads:
             if pass_.overwritten:
                 pass_.workspace.write(pass_.rows)
-            of_weights = ops.group_weight_gradients(pass_.context, grad)
+            gradients_of_weights = ops.group_weight_gradients(pass_.context, grad)
         pass_.overwritten = True
         sums = pass_.workspace.sums(pass_.context, grad, counts, pass_.distinct)
         if rate is None and self.learning_rate is not None:
             rate = self.learning_rate()
         self._updates.send(pass_.distinct, sums, self._prefetched, rate)
-        return of_weights
+        return gradients_of_weights
 
     def evaluation_lookup(
         self,
@@ -469,19 +468,18 @@ class RemoteGroup(TableGroup):
             counts: The number of ids of each feature, or of each table if the group
                 does not pool.
         """
-        ids, of_tables = ids.clone(), self._prefetch_counts(counts)
-        batch = _Batch(ids, of_tables)
+        ids = ids.clone()
+        table_counts = list(self._prefetch_counts(counts))
+        batch = _Batch(ids, table_counts)
+        surplus = None
         with self._updates.lock:
             included = self._updates.included
             handle = self._client.prefetch_each(self._reads(batch.distinct))
             self._prefetched.append(
-                _Prefetched(ids, of_tables, batch, handle, included)
+                _Prefetched(ids, table_counts, batch, handle, included)
             )
-            surplus = (
-                self._prefetched.popleft()
-                if len(self._prefetched) > _MOST_PREFETCHES
-                else None
-            )
+            if len(self._prefetched) > _MOST_PREFETCHES:
+                surplus = self._prefetched.popleft()
         if surplus is not None:
             self._client.wait_for_each(surplus.handle)
 
@@ -500,8 +498,8 @@ class RemoteGroup(TableGroup):
         with self._updates.lock:
             discarded = list(self._prefetched)
             self._prefetched.clear()
-        for ahead in discarded:
-            self._client.wait_for_each(ahead.handle)
+        for prefetched in discarded:
+            self._client.wait_for_each(prefetched.handle)
 
     def _reads(self, distinct: Sequence[Tensor]) -> list[RowRead]:
         """Returns the reads of a lookup in training, which reads frozen tables as a
@@ -523,38 +521,38 @@ class RemoteGroup(TableGroup):
 
     def _rows(self, ids: Tensor, counts: Sequence[int]) -> tuple[_Batch, list[Tensor]]:
         """Returns the distinct ids of a batch and their rows, prefetched or read now."""
-        with self._updates.lock:
-            fitting = (
-                a
-                for a in self._prefetched
-                if a.counts == list(counts) and torch.equal(a.ids, ids)
-            )
-            ahead = next(fitting, None)
-            if ahead is not None:
-                self._prefetched.remove(ahead)
-        if ahead is not None:
-            return ahead.batch, self._renewed(ahead)
+        prefetched = self._take_prefetched(ids, counts)
+        if prefetched is not None:
+            return prefetched.batch, self._renewed(prefetched)
         batch = _Batch(ids, counts)
         return batch, self._client.pull_each(self._reads(batch.distinct))
 
-    def _renewed(self, ahead: _Prefetched) -> list[Tensor]:
+    def _take_prefetched(
+        self, ids: Tensor, counts: Sequence[int]
+    ) -> _Prefetched | None:
+        with self._updates.lock:
+            for prefetched in self._prefetched:
+                if prefetched.is_for(ids, counts):
+                    self._prefetched.remove(prefetched)
+                    return prefetched
+        return None
+
+    def _renewed(self, prefetched: _Prefetched) -> list[Tensor]:
         """Returns the rows of a prefetch, after it has read the rows again that it
         lacks updates of.
         """
-        rows: list[Tensor] = self._client.wait_for_each(ahead.handle)
-        distinct, required = ahead.batch.distinct, self._updates.required
-        stale = [
-            among(ids, self._updates.later_ids(number, ahead.included, required))
-            for number, ids in enumerate(distinct)
-        ]
-        if any(bool(some.any()) for some in stale):
-            again = self._client.pull_each(
-                self._reads(
-                    [ids[some] for ids, some in zip(distinct, stale, strict=True)]
-                )
-            )
-            for present, some, new in zip(rows, stale, again, strict=True):
-                present[some] = new
+        rows: list[Tensor] = self._client.wait_for_each(prefetched.handle)
+        required = self._updates.required
+        is_stale = []
+        stale_ids = []
+        for table, ids in enumerate(prefetched.batch.distinct):
+            updated = self._updates.later_ids(table, prefetched.included, required)
+            is_stale.append(among(ids, updated))
+            stale_ids.append(ids[is_stale[-1]])
+        if any(len(ids) for ids in stale_ids):
+            new_rows = self._client.pull_each(self._reads(stale_ids))
+            for table_rows, stale, new in zip(rows, is_stale, new_rows, strict=True):
+                table_rows[stale] = new
         return rows
 
     def _table_counts(
@@ -587,11 +585,14 @@ class RemotePooledGroup(RemoteGroup):
     ) -> None:
         if list(feature_tables) != sorted(feature_tables):
             raise ValueError(f"feature_tables must ascend, got {list(feature_tables)}")
-        super().__init__(
-            tables, lambda here: PooledGroup(here, feature_tables, pooling)
-        )
-        self._features = [
-            list(feature_tables).count(number) for number in range(len(tables))
+
+        def make(workspace_tables: Sequence[Table]) -> PooledGroup:
+            return PooledGroup(workspace_tables, feature_tables, pooling)
+
+        super().__init__(tables, make)
+        # the number of features of each table
+        self._feature_counts = [
+            list(feature_tables).count(table) for table in range(len(tables))
         ]
 
     def forward(
@@ -622,10 +623,10 @@ class RemotePooledGroup(RemoteGroup):
         """See ``TableGroup.weight_gradients``."""
         assert isinstance(self._shape_of, PooledGroup)
         self._updates.wait()
-        of_tables = torch.split(ids, list(self._table_counts(ids, offsets, ())))
+        table_ids = torch.split(ids, list(self._table_counts(ids, offsets, ())))
         rows = [
-            table.lookup(some)
-            for table, some in zip(self._tables, of_tables, strict=True)
+            table.lookup(ids_of_table)
+            for table, ids_of_table in zip(self._tables, table_ids, strict=True)
         ]
         return self._shape_of.weight_gradients_of(rows, offsets, grad)
 
@@ -633,27 +634,27 @@ class RemotePooledGroup(RemoteGroup):
         self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]
     ) -> Sequence[int]:
         assert offsets is not None
-        features = sum(self._features)
+        features = sum(self._feature_counts)
         bags = (len(offsets) - 1) // max(1, features)
         ends = offsets[::bags].tolist() if bags else [0] * (features + 1)
-        if (
-            len(offsets) != features * bags + 1
-            or ends[-1] != len(ids)
-            or ends != sorted(ends)
-            or ends[0]
-        ):
+        are_ascending = ends == sorted(ends) and ends[0] == 0 and ends[-1] == len(ids)
+        if len(offsets) != features * bags + 1 or not are_ascending:
             raise ValueError(
                 f"offsets must ascend from 0 to {len(ids)}, with equal bags for"
                 f" {features} features"
             )
-        return self._of_tables([end - begin for begin, end in itertools.pairwise(ends)])
+        return self._sums([end - begin for begin, end in itertools.pairwise(ends)])
 
     def _prefetch_counts(self, counts: Sequence[int]) -> Sequence[int]:
-        return self._of_tables(counts)
+        return self._sums(counts)
 
-    def _of_tables(self, counts: Sequence[int]) -> list[int]:
-        of_features = iter(counts)
-        return [sum(itertools.islice(of_features, count)) for count in self._features]
+    def _sums(self, counts_of_features: Sequence[int]) -> list[int]:
+        """Returns the number of ids of each table, for that of each feature."""
+        counts = iter(counts_of_features)
+        return [
+            sum(itertools.islice(counts, feature_count))
+            for feature_count in self._feature_counts
+        ]
 
 
 class RemoteSequenceGroup(RemoteGroup):

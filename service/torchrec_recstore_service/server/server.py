@@ -240,7 +240,9 @@ class ParameterServer(ParameterServerServicer):
             # one after the other, because a look at a large table takes seconds of a
             # processor
             with self._looking:
-                return self._tables.whole(request.table, partial(look, request))
+                return self._tables.call_without_lock(
+                    request.table, partial(look, request)
+                )
 
     def Save(self, request: pb.SaveRequest, context: Any) -> pb.SaveReply:
         """See recstore.proto."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -42,8 +42,8 @@ from torchrec_recstore_service.wire import row_ops
 from torchrec_recstore_service.wire.row_requests import InitialRows, RowRead, RowUpdate
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
-_LISTED = 20  # names of tables in a message
-_NAME = 200  # characters of a name in a message
+_MOST_LISTED = 20  # names of tables in a message
+_MOST_CHARACTERS = 200  # of a name in a message
 
 _Result = TypeVar("_Result")
 
@@ -81,7 +81,7 @@ class HostedTables:
 
     Args:
         limits: The bounds of all tables, which apply where a table's specification sets
-            none. Default: no bounds.
+            none. Default: None, no bounds.
 
     Raises:
         ValueError: The table does not exist, or the tables are closed. The message
@@ -99,18 +99,19 @@ class HostedTables:
         """Returns a context during which nobody changes rows without the locks of the
         tables.
         """
-        self._made: Callable[[Hosted], object] = lambda hosted: None
-        self._gone: Callable[[str], object] = lambda name: None
+        self._on_create: Callable[[Hosted], object] = lambda hosted: None
+        self._on_delete: Callable[[str], object] = lambda name: None
 
     def watch(
-        self, made: Callable[[Hosted], object], gone: Callable[[str], object]
+        self, on_create: Callable[[Hosted], object], on_delete: Callable[[str], object]
     ) -> None:
-        """Calls ``made`` with each table, also later ones, and ``gone`` with the name
-        of one that is deleted.
+        """Calls ``on_create`` with each table, also later ones, and ``on_delete`` with
+        the name of a table that is deleted.
         """
-        self._made, self._gone = made, gone
-        for hosted in self._named().values():
-            made(hosted)
+        self._on_create = on_create
+        self._on_delete = on_delete
+        for hosted in self._by_name().values():
+            on_create(hosted)
 
     def create(self, name: str, spec: TableSpec) -> None:
         """Creates a table.
@@ -123,36 +124,39 @@ class HostedTables:
             ValueError: The table exists with another specification. The message names
                 the difference.
         """
-        there = self._named().get(name)
-        if there is None:
+        hosted = self._by_name().get(name)
+        if hosted is None:
             with self._lock:
-                there = self._named().get(name)
-                if there is None:
-                    most = self._limits.max_tables
-                    if most is not None and len(self._named()) >= most:
-                        raise ValueError(
-                            f"table {name!r} cannot be made: the server has {most}"
-                            " tables, the most of --max-tables"
-                        )
-                    self._check_counters(name, spec)
-                    made = self._named()[name] = Hosted(
-                        name, spec, _made(name, spec, self._limits)
-                    )
-                    self._made(made)
+                hosted = self._by_name().get(name)
+                if hosted is None:
+                    self._create(name, spec)
                     return
-        if there.spec != spec:
+        if hosted.spec != spec:
             raise ValueError(
                 f"table {name!r} exists already with another specification:"
-                f" {there.spec.difference(spec)}"
+                f" {hosted.spec.difference(spec)}"
             )
 
+    def _create(self, name: str, spec: TableSpec) -> None:
+        tables = self._by_name()
+        most = self._limits.max_tables
+        if most is not None and len(tables) >= most:
+            raise ValueError(
+                f"table {name!r} cannot be made: the server has {most} tables, the most"
+                " of --max-tables"
+            )
+        self._check_counters(name, spec)
+        hosted = Hosted(name, spec, _new_table(name, spec, self._limits))
+        tables[name] = hosted
+        self._on_create(hosted)
+
     def _check_counters(self, name: str, spec: TableSpec) -> None:
+        size = 0
+        for table, table_spec in [*self.specs().items(), (name, spec)]:
+            admission = held_options(table, table_spec, self._limits).admission
+            if admission is not None:
+                size += admission.counter_bytes
         most = self._limits.max_counter_bytes
-        specs = [*self.specs().items(), (name, spec)]
-        policies = [
-            held_options(name, spec, self._limits).admission for name, spec in specs
-        ]
-        size = sum(policy.counter_bytes for policy in policies if policy is not None)
         if most is not None and size > most:
             raise ValueError(
                 f"table {name!r} cannot be made: the counters of MinFrequency of all"
@@ -164,23 +168,23 @@ class HostedTables:
         """Returns the specification that a table was created with, or None if the table
         does not exist.
         """
-        there = self._named().get(name)
-        return None if there is None else there.spec
+        hosted = self._by_name().get(name)
+        return None if hosted is None else hosted.spec
 
     def specs(self) -> dict[str, TableSpec]:
         """Returns the specification of every table, by table name."""
-        return {name: hosted.spec for name, hosted in dict(self._named()).items()}
+        return {name: hosted.spec for name, hosted in dict(self._by_name()).items()}
 
     def no_table(self, name: str) -> ValueError:
         """Returns the error for a table that does not exist."""
-        names = sorted(self._named())
-        there = ", ".join(map(repr, names[:_LISTED])) or "none"
-        if len(names) > _LISTED:
-            there += f" and {len(names) - _LISTED} more"
-        if len(name) > _NAME:
-            name = f"{name[:_NAME]}..."
+        names = sorted(self._by_name())
+        listed = ", ".join(map(repr, names[:_MOST_LISTED])) or "none"
+        if len(names) > _MOST_LISTED:
+            listed += f" and {len(names) - _MOST_LISTED} more"
+        if len(name) > _MOST_CHARACTERS:
+            name = f"{name[:_MOST_CHARACTERS]}..."
         return ValueError(
-            f"there is no table {name!r}: there is {there}; init_data makes one"
+            f"there is no table {name!r}: there is {listed}; init_data makes one"
         )
 
     def drop(self, name: str) -> None:
@@ -194,7 +198,9 @@ class HostedTables:
         """
         dropped = []
         with self._lock:
-            for name in [name for name, spec in self.specs().items() if spec.temporary]:
+            for name, spec in self.specs().items():
+                if not spec.temporary:
+                    continue
                 with self._held(name, use=False) as hosted:
                     if time.monotonic() - hosted.last_used > seconds:
                         self._drop(hosted)
@@ -202,8 +208,8 @@ class HostedTables:
         return dropped
 
     def _drop(self, hosted: Hosted) -> None:
-        self._gone(hosted.name)
-        del self._named()[hosted.name]
+        self._on_delete(hosted.name)
+        del self._by_name()[hosted.name]
         hosted.dropped = True
         _close(hosted)
 
@@ -223,18 +229,19 @@ class HostedTables:
         """Reads the rows that exist.
 
         Returns:
-            (N,) bool, True for the ids that have a row, and (found, dim) in the table's
+            (N,) bool, True for the ids that have a row, and (n, dim) in the table's
             dtype, the rows of these ids in the order of ``ids``.
         """
         with self._shared(name) as hosted:
-            found = hosted.table.contains(ids)
+            has_row = hosted.table.contains(ids)
+            ids_with_row = ids if bool(has_row.all()) else ids[has_row]
             # A lookup sums one row, which turns a signalling NaN into a quiet NaN. The
             # rows of a cold store are arbitrary bytes and must not change, so the rows
             # are read without a sum.
-            weight = hosted.table.read_rows(ids if bool(found.all()) else ids[found])[
-                "weight"
-            ]
-            return found, values(weight) if weight.dtype is torch.uint8 else weight
+            weight = hosted.table.read_rows(ids_with_row)["weight"]
+            if weight.dtype is torch.uint8:
+                weight = values(weight)
+            return has_row, weight
 
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
         """Writes weights.
@@ -270,18 +277,19 @@ class HostedTables:
             if initial is None and not hosted.spec.initial_rows:
                 update_rows([hosted], [RowUpdate(name, ids, grads)])
                 return
-            table, group = hosted.table, hosted.group
+            table = hosted.table
+            group = hosted.group
             with (
                 ops.native_errors(f"table '{name}'"),
                 group.cold_rows.resident(ids, None),
             ):
-                begun = without_row(hosted, ids, initial)
-                # The forward pins the rows in their slots until kernel.update.
+                new_ids, new_rows = without_row(hosted, ids, initial)
+                # The forward pins the rows in their slots until group.update.
                 context = row_ops.rows_begin(group.handle, ids)
-                if len(begun[0]):
+                if len(new_ids):
                     # False for ids that are not admitted yet
-                    there = table.contains(begun[0])
-                    table.insert(begun[0][there], begun[1][there])
+                    has_row = table.contains(new_ids)
+                    table.insert(new_ids[has_row], new_rows[has_row])
                 group.update(context, grads.float(), False)
 
     def pull_each(self, reads: Sequence[RowRead]) -> list[Tensor]:
@@ -290,16 +298,15 @@ class HostedTables:
         Returns:
             For each read, (N, dim) in the table's dtype. No row is made.
         """
-        with self._several(self._shared, (read.table for read in reads)) as hosted:
+        names = [read.table for read in reads]
+        with self._several(self._shared, names) as tables:
             rows = []
-            for read, each in zip(reads, hosted, strict=True):
-                dtype = value_dtype(each.spec.dtype)
-                rows.append(
-                    row_ops.rows_empty(
-                        len(read.ids), each.spec.dim * dtype.itemsize
-                    ).view(dtype)
-                )
-            read_rows(hosted, reads, rows)
+            for read, hosted in zip(reads, tables, strict=True):
+                dtype = value_dtype(hosted.spec.dtype)
+                row_bytes = hosted.spec.dim * dtype.itemsize
+                content = row_ops.rows_empty(len(read.ids), row_bytes)
+                rows.append(content.view(dtype))
+            read_rows(tables, reads, rows)
             return rows
 
     def read_each(self, reads: Sequence[RowRead], out: Sequence[Tensor]) -> None:
@@ -307,11 +314,12 @@ class HostedTables:
         the dtype of its table.
         """
         if len(reads) == 1:
-            with self._shared(reads[0].table) as one:
-                read_rows([one], reads, out)
+            with self._shared(reads[0].table) as hosted:
+                read_rows([hosted], reads, out)
             return
-        with self._several(self._shared, (read.table for read in reads)) as hosted:
-            read_rows(hosted, reads, out)
+        names = [read.table for read in reads]
+        with self._several(self._shared, names) as tables:
+            read_rows(tables, reads, out)
 
     def update_each(self, updates: Sequence[RowUpdate]) -> None:
         """Makes an :meth:`update` of each of several tables without ``initial_rows``,
@@ -319,8 +327,9 @@ class HostedTables:
 
         If one update fails, no row of this process is updated.
         """
-        with self._several(self._held, (update.table for update in updates)) as hosted:
-            update_rows(hosted, updates)
+        names = [update.table for update in updates]
+        with self._several(self._held, names) as tables:
+            update_rows(tables, updates)
 
     def delete(self, name: str, ids: Tensor) -> int:
         """Deletes rows and returns the number of rows that existed."""
@@ -334,17 +343,16 @@ class HostedTables:
 
     def ids(self, name: str) -> Tensor:
         """Returns the ids that have a row, (rows,) int64, in ascending order."""
-        return self.whole(name, Table.ids)
+        return self.call_without_lock(name, Table.ids)
 
-    def whole(self, name: str, call: Callable[[Table], _Result]) -> _Result:
+    def call_without_lock(self, name: str, call: Callable[[Table], _Result]) -> _Result:
         """Returns the result of a call that reads all rows of a table.
 
-        Other calls do not wait for it.
+        Other calls do not wait for it, because it takes seconds for a large table.
         """
         with self._shared(name) as hosted:
             table = hosted.table
         try:
-            # without the lock, because it takes seconds for a large table
             return call(table)
         except ValueError:
             if hosted.dropped:
@@ -358,11 +366,11 @@ class HostedTables:
 
     def used_bytes(self) -> int:
         """Returns the size in bytes of all tables in memory."""
-        return sum(
-            hosted.table.stats().bytes
-            for hosted in list(self._named().values())
-            if not hosted.dropped
-        )
+        size = 0
+        for hosted in list(self._by_name().values()):
+            if not hosted.dropped:
+                size += hosted.table.stats().bytes
+        return size
 
     def save(
         self,
@@ -388,20 +396,12 @@ class HostedTables:
         path = Path(os.path.realpath(path))
         with self._files, Destination(path, overwrite=overwrite) as destination:
             with self._lock:
-                saved = {
-                    name: hosted
-                    for name, hosted in self._named().items()
-                    if not hosted.spec.temporary
-                }
+                saved = self._lasting()
             try:
                 with ExitStack() as snapshots:
                     shards = self._snapshots(saved, snapshots, begun)
-                    write_tables(
-                        shards,
-                        {name: hosted.spec for name, hosted in saved.items()},
-                        destination,
-                        more,
-                    )
+                    specs = {name: hosted.spec for name, hosted in saved.items()}
+                    write_tables(shards, specs, destination, more)
             finally:
                 for hosted in saved.values():
                     if hosted.dropped:
@@ -440,11 +440,9 @@ class HostedTables:
             See :meth:`load`.
         """
         with self._files, self._lock:
-            return (
-                Loaded({}, {}, True, {})
-                if path is None
-                else self._read_checkpoint(path, exact)
-            )
+            if path is None:
+                return Loaded(specs={}, tables={}, exact=True, present={})
+            return self._read_checkpoint(path, exact)
 
     def replace(self, loaded: Loaded) -> None:
         """Replaces the tables by those that :meth:`read` has read.
@@ -483,15 +481,12 @@ class HostedTables:
         """
         part = HostedTables(self._limits)
         try:
-            made = {
-                name: partial(_made, name, spec, self._limits)
+            makers = {
+                name: partial(_new_table, name, spec, self._limits)
                 for name, spec in specs.items()
             }
-            tables = loaded_tables([info], made, owned)
-            part._named().update(
-                (name, Hosted(name, specs[name], table))
-                for name, table in tables.items()
-            )
+            for name, table in loaded_tables([info], makers, owned).items():
+                part._by_name()[name] = Hosted(name, specs[name], table)
             part.save(path, more=more)
         finally:
             part.close()
@@ -503,7 +498,7 @@ class HostedTables:
         warm: WarmStart = WarmStart(),  # noqa: B008  (frozen)
     ) -> Loaded:
         chain = read_chain(path)
-        tables = self._named()
+        tables = self._by_name()
         present = {
             name: spec
             for name, spec in self.specs().items()
@@ -512,26 +507,25 @@ class HostedTables:
         chosen = sources(chain[-1], warm, present)
         check_loadable(chain[-1], chosen, present, warm)
         specs = {name: source.spec for name, source in chosen.items()}
-        empty = {
-            name: (
-                tables[name].table.empty_copy
-                if name in present
-                else partial(_made, name, spec, self._limits)
-            )
-            for name, spec in specs.items()
-        }
-        fresh = loaded_tables(chain, empty, loaded=chosen, warm=warm)
-        return Loaded(specs, fresh, exact, self._lasting())
+        makers: dict[str, Callable[[], Table]] = {}
+        for name, spec in specs.items():
+            if name in present:
+                makers[name] = tables[name].table.empty_copy
+            else:
+                makers[name] = partial(_new_table, name, spec, self._limits)
+        new_tables = loaded_tables(chain, makers, loaded=chosen, warm=warm)
+        return Loaded(specs, new_tables, exact, self._lasting())
 
     def _lasting(self) -> dict[str, Hosted]:
+        """Returns the tables that are not temporary, by name."""
         return {
             name: hosted
-            for name, hosted in self._named().items()
+            for name, hosted in self._by_name().items()
             if not hosted.spec.temporary
         }
 
     def _replace(self, loaded: Loaded) -> None:
-        tables = self._named()
+        tables = self._by_name()
         if loaded.exact:
             for name in self._lasting():
                 with self._held(name) as hosted:
@@ -550,13 +544,13 @@ class HostedTables:
             exchange_all(
                 (hosted.table, loaded.tables.pop(hosted.name)) for hosted in present
             )
-        fresh = {
+        new_tables = {
             name: Hosted(name, loaded.specs[name], table)
             for name, table in loaded.tables.items()
         }
-        tables.update(fresh)
-        for hosted in fresh.values():
-            self._made(hosted)
+        tables.update(new_tables)
+        for hosted in new_tables.values():
+            self._on_create(hosted)
 
     def close(self) -> None:
         """Frees the tables.
@@ -564,7 +558,8 @@ class HostedTables:
         It may be called twice. It waits for the end of a save or load.
         """
         with self._files, self._lock:
-            tables, self._tables = self._tables or {}, None
+            tables = self._tables or {}
+            self._tables = None
             for hosted in tables.values():
                 with hosted.lock:
                     hosted.dropped = True
@@ -584,22 +579,22 @@ class HostedTables:
             # locks of several tables are taken in the order of their names
             for _, hosted in sorted(saved.items()):
                 locks.enter_context(hosted.lock)
-            for name in [name for name, hosted in saved.items() if hosted.dropped]:
-                del saved[name]
+            for name, hosted in list(saved.items()):
+                if hosted.dropped:
+                    del saved[name]
             if begun is not None:
                 begun()
-            return [
-                SavedShard(
-                    hosted.table.name,
-                    hosted.table,
-                    snapshots.enter_context(hosted.table.snapshot()),
-                    hosted.spec.options,
-                    hosted.table.state(),
+            shards = []
+            for hosted in saved.values():
+                table = hosted.table
+                snapshot = snapshots.enter_context(table.snapshot())
+                options = hosted.spec.options
+                shards.append(
+                    SavedShard(table.name, table, snapshot, options, table.state())
                 )
-                for hosted in saved.values()
-            ]
+            return shards
 
-    def _named(self) -> dict[str, Hosted]:
+    def _by_name(self) -> dict[str, Hosted]:
         if self._tables is None:
             raise ValueError("the tables are closed")
         return self._tables
@@ -622,15 +617,13 @@ class HostedTables:
         use: bool,
     ) -> Iterator[Hosted]:
         while True:
-            hosted = self._named().get(name)
+            hosted = self._by_name().get(name)
             if hosted is None:
                 raise self.no_table(name)
             with lock(hosted):
-                if (
-                    not hosted.dropped
-                    # else it was dropped before the lock was taken, and a new table may
-                    # have its name
-                ):
+                # If it was dropped before the lock was taken, a new table may have its
+                # name.
+                if not hosted.dropped:
                     if use:
                         hosted.last_used = time.monotonic()
                     yield hosted
@@ -639,21 +632,20 @@ class HostedTables:
     @contextmanager
     def _several(
         self,
-        held: Callable[[str], AbstractContextManager[Hosted]],
-        names: Iterable[str],
+        lock: Callable[[str], AbstractContextManager[Hosted]],
+        names: Sequence[str],
     ) -> Iterator[list[Hosted]]:
         """Locks several tables by ``_held`` or ``_shared``, and yields them in the
         order of ``names``.
         """
-        names = list(names)
         with ExitStack() as locks:
             tables = {
-                name: locks.enter_context(held(name)) for name in sorted(set(names))
+                name: locks.enter_context(lock(name)) for name in sorted(set(names))
             }
             yield [tables[name] for name in names]
 
 
-def _made(name: str, spec: TableSpec, limits: Limits) -> Table:
+def _new_table(name: str, spec: TableSpec, limits: Limits) -> Table:
     return Table(
         spec.dim,
         spec.dtype,
