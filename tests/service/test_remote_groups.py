@@ -28,6 +28,7 @@ from torchrec_recstore.options import (
     UniformInit,
 )
 from torchrec_recstore.store import Table
+from torchrec_recstore_service.client.plain_client import PlainClient
 from torchrec_recstore_service.client.remote_groups import (
     ClientTable,
     RemotePooledGroup,
@@ -231,13 +232,13 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads: list[list[Tensor]] = []
-        original = RecStoreClient.pull_each
+        original = PlainClient.pull_each
 
-        def counting(client: RecStoreClient, reads: Sequence[RowRead]) -> list[Tensor]:
+        def counting(client: PlainClient, reads: Sequence[RowRead]) -> list[Tensor]:
             self.reads.append([read.ids for read in reads])
             return original(client, reads)
 
-        monkeypatch.setattr(RecStoreClient, "pull_each", counting)
+        monkeypatch.setattr(PlainClient, "pull_each", counting)
 
 
 @pytest.mark.parametrize("ahead", [1, 3, 6])

@@ -33,7 +33,7 @@ from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 from torchrec_recstore_service.wire.table_rows import pieces, places_of_tables
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
-_NONE = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8)
 _ARRAYS = (
     pb.WriteRequest.IDS_FIELD_NUMBER,
     pb.WriteRequest.ROWS_FIELD_NUMBER,
@@ -104,28 +104,25 @@ class RowCalls:
         """
         header: pb.PullHeader | None = None
         for request in requests:
-            parts = fields(request)
-            first = header is None
+            content_of = fields(request)
+            is_first = header is None
             if header is None:
-                header = _header(pb.PullHeader, parts)
+                header = _header(pb.PullHeader, content_of)
                 specs = self.readable(header)
-            ids = array_of(
-                parts.get(pb.PullRequest.IDS_FIELD_NUMBER, _NONE).clone(), torch.int64
-            )
+            content_of_ids = content_of.get(pb.PullRequest.IDS_FIELD_NUMBER, _EMPTY)
+            ids = array_of(content_of_ids.clone(), torch.int64)
             if header.want == pb.PullHeader.ROWS:
-                if header.tables and not first:
+                if header.tables and not is_first:
                     raise ValueError("a read of several tables has one request")
                 yield from map(_filled, self.parts(header, specs, ids, PART_BYTES))
             else:
-                size = PART_IDS
+                part_ids = PART_IDS
                 if header.want == pb.PullHeader.FOUND_ROWS:
-                    size = rows_a_part(
-                        specs[0].dim * value_dtype(specs[0].dtype).itemsize
-                    )
-                for place in range(0, max(1, len(ids)), size):
-                    yield self.found(
-                        header, ids[place : place + size]
-                    ).SerializeToString()
+                    row_bytes = specs[0].dim * value_dtype(specs[0].dtype).itemsize
+                    part_ids = rows_a_part(row_bytes)
+                for begin in range(0, max(1, len(ids)), part_ids):
+                    reply = self.found(header, ids[begin : begin + part_ids])
+                    yield reply.SerializeToString()
 
     def parts(
         self,
@@ -147,37 +144,32 @@ class RowCalls:
         """
         # the shortest way: most calls read a few rows of a table
         if not header.tables and ids.numel() <= PART_IDS:
-            dim, dtype = specs[0].dim, value_dtype(specs[0].dtype)
+            dim = specs[0].dim
+            dtype = value_dtype(specs[0].dtype)
             size = ids.numel() * dim * dtype.itemsize
             if size <= most_bytes:
                 reads = [RowRead(header.table, ids, "init")]
-                return [
-                    PartRead(
-                        size,
-                        partial(self._read, header.epoch, reads, [(dim, dtype)], [0]),
-                    )
-                ]
+                read = partial(self._read, header.epoch, reads, [(dim, dtype)], [0])
+                return [PartRead(size, read)]
         tables = header.tables or [pb.TableIds(table=header.table, ids=len(ids))]
         counts = _checked_counts(tables, ids)
-        of_tables = torch.split(ids, counts)
+        table_ids = torch.split(ids, counts)
         row_bytes = [spec.dim * value_dtype(spec.dtype).itemsize for spec in specs]
-        size = 0
-        found = []
+        parts = []
         for part in pieces(row_bytes, counts, most_bytes):
-            reads, shapes = [], []
+            reads = []
+            shapes = []
             for number, begin, end in part:
                 table = tables[number]
                 missing: Literal["init", "zeros"] = "zeros" if table.zeros else "init"
-                reads.append(
-                    RowRead(table.table, of_tables[number][begin:end], missing)
-                )
+                part_ids = table_ids[number][begin:end]
+                reads.append(RowRead(table.table, part_ids, missing))
                 shapes.append((specs[number].dim, value_dtype(specs[number].dtype)))
-            sizes = [row_bytes[number] for number, _, _ in part]
+            sizes = [row_bytes[piece.table] for piece in part]
             begins, size = places_of_tables(sizes, [len(read.ids) for read in reads])
-            found.append(
-                PartRead(size, partial(self._read, header.epoch, reads, shapes, begins))
-            )
-        return found
+            read = partial(self._read, header.epoch, reads, shapes, begins)
+            parts.append(PartRead(size, read))
+        return parts
 
     def _read(
         self,
@@ -205,28 +197,27 @@ class RowCalls:
         See ``Write`` in recstore.proto; see :meth:`pull`.
         """
         request = next(requests, b"")
-        parts = fields(request)
-        header = _header(pb.WriteHeader, parts)
+        content_of = fields(request)
+        header = _header(pb.WriteHeader, content_of)
         specs = self.writable(header)
-        kept = []  # the messages, whose memory is used until the end
-        arrays: dict[int, list[Tensor]] = {number: [] for number in _ARRAYS}
+        messages = []  # their memory is used until the end
+        parts_of: dict[int, list[Tensor]] = {number: [] for number in _ARRAYS}
         size = 0
         while True:
-            kept.append(request)
-            for number, array in arrays.items():
-                array.append(parts.get(number, _NONE))
-                size += len(array[-1])
-            self._check_size(
-                size, len(parts.get(pb.WriteRequest.IDS_FIELD_NUMBER, _NONE))
-            )
+            messages.append(request)
+            for number, parts in parts_of.items():
+                part = content_of.get(number, _EMPTY)
+                parts.append(part)
+                size += len(part)
+            content_of_ids = content_of.get(pb.WriteRequest.IDS_FIELD_NUMBER, _EMPTY)
+            self._check_size(size, len(content_of_ids))
             try:
                 request = next(requests)
             except StopIteration:
                 break
-            parts = fields(request)
-        deleted = self.apply(
-            header, specs, [_in_one_piece(array) for array in arrays.values()]
-        )
+            content_of = fields(request)
+        arrays = [_in_one_piece(parts) for parts in parts_of.values()]
+        deleted = self.apply(header, specs, arrays)
         reply: bytes = pb.WriteReply(deleted=deleted).SerializeToString()
         return reply
 
@@ -257,11 +248,12 @@ class RowCalls:
         ``header.want`` says so.
         """
         if header.want == pb.PullHeader.FOUND:
-            reply = pb.PullReply(found=to_bytes(self._tables.exists(header.table, ids)))
+            has_row = self._tables.exists(header.table, ids)
+            reply = pb.PullReply(found=to_bytes(has_row))
         elif header.want == pb.PullHeader.FOUND_ROWS:
             self._observer.ids("pull", header.table, len(ids))
-            found, rows = self._tables.found_rows(header.table, ids)
-            reply = pb.PullReply(found=to_bytes(found), rows=to_bytes(rows))
+            has_row, rows = self._tables.found_rows(header.table, ids)
+            reply = pb.PullReply(found=to_bytes(has_row), rows=to_bytes(rows))
         else:
             raise ValueError(
                 f"want must be ROWS, FOUND or FOUND_ROWS, got {header.want}"
@@ -300,47 +292,38 @@ class RowCalls:
             raise ValueError(
                 f"{len(ids)} ids were received, {header.ids} were announced"
             )
-        name, spec = header.table, specs[0]
-
-        def rows(received: Tensor, of: Tensor, dtype: torch.dtype) -> Tensor:
-            matrix = array_of(received, dtype, spec.dim)
-            if len(matrix) != len(of):
-                raise ValueError(
-                    f"{len(of)} ids and {len(matrix)} rows were received: there must be"
-                    " a row for each id"
-                )
-            return matrix
-
-        dtype = torch.float32 if header.float32 else value_dtype(spec.dtype)
-        action: Callable[[], int]
         if header.tables:
             updates = _updates(header, specs, ids, rows_bytes)
             if len(initial_ids_bytes) or len(initial_rows_bytes):
                 raise ValueError("a write of several tables has no initial rows")
             for update in updates:
                 self._observer.ids("update", update.table, len(update.ids))
+            update_each = partial(self._tables.update_each, updates)
             return self._once(
-                header,
-                arrays,
-                from_primary,
-                _nothing_deleted(lambda: self._tables.update_each(updates)),
+                header, arrays, from_primary, _without_deletes(update_each)
             )
+        name = header.table
+        spec = specs[0]
+        dtype = torch.float32 if header.float32 else value_dtype(spec.dtype)
+        action: Callable[[], int]
         if header.kind == pb.WriteHeader.PUSH:
             operation = "push"
-            values = rows(rows_bytes, ids, dtype)
-            action = _nothing_deleted(lambda: self._tables.push(name, ids, values))
+            values = _rows_of_ids(rows_bytes, ids, dtype, spec.dim)
+            action = _without_deletes(partial(self._tables.push, name, ids, values))
         elif header.kind == pb.WriteHeader.UPDATE:
             operation = "update"
-            grads = rows(rows_bytes, ids, dtype)
+            grads = _rows_of_ids(rows_bytes, ids, dtype, spec.dim)
             initial_ids = array_of(initial_ids_bytes, torch.int64)
-            initial_rows = rows(initial_rows_bytes, initial_ids, torch.float32)
+            initial_rows = _rows_of_ids(
+                initial_rows_bytes, initial_ids, torch.float32, spec.dim
+            )
             initial = (initial_ids, initial_rows) if len(initial_ids) else None
-            action = _nothing_deleted(
-                lambda: self._tables.update(name, ids, grads, initial)
+            action = _without_deletes(
+                partial(self._tables.update, name, ids, grads, initial)
             )
         elif header.kind == pb.WriteHeader.DELETE:
             operation = "delete"
-            action = lambda: self._tables.delete(name, ids)  # noqa: E731
+            action = partial(self._tables.delete, name, ids)
         else:
             raise ValueError(f"kind must be PUSH, UPDATE or DELETE, got {header.kind}")
         self._observer.ids(operation, name, len(ids))
@@ -366,7 +349,9 @@ class RowCalls:
         """Returns the specification of each table of a call."""
         if header.table and header.tables:
             raise ValueError("a call has either a table or several tables")
-        names = [each.table for each in header.tables] or [header.table]
+        names = [header.table]
+        if header.tables:
+            names = [table.table for table in header.tables]
         specs = []
         for name in names:
             spec = self._tables.spec(name)
@@ -386,6 +371,17 @@ def _checked_counts(tables: Sequence[pb.TableIds], ids: Tensor) -> list[int]:
     return counts
 
 
+def _rows_of_ids(content: Tensor, ids: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
+    """Returns the rows of ``ids``, (N, dim), from their bytes."""
+    rows = array_of(content, dtype, dim)
+    if len(rows) != len(ids):
+        raise ValueError(
+            f"{len(ids)} ids and {len(rows)} rows were received: there must be a row"
+            " for each id"
+        )
+    return rows
+
+
 def _updates(
     header: pb.WriteHeader, specs: Sequence[TableSpec], ids: Tensor, rows: Tensor
 ) -> list[RowUpdate]:
@@ -402,41 +398,34 @@ def _updates(
     dtypes = [
         torch.float32 if header.float32 else value_dtype(spec.dtype) for spec in specs
     ]
-    begins, size = places_of_tables(
-        [spec.dim * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)],
-        counts,
-    )
+    row_bytes = [
+        spec.dim * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)
+    ]
+    begins, size = places_of_tables(row_bytes, counts)
     if size != len(rows):
         raise ValueError(
             f"{len(rows)} bytes of rows were received: there must be a row for each id,"
             f" of {size} bytes"
         )
-    ends = [*begins[1:], size]
+    table_ids = torch.split(ids, counts)
     updates = []
-    for table, spec, dtype, some, begin, end in zip(
-        header.tables,
-        specs,
-        dtypes,
-        torch.split(ids, counts),
-        begins,
-        ends,
-        strict=True,
-    ):
-        whole = (end - begin) // dtype.itemsize // spec.dim * spec.dim * dtype.itemsize
-        grads = array_of(rows[begin : begin + whole], dtype, spec.dim)
+    for number, table in enumerate(header.tables):
+        begin = begins[number]
+        end = begin + counts[number] * row_bytes[number]
+        grads = array_of(rows[begin:end], dtypes[number], specs[number].dim)
         rate = table.learning_rate if table.HasField("learning_rate") else None
         if rate is not None and not (math.isfinite(rate) and rate >= 0):
             raise ValueError(
                 f"the learning rate must be finite and not negative, got {rate}"
             )
-        updates.append(RowUpdate(table.table, some, grads, rate))
+        updates.append(RowUpdate(table.table, table_ids[number], grads, rate))
     return updates
 
 
-def _header(kind: type[_Header], parts: dict[int, Tensor]) -> _Header:
+def _header(kind: type[_Header], content_of: dict[int, Tensor]) -> _Header:
     """Returns the header of a message, from the fields of the message."""
     try:
-        header: _Header = kind.FromString(content(parts.get(1)))
+        header: _Header = kind.FromString(content(content_of.get(1)))
     except DecodeError:
         raise ValueError("the header is not one of the protocol") from None
     return header
@@ -444,11 +433,11 @@ def _header(kind: type[_Header], parts: dict[int, Tensor]) -> _Header:
 
 def _filled(part: PartRead) -> bytes:
     """Returns the reply with a part of a read of rows."""
-    message, memory = new_message(
-        [(pb.PullReply.ROWS_FIELD_NUMBER, part.size)] if part.size else []
-    )
-    if part.size:
-        part.read(memory[0])
+    if not part.size:
+        message, _ = new_message([])
+        return message
+    message, memory = new_message([(pb.PullReply.ROWS_FIELD_NUMBER, part.size)])
+    part.read(memory[0])
     return message
 
 
@@ -458,14 +447,17 @@ def _in_one_piece(parts: list[Tensor]) -> Tensor:
     """
     size = sum(map(len, parts))
     joined = row_ops.rows_empty(1, size)[0]
-    memory, place = joined.numpy(), 0
+    memory = joined.numpy()
+    begin = 0
     for part in parts:
-        memory[place : place + len(part)] = part.numpy()
-        place += len(part)
+        memory[begin : begin + len(part)] = part.numpy()
+        begin += len(part)
     return joined
 
 
-def _nothing_deleted(write: Callable[[], None]) -> Callable[[], int]:
+def _without_deletes(write: Callable[[], None]) -> Callable[[], int]:
+    """Returns an action that makes a write and returns 0, the number of deleted rows."""
+
     def action() -> int:
         write()
         return 0

@@ -5,7 +5,7 @@ saves they all have.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchrec_recstore_service.wire import recstore_pb2 as pb
@@ -53,12 +53,12 @@ class Begin:
         return epoch_label(self.set, self.epoch, self.token)
 
 
-def epoch_label(identity: str, number: int, token: str) -> str:
+def epoch_label(set_id: str, number: int, token: str) -> str:
     """Returns the label of an epoch.
 
     An epoch of version 1 of the protocol has no token.
     """
-    return f"{identity}/{number}/{token}" if token else f"{identity}/{number}"
+    return f"{set_id}/{number}/{token}" if token else f"{set_id}/{number}"
 
 
 def number_of(label: str) -> int:
@@ -122,59 +122,78 @@ def to_resume(addresses: Sequence[str], states: Sequence[pb.DescribeReply]) -> B
         ServerSetError: The servers are in different states.
     """
     _check_one_set(addresses, states)
-    known = [state for state in states if state.set]
-    top = max(state.epoch for state in states)
-    there = [state for state in states if _is_there(state) and state.epoch == top]
-    if there:
-        epoch, token, save = top, there[0].token, there[0].at
-        if (
-            len(there) < len(states)
-            and top == 1
-            and any(state.tables for state in there)
-        ):
-            raise _different(addresses, states)
-        fit = all(
-            state.token == token and not _is_rolled_back(state, there)
-            for state in there
-        ) and all(
-            state in there
-            or (
-                not _is_there(state)
-                and state.epoch < top
-                and (state.set or top == 1)
-                and _fits(state, save)
-            )
-            for state in states
-        )
+    last_epoch = max(state.epoch for state in states)
+    in_epoch = [state for state in states if _is_in_epoch(state, last_epoch)]
+    if in_epoch:
+        epoch = last_epoch
+        token = in_epoch[0].token
+        save = in_epoch[0].at
+        fit = _can_join(states, in_epoch, last_epoch)
     else:
-        epoch, token = top + 1, _new_token()
-        save = max(
-            (state.at for state in states), key=lambda at: (at.number, at.id, at.name)
-        )
-        fit = all(
-            not _is_there(state)
-            and state.epoch == top
-            and (_fits(state, save) or len(states) == 1)
-            for state in states
-        )
+        epoch = last_epoch + 1
+        token = _new_id()
+        save = max((state.at for state in states), key=_age_of)
+        fit = _can_begin_together(states, last_epoch, save)
     if not fit:
         raise _different(addresses, states)
-    pending = [
-        index
-        for index, state in enumerate(states)
-        if not (_is_there(state) and state.epoch == top)
-    ]
-    waiting = tuple(index for index, state in enumerate(states) if state.waits)
-    slots = tuple(known[0].slots) if known else new_slots(len(states))
-    name = known[0].set if known else uuid.uuid4().hex
+    pending = []
+    waiting = []
+    for index, state in enumerate(states):
+        if not _is_in_epoch(state, last_epoch):
+            pending.append(index)
+        if state.waits:
+            waiting.append(index)
+    members = _members(addresses, states)
     return Begin(
-        name,
-        epoch,
-        token,
-        save,
-        *_numbers(addresses, states, pending, slots),
-        waiting=waiting,
+        set=_set_of(states) or _new_id(),
+        epoch=epoch,
+        token=token,
+        save=save,
+        members=members,
+        slots=_slots(states),
+        pending=_in_order(pending, members),
+        waiting=tuple(waiting),
     )
+
+
+def _can_join(
+    states: Sequence[pb.DescribeReply],
+    in_epoch: Sequence[pb.DescribeReply],
+    last_epoch: int,
+) -> bool:
+    """Returns whether all servers are in the last epoch, or can follow into it."""
+    token = in_epoch[0].token
+    save = in_epoch[0].at
+    # A new set of servers begins without rows. What was written to some of them since
+    # is not on those that follow.
+    some_follow = len(in_epoch) < len(states)
+    if some_follow and last_epoch == 1 and any(state.tables for state in in_epoch):
+        return False
+    for state in in_epoch:
+        if state.token != token or _is_rolled_back(state, in_epoch):
+            return False
+    for state in states:
+        if state in in_epoch:
+            continue
+        has_been_before = state.epoch < last_epoch and not _has_rows(state)
+        is_known = state.set or last_epoch == 1
+        if not (has_been_before and is_known and _fits(state, save)):
+            return False
+    return True
+
+
+def _can_begin_together(
+    states: Sequence[pb.DescribeReply], last_epoch: int, save: pb.Saved
+) -> bool:
+    """Returns whether servers that were all killed in one epoch can begin the next one
+    with a save.
+    """
+    for state in states:
+        if _has_rows(state) or state.epoch != last_epoch:
+            return False
+        if len(states) > 1 and not _fits(state, save):
+            return False
+    return True
 
 
 def to_load(
@@ -196,18 +215,16 @@ def to_load(
         ServerSetError: The servers are not one set.
     """
     _check_one_set(addresses, states)
-    known = [state for state in states if state.set]
     save = pb.Saved() if name is None else _save_of(addresses, states, name)
-    slots = tuple(known[0].slots) if known else new_slots(len(states))
-    identity = known[0].set if known else uuid.uuid4().hex
-    epoch = max(state.epoch for state in states) + 1
-    everyone = range(len(states))
+    members = _members(addresses, states)
     return Begin(
-        identity,
-        epoch,
-        _new_token(),
-        save,
-        *_numbers(addresses, states, everyone, slots),
+        set=_set_of(states) or _new_id(),
+        epoch=max(state.epoch for state in states) + 1,
+        token=_new_id(),
+        save=save,
+        members=members,
+        slots=_slots(states),
+        pending=_in_order(range(len(states)), members),
         exact=exact,
     )
 
@@ -216,7 +233,7 @@ def to_reshard(
     addresses: Sequence[str],
     states: Sequence[pb.DescribeReply],
     sources: Sequence[str],
-    of_sources: Sequence[pb.DescribeReply],
+    states_of_sources: Sequence[pb.DescribeReply],
     name: str,
 ) -> tuple[pb.Saved, Begin]:
     """Returns how servers begin an epoch with a save of other servers, whose rows are
@@ -227,7 +244,7 @@ def to_reshard(
         states: The state of each server that begins. It belongs to no set, or to the
             set of the sources.
         sources: The address of each server that has the save.
-        of_sources: The state of each server that has the save.
+        states_of_sources: The state of each server that has the save.
         name: The name of the save.
 
     Returns:
@@ -237,58 +254,52 @@ def to_reshard(
         FileNotFoundError: A source does not have this save.
         ServerSetError: A server belongs to another set.
     """
-    _check_one_set(sources, of_sources)
-    save = _save_of(sources, of_sources, name)
-    identity = of_sources[0].set
+    _check_one_set(sources, states_of_sources)
+    save = _save_of(sources, states_of_sources, name)
+    set_id = states_of_sources[0].set
     for address, state in zip(addresses, states, strict=True):
-        if state.set not in ("", identity):
+        if state.set not in ("", set_id):
             raise ServerSetError(
                 f"the server {address} belongs to another set than"
                 f" {', '.join(sources)}: name servers that are empty, or of the"
                 " same set"
             )
-    everyone = (*states, *of_sources)
-    number = (
-        max(
-            (
-                saved.number
-                for state in everyone
-                for saved in (*state.saves, *state.prepared)
-            ),
-            default=0,
-        )
-        + 1
-    )
     if not any(state.set for state in states):
-        identity = uuid.uuid4().hex
-    everywhere = tuple(range(len(states)))
-    new = pb.Saved(name=name, id=uuid.uuid4().hex, number=number)
-    epoch = max(state.epoch for state in everyone) + 1
-    return save, Begin(
-        identity,
-        epoch,
-        _new_token(),
-        new,
-        everywhere,
-        new_slots(len(states)),
-        everywhere,
+        set_id = _new_id()
+    last_number = 0
+    last_epoch = 0
+    for state in [*states, *states_of_sources]:
+        last_epoch = max(last_epoch, state.epoch)
+        for saved in [*state.saves, *state.prepared]:
+            last_number = max(last_number, saved.number)
+    servers = tuple(range(len(states)))
+    begin = Begin(
+        set=set_id,
+        epoch=last_epoch + 1,
+        token=_new_id(),
+        save=pb.Saved(name=name, id=_new_id(), number=last_number + 1),
+        members=servers,
+        slots=new_slots(len(states)),
+        pending=servers,
     )
+    return save, begin
 
 
 def complete_saves(states: Sequence[pb.DescribeReply]) -> list[pb.Saved]:
     """Returns the saves that count on a server and that all servers have, in the order
     in which they were made.
     """
-    everywhere = set.intersection(
-        *({saved.id for saved in (*s.saves, *s.prepared)} for s in states)
-    )
-    counts = {
-        saved.id: saved
-        for state in states
-        for saved in state.saves
-        if saved.id in everywhere
-    }
-    return sorted(counts.values(), key=lambda saved: (saved.number, saved.id))
+    ids_on_all = set.intersection(*map(_ids_of_saves, states))
+    saves = {}
+    for state in states:
+        for saved in state.saves:
+            if saved.id in ids_on_all:
+                saves[saved.id] = saved
+    return sorted(saves.values(), key=lambda saved: (saved.number, saved.id))
+
+
+def _ids_of_saves(state: pb.DescribeReply) -> set[str]:
+    return {saved.id for saved in [*state.saves, *state.prepared]}
 
 
 def summary(addresses: Sequence[str], states: Sequence[pb.DescribeReply]) -> str:
@@ -307,23 +318,19 @@ def state_of(state: pb.DescribeReply, states: Sequence[pb.DescribeReply] = ()) -
         states: The states of the servers that it is compared with. Default: none.
     """
     if not state.set:
-        return (
-            "is empty"
-            if not state.at.name
-            else f"is in no set and has the save {state.at.name!r}"
-        )
-    if _is_rolled_back(
-        state, [other for other in states if label_of(other) == label_of(state)]
-    ):
+        if not state.at.name:
+            return "is empty"
+        return f"is in no set and has the save {state.at.name!r}"
+    label = label_of(state)
+    in_same_epoch = [known for known in states if label_of(known) == label]
+    if _is_rolled_back(state, in_same_epoch):
         return (
             f"has older rows of epoch {state.epoch} than before: its data directory was"
             " rolled back, or is a copy"
         )
-    token = (
-        f" ({state.token[:8]})"
-        if len({s.token for s in states if s.epoch == state.epoch and s.token}) > 1
-        else ""
-    )
+    # epochs of one number that several clients have begun differ by their tokens
+    tokens = {known.token for known in states if known.epoch == state.epoch}
+    token = f" ({state.token[:8]})" if len(tokens - {""}) > 1 else ""
     if state.live:
         return f"is in epoch {state.epoch}{token}"
     if state.waits:
@@ -341,26 +348,49 @@ def has_lost(state: pb.DescribeReply, label: str, run: str) -> bool:
         label: The label of the epoch of the run.
         run: The run.
     """
-    return label_of(state) == label and run not in (
-        *state.earlier,
-        run_of(state),
-        state.next,
-    )
+    known_runs = [*state.earlier, run_of(state), state.next]
+    return label_of(state) == label and run not in known_runs
 
 
-def _new_token() -> str:
+def _new_id() -> str:
     return uuid.uuid4().hex
 
 
-def _is_there(state: pb.DescribeReply) -> bool:
+def _has_rows(state: pb.DescribeReply) -> bool:
     """Returns whether a server has the rows of its epoch."""
     return bool(state.live or state.waits)
 
 
+def _is_in_epoch(state: pb.DescribeReply, epoch: int) -> bool:
+    """Returns whether a server has the rows of the epoch with this number."""
+    return _has_rows(state) and bool(state.epoch == epoch)
+
+
+def _age_of(saved: pb.Saved) -> tuple[int, str, str]:
+    """Returns the key by which saves are ordered, the oldest one first."""
+    return (saved.number, saved.id, saved.name)
+
+
+def _set_of(states: Sequence[pb.DescribeReply]) -> str:
+    """Returns the identity of the set of servers. Empty if they belong to none yet."""
+    for state in states:
+        if state.set:
+            return str(state.set)
+    return ""
+
+
+def _slots(states: Sequence[pb.DescribeReply]) -> tuple[int, ...]:
+    """Returns the map of slots of a set of servers, or a new one."""
+    for state in states:
+        if state.set:
+            return tuple(state.slots)
+    return new_slots(len(states))
+
+
 def _is_rolled_back(
-    state: pb.DescribeReply, others: Sequence[pb.DescribeReply]
+    state: pb.DescribeReply, in_same_epoch: Sequence[pb.DescribeReply]
 ) -> bool:
-    """Returns whether a server waits whose last run is not the one that the others in
+    """Returns whether a server waits whose last run is not the one that the servers in
     its epoch know.
 
     They may know its next run already, because a client has begun to resume the server.
@@ -369,52 +399,55 @@ def _is_rolled_back(
         return False
     runs = {state.next, *same_runs(run_of(state), state.token, state.member)}
     return any(
-        _is_there(other) and other.runs[state.member] not in runs for other in others
+        _has_rows(server) and server.runs[state.member] not in runs
+        for server in in_same_epoch
     )
 
 
 def _check_one_set(
     addresses: Sequence[str], states: Sequence[pb.DescribeReply]
 ) -> None:
-    known = [state for state in states if state.set]
-    if len({state.set for state in known}) > 1:
+    in_sets = [state for state in states if state.set]
+    if not in_sets:
+        return
+    if len({state.set for state in in_sets}) > 1:
         sets = ", ".join(
-            f"{a} of {s.set[:8] or 'none'}"
-            for a, s in zip(addresses, states, strict=True)
+            f"{address} of {state.set[:8] or 'none'}"
+            for address, state in zip(addresses, states, strict=True)
         )
         raise ServerSetError(
             f"the servers belong to different sets: {sets}; name the servers of one set"
         )
-    if known and known[0].members != len(states):
+    first = in_sets[0]
+    named = ", ".join(addresses)
+    if first.members != len(states):
+        address = addresses[[state.set for state in states].index(first.set)]
         raise ServerSetError(
-            "the set of the server"
-            f" {addresses[[s.set for s in states].index(known[0].set)]} has"
-            f" {known[0].members} servers, and {len(states)} are named:"
-            f" {', '.join(addresses)}; name all servers of the set"
+            f"the set of the server {address} has {first.members} servers, and"
+            f" {len(states)} are named: {named}; name all servers of the set"
         )
-    if len({state.member for state in known}) < len(known):
-        raise ServerSetError(
-            f"two of the addresses are of the same server: {', '.join(addresses)}"
-        )
+    if len({state.member for state in in_sets}) < len(in_sets):
+        raise ServerSetError(f"two of the addresses are of the same server: {named}")
 
 
 def _different(
     addresses: Sequence[str], states: Sequence[pb.DescribeReply]
 ) -> ServerSetError:
-    saves, named = complete_saves(states), ",".join(addresses)
+    saves = complete_saves(states)
+    named = ",".join(addresses)
     if saves:
-        mend = (
+        effect = (
             "brings all of them to their newest complete save: recstore servers"
             f" restore {saves[-1].name} {named}"
         )
     else:
-        mend = (
+        effect = (
             "lets all of them begin without rows, because there is no complete save:"
             f" recstore servers reset {named}"
         )
     return ServerSetError(
         f"the servers are in different states: {summary(addresses, states)}. This"
-        f" command {mend}"
+        f" command {effect}"
     )
 
 
@@ -424,56 +457,55 @@ def _fits(state: pb.DescribeReply, save: pb.Saved) -> bool:
     """
     if not save.name:
         return not state.at.name
-    return bool(save.id) and any(
-        saved.id == save.id for saved in (state.at, *state.saves, *state.prepared)
-    )
+    if not save.id:
+        return False
+    return save.id == state.at.id or save.id in _ids_of_saves(state)
 
 
 def _save_of(
     addresses: Sequence[str], states: Sequence[pb.DescribeReply], name: str
 ) -> pb.Saved:
-    found = [saved for saved in complete_saves(states) if saved.name == name]
-    if found:
-        return found[-1]
+    saves = complete_saves(states)
+    for saved in reversed(saves):
+        if saved.name == name:
+            return saved
     # one server loads any checkpoint: its own without a manifest, or that of a model
     if len(states) == 1:
         return pb.Saved(name=name)
-    has = [
-        any(saved.name == name for saved in (*state.saves, *state.prepared))
-        for state in states
-    ]
-    complete = ", ".join(repr(saved.name) for saved in complete_saves(states)) or "none"
-    if all(has):
+    complete = ", ".join(repr(saved.name) for saved in saves) or "none"
+    lacking = None
+    for address, state in zip(addresses, states, strict=True):
+        names = {saved.name for saved in [*state.saves, *state.prepared]}
+        if lacking is None and name not in names:
+            lacking = address
+    if lacking is None:
         raise FileNotFoundError(
             f"the servers have different saves of the name {name!r}:"
             f" {', '.join(addresses)}; the complete saves are: {complete}"
         )
-    lacking = addresses[has.index(False)]
     raise FileNotFoundError(
         f"server {lacking} has no save {name!r}; the complete saves are: {complete}"
     )
 
 
-def _numbers(
-    addresses: Sequence[str],
-    states: Sequence[pb.DescribeReply],
-    pending: Sequence[int],
-    slots: tuple[int, ...],
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Returns the number of each server, the slots, and the pending servers in the
-    order of their numbers.
+def _members(
+    addresses: Sequence[str], states: Sequence[pb.DescribeReply]
+) -> tuple[int, ...]:
+    """Returns the number of each server in the set.
 
     All clients compute the same numbers for servers that are in no set, in whichever
     order they name the servers.
     """
-    taken = {state.member for state in states if state.set}
-    free = (number for number in range(len(states)) if number not in taken)
-    numbers = [state.member for state in states]
-    for index in sorted(range(len(states)), key=lambda index: addresses[index]):
-        if not states[index].set:
-            numbers[index] = next(free)
-    return (
-        tuple(numbers),
-        slots,
-        tuple(sorted(pending, key=lambda index: numbers[index])),
-    )
+    members = [state.member for state in states]
+    members_of_set = {state.member for state in states if state.set}
+    free = [member for member in range(len(states)) if member not in members_of_set]
+    by_address = sorted(range(len(states)), key=lambda index: addresses[index])
+    new = [index for index in by_address if not states[index].set]
+    for index, member in zip(new, free, strict=False):
+        members[index] = member
+    return tuple(members)
+
+
+def _in_order(indices: Iterable[int], members: Sequence[int]) -> tuple[int, ...]:
+    """Returns the indices of servers in the order of their numbers in the set."""
+    return tuple(sorted(indices, key=lambda index: members[index]))

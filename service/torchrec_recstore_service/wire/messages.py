@@ -36,8 +36,11 @@ def new_message(
         The message, and the memory of each array, (size,) uint8, aligned to 4 bytes.
         The caller keeps the message for as long as it uses the memory.
     """
-    prefix = _prefix(1, len(header), 0) + header if header else b""
-    prefixes, end = [], 0
+    prefix = b""  # what stands before the next array
+    if header:
+        prefix = _prefix(1, len(header), 0) + header
+    prefixes = []
+    end = 0
     for number, size in arrays:
         prefix += _prefix(number, size, end + len(prefix))
         prefixes.append((end, prefix))
@@ -45,11 +48,12 @@ def new_message(
         prefix = b""
     message: bytes = _new_bytes(None, end + len(prefix))
     address = _address(message)
+    # of a message without arrays, which is its header
     ctypes.memmove(address + end, prefix, len(prefix))
     memory = []
-    for (place, prefix), (_, size) in zip(prefixes, arrays, strict=True):
-        ctypes.memmove(address + place, prefix, len(prefix))
-        memory.append(_memory(address + place + len(prefix), size))
+    for (begin, array_prefix), (_, size) in zip(prefixes, arrays, strict=True):
+        ctypes.memmove(address + begin, array_prefix, len(array_prefix))
+        memory.append(_memory(address + begin + len(array_prefix), size))
     return message, memory
 
 
@@ -57,19 +61,27 @@ def _prefix(number: int, size: int, place: int) -> bytes:
     """Returns what stands at ``place`` before an array of ``size`` bytes, so that the
     array is aligned to 4 bytes.
     """
-    least = max(1, -(-size.bit_length() // 7))
+    least_width = max(1, -(-size.bit_length() // 7))
     for filler in (b"", _FILLER):
         # a number may be written with more bytes than it needs
-        for width in range(least, 6):
+        for width in range(least_width, 6):
             if (place + len(filler) + 1 + width) % 4 == 0:
-                parts = [
-                    size >> 7 * i & 0x7F | (0x80 if i < width - 1 else 0)
-                    for i in range(width)
-                ]
-                return filler + bytes([number << 3 | 2, *parts])
+                tag = number << 3 | 2
+                return filler + bytes([tag]) + _varint(size, width)
     raise AssertionError(
         "two bytes of filler and one byte of width reach every alignment"
     )
+
+
+def _varint(number: int, width: int) -> bytes:
+    """Returns a number in ``width`` bytes of 7 bits, low bits first.
+
+    All bytes but the last one have the bit 0x80.
+    """
+    digits = bytearray(number >> 7 * i & 0x7F for i in range(width))
+    for i in range(width - 1):
+        digits[i] |= 0x80
+    return bytes(digits)
 
 
 def fields(message: bytes) -> dict[int, Tensor]:
@@ -83,25 +95,28 @@ def fields(message: bytes) -> dict[int, Tensor]:
     Raises:
         ValueError: The message has another form.
     """
-    found: dict[int, Tensor] = {}
-    address, place, end = _address(message), 0, len(message)
-    while place < end:
-        tag = message[place]
-        size, width = 0, 0
-        while tag & 0x87 == 2 and width < 5 and place + 1 + width < end:
-            part = message[place + 1 + width]
-            size |= (part & 0x7F) << 7 * width
+    content_of: dict[int, Tensor] = {}
+    address = _address(message)
+    position = 0
+    end = len(message)
+    while position < end:
+        tag = message[position]
+        size = 0
+        width = 0  # of the size, in bytes
+        while tag & 0x87 == 2 and width < 5 and position + 1 + width < end:
+            digit = message[position + 1 + width]
+            size |= (digit & 0x7F) << 7 * width
             width += 1
-            if part < 0x80:
+            if digit < 0x80:
                 break
         else:
             raise ValueError("the message is not one of the protocol")
-        place += 1 + width
-        if place + size > end:
+        position += 1 + width
+        if position + size > end:
             raise ValueError("the message is not one of the protocol")
-        found[tag >> 3] = _memory(address + place, size)
-        place += size
-    return found
+        content_of[tag >> 3] = _memory(address + position, size)
+        position += size
+    return content_of
 
 
 def content(field: Tensor | None) -> bytes:
@@ -115,6 +130,5 @@ def content(field: Tensor | None) -> bytes:
 def _memory(address: int, size: int) -> Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(
-        (ctypes.c_char * size).from_address(address), dtype=torch.uint8
-    )
+    content = (ctypes.c_char * size).from_address(address)
+    return torch.frombuffer(content, dtype=torch.uint8)

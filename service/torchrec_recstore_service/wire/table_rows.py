@@ -44,10 +44,12 @@ def places_of_tables(
     """Returns where the rows of each table begin in the stream of a call's rows, and
     the size of the stream.
     """
-    begins, end = [], 0
+    begins = []
+    end = 0
     for size, count in zip(row_bytes, counts, strict=True):
-        begins.append(aligned(end))
-        end = begins[-1] + size * count
+        begin = aligned(end)
+        begins.append(begin)
+        end = begin + size * count
     return begins, end
 
 
@@ -73,16 +75,14 @@ def pieces(
     Yields:
         The pieces of a part, in order. A call without rows has one part without pieces.
     """
-    # most calls
-    if (
-        len(counts) == 1
-        and counts[0] <= most_ids
-        and counts[0] * row_bytes[0] <= most_bytes
-    ):
-        yield [Piece(0, 0, counts[0])] if counts[0] else []
-        return
+    if len(counts) == 1:
+        count = counts[0]
+        if count <= most_ids and count * row_bytes[0] <= most_bytes:  # most calls
+            yield [Piece(0, 0, count)] if count else []
+            return
     part: list[Piece] = []
-    size = ids = 0
+    size = 0
+    ids = 0
     for table, (bytes_of_row, count) in enumerate(zip(row_bytes, counts, strict=True)):
         begin = 0
         # rows, so that the next part begins at an aligned place
@@ -94,7 +94,9 @@ def pieces(
                 room -= room % least
             if part and (room <= 0 or len(part) == most_tables):
                 yield part
-                part, size, ids = [], 0, 0
+                part = []
+                size = 0
+                ids = 0
                 continue
             end = min(count, begin + max(room, least))
             part.append(Piece(table, begin, end))
@@ -133,15 +135,14 @@ class TableRows:
         zeros: Sequence[bool] = (),
         learning_rates: Sequence[float | None] = (),
     ) -> None:
-        self.tables, self.ids, self.counts, self.rows, self.places = (
-            tables,
-            ids,
-            counts,
-            rows,
-            places,
-        )
-        self.zeros, self.learning_rates = zeros, learning_rates
-        self.row_bytes = [each.shape[1] for each in rows]
+        self.tables = tables
+        self.ids = ids
+        self.counts = counts
+        self.rows = rows
+        self.places = places
+        self.zeros = zeros
+        self.learning_rates = learning_rates
+        self.row_bytes = [table_rows.shape[1] for table_rows in rows]
         self.label = tables[0] if tables else ""
         """The name of the table, or of the first of several tables, for errors."""
         self.is_plain = (
@@ -150,15 +151,14 @@ class TableRows:
         """Whether a header with the name of a table is enough: the call is for one
         table, without further settings.
         """
+        # where the rows of each table begin in the stream, and its ids in `ids`
         if self.is_plain:  # most calls
-            self._begins, self.size, self._firsts = (
-                [0],
-                self.row_bytes[0] * counts[0],
-                [0, counts[0]],
-            )
+            self._row_begins = [0]
+            self._id_begins = [0]
+            self.size = self.row_bytes[0] * counts[0]
         else:
-            self._begins, self.size = places_of_tables(self.row_bytes, counts)
-            self._firsts = [0, *itertools.accumulate(counts)]
+            self._row_begins, self.size = places_of_tables(self.row_bytes, counts)
+            self._id_begins = [0, *itertools.accumulate(counts)]
 
     def headers(self, pieces: Iterable[Piece] | None = None) -> list[pb.TableIds]:
         """Returns what the header of a call says of each table.
@@ -168,17 +168,17 @@ class TableRows:
         """
         if pieces is None:
             pieces = [Piece(table, 0, count) for table, count in enumerate(self.counts)]
-        return [
-            pb.TableIds(
+        headers = []
+        for table, begin, end in pieces:
+            rate = self.learning_rates[table] if self.learning_rates else None
+            header = pb.TableIds(
                 table=self.tables[table],
                 ids=end - begin,
                 zeros=bool(self.zeros) and self.zeros[table],
-                learning_rate=(
-                    self.learning_rates[table] if self.learning_rates else None
-                ),
+                learning_rate=rate,
             )
-            for table, begin, end in pieces
-        ]
+            headers.append(header)
+        return headers
 
     def part(self, part: Sequence[Piece] | None) -> tuple[Tensor, int, int]:
         """Returns the ids of a part, (n,) int64, and where its rows begin in the
@@ -191,17 +191,17 @@ class TableRows:
             return self.ids, 0, self.size
         if not part:
             return self.ids[:0], 0, 0
-        first, last = part[0], part[-1]
-        begin = self._begins[first.table] + first.begin * self.row_bytes[first.table]
-        end = self._begins[last.table] + last.end * self.row_bytes[last.table]
-        return (
-            self.ids[
-                self._firsts[first.table] + first.begin : self._firsts[last.table]
-                + last.end
-            ],
-            begin,
-            end - begin,
-        )
+        first = part[0]
+        last = part[-1]
+        id_begin = self._id_begins[first.table] + first.begin
+        id_end = self._id_begins[last.table] + last.end
+        row_begin = self._place(first.table, first.begin)
+        row_end = self._place(last.table, last.end)
+        return self.ids[id_begin:id_end], row_begin, row_end - row_begin
+
+    def _place(self, table: int, row: int) -> int:
+        """Returns where a row of a table begins in the stream."""
+        return self._row_begins[table] + row * self.row_bytes[table]
 
     def reads(
         self, run: str, most_bytes: int, most_ids: int, most_tables: int | None = None
@@ -237,47 +237,49 @@ class TableRows:
                 header.tables.extend(self.headers(part))
             yield (header, *self.part(part))
 
-    def put(self, window: npt.NDArray[np.uint8], at: int) -> int:
+    def put(self, window: npt.NDArray[np.uint8], place: int) -> int:
         """Writes rows that have been received to the memory of the rows.
 
         Args:
             window: (bytes,) uint8. The rows, which lie together in the stream.
-            at: The place in the stream after the rows that were received before.
+            place: The place in the stream after the rows that were received before.
 
         Returns:
             The place after these rows. -1 if they do not fit.
         """
         if not len(window):
-            return at
-        at = aligned(at)
-        end = at + len(window)
+            return place
+        place = aligned(place)
+        end = place + len(window)
         if end > self.size:
             return -1
-        memory = self.window(at, len(window))
+        memory = self.window(place, len(window))
         if memory is not None:
             memory[:] = window
             return end
         try:
             with ops.native_errors("rows"):
                 row_ops.rows_put(
-                    self.rows, self.places, self.counts, torch.from_numpy(window), at
+                    self.rows,
+                    self.places,
+                    self.counts,
+                    torch.from_numpy(window),
+                    place,
                 )
         except ValueError:
             return -1
         return end
 
-    def window(self, at: int, size: int) -> npt.NDArray[np.uint8] | None:
-        """Returns the memory of the rows at ``at`` in the stream, (size,) uint8, if
+    def window(self, place: int, size: int) -> npt.NDArray[np.uint8] | None:
+        """Returns the memory of the rows at ``place`` in the stream, (size,) uint8, if
         they lie there in one piece.
         """
-        if (
-            len(self.rows) > 1
-            or self.places is not None
-            or size % self.row_bytes[0]
-            or at % self.row_bytes[0]
-        ):
+        if len(self.rows) > 1 or self.places is not None:
             return None
-        return self.rows[0].numpy().reshape(-1)[at : at + size]
+        row_bytes = self.row_bytes[0]
+        if size % row_bytes or place % row_bytes:
+            return None
+        return self.rows[0].numpy().reshape(-1)[place : place + size]
 
     def stream(self) -> npt.NDArray[np.uint8]:
         """Returns the stream of all rows, (size,) uint8: the memory of the rows if they
@@ -289,9 +291,9 @@ class TableRows:
         self.take(stream, 0)
         return stream.numpy()
 
-    def take(self, window: Tensor, at: int) -> None:
-        """Writes the rows of the stream that begin at ``at`` to memory, ``window``,
+    def take(self, window: Tensor, place: int) -> None:
+        """Writes the rows of the stream that begin at ``place`` to memory, ``window``,
         (bytes,) uint8.
         """
         if len(window):
-            row_ops.rows_take(self.rows, self.places, self.counts, window, at)
+            row_ops.rows_take(self.rows, self.places, self.counts, window, place)

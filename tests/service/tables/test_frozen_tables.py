@@ -31,6 +31,7 @@ from torchrec_recstore import (
 )
 from torchrec_recstore.optim import Adam
 from torchrec_recstore.options import Servers, TableOptions
+from torchrec_recstore_service.client.plain_client import PlainClient
 from torchrec_recstore_service.wire.row_requests import RowRead
 
 IDS = torch.tensor([3, -7, 2**40])
@@ -98,16 +99,16 @@ def test_a_prefetch_of_a_sharded_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pulls = []
-    original = RecStoreClient.pull_each
+    original = PlainClient.pull_each
 
-    def counted(client: RecStoreClient, reads: Sequence[RowRead]) -> list[Tensor]:
+    def counted(client: PlainClient, reads: Sequence[RowRead]) -> list[Tensor]:
         pulls.append([read.table for read in reads])
         return original(client, reads)
 
     trains = sharded(server, name, False, kind)
     reads = sharded(server, name, True, kind)
     rows_of(trains, batch(name)).sum().backward()
-    monkeypatch.setattr(RecStoreClient, "pull_each", counted)
+    monkeypatch.setattr(PlainClient, "pull_each", counted)
     features = batch(name, torch.cat([IDS, IDS + 1]))
 
     def prefetch() -> None:
