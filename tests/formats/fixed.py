@@ -359,7 +359,7 @@ def write_server_data(to: Path) -> None:
             "timed",
             TableSpec(DIM, torch.float32, optim.RowWiseAdagrad(lr=0.5), options),
         )
-        timed = tables._named()["timed"].table
+        timed = tables._by_name()["timed"].table
         for step in range(3):
             timed.set_time(EVENT_TIME + 20 * step)
             timed.lookup(torch.tensor([step, 100]), train=True)
@@ -394,7 +394,7 @@ The others follow after 20 s each.
 def hosted_tables(tables: HostedTables) -> list[Any]:
     """The tables that saves include."""
     return [
-        tables._named()[name]
+        tables._by_name()[name]
         for name, spec in tables.specs().items()
         if not spec.temporary
     ]

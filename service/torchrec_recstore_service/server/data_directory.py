@@ -105,9 +105,8 @@ class Membership:
         runs = (*self.runs[:member], run, *self.runs[member + 1 :])
         if member != self.member:
             return replace(self, runs=runs)
-        return replace(
-            self, runs=runs, earlier=(*self.earlier, self.run)[-_EARLIER_RUNS:], next=""
-        )
+        earlier = (*self.earlier, self.run)[-_EARLIER_RUNS:]
+        return replace(self, runs=runs, earlier=earlier, next="")
 
 
 class DataDirectory:
@@ -154,44 +153,45 @@ class DataDirectory:
         """The place in a set. None: the server belongs to no set yet."""
         state = self._document(_STATE, _FIELDS)
         if state is not None:
-            self.last, self.stopped = _name_or_none(state["last"]), state["stopped"]
+            self.last = _name_or_none(state["last"])
+            self.stopped = state["stopped"]
         member = self._document(_MEMBERSHIP, _MEMBER, _SINCE_2)
         if member is not None:
             if not any(field in member for field in _SINCE_2):
                 # The token was not of the epoch then, but of one server's load.
-                member |= {
-                    "token": "",
-                    "runs": [""] * member["members"],
-                    "earlier": [],
-                    "next": "",
-                }
+                member["token"] = ""
+                member["runs"] = [""] * member["members"]
+                member["earlier"] = []
+                member["next"] = ""
             self.membership = membership_of(member)
         self._saves: dict[SaveName, pb.Saved] = {}
         self._prepared: dict[SaveId, pb.Saved] = {}
         for entry in self._path.iterdir():
-            if entry.name.startswith(_RECEIVED) or entry.name.startswith(
-                f".{_PREPARED}"
-            ):
-                remove(entry)
-            elif entry.name.startswith(_PREPARED):
-                saved = None if entry.is_symlink() else _manifest_of(entry)
-                # A part changes places with the save that it replaces. The server was
-                # killed before it had deleted the old save.
-                if saved is None or entry.name != f"{_PREPARED}{saved.id}":
-                    remove(entry)
-                else:
-                    self._prepared[SaveId(saved.id)] = saved
-            elif entry.is_dir() and not entry.name.startswith("."):
-                saved = _manifest_of(entry)
-                name = _save_name_of(entry)
-                if saved is not None and name is not None:
-                    self._saves[name] = pb.Saved(
-                        name=name, id=saved.id, number=saved.number
-                    )
+            self._add_entry(entry)
         unless = None if state is None else state[_UNLESS]
         # the server was killed before the save counted
         if unless is not None and unless["id"] in self._prepared:
             self.set_last(_name_or_none(unless["last"]))
+
+    def _add_entry(self, entry: Path) -> None:
+        """Adds the save of an entry of the directory, or deletes what is left of one."""
+        if entry.name.startswith((_RECEIVED, f".{_PREPARED}")):
+            remove(entry)
+        elif entry.name.startswith(_PREPARED):
+            saved = None if entry.is_symlink() else _manifest_of(entry)
+            # A part changes places with the save that it replaces. The server was
+            # killed before it had deleted the old save.
+            if saved is None or entry.name != f"{_PREPARED}{saved.id}":
+                remove(entry)
+            else:
+                self._prepared[SaveId(saved.id)] = saved
+        elif entry.is_dir() and not entry.name.startswith("."):
+            saved = _manifest_of(entry)
+            name = _save_name_of(entry)
+            if saved is not None and name is not None:
+                self._saves[name] = pb.Saved(
+                    name=name, id=saved.id, number=saved.number
+                )
 
     @property
     def saves(self) -> list[pb.Saved]:
@@ -218,9 +218,9 @@ class DataDirectory:
 
         See :meth:`at` for one that is not there, or has no manifest.
         """
-        return (
-            pb.Saved() if name is None else self._saves.get(name, pb.Saved(name=name))
-        )
+        if name is None:
+            return pb.Saved()
+        return self._saves.get(name, pb.Saved(name=name))
 
     def checkpoint(self, name: SaveName) -> Path:
         """Returns the path of a save."""
@@ -274,24 +274,25 @@ class DataDirectory:
                 it.
             OSError: The directory cannot be renamed.
         """
-        for counting_name, counting in self._saves.items():
-            if counting.id == save_id:
-                return counting_name
-        saved = self._prepared.get(save_id)
-        if saved is None:
+        for name, saved in self._saves.items():
+            if saved.id == save_id:
+                return name
+        prepared = self._prepared.get(save_id)
+        if prepared is None:
             raise FileNotFoundError(
                 "this save was not prepared, or another save has replaced it"
             )
-        name = SaveName(saved.name)
+        name = SaveName(prepared.name)
         with Destination(self.checkpoint(name), overwrite=True) as destination:
             if start_from:
                 unless = {"id": save_id, "last": self.last}
                 self._write(_STATE, {"last": name, "stopped": None, _UNLESS: unless})
             destination.publish_prepared(self.staging(save_id))
         del self._prepared[save_id]
-        self._saves[name] = saved
+        self._saves[name] = prepared
         if start_from:
-            self.last, self.stopped = name, None
+            self.last = name
+            self.stopped = None
         return name
 
     def discard(self, save_id: SaveId) -> None:
@@ -312,7 +313,8 @@ class DataDirectory:
         server that has stopped.
         """
         self._write(_STATE, {"last": name, "stopped": stopped, _UNLESS: None})
-        self.last, self.stopped = name, stopped
+        self.last = name
+        self.stopped = stopped
 
     def set_membership(self, membership: Membership) -> None:
         """Writes the place in a set to the disk."""
@@ -332,10 +334,11 @@ class DataDirectory:
         try:
             document: dict[str, Any] = json.loads(file.read_bytes())
             check_fields("it", document, fields, optional)
-            if document.get(_UNLESS) is not None:
-                check_fields(f"{_UNLESS!r}", document[_UNLESS], _PREPARED_LAST)
-                SaveId(document[_UNLESS]["id"])
-                _name_or_none(document[_UNLESS]["last"])
+            unless = document.get(_UNLESS)
+            if unless is not None:
+                check_fields(f"{_UNLESS!r}", unless, _PREPARED_LAST)
+                SaveId(unless["id"])
+                _name_or_none(unless["last"])
             if document.get("stopped") is not None:
                 check_fields("'stopped'", document["stopped"], _STOPPED)
             for field in _SAVE_NAMES & document.keys():
@@ -355,8 +358,11 @@ def membership_of(document: Mapping[str, Any]) -> Membership:
     """Returns the place in a set of a JSON object with the fields of
     :class:`Membership`.
     """
-    lists = {field: tuple(document[field]) for field in ("slots", "runs", "earlier")}
-    return Membership(**{**document, **lists, "save": _name_or_none(document["save"])})
+    values = dict(document)
+    for field in ("slots", "runs", "earlier"):
+        values[field] = tuple(document[field])
+    values["save"] = _name_or_none(document["save"])
+    return Membership(**values)
 
 
 def _name_or_none(name: str | None) -> SaveName | None:

@@ -77,13 +77,10 @@ class Handlers:
             or handler.stream_unary
             or handler.stream_stream
         )
-        idle = method in self._idle
-        of_bytes = getattr(behavior, _OF_BYTES, False)
-        parse, serialize = (
-            (bytes, None)
-            if of_bytes
-            else (handler.request_deserializer, handler.response_serializer)
-        )
+        is_idle = method in self._idle
+        takes_bytes = getattr(behavior, _OF_BYTES, False)
+        parse = bytes if takes_bytes else handler.request_deserializer
+        serialize = None if takes_bytes else handler.response_serializer
 
         def begin(raw: Iterator[bytes], context: Any) -> tuple[Call, Any]:
             call = Call(context.cancel, self._memory)
@@ -94,7 +91,7 @@ class Handlers:
         def argument(requests: _Requests) -> Any:
             return requests if handler.request_streaming else requests.only()
 
-        def one(raw: Iterator[bytes], context: Any) -> Any:
+        def reply_once(raw: Iterator[bytes], context: Any) -> Any:
             call, requests = begin(raw, context)
             with threads.place(call):
                 try:
@@ -104,25 +101,26 @@ class Handlers:
                 finally:
                     self._memory.give_back(call)
 
-        def several(raw: Iterator[bytes], context: Any) -> Iterator[Any]:
+        def reply_often(raw: Iterator[bytes], context: Any) -> Iterator[Any]:
             call, requests = begin(raw, context)
             with threads.place(call):
                 try:
                     for reply in behavior(argument(requests), context):
                         call.wait()
                         yield reply
-                        if not idle:
-                            call.go_on(len(reply) if of_bytes else reply.ByteSize())
+                        if not is_idle:
+                            size = len(reply) if takes_bytes else reply.ByteSize()
+                            call.go_on(size)
                 except CallRefusedError as error:
                     _refuse(context, error)
                 finally:
                     self._memory.give_back(call)
 
         if handler.response_streaming:
-            several.experimental_thread_pool = threads  # type: ignore[attr-defined]
-            return grpc.stream_stream_rpc_method_handler(several, None, serialize)
-        one.experimental_thread_pool = threads  # type: ignore[attr-defined]
-        return grpc.stream_unary_rpc_method_handler(one, None, serialize)
+            reply_often.experimental_thread_pool = threads  # type: ignore[attr-defined]
+            return grpc.stream_stream_rpc_method_handler(reply_often, None, serialize)
+        reply_once.experimental_thread_pool = threads  # type: ignore[attr-defined]
+        return grpc.stream_unary_rpc_method_handler(reply_once, None, serialize)
 
 
 def _refuse(context: Any, error: CallRefusedError) -> NoReturn:

@@ -151,28 +151,29 @@ class ListenOptions:
             ValueError: TLS or the token is missing, or ``address`` is not
                 ``host:port``. The message names the flag.
         """
-        given = {
-            "--tls-cert and --tls-key": self.tls_cert is not None,
-            "--token-file": self.token_file is not None,
-        }
-        if not is_loopback(host_of_flag(flag, address)) and not all(given.values()):
-            missing = " and ".join(flags for flags, there in given.items() if not there)
+        if is_loopback(host_of_flag(flag, address)):
+            return
+        missing = []
+        if self.tls_cert is None:
+            missing.append("--tls-cert and --tls-key")
+        if self.token_file is None:
+            missing.append("--token-file")
+        if missing:
             raise ValueError(
                 f"{flag} {address} can be reached from other machines: that needs"
-                f" {missing}"
+                f" {' and '.join(missing)}"
             )
 
 
-def allowed(given: str | bytes, token: Watched[str] | None) -> bool:
+def allowed(header: str | bytes, token: Watched[str] | None) -> bool:
     """Returns whether the header ``TOKEN_KEY`` of a call has the token that the server
     requires, if it requires one.
     """
     if token is None:
         return True
-    wanted = token_value(token.value).encode()
-    return hmac.compare_digest(
-        given if isinstance(given, bytes) else given.encode(), wanted
-    )
+    if isinstance(header, str):
+        header = header.encode()
+    return hmac.compare_digest(header, token_value(token.value).encode())
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
@@ -195,8 +196,8 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
     ) -> Any:
         """See grpc.ServerInterceptor."""
         metadata = dict(details.invocation_metadata)
-        given = metadata.get(TOKEN_KEY, "")
-        if not details.method.startswith(_HEALTH) and not allowed(given, self._token):
+        needs_token = not details.method.startswith(_HEALTH)
+        if needs_token and not allowed(metadata.get(TOKEN_KEY, ""), self._token):
             return self._refusal(
                 grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong"
             )
@@ -285,9 +286,8 @@ class StopSignals:
         """
         self._arrived.settimeout(timeout_s)
         with suppress(TimeoutError):
-            return not {signal.SIGTERM, signal.SIGINT}.isdisjoint(
-                self._arrived.recv(512)
-            )
+            numbers = self._arrived.recv(512)
+            return signal.SIGTERM in numbers or signal.SIGINT in numbers
         return False
 
 
@@ -346,11 +346,10 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         sent = None
         while True:
             with self._changed:
-                while (
-                    context.is_active()
-                    and (status := self._status(request.service)) == sent
-                ):
+                status = self._status(request.service)
+                while context.is_active() and status == sent:
                     self._changed.wait()
+                    status = self._status(request.service)
             if not context.is_active():
                 return
             yield health_pb2.HealthCheckResponse(status=status)
@@ -426,7 +425,9 @@ class GrpcServer:
             self.certificates = watched_certificates(
                 options.tls_cert, options.tls_key, options.client_ca
             )
-        self.address = f"{options.listen.rpartition(':')[0]}:{_bind(self._server, options.listen, self.certificates)}"
+        host = options.listen.rpartition(":")[0]
+        port = _bind(self._server, options.listen, self.certificates)
+        self.address = f"{host}:{port}"
         """The address, ``host:port``, with the chosen port."""
 
     def start(self) -> None:
@@ -443,9 +444,10 @@ class GrpcServer:
 
         Default: of the server and its service.
         """
-        status = health_pb2.HealthCheckResponse
+        statuses = health_pb2.HealthCheckResponse
+        status = statuses.SERVING if serving else statuses.NOT_SERVING
         for name in services or self._names:
-            self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+            self._health.set(name, status)
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         """Returns a description and a function of each number for the metrics, by its
@@ -491,9 +493,7 @@ class GrpcServer:
         for threads in self._threads:
             threads.stop()
         end = time.monotonic() + GRACE_S
-        while (
-            any(threads.is_busy for threads in self._threads) and time.monotonic() < end
-        ):
+        while time.monotonic() < end and self._is_busy():
             stopped.wait(0.02)
         # Clients that answer have their replies and close their connections. gRPC would
         # wait for the others, too.
@@ -501,6 +501,9 @@ class GrpcServer:
             self._server.stop(None).wait()
         for threads in self._threads:
             threads.shutdown()
+
+    def _is_busy(self) -> bool:
+        return any(threads.is_busy for threads in self._threads)
 
 
 def _established(port: int) -> int:
@@ -510,13 +513,11 @@ def _established(port: int) -> int:
     count = 0
     for path in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with suppress(OSError), open(path) as file:
-            local_and_state = (
-                (line.split()[1], line.split()[3]) for line in list(file)[1:]
-            )
-            count += sum(
-                state == "01" and int(local[-4:], 16) == port
-                for local, state in local_and_state
-            )
+            next(file, None)  # the names of the columns
+            for line in file:
+                _, local, _, state, *_ = line.split()
+                if state == "01" and int(local[-4:], 16) == port:
+                    count += 1
     return count
 
 
@@ -535,20 +536,21 @@ def _bind(
 
 def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
     """Returns credentials that have the present certificates for each new connection."""
-    sent = certificates.value
+    current = certificates.value
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration(
-            [(sent.key, sent.cert)], sent.client_ca
+            [(current.key, current.cert)], current.client_ca
         )
 
-    def changed() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal sent
-        if certificates.value is sent:
+    def new_configuration() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal current
+        if certificates.value is current:
             return None
-        sent = certificates.value
+        current = certificates.value
         return configuration()
 
+    needs_client_certificate = current.client_ca is not None
     return grpc.dynamic_ssl_server_credentials(
-        configuration(), changed, sent.client_ca is not None
+        configuration(), new_configuration, needs_client_certificate
     )

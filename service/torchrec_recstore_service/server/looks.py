@@ -24,25 +24,24 @@ def look(request: Any, table: Table) -> pb.LookReply:
     if request.count > _LARGEST_COUNT:
         raise ValueError(f"count must be at most {_LARGEST_COUNT}, not {request.count}")
     if not request.row:
-        found = top_rows(table, by=cast(By, request.by), count=request.count)
-        return _reply(found.ids, dict(found.columns), found.rows, found.steps)
-    if len(request.row) != 4 * len(table.columns):
-        raise ValueError(
-            f"row must have {4 * len(table.columns)} bytes, not {len(request.row)}"
-        )
+        rows = top_rows(table, by=cast(By, request.by), count=request.count)
+        return _reply(rows.ids, dict(rows.columns), rows.rows, rows.steps)
+    row_bytes = 4 * len(table.columns)
+    if len(request.row) != row_bytes:
+        raise ValueError(f"row must have {row_bytes} bytes, not {len(request.row)}")
     row = torch.frombuffer(bytearray(request.row), dtype=torch.float32)
-    ids, near = nearest(
+    ids, nearness = nearest(
         table,
         row,
         but=request.but,
         metric=cast(Metric, request.by),
         count=request.count,
     )
-    return _reply(ids, {request.by: near}, len(table), table.steps)
+    return _reply(ids, {request.by: nearness}, len(table), table.steps)
 
 
 def _reply(
     ids: Tensor, columns: dict[str, Tensor], rows: int, steps: int
 ) -> pb.LookReply:
-    values = {name: to_bytes(each.contiguous()) for name, each in columns.items()}
-    return pb.LookReply(rows=rows, steps=steps, ids=to_bytes(ids), columns=values)
+    contents = {name: to_bytes(values.contiguous()) for name, values in columns.items()}
+    return pb.LookReply(rows=rows, steps=steps, ids=to_bytes(ids), columns=contents)

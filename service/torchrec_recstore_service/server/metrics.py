@@ -78,7 +78,7 @@ class Metrics:
         prometheus.ProcessCollector(registry=registry)
         prometheus.PlatformCollector(registry=registry)
 
-        class OfCalls:
+        class CallCollector:
             def collect(self) -> Iterator[Any]:
                 times: dict[str, dict[str, float]] = {}
                 seconds: dict[str, float] = {}
@@ -92,41 +92,35 @@ class Metrics:
                     "The number of ids by operation and table.",
                     labels=["operation", "table"],
                 )
-                for kind, one, other, number in counts.all():
+                for kind, label, label_2, number in counts.numbers():
                     if kind == "time":
-                        times.setdefault(one, {})[other] = number
+                        times.setdefault(label, {})[label_2] = number
                     elif kind == "seconds":
-                        seconds[one] = number
+                        seconds[label] = number
+                    elif kind == "call":
+                        calls.add_metric([label, label_2], number)
                     else:
-                        (calls if kind == "call" else ids).add_metric(
-                            [one, other], number
-                        )
+                        ids.add_metric([label, label_2], number)
                 spent = HistogramMetricFamily(
                     "recstore_call_seconds",
                     "The time of a call until its last reply.",
                     labels=["method"],
                 )
                 for method, classes in times.items():
-                    sums = itertools.accumulate(
-                        [*(classes[str(i)] for i in range(len(_SECONDS))), classes[""]]
-                    )
-                    spent.add_metric(
-                        [method],
-                        list(zip(_SECONDS_NAMES, sums, strict=True)),
-                        seconds[method],
-                    )
+                    numbers = [classes[str(i)] for i in range(len(_SECONDS))]
+                    numbers.append(classes[""])
+                    sums = itertools.accumulate(numbers)
+                    buckets = list(zip(_SECONDS_NAMES, sums, strict=True))
+                    spent.add_metric([method], buckets, seconds[method])
                 yield from (spent, calls, ids)
 
-        class OfTables:
+        class TableCollector:
             def collect(self) -> Iterator[Any]:
                 stats = {name: tables.stats(name) for name in tables.specs()}
                 for field in fields(TableStats):
-                    kind = (
-                        GaugeMetricFamily
-                        if field.name in _GAUGES
-                        else CounterMetricFamily
-                    )
-                    family = kind(
+                    is_gauge = field.name in _GAUGES
+                    new_family = GaugeMetricFamily if is_gauge else CounterMetricFamily
+                    family = new_family(
                         f"recstore_table_{field.name}",
                         f"TableStats.{field.name}",
                         labels=["table"],
@@ -135,8 +129,8 @@ class Metrics:
                         family.add_metric([name], getattr(counts, field.name))
                     yield family
 
-        registry.register(OfCalls())
-        registry.register(OfTables())
+        registry.register(CallCollector())
+        registry.register(TableCollector())
         self._registry = registry
         self._endpoint = MetricsEndpoint(registry, host.strip("[]"), port)
         self.port = self._endpoint.port

@@ -53,8 +53,8 @@ class MetricsEndpoint:
         self._clients: dict[int, _Client] = {}
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        for each in (self._listener, self._woken):
-            self._selector.register(each, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(
             target=self._run, name="recstore-metrics", daemon=True
         )
@@ -66,46 +66,47 @@ class MetricsEndpoint:
         self._thread.join()
 
     def _run(self) -> None:
-        ready: list[tuple[selectors.SelectorKey, int]] = []
-        while not any(key.fileobj is self._woken for key, _ in ready):
+        ready: set[Any] = set()
+        while self._woken not in ready:
             # Requests come before new connections, which may end the connection of a
             # request.
-            for key, _ in ready:
-                client = self._clients.get(key.fd)
-                if client is not None:
+            for client in list(self._clients.values()):
+                if client.connection in ready:
                     self._try_to_serve(client)
-            if any(key.fileobj is self._listener for key, _ in ready):
+            if self._listener in ready:
                 self._accept()
-            now = time.monotonic()
-            for client in [
-                client for client in self._clients.values() if client.end <= now
-            ]:
-                self._end(client)
-            oldest = min(
-                (client.end for client in self._clients.values()), default=None
-            )
-            ready = self._selector.select(
-                None if oldest is None else max(0.0, oldest - now)
-            )
+            ready = self._wait()
         for client in list(self._clients.values()):
             self._end(client)
         self._selector.close()
-        for each in (self._listener, self._woken):
-            each.close()
+        self._listener.close()
+        self._woken.close()
+
+    def _wait(self) -> set[Any]:
+        """Ends the clients whose time is over, and returns the sockets that are ready."""
+        time_s = time.monotonic()
+        for client in list(self._clients.values()):
+            if client.end <= time_s:
+                self._end(client)
+        timeout_s = None
+        if self._clients:
+            first_end = min(client.end for client in self._clients.values())
+            timeout_s = max(0.0, first_end - time_s)
+        return {key.fileobj for key, _ in self._selector.select(timeout_s)}
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except (
-            OSError
-        ):  # the client has gone, or the process has no file descriptor left
+        except OSError:
+            # The client has gone, or the process has no file descriptor left.
             if self._clients:
                 self._end(next(iter(self._clients.values())))
             else:
                 time.sleep(0.01)
             return
         connection.setblocking(False)
-        client = self._clients[connection.fileno()] = _Client(connection)
+        client = _Client(connection)
+        self._clients[connection.fileno()] = client
         self._selector.register(connection, selectors.EVENT_READ)
         if len(self._clients) > MOST_CLIENTS:
             self._end(next(iter(self._clients.values())))
@@ -131,7 +132,8 @@ class MetricsEndpoint:
                 return
             client.reply = self._reply(client.request)
             self._selector.modify(client.connection, selectors.EVENT_WRITE)
-        client.reply = client.reply[client.connection.send(client.reply) :]
+        sent = client.connection.send(client.reply)
+        client.reply = client.reply[sent:]
         if not client.reply:
             self._end(client)
 
@@ -143,13 +145,14 @@ class MetricsEndpoint:
         if method not in (b"GET", b"HEAD"):
             return b"HTTP/1.0 405 Method Not Allowed\r\nConnection: close\r\n\r\n"
         body = prometheus.generate_latest(self._registry)
-        head = (
-            "HTTP/1.0 200 OK\r\nContent-Type:"
-            f" {prometheus.CONTENT_TYPE_LATEST}\r\nContent-Length: {len(body)}\r\n"
-        )
-        return f"{head}Connection: close\r\n\r\n".encode() + (
-            body if method == b"GET" else b""
-        )
+        lines = [
+            "HTTP/1.0 200 OK",
+            f"Content-Type: {prometheus.CONTENT_TYPE_LATEST}",
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+        ]
+        head = "".join(f"{line}\r\n" for line in lines) + "\r\n"
+        return head.encode() + (body if method == b"GET" else b"")
 
     def _end(self, client: _Client) -> None:
         del self._clients[client.connection.fileno()]

@@ -60,18 +60,16 @@ class NativeStatus(ctypes.Structure):
         """Raises the error that the function has reported, if it has reported one."""
         if not self.code:
             return
-        details, error = self.details.decode(errors="replace"), self.error.decode()
+        details = self.details.decode(errors="replace")
+        error = self.error.decode()
         if error == ServerStoppingError.__name__:
             raise ServerStoppingError(details)
         if error == NOT_PRIMARY:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, details, error)
         if error in REMOTE_ERRORS:
-            raised = REMOTE_ERRORS[error](details)
-            raise raised
-        raise CallRefusedError(
-            next(code for code in grpc.StatusCode if code.value[0] == self.code),
-            details,
-        )
+            raise REMOTE_ERRORS[error](details)
+        code = next(code for code in grpc.StatusCode if code.value[0] == self.code)
+        raise CallRefusedError(code, details)
 
 
 class PythonCall(ctypes.Structure):
@@ -212,7 +210,8 @@ def _loaded() -> dict[str, Callable[..., Any]]:
     functions = {}
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, f"recstore_{name}")
-        function.restype, function.argtypes = result, arguments
+        function.restype = result
+        function.argtypes = arguments
         functions[name] = function
     return functions
 
@@ -319,7 +318,8 @@ class CallCounts(Native):
 
     def __init__(self) -> None:
         super().__init__("counts")
-        self._call, self._ids = native["counts_call"], native["counts_ids"]
+        self._call = native["counts_call"]
+        self._ids = native["counts_ids"]
 
     def call(self, method: str, outcome: str, seconds: float) -> None:
         """Records the end of a call.
@@ -332,12 +332,12 @@ class CallCounts(Native):
         """Records the number of ids that were pulled, pushed, updated or deleted."""
         self._ids(self.handle, operation.encode(), table.encode(), count)
 
-    def all(self) -> list[tuple[str, str, str, float]]:
+    def numbers(self) -> list[tuple[str, str, str, float]]:
         """Returns all counts: the kind, two labels, and the number."""
-        found: list[tuple[str, str, str, float]] = []
+        numbers: list[tuple[str, str, str, float]] = []
 
-        def visit(kind: bytes, one: bytes, other: bytes, number: float) -> None:
-            found.append((kind.decode(), one.decode(), other.decode(), number))
+        def visit(kind: bytes, label: bytes, label_2: bytes, number: float) -> None:
+            numbers.append((kind.decode(), label.decode(), label_2.decode(), number))
 
         self.invoke("each", _VISIT_COUNT(visit))
-        return found
+        return numbers

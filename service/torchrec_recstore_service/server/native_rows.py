@@ -16,6 +16,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from ctypes import byref
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from torchrec_recstore_service.server.native import (
     PythonCall,
     RunGate,
 )
-from torchrec_recstore_service.server.row_calls import RowCalls
+from torchrec_recstore_service.server.row_calls import PartRead, RowCalls
 from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.tables.hosted_table import Hosted
 from torchrec_recstore_service.wire import recstore_pb2 as pb
@@ -93,7 +94,7 @@ class NativeRows:
         self._describe = describe
         self._counts = counts
         self._max_write_bytes = max_write_bytes
-        self._kept = (applied, gate, pair)  # as long as the library uses them
+        self._used_by_library = (applied, gate, pair)
         self._calls = Native(
             "calls",
             row_ops.row_api(),
@@ -165,15 +166,13 @@ class NativeRows:
                 self.port = server.checked("listen", host.encode(), options.rows_port)
             except OSError as error:
                 raise OSError(f"--rows-port {options.rows_port}: {error}") from None
-        work = [self._answer_calls] * _PYTHON_CALLS
-        work.append(lambda: self._look(options, listening))
-        for number, function in enumerate(work):
-            self._threads.append(
-                threading.Thread(
-                    target=function, name=f"recstore-rows-{number}", daemon=True
-                )
-            )
-            self._threads[-1].start()
+        targets = [self._answer_calls] * _PYTHON_CALLS
+        targets.append(lambda: self._look(options, listening))
+        for number, target in enumerate(targets):
+            name = f"recstore-rows-{number}"
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def offer(self) -> pb.AttachReply:
         """Returns how clients make connections for rows.
@@ -265,14 +264,13 @@ class NativeRows:
         spec = hosted.spec
         if spec.initial_rows or spec.temporary or hosted.group.cold_rows.tiers:
             return
-        handles = (hosted.table.handle, hosted.group.handle)
-        size = value_dtype(spec.dtype).itemsize
         self._calls.invoke(
             "add",
             hosted.name.encode(),
-            *handles,
+            hosted.table.handle,
+            hosted.group.handle,
             spec.dim,
-            size,
+            value_dtype(spec.dtype).itemsize,
             hosted.table.optimizer.lr,
         )
 
@@ -284,12 +282,14 @@ class NativeRows:
 
     def _set_certificates(self, options: ListenOptions) -> bool:
         assert self._server is not None
-        files = [
-            b"" if file is None else str(file).encode()
-            for file in (options.tls_cert, options.tls_key, options.client_ca)
-        ]
         try:
-            self._server.checked("set_tls", _libssl().encode(), *files)
+            self._server.checked(
+                "set_tls",
+                _libssl().encode(),
+                _path_bytes(options.tls_cert),
+                _path_bytes(options.tls_key),
+                _path_bytes(options.client_ca),
+            )
         except OSError as error:
             _log.warning(
                 "calls on rows from other hosts go by gRPC, which takes several times"
@@ -304,19 +304,16 @@ class NativeRows:
         that hold its memory.
         """
         assert self._server is not None
-        certificates = (
-            None if listening.certificates is None else listening.certificates.value
-        )
+        watched = listening.certificates
+        certificates = None if watched is None else watched.value
         while not self._stopping.wait(_LOOK_S):
             if self._server.invoke("waiting"):
                 listening.end_late()  # calls by gRPC may hold the memory
             self._set_token()
-            now = (
-                None if listening.certificates is None else listening.certificates.value
-            )
+            present = None if watched is None else watched.value
             # else the files change at this moment
-            if now is not certificates and self._set_certificates(options):
-                certificates = now
+            if present is not certificates and self._set_certificates(options):
+                certificates = present
 
     def _answer_calls(self) -> None:
         assert self._server is not None
@@ -333,11 +330,11 @@ class NativeRows:
             ctypes.string_at(call.message, call.message_bytes)
         )
         if request.WhichOneof("call") in ("describe", "attach"):
-            about = self._describe() if request.HasField("describe") else self.offer()
-            said = about.SerializeToString()
-            self._reply(
-                call, pb.SegmentReply(last=True, found=len(said)), _address(said)
-            )
+            is_describe = request.HasField("describe")
+            answer = self._describe() if is_describe else self.offer()
+            content = answer.SerializeToString()
+            reply = pb.SegmentReply(last=True, found=len(content))
+            self._reply(call, reply, _address(content))
             return
         # Copies, because a cold store may keep them longer than the call.
         arrays = [
@@ -350,38 +347,37 @@ class NativeRows:
             deleted = self._python.apply(header, specs, arrays, bool(call.from_primary))
             self._reply(call, pb.SegmentReply(last=True, deleted=deleted))
             return
-        asked = request.pull
-        specs = self._python.readable(asked)
-        ids = array_of(arrays[0], torch.int64)
-        parts = (
-            self._python.parts(asked, specs, ids, PART_BYTES)
-            if asked.want == pb.PullHeader.ROWS
-            else []
-        )
+        self._answer_pull(call, request.pull, array_of(arrays[0], torch.int64))
+
+    def _answer_pull(
+        self, call: PythonCall, header: pb.PullHeader, ids: Tensor
+    ) -> None:
+        specs = self._python.readable(header)
+        parts: list[PartRead] = []
+        if header.want == pb.PullHeader.ROWS:
+            parts = self._python.parts(header, specs, ids, PART_BYTES)
         size = sum(aligned(part.size) for part in parts)
-        if asked.want == pb.PullHeader.FOUND_ROWS:
-            size = len(ids) * (1 + specs[0].dim * value_dtype(specs[0].dtype).itemsize)
+        if header.want == pb.PullHeader.FOUND_ROWS:
+            row_bytes = specs[0].dim * value_dtype(specs[0].dtype).itemsize
+            size = len(ids) * (1 + row_bytes)
         if 0 < call.room < size:
             raise ValueError(
                 f"{size} bytes do not fit into the {call.room} bytes of the shared"
                 " memory"
             )
-        if asked.want != pb.PullHeader.ROWS:
-            found = self._python.found(asked, ids)
+        if header.want != pb.PullHeader.ROWS:
+            reply = self._python.found(header, ids)
             # protobuf makes them anew each time; _reply needs their memory
-            which, content = found.found, found.rows
-            reply = pb.SegmentReply(last=True, found=len(which), rows=len(content))
-            self._reply(call, reply, _address(which), _address(content))
+            has_row = reply.found
+            rows = reply.rows
+            segment = pb.SegmentReply(last=True, found=len(has_row), rows=len(rows))
+            self._reply(call, segment, _address(has_row), _address(rows))
             return
         for number, part in enumerate(parts, 1):
-            rows = row_ops.rows_empty(1, part.size)[0]
-            part.read(rows)
-            if not self._reply(
-                call,
-                pb.SegmentReply(last=number == len(parts), rows=part.size),
-                None,
-                rows.data_ptr(),
-            ):
+            memory = row_ops.rows_empty(1, part.size)[0]
+            part.read(memory)
+            segment = pb.SegmentReply(last=number == len(parts), rows=part.size)
+            if not self._reply(call, segment, rows=memory.data_ptr()):
                 return
 
     def _reply(
@@ -392,27 +388,50 @@ class NativeRows:
         rows: int | None = None,
         status: Status | None = None,
     ) -> bool:
+        """Sends a reply, and returns whether the client is still there.
+
+        Args:
+            call: The call.
+            reply: The message.
+            found: The address of the array ``found`` of the reply. Default: None, the
+                reply has none.
+            rows: The address of the rows of the reply. Default: None, as for ``found``.
+            status: The error of the call. Default: None, it has succeeded.
+        """
         assert self._server is not None
-        code, details, error = (0, "", "") if status is None else status
-        sizes = (found, reply.found, rows, reply.rows, reply.deleted, reply.last)
-        texts = (details.encode(errors="replace"), error.encode())
-        return bool(self._server.invoke("reply", call.connection, code, *texts, *sizes))
+        if status is None:
+            status = Status(code=0, details="", error="")
+        has_client = self._server.invoke(
+            "reply",
+            call.connection,
+            status.code,
+            status.details.encode(errors="replace"),
+            status.error.encode(),
+            found,
+            reply.found,
+            rows,
+            reply.rows,
+            reply.deleted,
+            reply.last,
+        )
+        return bool(has_client)
 
 
 def _memory(address: int, size: int) -> Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(
-        (ctypes.c_char * size).from_address(address), dtype=torch.uint8
-    )
+    content = (ctypes.c_char * size).from_address(address)
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def _address(content: bytes) -> int | None:
-    return (
-        ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value
-        if content
-        else None
-    )
+    if not content:
+        return None
+    return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value
+
+
+def _path_bytes(path: Path | None) -> bytes:
+    return b"" if path is None else str(path).encode()
 
 
 def _libssl() -> str:

@@ -46,9 +46,9 @@ class ReceivedFiles:
         self._room = room
         self._lock = threading.Lock()
         self._id: SaveId | None = None
-        self._heard = 0.0
+        self._last_heard = 0.0
         self._files = 0
-        self._left = 0  # bytes that the disk has for these files
+        self._room_bytes = 0  # that the disk has for these files
         self._deadline = Deadline(SILENT_S, "recstore-received")
         self.bytes = 0
         """The size in bytes of the files."""
@@ -80,23 +80,23 @@ class ReceivedFiles:
                     f"the file {name!r} has {size} bytes, got the offset"
                     f" {request.offset}"
                 )
-            more = max(0, request.offset + len(request.content) - size)
-            if more > self._left:
+            new_bytes = max(0, request.offset + len(request.content) - size)
+            if new_bytes > self._room_bytes:
                 self._measure()
-                if more > self._left:
+                if new_bytes > self._room_bytes:
                     raise OSError(
                         f"the files of the save have {self.bytes} bytes so far, and the"
                         " server needs the other free space of the disk for its own"
                         f" tables: make room in {self._directory.path}"
                     )
             _write(path, request.content, request.offset)
-            self.bytes += more
-            self._left -= more
+            self.bytes += new_bytes
+            self._room_bytes -= new_bytes
             self._files += is_new
-            now = time.monotonic()
-            if now - self._heard > 1.0:
+            time_s = time.monotonic()
+            if time_s - self._last_heard > 1.0:
                 self._deadline.begin(lambda: self.forget(save_id))
-            self._heard = now
+            self._last_heard = time_s
 
     def forget(self, save_id: SaveId) -> None:
         """Deletes the files of a save."""
@@ -105,12 +105,14 @@ class ReceivedFiles:
             if save_id == self._id:
                 self._deadline.cancel()
                 self._id = None
-                self._files = self.bytes = self._left = 0
+                self._files = 0
+                self.bytes = 0
+                self._room_bytes = 0
 
     def _begin(self, save_id: SaveId) -> None:
         if save_id == self._id:
             return
-        if self._id is not None and time.monotonic() - self._heard < GIVES_WAY_S:
+        if self._id is not None and time.monotonic() - self._last_heard < GIVES_WAY_S:
             raise CallRefusedError(
                 grpc.StatusCode.UNAVAILABLE,
                 "the server receives the files of another save: repeat the call",
@@ -118,8 +120,10 @@ class ReceivedFiles:
         if self._id is not None:
             remove(self._directory.received(self._id))
         self._id = save_id
-        self._files = self.bytes = self._left = 0
-        self._heard = 0.0
+        self._files = 0
+        self.bytes = 0
+        self._room_bytes = 0
+        self._last_heard = 0.0
 
     def _measure(self) -> None:
         """Finds how many bytes the disk has.
@@ -127,18 +131,18 @@ class ReceivedFiles:
         The rows are written once more when they are distributed.
         """
         free = shutil.disk_usage(self._directory.path).free
-        self._left = free - self._room()
+        self._room_bytes = free - self._room()
 
 
 def _write(path: Path, content: bytes, offset: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open_own(path, os.O_WRONLY | os.O_CREAT)
     try:
-        left = memoryview(content)
+        unwritten = memoryview(content)
         with naming(path):
-            while left:  # a disk that is almost full takes a part
-                written = os.pwrite(file, left, offset)
+            while unwritten:  # a disk that is almost full takes a part
+                written = os.pwrite(file, unwritten, offset)
                 offset += written
-                left = left[written:]
+                unwritten = unwritten[written:]
     finally:
         os.close(file)

@@ -46,11 +46,8 @@ class _Turn:
         """The time in seconds for which other saves have to wait, if nothing happens."""
         if self.busy:
             return SILENT_S
-        return (
-            self.heard
-            + (SILENT_S if self.prepared else UNPREPARED_S)
-            - time.monotonic()
-        )
+        patience_s = SILENT_S if self.prepared else UNPREPARED_S
+        return self.heard + patience_s - time.monotonic()
 
 
 class Reservations:

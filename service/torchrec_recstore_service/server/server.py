@@ -89,9 +89,16 @@ class ParameterServer(ParameterServerServicer):
         self._rows = RowCalls(
             tables, self._set.write_once, observer, self._set.check, max_write_bytes
         )
-        kept = (self._applied, self._set.gate, self._pair, observer)
         self._native = NativeRows(
-            tables, *kept, self._rows, _status, self._described, max_write_bytes
+            tables,
+            applied=self._applied,
+            gate=self._set.gate,
+            pair=self._pair,
+            counts=observer,
+            calls=self._rows,
+            status=_status,
+            describe=self._described,
+            max_write_bytes=max_write_bytes,
         )
         tables.alone = self._set.gate.exclusive
 
@@ -152,7 +159,10 @@ class ParameterServer(ParameterServerServicer):
 
         The servers of a pair find out first which of them does.
         """
-        self._pair.start() if self._pair.is_on else serving(True)
+        if self._pair.is_on:
+            self._pair.start()
+        else:
+            serving(True)
 
     def is_first(self) -> bool:
         """Returns whether the server is in an epoch and is the first server of its set."""
@@ -224,8 +234,9 @@ class ParameterServer(ParameterServerServicer):
             self._set.check(request.epoch)
             ids = self._tables.ids(request.table)
             self._set.check(request.epoch)
-            for place in range(0, len(ids), PART_IDS):
-                yield pb.IdsReply(ids=to_bytes(ids[place : place + PART_IDS]))
+            for begin in range(0, len(ids), PART_IDS):
+                part = ids[begin : begin + PART_IDS]
+                yield pb.IdsReply(ids=to_bytes(part))
 
     def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
         """See recstore.proto."""
@@ -320,29 +331,40 @@ def _status(method: str, error: Exception) -> Status:
     """Returns what a client is told of an error."""
     if isinstance(error, CallRefusedError):
         return Status(error.code.value[0], str(error), error.kind)
-    kinds = (kind for kind in REMOTE_ERRORS.values() if type(error) is kind)
-    kind = next(kinds, None) or next(
-        (kind for kind in _CODES if isinstance(error, kind)), None
-    )
-    details, name = str(error), ""
-    code = grpc.StatusCode.INTERNAL
     # clients then repeat the call at the next server
     if isinstance(error, ServerStoppingError):
-        code = grpc.StatusCode.UNAVAILABLE
-    elif kind is None:
+        return _new_status(grpc.StatusCode.UNAVAILABLE, str(error))
+    kind = _kind_of(error)
+    if kind is None:
         _log.error("%s failed", method, exc_info=error)
         details = f"{method} failed: {type(error).__name__}: {error}"
-    else:
-        code = next(code for known, code in _CODES.items() if issubclass(kind, known))
-        name = NO_INITIAL_ROW if isinstance(error, NoInitialRow) else kind.__name__
+        return _new_status(grpc.StatusCode.INTERNAL, details)
+    code = next(code for known, code in _CODES.items() if issubclass(kind, known))
+    name = NO_INITIAL_ROW if isinstance(error, NoInitialRow) else kind.__name__
+    return _new_status(code, str(error), name)
+
+
+def _new_status(code: grpc.StatusCode, details: str, name: str = "") -> Status:
     return Status(code.value[0], shortened(details), name)
+
+
+def _kind_of(error: Exception) -> type[Exception] | None:
+    """Returns the class of error that a client raises.
+
+    None if the error is a fault of the server.
+    """
+    for kind in REMOTE_ERRORS.values():
+        if type(error) is kind:
+            return kind
+    for kind in _CODES:
+        if isinstance(error, kind):
+            return kind
+    return None
 
 
 def _abort(context: Any, status: Status) -> NoReturn:
     if status.error:
         context.set_trailing_metadata(((ERROR_KEY, status.error),))
-    context.abort(
-        next(code for code in grpc.StatusCode if code.value[0] == status.code),
-        status.details,
-    )
+    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+    context.abort(code, status.details)
     raise AssertionError("abort raises")

@@ -5,7 +5,7 @@ Tests: tests/service/test_agreement.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,61 +55,66 @@ def joined(root: Path, parts: int) -> tuple[CheckpointInfo, dict[str, TableSpec]
         FileNotFoundError: A part is missing.
     """
     infos = [sent_info(root / str(part)) for part in range(parts)]
-    written = [saved_specs(info) for info in infos]
-    for name in written[0]:
-        shards = sorted(specs[name].shard for specs in written if name in specs)
+    part_specs = [saved_specs(info) for info in infos]
+    for name in part_specs[0]:
+        shards = sorted(specs[name].shard for specs in part_specs if name in specs)
         if shards != [(part, parts) for part in range(parts)]:
-            numbers = ", ".join(f"{part + 1} of {of}" for part, of in shards)
+            numbers = ", ".join(f"{part + 1} of {count}" for part, count in shards)
             raise CheckpointError(
                 f"table {name!r} needs all of its parts, each once, got {numbers}: name"
                 " all servers"
             )
-    specs = [
-        {name: replace(spec, shard=(0, 1)) for name, spec in of_part.items()}
-        for of_part in written
-    ]
-    if any(others != specs[0] for others in specs[1:]):
-        raise CheckpointError(
-            f"{root}: the parts of the save do not have the same tables"
-        )
-    tables = {name: _as_one(name, infos) for name in specs[0]}
-    files = {
-        f"{part}/{name}": file
-        for part, info in enumerate(infos)
-        for name, file in info.files.items()
-    }
-    return replace(infos[0], path=root, tables=tables, files=files), specs[0]
+    specs = _as_whole(part_specs[0])
+    for specs_of_part in part_specs[1:]:
+        if _as_whole(specs_of_part) != specs:
+            raise CheckpointError(
+                f"{root}: the parts of the save do not have the same tables"
+            )
+    tables = {name: _as_one(name, infos) for name in specs}
+    files = {}
+    for part, info in enumerate(infos):
+        for name, file in info.files.items():
+            files[f"{part}/{name}"] = file
+    return replace(infos[0], path=root, tables=tables, files=files), specs
+
+
+def _as_whole(specs: Mapping[str, TableSpec]) -> dict[str, TableSpec]:
+    """Returns the specifications of whole tables, for those of parts."""
+    return {name: replace(spec, shard=(0, 1)) for name, spec in specs.items()}
 
 
 def owned_by(member: int, slots: Sequence[int]) -> Owned:
     """Returns the function that says which ids, (N,) int64, belong to a server: (N,)
     bool.
     """
-    mine = torch.tensor(slots) == member
+    is_owned = torch.tensor(slots) == member
 
     def owned(ids: Tensor) -> Tensor:
-        return mine[ops.mix_ids(ids, True).remainder_(len(mine))]
+        slot_of_ids = ops.mix_ids(ids, True).remainder_(len(is_owned))
+        return is_owned[slot_of_ids]
 
     return owned
 
 
 def _as_one(name: str, infos: Sequence[CheckpointInfo]) -> TableInfo:
-    of = [info.tables[name] for info in infos]
-    state = TableState.merged(
-        TableState(table.steps, table.optimizer_steps, table.times) for table in of
-    )
+    tables = [info.tables[name] for info in infos]
+    states = [
+        TableState(table.steps, table.optimizer_steps, table.times) for table in tables
+    ]
+    state = TableState.merged(states)
+    parts = []
+    sightings = []
+    for number, table in enumerate(tables):
+        for part in table.parts:
+            parts.append(replace(part, file=f"{number}/{part.file}"))
+        for file in table.sightings:
+            sightings.append(f"{number}/{file}")
     return replace(
-        of[0],
-        rows=sum(table.rows for table in of),
+        tables[0],
+        rows=sum(table.rows for table in tables),
         steps=state.steps,
         optimizer_steps=state.optimizer_steps,
         times=state.times,
-        parts=tuple(
-            replace(p, file=f"{i}/{p.file}")
-            for i, table in enumerate(of)
-            for p in table.parts
-        ),
-        sightings=tuple(
-            f"{i}/{file}" for i, table in enumerate(of) for file in table.sightings
-        ),
+        parts=tuple(parts),
+        sightings=tuple(sightings),
     )

@@ -385,7 +385,7 @@ def test_reads_go_on_beside_each_other(
     tables.create("t", spec())
     for batch in torch.arange(16).split(4):
         tables.update("t", batch, -ones(4))
-    store = tables._named()["t"].table.tier.store
+    store = tables._by_name()["t"].table.tier.store
     get, reading, go_on = store.get, threading.Event(), threading.Event()
 
     def slow(wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -470,7 +470,7 @@ def test_temporary_tables_that_nobody_uses_are_dropped() -> None:
     tables.create("kept", spec())
     assert tables.drop_idle(3600) == []
     for name in ("used", "idle", "kept"):
-        tables._named()[name].last_used -= 7200
+        tables._by_name()[name].last_used -= 7200
     tables.pull("used", ids(1))
     tables.stats("idle")  # reads no row
     assert tables.drop_idle(3600) == ["idle"]
