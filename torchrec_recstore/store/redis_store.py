@@ -1,12 +1,15 @@
+"""The cold store on a Redis or Valkey server or cluster, through ``redis``."""
+
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import redis
 import torch
@@ -54,6 +57,15 @@ _PASSING = (
 )
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
+
+
+class _GroupWrite(NamedTuple):
+    """Keys of a group that one command writes or deletes."""
+
+    group: int
+    keys: list[bytes]
+    values: list[bytes] | None
+    """The values of the keys. None: the keys are deleted."""
 
 
 class RedisColdStore:
@@ -109,10 +121,13 @@ class RedisColdStore:
         """See :meth:`ColdStore.get`."""
         check_ids(ids)
         self._check_open()
-        found, rows = zip(
-            *map(self._get_part, in_parts(ids, self._rows_a_pipeline)), strict=True
-        )
-        return torch.cat(found), torch.cat(rows)
+        has_row_parts = []
+        row_parts = []
+        for part in in_parts(ids, self._rows_a_pipeline):
+            has_row, rows = self._get_part(part)
+            has_row_parts.append(has_row)
+            row_parts.append(rows)
+        return torch.cat(has_row_parts), torch.cat(row_parts)
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
         """See :meth:`ColdStore.put`."""
@@ -120,13 +135,15 @@ class RedisColdStore:
         check_rows(rows, "rows", (len(ids), self._row_bytes), [torch.uint8])
         self._check_open()
         size = self._rows_a_pipeline
-        for some, its_rows in zip(
+        for part_ids, part_rows in zip(
             in_parts(ids, size), in_parts(rows, size), strict=True
         ):
-            batches, order = self._in_groups(some)
-            values = iter(split(its_rows if order is None else its_rows[order]))
+            batches, order = self._in_groups(part_ids)
+            if order is not None:
+                part_rows = part_rows[order]
+            values = iter(split(part_rows))
             writes = [
-                (group, keys, list(islice(values, len(keys))))
+                _GroupWrite(group, keys, list(islice(values, len(keys))))
                 for group, keys in batches
             ]
             self._call(partial(self._write, writes))
@@ -136,12 +153,9 @@ class RedisColdStore:
         check_ids(ids)
         self._check_open()
         for part in in_parts(ids, self._rows_a_pipeline):
-            self._call(
-                partial(
-                    self._write,
-                    [(group, keys, None) for group, keys in self._in_groups(part)[0]],
-                )
-            )
+            batches, _ = self._in_groups(part)
+            writes = [_GroupWrite(group, keys, None) for group, keys in batches]
+            self._call(partial(self._write, writes))
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
         """See :meth:`ColdStore.scan`.
@@ -163,7 +177,8 @@ class RedisColdStore:
         self._open = False
         try:
             for part in in_parts(self._scan_ids(), self._rows_a_pipeline):
-                self._run([("UNLINK", *keys) for _, keys in self._in_groups(part)[0]])
+                batches, _ = self._in_groups(part)
+                self._run([("UNLINK", *keys) for _, keys in batches])
             self._run([("UNLINK", key) for key in self._group_keys])
             self._client.close()
         except (redis.RedisError, OSError) as error:
@@ -173,8 +188,8 @@ class RedisColdStore:
     def __str__(self) -> str:
         return f"cold store RedisStore({self._options.public_url!r})"
 
-    def _error(self, what: str, reason: object) -> ColdStoreError:
-        return ColdStoreError(f"{self} {what}: {reason}")
+    def _error(self, fault: str, reason: object) -> ColdStoreError:
+        return ColdStoreError(f"{self} {fault}: {reason}")
 
     def _check_open(self) -> None:
         if not self._open:
@@ -216,25 +231,22 @@ class RedisColdStore:
 
     def _connected(self) -> Any:
         if self._client is None:
-            kind: Any = redis.RedisCluster if self._cluster else redis.Redis
-            url = (
-                self._options.url.replace("+cluster", "", 1)
-                if self._cluster
-                else self._options.url
-            )
-            # The client does not retry, because _call does, with a limit. Timeouts in
-            # the URL override these.
-            timeouts = {
-                "socket_timeout": _TIMEOUT_S,
-                "socket_connect_timeout": _TIMEOUT_S,
-            }
+            kind: Any = redis.Redis
+            url = self._options.url
+            if self._cluster:
+                kind = redis.RedisCluster
+                url = url.replace("+cluster", "", 1)
             try:
+                # The client does not retry, because _call does, with a limit. Timeouts
+                # in the URL override these.
                 self._client = kind.from_url(
-                    url, retry=Retry(NoBackoff(), 0), **timeouts
+                    url,
+                    retry=Retry(NoBackoff(), 0),
+                    socket_timeout=_TIMEOUT_S,
+                    socket_connect_timeout=_TIMEOUT_S,
                 )
-            except (
-                ValueError
-            ):  # the message of the error may contain a part of the password
+            except ValueError:
+                # The message of the error may contain a part of the password.
                 raise ColdStoreError(f"{self}: the url cannot be parsed") from None
         return self._client
 
@@ -265,31 +277,18 @@ class RedisColdStore:
         """Raises ColdStoreError if the server may evict rows, or may have evicted rows
         since the last check.
         """
-        client = self._connected()
-        try:
-            if self._cluster:
-                answer = client.info(target_nodes=redis.RedisCluster.PRIMARIES)
-                nodes = [answer] if "used_memory" in answer else list(answer.values())
-            else:
-                nodes = [client.info()]
-        except (
-            redis.ResponseError
-        ):  # the user may not call INFO, or the server does not have it
-            nodes = []
         evicted: dict[str, int] = {}
-        for node in nodes:
-            run, policy = (
-                str(node.get("run_id", "")),
-                str(node.get("maxmemory_policy", "")),
-            )
+        for node in self._nodes():
+            run = str(node.get("run_id", ""))
+            policy = str(node.get("maxmemory_policy", ""))
             evicted[run] = int(node.get("evicted_keys", 0))
-            gone = evicted[run] - self._evicted.get(run, evicted[run])
+            new_evicted = evicted[run] - self._evicted.get(run, evicted[run])
             # A volatile policy evicts only keys with an expiry time, and the keys of
             # rows have none.
-            if gone > 0 and not policy.startswith("volatile-"):
+            if new_evicted > 0 and not policy.startswith("volatile-"):
                 raise self._error(
                     "has lost its rows",
-                    f"it evicted {gone} keys because its maxmemory-policy was not"
+                    f"it evicted {new_evicted} keys because its maxmemory-policy was not"
                     " noeviction; set maxmemory-policy to noeviction, close the table"
                     " and load the last checkpoint",
                 )
@@ -300,6 +299,21 @@ class RedisColdStore:
                 )
         self._evicted = evicted
         self._next_check_s = time.monotonic() + _CHECK_SECONDS
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        """Returns what each node says of itself.
+
+        Empty if the user may not call INFO, or the server does not have it.
+        """
+        client = self._connected()
+        try:
+            if not self._cluster:
+                return [client.info()]
+            answer = client.info(target_nodes=redis.RedisCluster.PRIMARIES)
+        except redis.ResponseError:
+            return []
+        # a cluster of one node answers without a name of it
+        return [answer] if "used_memory" in answer else list(answer.values())
 
     def _in_groups(
         self, ids: Tensor
@@ -318,14 +332,15 @@ class RedisColdStore:
             groups, order = groups.sort(stable=True)
             ids = ids[order]
         keys = split(torch.cat([self._group_prefixes[groups], id_bytes(ids)], dim=1))
-        batches, begin = [], 0
-        for group, count in enumerate(
-            groups.bincount(minlength=len(self._group_keys)).tolist()
-        ):
-            end = begin + count
-            for at in range(begin, end, self._rows_a_command):
-                batches.append((group, keys[at : min(at + self._rows_a_command, end)]))
-            begin = end
+        counts = groups.bincount(minlength=len(self._group_keys)).tolist()
+        batches = []
+        begin = 0
+        for group, count in enumerate(counts):
+            group_keys = keys[begin : begin + count]
+            for first in range(0, count, self._rows_a_command):
+                batch = group_keys[first : first + self._rows_a_command]
+                batches.append((group, batch))
+            begin += count
         return batches, order
 
     def _check_version(self, group: int, answer: bytes | None) -> None:
@@ -342,21 +357,13 @@ class RedisColdStore:
             )
 
     def _check_versions(self, groups: Sequence[int]) -> None:
-        for group, answer in zip(
-            groups,
-            self._run([("GET", self._group_keys[g]) for g in groups]),
-            strict=True,
-        ):
+        answers = self._run([("GET", self._group_keys[group]) for group in groups])
+        for group, answer in zip(groups, answers, strict=True):
             self._check_version(group, answer)
 
-    def _write(
-        self, writes: Sequence[tuple[int, list[bytes], list[bytes] | None]]
-    ) -> None:
-        """Writes the values of the keys of each group.
-
-        If the values are None, deletes the keys.
-        """
-        groups = list({group for group, _, _ in writes})
+    def _write(self, writes: Sequence[_GroupWrite]) -> None:
+        """Writes or deletes keys of groups, and their versions."""
+        groups = list({write.group for write in writes})
         # before the write, because the new version would hide that rows have been lost
         self._check_versions(groups)
         commands: list[tuple[Any, ...]] = []
@@ -364,15 +371,11 @@ class RedisColdStore:
             self._attempted[group] += 1
             version = (self._group_keys[group], b"%d" % self._attempted[group])
             if values is None:
-                commands += [("UNLINK", *keys), ("SET", *version)]
+                commands.append(("UNLINK", *keys))
+                commands.append(("SET", *version))
             else:
-                commands.append(
-                    (
-                        "MSET",
-                        *(x for pair in zip(keys, values, strict=True) for x in pair),
-                        *version,
-                    )
-                )
+                pairs = zip(keys, values, strict=True)
+                commands.append(("MSET", *itertools.chain(*pairs), *version))
         self._run(commands)
         for group in groups:
             self._acknowledged[group] = self._attempted[group]
@@ -382,36 +385,39 @@ class RedisColdStore:
         commands: list[tuple[Any, ...]] = [
             ("MGET", self._group_keys[group], *keys) for group, keys in batches
         ]
+        answers = self._call(partial(self._run, commands))
         values: list[bytes | None] = []
-        for (group, _), (version, *some) in zip(
-            batches, self._call(partial(self._run, commands)), strict=True
-        ):
+        for (group, _), (version, *batch_values) in zip(batches, answers, strict=True):
             self._check_version(group, version)
-            values += some
-        found, rows = found_rows(values, self._row_bytes)
+            values += batch_values
+        has_row, rows = found_rows(values, self._row_bytes)
         if order is None:
-            return found, rows
-        back = order[found].argsort()
-        return torch.empty_like(found).scatter_(0, order, found), rows[back]
+            return has_row, rows
+        # from the order of the groups to that of the ids
+        rows_in_order = rows[order[has_row].argsort()]
+        return torch.empty_like(has_row).scatter_(0, order, has_row), rows_in_order
 
     def _scan_ids(self) -> Tensor:
         """Returns the ids of all rows on the server: (N,) int64, ascending."""
-        found = self._connected().scan_iter(match=f"{self._prefix}*", count=_SCAN_COUNT)
-        keys = (key for key in found if len(key) == self._key_bytes)
+        scan = self._connected().scan_iter(match=f"{self._prefix}*", count=_SCAN_COUNT)
+        keys = (key for key in scan if len(key) == self._key_bytes)
         parts = [torch.empty(0, dtype=torch.int64)]
-        while some := list(islice(keys, 2**16)):
-            parts.append(ids_of(join(some, self._key_bytes)[:, -ID_BYTES:]))
+        while True:
+            part_keys = list(islice(keys, 2**16))
+            if not part_keys:
+                break
+            parts.append(ids_of(join(part_keys, self._key_bytes)[:, -ID_BYTES:]))
         ids: Tensor = torch.unique(torch.cat(parts))
         return ids
 
     def _rows_of(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for part in in_parts(ids, self._rows_a_pipeline):
             self._check_open()
-            found, rows = self._get_part(part)
-            if not found.all():
+            has_row, rows = self._get_part(part)
+            if not has_row.all():
+                missing = int((~has_row).sum())
                 raise self._error(
-                    "has changed while it was scanned",
-                    f"{int((~found).sum())} rows are gone",
+                    "has changed while it was scanned", f"{missing} rows are gone"
                 )
             if len(part):
                 yield part, rows

@@ -100,16 +100,16 @@ class RocksDBColdStore:
         check_ids(ids)
         db = self._database()
         parts = [self._get_part(db, part) for part in in_parts(ids, self._rows_a_read)]
-        return (
-            parts[0]  # type: ignore[return-value]
-            if len(parts) == 1
-            else tuple(map(torch.cat, zip(*parts, strict=True)))
-        )
+        if len(parts) == 1:
+            return parts[0]
+        has_row = torch.cat([part_has_row for part_has_row, _ in parts])
+        rows = torch.cat([part_rows for _, part_rows in parts])
+        return has_row, rows
 
     def _get_part(self, db: rocksdict.Rdict, ids: Tensor) -> tuple[Tensor, Tensor]:
         keys: list[Any] = split(id_bytes(ids))
         try:
-            values: Any = _halved(lambda some: db.get(some, b""), keys)
+            values: Any = _halved(lambda half: db.get(half, b""), keys)
         except Exception as error:  # rocksdict raises Exception itself
             raise self._error("cannot be read", error) from error
         return found_rows(values, self._row_bytes)
@@ -123,7 +123,8 @@ class RocksDBColdStore:
         # to 4.1 us per row of 140 bytes.
         for part in in_parts(ids.argsort(), self._rows_a_write):
             # index_select copies whole rows, and an index in brackets single bytes.
-            self._write(split(id_bytes(ids[part])), split(rows.index_select(0, part)))
+            part_rows = rows.index_select(0, part)
+            self._write(split(id_bytes(ids[part])), split(part_rows))
 
     def delete(self, ids: Tensor) -> None:
         """See :meth:`ColdStore.delete`."""
@@ -148,7 +149,8 @@ class RocksDBColdStore:
 
     def close(self) -> None:
         """See :meth:`ColdStore.close`."""
-        directory, self._directory = self._directory, None
+        directory = self._directory
+        self._directory = None
         if directory is None:
             return
         self._shut()
@@ -160,38 +162,41 @@ class RocksDBColdStore:
     def __str__(self) -> str:
         return f"cold store RocksDBStore({str(self._path)!r})"
 
-    def _error(self, what: str, reason: object) -> ColdStoreError:
-        return ColdStoreError(f"{self} {what}: {reason}")
+    def _error(self, fault: str, reason: object) -> ColdStoreError:
+        return ColdStoreError(f"{self} {fault}: {reason}")
 
     def _database(self) -> rocksdict.Rdict:
         if self._directory is None:
             raise self._error("is closed", "only close() may be called")
         if self._db is None:
-            global _threads
-            if _threads == "lost":
-                raise self._error(
-                    "cannot be opened",
-                    "this process was forked from a process that uses RocksDB, and does"
-                    " not have its threads: start it with multiprocessing's start"
-                    " method 'spawn' or 'forkserver'",
-                )
-            _threads = "started"
-            options = _options()
-            try:
-                # Without column_families, rocksdict opens an existing database with the
-                # options that are on disk.
-                self._db = rocksdict.Rdict(
-                    str(self._path / "db"), options, {"default": options}
-                )
-            except Exception as error:
-                raise self._error("cannot be opened", error) from error
+            self._db = self._opened()
             self._write_failed = False
         return self._db
+
+    def _opened(self) -> rocksdict.Rdict:
+        global _threads
+        if _threads == "lost":
+            raise self._error(
+                "cannot be opened",
+                "this process was forked from a process that uses RocksDB, and does"
+                " not have its threads: start it with multiprocessing's start method"
+                " 'spawn' or 'forkserver'",
+            )
+        _threads = "started"
+        path = str(self._path / "db")
+        options = _options()
+        try:
+            # Without column_families, rocksdict opens an existing database with the
+            # options that are on disk.
+            return rocksdict.Rdict(path, options, {"default": options})
+        except Exception as error:
+            raise self._error("cannot be opened", error) from error
 
     def _shut(self) -> None:
         for scan in list(self._scans):
             scan.end()
-        db, self._db = self._db, None
+        db = self._db
+        self._db = None
         if db is not None:
             # the flush may fail, but the database is closed, and its rows are in the
             # log
@@ -310,7 +315,8 @@ class _Scan(Iterator[tuple[Tensor, Tensor]]):
                 f"{self._store} was closed, or reopened after an error, while it was"
                 " scanned"
             )
-        keys, values = [], []
+        keys = []
+        values = []
         # A list of the pairs would start the garbage collector again and again: half of
         # the processor time of a scan.
         for key, value in islice(self._items, self._batch_rows):

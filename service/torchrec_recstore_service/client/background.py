@@ -67,7 +67,8 @@ class Prefetches(Generic[_Result]):
     def close(self) -> None:
         """Cancels the reads that have not begun and waits for the reads that have."""
         with self._lock:
-            threads, self._threads = self._threads, None
+            threads = self._threads
+            self._threads = None
             self._pending.clear()
         if threads is not None:
             threads.shutdown(cancel_futures=True)
@@ -116,9 +117,9 @@ class Updates:
             ValueError: The handle does not exist.
         """
         with self._lock:
-            known = isinstance(handle, int) and 0 < handle <= self._started
-            future = self.pending.pop(handle, None) if known else None
-        if not known:
+            exists = isinstance(handle, int) and 0 < handle <= self._started
+            future = self.pending.pop(handle, None) if exists else None
+        if not exists:
             raise ValueError(f"there is no update {handle!r}")
         if future is not None:
             future.result()
@@ -135,7 +136,8 @@ class Updates:
     def wait_for_all(self) -> list[Exception]:
         """Waits for all updates that nobody has waited for, and returns their errors."""
         with self._lock:
-            pending, self.pending = self.pending, {}
+            pending = self.pending
+            self.pending = {}
         errors = [future.exception() for future in pending.values()]
         return [error for error in errors if isinstance(error, Exception)]
 
@@ -146,7 +148,8 @@ class Updates:
         errors = self.wait_for_all()
         _not_closed.discard(self)
         with self._lock:
-            thread, self._thread = self._thread, None
+            thread = self._thread
+            self._thread = None
         if thread is not None:
             thread.shutdown()
         return errors

@@ -7,12 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_recstore.checkpoint.row_search import (
-    By,
-    Metric,
-    TopRows,
-    descending,
-)
+from torchrec_recstore.checkpoint.row_search import By, Metric, TopRows, descending
 from torchrec_recstore_service.client.server_set import ServerSet
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import to_bytes
@@ -29,7 +24,9 @@ def top_rows_of_servers(servers: ServerSet, table: str, by: By, count: int) -> T
     Raises:
         ServiceError: A server cannot be reached, or there is no such table.
     """
-    ids, columns, replies = _of_all_servers(servers.look(table, by, count))
+    replies = servers.look(table, by, count)
+    ids = _ids(replies)
+    columns = _columns(replies)
     order = descending(columns[by].double(), ids)[:count]
     return TopRows(
         rows=sum(reply.rows for reply in replies),
@@ -37,7 +34,7 @@ def top_rows_of_servers(servers: ServerSet, table: str, by: By, count: int) -> T
         added=None,
         gone=None,
         ids=ids[order],
-        columns={name: each[order] for name, each in columns.items()},
+        columns={name: values[order] for name, values in columns.items()},
         quantiles={},
     )
 
@@ -53,37 +50,35 @@ def neighbours_on_servers(
         ValueError: The id has no row.
         ServiceError: A server cannot be reached, or there is no such table.
     """
-    found, rows = servers.found_rows(table, torch.tensor([id]))
-    if not found.any():
+    has_row, rows = servers.found_rows(table, torch.tensor([id]))
+    if not has_row.any():
         raise ValueError(f"id {id} has no row in table {table!r}")
-    row = rows.float().contiguous()
-    ids, columns, _ = _of_all_servers(
-        servers.look(table, metric, count, to_bytes(row), id)
-    )
-    near = columns[metric]
-    order = descending(near.double() if metric != "l2" else -near.double(), ids)[:count]
-    return ids[order], near[order]
+    row = to_bytes(rows.float().contiguous())
+    replies = servers.look(table, metric, count, row, id)
+    ids = _ids(replies)
+    values = _columns(replies)[metric]
+    # the nearest row has the smallest distance, but the largest similarity
+    nearness = -values.double() if metric == "l2" else values.double()
+    order = descending(nearness, ids)[:count]
+    return ids[order], values[order]
 
 
-def _of_all_servers(
-    replies: Sequence[pb.LookReply],
-) -> tuple[Tensor, dict[str, Tensor], Sequence[pb.LookReply]]:
-    ids = torch.cat([_numbers(reply.ids, torch.int64) for reply in replies])
-    columns = {
-        name: torch.cat(
-            [
-                _numbers(reply.columns[name], _DTYPES.get(name, torch.float32))
-                for reply in replies
-            ]
-        )
-        for name in replies[0].columns
-    }
-    return ids, columns, replies
+def _ids(replies: Sequence[pb.LookReply]) -> Tensor:
+    """Returns the ids that all servers have found, (n,) int64."""
+    return torch.cat([_numbers(reply.ids, torch.int64) for reply in replies])
+
+
+def _columns(replies: Sequence[pb.LookReply]) -> dict[str, Tensor]:
+    """Returns the numbers of these ids, (n,) each, by their names."""
+    columns = {}
+    for name in replies[0].columns:
+        dtype = _DTYPES.get(name, torch.float32)
+        parts = [_numbers(reply.columns[name], dtype) for reply in replies]
+        columns[name] = torch.cat(parts)
+    return columns
 
 
 def _numbers(data: bytes, dtype: torch.dtype) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(data), dtype=dtype)
-        if data
-        else torch.empty(0, dtype=dtype)
-    )
+    if not data:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype)

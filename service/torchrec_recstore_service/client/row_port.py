@@ -97,14 +97,16 @@ class RowPort:
             return None
         if ":" in offer.rows_address or len(addresses) == 1:
             return addresses[0]
-        return next(
-            (each for each in addresses if self._reaches(each, offer)), addresses[0]
-        )
+        for address in addresses:
+            if self._reaches(address, offer):
+                return address
+        return addresses[0]
 
     def _connected(self, place: str, offer: pb.AttachReply) -> TcpConnection:
         host, _, port = place.rpartition(":")
-        access = (self._token, self._context, offer.server)
-        return TcpConnection(host.strip("[]"), int(port), *access)
+        return TcpConnection(
+            host.strip("[]"), int(port), self._token, self._context, offer.server
+        )
 
     def _reaches(self, place: str, offer: pb.AttachReply) -> bool:
         try:

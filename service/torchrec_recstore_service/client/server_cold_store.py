@@ -62,9 +62,8 @@ class ServerColdStore:
         self._row_bytes = row_bytes
         self._columns = -(-row_bytes // _COLUMN_BYTES)
         self._rows_a_call = max(1, _CALL_BYTES // (self._columns * _COLUMN_BYTES))
-        self._table = (
-            f"cold/{escaped_name(options.shared or new_run())}/{escaped_name(name)}"
-        )
+        folder = escaped_name(options.shared or new_run())
+        self._table = f"cold/{folder}/{escaped_name(name)}"
         self._open = True
         try:
             self._access = Access(
@@ -86,23 +85,23 @@ class ServerColdStore:
         """See :meth:`ColdStore.get`."""
         check_ids(ids)
         self._check_open()
-        found, rows = zip(
-            *(self._get_part(part) for part in in_parts(ids, self._rows_a_call)),
-            strict=True,
-        )
-        return torch.cat(found), torch.cat(rows)
+        has_row_parts = []
+        row_parts = []
+        for part in in_parts(ids, self._rows_a_call):
+            has_row, rows = self._get_part(part)
+            has_row_parts.append(has_row)
+            row_parts.append(rows)
+        return torch.cat(has_row_parts), torch.cat(row_parts)
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
         """See :meth:`ColdStore.put`."""
         check_ids(ids)
         check_rows(rows, "rows", (len(ids), self._row_bytes), [torch.uint8])
         self._check_open()
-        for some, its_rows in zip(
-            in_parts(ids, self._rows_a_call),
-            in_parts(rows, self._rows_a_call),
-            strict=True,
-        ):
-            self._put_part(some, its_rows)
+        parts_of_ids = in_parts(ids, self._rows_a_call)
+        parts_of_rows = in_parts(rows, self._rows_a_call)
+        for part_ids, part_rows in zip(parts_of_ids, parts_of_rows, strict=True):
+            self._put_part(part_ids, part_rows)
 
     def delete(self, ids: Tensor) -> None:
         """See :meth:`ColdStore.delete`."""
@@ -153,8 +152,8 @@ class ServerColdStore:
     def __str__(self) -> str:
         return f"cold store {self._options!r}"
 
-    def _error(self, what: str, reason: object) -> ColdStoreError:
-        return ColdStoreError(f"{self} {what}: {reason}")
+    def _error(self, fault: str, reason: object) -> ColdStoreError:
+        return ColdStoreError(f"{self} {fault}: {reason}")
 
     def _check_open(self) -> None:
         if not self._open:
@@ -163,12 +162,8 @@ class ServerColdStore:
     def _call(self, action: Callable[[], _Result]) -> _Result:
         try:
             return action()
-        except (
-            ServiceError,
-            ValueError,
-            MemoryError,
-            OSError,
-        ) as error:  # the message names server and table
+        except (ServiceError, ValueError, MemoryError, OSError) as error:
+            # The message names server and table.
             raise self._error("has failed", error) from error
 
     def _spec(self) -> TableSpec:
@@ -182,15 +177,14 @@ class ServerColdStore:
         )
 
     def _get_part(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        found, rows = self._call(lambda: self._servers.found_rows(self._table, ids))
-        return found, rows.view(torch.uint8)[:, : self._row_bytes]
+        has_row, rows = self._call(lambda: self._servers.found_rows(self._table, ids))
+        return has_row, rows.view(torch.uint8)[:, : self._row_bytes]
 
     def _put_part(self, ids: Tensor, rows: Tensor) -> None:
         padded = torch.zeros(len(ids), self._columns * _COLUMN_BYTES, dtype=torch.uint8)
         padded[:, : self._row_bytes] = rows
-        self._call(
-            lambda: self._servers.push(self._table, ids, padded.view(torch.float32))
-        )
+        columns = padded.view(torch.float32)
+        self._call(lambda: self._servers.push(self._table, ids, columns))
 
     def _delete_part(self, ids: Tensor) -> None:
         self._call(lambda: self._servers.delete(self._table, ids))
@@ -198,11 +192,11 @@ class ServerColdStore:
     def _rows_of(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for part in in_parts(ids, self._rows_a_call):
             self._check_open()
-            found, rows = self._get_part(part)
-            if self._options.shared is None and not found.all():
+            has_row, rows = self._get_part(part)
+            if self._options.shared is None and not has_row.all():
+                missing = int((~has_row).sum())
                 raise self._error(
-                    "has changed while it was scanned",
-                    f"{int((~found).sum())} rows are gone",
+                    "has changed while it was scanned", f"{missing} rows are gone"
                 )
             if len(rows):
-                yield part[found], rows
+                yield part[has_row], rows

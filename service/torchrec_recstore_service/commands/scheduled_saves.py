@@ -66,10 +66,8 @@ class Schedule:
         Raises:
             ValueError: A flag is missing.
         """
-        if not self.servers and host_of(listening.listen, least_port=0).strip("[]") in (
-            "0.0.0.0",
-            "::",
-        ):
+        host = host_of(listening.listen, least_port=0).strip("[]")
+        if not self.servers and host in ("0.0.0.0", "::"):
             raise ValueError(
                 f"--save-every needs --servers: {listening.listen} is not an address"
                 " that can be called"
@@ -104,11 +102,9 @@ class ScheduledSaves:
     ) -> None:
         self._schedule = schedule
         self._is_first = is_first
-        self._token = (
-            None
-            if listening.token_file is None
-            else watched_token(listening.token_file)
-        )
+        self._token = None
+        if listening.token_file is not None:
+            self._token = watched_token(listening.token_file)
         access = Access(tls_ca=schedule.tls_ca, shared_memory=False)
         if listening.client_ca is not None:
             access = replace(
@@ -153,16 +149,13 @@ class ScheduledSaves:
             return
         try:
             states = servers.describe()
-            kept = [
+            names = [
                 saved.name
                 for saved in complete_saves(states)
                 if saved.name.startswith(_PREFIX)
             ]
-            servers.save(
-                name,
-                overwrite=False,
-                forget=kept[: max(0, len(kept) + 1 - self._schedule.keep)],
-            )
+            surplus = max(0, len(names) + 1 - self._schedule.keep)
+            servers.save(name, overwrite=False, forget=names[:surplus])
         except Exception as error:
             if not self._end.is_set():
                 _log.warning("the scheduled save %s has failed: %s", name, error)
@@ -174,9 +167,8 @@ class ScheduledSaves:
     def _connected(self) -> ServerSet:
         """Connects to the servers, with the present token and certificates."""
         with self._lock:
-            access = replace(
-                self._access, token=None if self._token is None else self._token.value
-            )
+            token = None if self._token is None else self._token.value
+            access = replace(self._access, token=token)
             self._servers = ServerSet(self._addresses, access)
             if self._end.is_set():
                 self._servers.close()

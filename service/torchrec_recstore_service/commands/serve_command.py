@@ -275,8 +275,15 @@ def serve(
         from torchrec_recstore_service.tables.limits import limits_of
 
         listening = listen_options(
-            *(listen, tls_cert, tls_key, client_ca, token_file, metrics),
-            *(max_calls, max_connections, max_request_memory),
+            listen,
+            tls_cert,
+            tls_key,
+            client_ca,
+            token_file,
+            metrics,
+            max_calls,
+            max_connections,
+            max_request_memory,
         )
         listening = replace(
             listening, rows_port=rows_port, advertise_rows=advertise_rows
@@ -301,42 +308,51 @@ def serve(
         if save_every is None and replicate is None and tls_ca is not None:
             raise ValueError("--tls-ca needs --save-every or --replicate")
         pair = None
-        if replicate is not None and lease is not None:
-            pair = PairOptions(replicate, lease, advertise or listen, tls_ca, take_over)
-        elif (
+        some_of_pair = (
             replicate is not None
             or lease is not None
             or advertise is not None
             or take_over
-        ):
+        )
+        if replicate is not None and lease is not None:
+            pair = PairOptions(
+                name=replicate,
+                lease=lease,
+                address=advertise or listen,
+                tls_ca=tls_ca,
+                take_over=take_over,
+            )
+        elif some_of_pair:
             raise ValueError(
                 "--replicate and --lease must be given together, and --advertise and"
                 " --take-over need them"
             )
         schedule = None
         if save_every is not None:
-            schedule = Schedule(
-                save_every, keep, () if servers is None else servers.split(","), tls_ca
-            )
+            addresses_of_set = [] if servers is None else servers.split(",")
+            schedule = Schedule(save_every, keep, addresses_of_set, tls_ca)
         options = ServerOptions(
-            listening, data, limits, idle_s, schedule, max_write * 2**20, pair
+            listening,
+            data,
+            limits=limits,
+            idle_s=idle_s,
+            schedule=schedule,
+            max_write_bytes=max_write * 2**20,
+            pair=pair,
         )
         begin = time.monotonic()
         addresses: list[str] = []
 
         def ready(address: str) -> None:
             addresses.append(address)
-            said = json.dumps(
-                {"event": "serving", "address": address, "pid": os.getpid()}
-            )
-            print(said if as_json else f"serving on {address}", flush=True)
+            line = f"serving on {address}"
+            if as_json:
+                event = {"event": "serving", "address": address, "pid": os.getpid()}
+                line = json.dumps(event)
+            print(line, flush=True)
 
         run(options, ready)
         if as_json:
             seconds = round(time.monotonic() - begin, 3)
-            print(
-                json.dumps(
-                    {"event": "stopped", "address": addresses[0], "seconds": seconds}
-                ),
-                flush=True,
-            )
+            event = {"event": "stopped", "address": addresses[0], "seconds": seconds}
+            print(json.dumps(event), flush=True)

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torchrec_recstore_service.commands.scheduled_saves import Schedule, ScheduledSaves
 from torchrec_recstore_service.server.data_directory import DataDirectory
@@ -129,6 +130,28 @@ def _unsaved(error: Exception, tables: HostedTables, data: Path) -> str:
     )
 
 
+def _serve_until_saved(
+    options: ServerOptions,
+    tables: HostedTables,
+    service: ParameterServer,
+    server: GrpcServer,
+    stop: StopSignals,
+) -> None:
+    """Serves until a signal arrives and the tables could be saved."""
+    while True:
+        while not stop.wait(min(_IDLE_CHECK_S, options.idle_s)):
+            for name in tables.drop_idle(options.idle_s):
+                hours = options.idle_s / 3600
+                _log.warning("table %r was not used for %g hours: dropped", name, hours)
+        server.set_serving(False)
+        try:
+            service.save_to_stop()
+            return
+        except Exception as error:
+            _log.error("%s", _unsaved(error, tables, options.data))
+        server.set_serving(True)
+
+
 def _serve(
     options: ServerOptions,
     directory: DataDirectory,
@@ -136,7 +159,8 @@ def _serve(
     stop: StopSignals,
 ) -> None:
     tables = HostedTables(options.limits)
-    metrics, counts = None, CallCounts()
+    counts = CallCounts()
+    metrics = None
     if options.listening.metrics is not None:
         host, port = host_and_port(options.listening.metrics)
         try:
@@ -146,11 +170,15 @@ def _serve(
                 f"--metrics {options.listening.metrics}: {error.strerror}"
             ) from error
     service = ParameterServer(tables, directory, counts, options.max_write_bytes)
+
+    def add(server: Any) -> None:
+        add_ParameterServerServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+
     server = GrpcServer(
         options.listening,
-        pb.DESCRIPTOR.services_by_name["ParameterServer"].full_name,
-        lambda server: add_ParameterServerServicer_to_server(service, server),  # type: ignore[no-untyped-call]
-        ("Save", "Load", "Look", "Replicate"),
+        service=pb.DESCRIPTOR.services_by_name["ParameterServer"].full_name,
+        add=add,
+        long=("Save", "Load", "Look", "Replicate"),
     )
     if metrics is not None:
         metrics.gauges({**server.gauges(), **service.gauges()})
@@ -164,21 +192,7 @@ def _serve(
             options.schedule, options.listening, server.address, service.is_first
         )
         schedule.start()
-    while True:
-        while not stop.wait(min(_IDLE_CHECK_S, options.idle_s)):
-            for name in tables.drop_idle(options.idle_s):
-                _log.warning(
-                    "table %r was not used for %g hours: dropped",
-                    name,
-                    options.idle_s / 3600,
-                )
-        server.set_serving(False)
-        try:
-            service.save_to_stop()
-            break
-        except Exception as error:
-            _log.error("%s", _unsaved(error, tables, options.data))
-        server.set_serving(True)
+    _serve_until_saved(options, tables, service, server, stop)
     if schedule is not None:
         schedule.stop()
     server.stop()

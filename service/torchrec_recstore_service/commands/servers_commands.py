@@ -32,6 +32,7 @@ from torchrec_recstore.commands.scripts import missing_in_one_line
 if TYPE_CHECKING:
     from torchrec_recstore_service.client.server_set import ServerSet
     from torchrec_recstore_service.wire import recstore_pb2 as pb
+    from torchrec_recstore_service.wire.agreement import Begin
 
 servers = typer.Typer(
     help=(
@@ -74,49 +75,30 @@ def status(
         from torchrec_recstore_service.wire.protocol import ServiceError
 
         states = connected.describe_reachable()
-        known = [state for state in states if not isinstance(state, Exception)]
-        saves = complete_saves(known) if len(known) == len(states) else []
-        error = next(
-            (str(state) for state in states if isinstance(state, Exception)), ""
-        )
+        reached = [state for state in states if not isinstance(state, Exception)]
+        failures = [str(state) for state in states if isinstance(state, Exception)]
+        saves = [] if failures else complete_saves(reached)
+        error = failures[0] if failures else ""
         summary = ""
         if not error:
             try:
-                begin = to_resume(connected.addresses, known)
-                summary = f"all servers are in epoch {begin.epoch}"
-                if begin.waiting:
-                    summary += (
-                        ", and the next client lets those go on that were stopped"
-                    )
-                if begin.pending:
-                    rows = (
-                        f"from the save {begin.save.name!r}"
-                        if begin.save.name
-                        else "without rows"
-                    )
-                    summary = f"the next client begins epoch {begin.epoch} {rows}"
+                summary = _summary(to_resume(connected.addresses, reached))
             except ServiceError as difference:
                 error = str(difference)
     if as_json:
-        print_json(
-            {
-                "agree": not error,
-                "summary": summary or error,
-                "complete_saves": [
-                    {"name": saved.name, "number": saved.number} for saved in saves
-                ],
-                "servers": [
-                    _as_json(a, s)
-                    for a, s in zip(connected.addresses, states, strict=True)
-                ],
-            }
-        )
+        document = {
+            "agree": not error,
+            "summary": summary or error,
+            "complete_saves": [
+                {"name": saved.name, "number": saved.number} for saved in saves
+            ],
+            "servers": list(map(_as_json, connected.addresses, states)),
+        }
+        print_json(document)
     else:
         _print(connected.addresses, states)
-        stdout().print(
-            f"complete saves  {', '.join(saved.name for saved in saves) or 'none'}",
-            highlight=False,
-        )
+        names = ", ".join(saved.name for saved in saves) or "none"
+        stdout().print(f"complete saves  {names}", highlight=False)
         stdout().print(summary or error, highlight=False, markup=False)
     if error:
         raise typer.Exit(1)
@@ -194,6 +176,18 @@ def reset(
         _print_begun(connected, None, as_json)
 
 
+def _summary(begin: Begin) -> str:
+    """Says how servers that agree get into one epoch."""
+    if begin.pending:
+        name = begin.save.name
+        rows = f"from the save {name!r}" if name else "without rows"
+        return f"the next client begins epoch {begin.epoch} {rows}"
+    summary = f"all servers are in epoch {begin.epoch}"
+    if begin.waiting:
+        summary += ", and the next client lets those go on that were stopped"
+    return summary
+
+
 @contextmanager
 def connected_to(
     addresses: str,
@@ -251,7 +245,7 @@ def _print(
 ) -> None:
     from torchrec_recstore_service.wire.agreement import state_of
 
-    known = [state for state in states if not isinstance(state, Exception)]
+    reached = [state for state in states if not isinstance(state, Exception)]
     table = table_of(
         ("server", "set", "number", "epoch", "state", "save", "saves", "tables")
     )
@@ -262,19 +256,16 @@ def _print(
         number = f"{state.member + 1} of {state.members}" if state.set else ""
         epoch = str(state.epoch) if state.set else ""
         saves = ", ".join(saved.name for saved in state.saves)
-        is_now = state_of(state, known)
+        text = state_of(state, reached)
         if state.replicated:
-            is_now += (
-                f", with the backup {state.backup}"
-                if state.backup
-                else ", without a backup"
-            )
+            backup = f"with the backup {state.backup}" if state.backup else ""
+            text += f", {backup or 'without a backup'}"
         table.add_row(
             address,
             state.set[:8],
             number,
             epoch,
-            is_now,
+            text,
             state.at.name,
             saves,
             str(len(state.tables)),

@@ -54,17 +54,22 @@ class AppliedRequests(Native):
             CallRefusedError: Too many clients have written.
             ServerStoppingError: :meth:`close` has been called.
         """
-        name, deleted = client.encode(), c_uint64()
-        mine = self.checked(
-            "begin", name, len(name), request, done_before, byref(deleted)
+        name = client.encode()
+        first_result = c_uint64()
+        execution = self.checked(
+            "begin", name, len(name), request, done_before, byref(first_result)
         )
-        if mine is None:
-            return deleted.value
-        result, failed = 0, True
+        if execution is None:
+            return first_result.value
+        result = 0
+        has_failed = True
         try:
-            result, failed = action(), False
+            result = action()
+            has_failed = False
         finally:
-            self.invoke("finish", name, len(name), request, mine, failed, result)
+            self.invoke(
+                "finish", name, len(name), request, execution, has_failed, result
+            )
         return result
 
     @property
@@ -105,9 +110,8 @@ class AppliedRequests(Native):
         document: dict[str, Any] = {}
 
         def visit(client: bytes, done_before: int, request: int, deleted: int) -> None:
-            entry = document.setdefault(
-                client.decode(), {"done_before": done_before, "answers": {}}
-            )
+            new_entry = {"done_before": done_before, "answers": {}}
+            entry = document.setdefault(client.decode(), new_entry)
             if request >= 0:
                 entry["answers"][str(request)] = deleted
 
@@ -126,8 +130,14 @@ class AppliedRequests(Native):
                 done_before = operator.index(entry["done_before"])
                 requests.append((name.encode(), done_before, -1, 0))
                 for number, deleted in entry["answers"].items():
-                    answer = (int(number), operator.index(deleted))
-                    requests.append((name.encode(), done_before, *answer))
+                    requests.append(
+                        (
+                            name.encode(),
+                            done_before,
+                            int(number),
+                            operator.index(deleted),
+                        )
+                    )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the list of the requests that were carried out is damaged: {error}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,7 +144,8 @@ class CallThreads(ThreadPoolExecutor):
         self._idle = 0
         self._started = 0
         self._watching = False
-        self._stopping = self._closed = False
+        self._stopping = False
+        self._closed = False
         self._running: set[Call] = set()
         self.ended = 0
         """The number of calls that were ended because their clients kept a thread
@@ -175,11 +176,7 @@ class CallThreads(ThreadPoolExecutor):
         self, function: Callable[..., Any], /, *arguments: Any, **named: Any
     ) -> Future[Any]:
         """Runs a call in a thread when it is the turn of the call's connection."""
-        # grpcio 1.85.1 passes the event of the new call, which knows the address of the
-        # client.
-        call = next(
-            (each.call for each in arguments if hasattr(each, "call_details")), None
-        )
+        call = _call_among(arguments)
         work = _Work(Future(), function, arguments)
         peer = "" if call is None else str(call.peer())
         with self._condition:
@@ -290,21 +287,26 @@ class CallThreads(ThreadPoolExecutor):
                 ):
                     self._watching = False
                     return
-                running, queued, connections = (
-                    list(self._running),
-                    self.queued,
-                    len(self._queues),
-                )
+                running = list(self._running)
+                waiting = self.queued
+                connections = len(self._queues)
                 stopping = self._stopping
-            patience = min(
-                PATIENCE_S, _LONGEST_TURN_S * self._limit / max(1, connections)
-            )
-            late = sorted(
-                ((call.late_s, call) for call in running), key=lambda pair: -pair[0]
-            )
-            self._end(
-                [call for late_s, call in late if late_s > patience][
-                    : len(late) if stopping else queued
-                ]
-            )
-            time.sleep(patience / 10)
+            turn_s = _LONGEST_TURN_S * self._limit / max(1, connections)
+            patience_s = min(PATIENCE_S, turn_s)
+            late_s = {call: call.late_s for call in running}
+            late_calls = [call for call in running if late_s[call] > patience_s]
+            late_calls.sort(key=lambda call: late_s[call], reverse=True)
+            # one for each call that waits for a thread, the latest ones first
+            self._end(late_calls if stopping else late_calls[:waiting])
+            time.sleep(patience_s / 10)
+
+
+def _call_among(arguments: Sequence[Any]) -> Any:
+    """Returns the new call whose method gRPC wants to be run, or None.
+
+    grpcio 1.85.1 passes the event of the call, which knows the address of the client.
+    """
+    for argument in arguments:
+        if hasattr(argument, "call_details"):
+            return argument.call
+    return None

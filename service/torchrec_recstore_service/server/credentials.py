@@ -45,7 +45,7 @@ class Watched(Generic[_Value]):
         """The paths of the files."""
         self._read = read
         self._lock = threading.Lock()
-        self._state = self._state_now()
+        self._stamps = self._present_stamps()
         self._value = read()
         self._looked = time.monotonic()
 
@@ -59,10 +59,10 @@ class Watched(Generic[_Value]):
         return self._value
 
     def _look(self) -> None:
-        state = self._state_now()
-        if state == self._state:
+        stamps = self._present_stamps()
+        if stamps == self._stamps:
             return
-        self._state = state
+        self._stamps = stamps
         try:
             self._value = self._read()
         except (OSError, ValueError) as error:
@@ -70,17 +70,19 @@ class Watched(Generic[_Value]):
         else:
             _log.info("%s: read again", ", ".join(map(str, self.files)))
 
-    def _state_now(self) -> list[tuple[int, ...]]:
-        state: list[tuple[int, ...]] = []
+    def _present_stamps(self) -> list[tuple[int, ...]]:
+        """Returns numbers of each file that differ after a change."""
+        stamps: list[tuple[int, ...]] = []
         for file in self.files:
             try:
-                there = file.stat()
-                state.append(
-                    (there.st_ino, there.st_size, there.st_mtime_ns, there.st_ctime_ns)
-                )
+                status = file.stat()
             except OSError:
-                state.append(())
-        return state
+                stamps.append(())
+                continue
+            stamps.append(
+                (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            )
+        return stamps
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,10 @@ def watched_certificates(
         _context(cert, key, client_ca)
         return content
 
-    return Watched([cert, key] if client_ca is None else [cert, key, client_ca], read)
+    files = [cert, key]
+    if client_ca is not None:
+        files.append(client_ca)
+    return Watched(files, read)
 
 
 def watched_context(

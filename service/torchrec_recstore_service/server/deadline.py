@@ -28,7 +28,8 @@ class Deadline:
         """
         self.cancel()
         self._timer = threading.Timer(self._seconds, action)
-        self._timer.name, self._timer.daemon = self._name, True
+        self._timer.name = self._name
+        self._timer.daemon = True
         self._timer.start()
 
     def cancel(self) -> None:

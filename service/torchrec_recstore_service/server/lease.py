@@ -77,23 +77,23 @@ class Lease:
                 "--replicate needs the package redis: pip install"
                 " 'torchrec-recstore-service[redis]'"
             ) from None
-        timeouts = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
         try:
             self._client: Any = redis.Redis.from_url(
-                url, retry=Retry(NoBackoff(), 0), **timeouts
+                url,
+                retry=Retry(NoBackoff(), 0),
+                socket_timeout=_TIMEOUT_S,
+                socket_connect_timeout=_TIMEOUT_S,
             )
-        except (
-            ValueError
-        ):  # the message of the error may contain a part of the password
+        except ValueError:
+            # The message of the error may contain a part of the password.
             raise ValueError(
                 "--lease must be the URL of a Redis server, such as redis://host:6379/0"
             ) from None
         self.error: type[Exception] = redis.RedisError
         """The class of the errors of all calls."""
         self._server = server
-        self._keys = [
-            f"recstore:pair:{{{pair}}}:{name}" for name in ("lease", "record")
-        ]
+        prefix = f"recstore:pair:{{{pair}}}"
+        self._keys = [f"{prefix}:lease", f"{prefix}:record"]
         self._take = self._client.register_script(_TAKE)
 
     def read(self) -> tuple[str, Record | None]:
@@ -101,37 +101,39 @@ class Lease:
         if there is none.
         """
         holder, text = self._client.mget(self._keys)
+        holder = (holder or b"").decode()
         if text is None:
-            return (holder or b"").decode(), None
+            return holder, None
         document = json.loads(text)
-        return (holder or b"").decode(), Record(
-            document["address"], tuple(document["in_sync"])
-        )
+        return holder, Record(document["address"], tuple(document["in_sync"]))
 
     def take(
-        self, before: Record | None, after: Record, of: str = "", again: bool = False
+        self,
+        before: Record | None,
+        after: Record,
+        holder: str = "",
+        renews: bool = False,
     ) -> bool:
         """Takes or renews the lease, and replaces the record.
 
         Args:
             before: The record as this server knows it.
             after: The next record.
-            of: A server whose lease may be taken over. Default: "", none.
-            again: Whether the record may also be written if Redis has lost it and the
-                lease. Default: False.
+            holder: A server whose lease may be taken over. Default: "", none.
+            renews: Whether this server has the lease already, so that it also writes
+                the record if Redis has lost both. Default: False.
 
         Returns:
             Whether this server has the lease now. Otherwise another one has it, or the
             record is another one.
         """
-        known = "" if before is None else before.text()
         arguments: Sequence[Any] = (
             self._server,
             int(TTL_S * 1000),
-            of,
-            known,
+            holder,
+            "" if before is None else before.text(),
             after.text(),
-            int(again),
+            int(renews),
         )
         return bool(self._take(self._keys, arguments))
 

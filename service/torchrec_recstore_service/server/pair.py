@@ -556,7 +556,7 @@ class Pair(Native):
         with self._lock:
             assert self._record is not None
             after = Record(self._address, (self._id,))
-            if not self._lease.take(self._record, after, again=True):
+            if not self._lease.take(self._record, after, renews=True):
                 self._depose()
                 return False
             self._record = after
@@ -570,7 +570,7 @@ class Pair(Native):
         begin = time.monotonic()
         assert self._record is not None
         with self._lock:
-            if self._lease.take(self._record, self._record, again=True):
+            if self._lease.take(self._record, self._record, renews=True):
                 self._set_end(begin)
             else:
                 self._depose()

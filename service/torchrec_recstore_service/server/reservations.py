@@ -84,11 +84,10 @@ class Reservations:
                 )
             self._waiting += 1
             try:
-                while (
-                    (turn := self._turn) is not None
-                    and turn.id != save_id
-                    and turn.left_s > 0
-                ):
+                while True:
+                    turn = self._turn
+                    if turn is None or turn.id == save_id or turn.left_s <= 0:
+                        break
                     self._changed.wait(min(turn.left_s, UNPREPARED_S))
                     check()
                     if not is_active():
@@ -99,11 +98,11 @@ class Reservations:
             finally:
                 self._waiting -= 1
             if turn is None or turn.id != save_id:
-                turn = self._turn = _Turn(
-                    save_id,
-                    max(last(), 0 if turn is None else turn.number) + 1,
-                    time.monotonic(),
-                )
+                last_number = last()
+                if turn is not None:
+                    last_number = max(last_number, turn.number)
+                turn = _Turn(save_id, last_number + 1, time.monotonic())
+                self._turn = turn
             return turn.number
 
     @contextmanager
@@ -122,7 +121,9 @@ class Reservations:
         finally:
             with self._changed:
                 if turn is not None:
-                    turn.busy, turn.prepared, turn.heard = False, True, time.monotonic()
+                    turn.busy = False
+                    turn.prepared = True
+                    turn.heard = time.monotonic()
                     self._changed.notify_all()
 
     def has_turn(self, save_id: str) -> bool:

@@ -69,10 +69,10 @@ def write_tables(
         files=files,
         dense=(),
     )
-    state = {
-        _SPECS: {name: spec.to_json() for name, spec in specs.items()},
-        **(more or {}),
+    state: dict[str, Any] = {
+        _SPECS: {name: spec.to_json() for name, spec in specs.items()}
     }
+    state.update(more or {})
     return finish(destination, info, encode(state, {}))
 
 
@@ -96,17 +96,17 @@ def saved_specs(
     """
     chosen = list(info.tables if names is None else names)
     state = info.training_state
-    written = state.get(_SPECS) if isinstance(state, dict) else None
-    if not isinstance(written, dict):
+    documents = state.get(_SPECS) if isinstance(state, dict) else None
+    if not isinstance(documents, dict):
         return {name: _spec_of_model(info, name) for name in chosen}
-    if written.keys() != info.tables.keys():
-        lacking = ", ".join(map(repr, sorted(written.keys() ^ info.tables.keys())))
+    if documents.keys() != info.tables.keys():
+        lacking = ", ".join(map(repr, sorted(documents.keys() ^ info.tables.keys())))
         raise CheckpointError(
             f"{info.path} has only the rows or only the specification of {lacking}: the"
             " checkpoint is incomplete"
         )
     try:
-        specs = {name: TableSpec.from_json(written[name]) for name in chosen}
+        specs = {name: TableSpec.from_json(documents[name]) for name in chosen}
         for name, spec in specs.items():
             check_fits(
                 name,
@@ -131,7 +131,8 @@ def _spec_of_model(info: CheckpointInfo, name: str) -> TableSpec:
     """
     saved = info.tables[name]
     options = replace(saved.options, left_ids=None)
-    if (reason := not_on_servers(options)) is not None:
+    reason = not_on_servers(options)
+    if reason is not None:
         raise ValueError(
             f"table {name!r} of {info.path}: {reason}. Load the checkpoint into a model"
             " whose table has this policy, and save it again"
@@ -166,35 +167,40 @@ def sources(
             checkpoint.
         ValueError: A name in ``tables``, ``rename`` or ``rows`` is unknown.
     """
-    known = sorted({*present, *warm.rename.values(), *info.tables})
-    saved_names = warm.saved_names([(name,) for name in known], info.tables)
+    names = sorted({*present, *warm.rename.values(), *info.tables})
+    saved_names = warm.saved_names([(name,) for name in names], info.tables)
     chosen = {
         name: saved_name
-        for name, saved_name in zip(known, saved_names, strict=True)
+        for name, saved_name in zip(names, saved_names, strict=True)
         if saved_name is not None
     }
-    for argument, given in (("tables", warm.tables or ()), ("rows", warm.rows)):
-        for name in given:
-            if name not in chosen:
-                if name in warm.rename:
-                    raise warm.without_source(name)
-                raise ValueError(
-                    f"{argument}: the checkpoint {info.path} has no table {name!r}; it"
-                    f" has {named(chosen)}: rename={{'name in the checkpoint': 'name"
-                    " here'} loads a table of another name"
-                )
+
+    def check_in_checkpoint(argument: str, name: str) -> None:
+        if name in chosen:
+            return
+        if name in warm.rename:
+            raise warm.without_source(name)
+        raise ValueError(
+            f"{argument}: the checkpoint {info.path} has no table {name!r}; it has"
+            f" {named(chosen)}: rename={{'name in the checkpoint': 'name here'}} loads"
+            " a table of another name"
+        )
+
+    for name in warm.tables or ():
+        check_in_checkpoint("tables", name)
+    for name in warm.rows:
+        check_in_checkpoint("rows", name)
     if warm.tables is not None:
-        for argument, names in (
-            ("rename", [*warm.rename.values()]),
-            ("rows", [*warm.rows]),
-        ):
-            for name in names:
-                if name not in warm.tables:
-                    raise warm.not_chosen(argument, name)
+        for name in warm.rename.values():
+            if name not in warm.tables:
+                raise warm.not_chosen("rename", name)
+        for name in warm.rows:
+            if name not in warm.tables:
+                raise warm.not_chosen("rows", name)
         chosen = {name: chosen[name] for name in warm.tables}
-    saved = saved_specs(info, chosen.values())
+    specs = saved_specs(info, chosen.values())
     return {
-        name: LoadedSource(saved_name, saved[saved_name], warm.rows.get(name))
+        name: LoadedSource(saved_name, specs[saved_name], warm.rows.get(name))
         for name, saved_name in chosen.items()
     }
 
@@ -258,10 +264,11 @@ def check_loadable(
                 f" {info.path}"
             )
         if source.spec.shard != spec.shard:
-            (part, parts), (own, own_parts) = source.spec.shard, spec.shard
+            saved_part, saved_parts = source.spec.shard
+            part, parts = spec.shard
             raise ValueError(
-                f"the checkpoint {info.path} has part {part + 1} of {parts} of table"
-                f" {name!r}, but this process has part {own + 1} of {own_parts}"
+                f"the checkpoint {info.path} has part {saved_part + 1} of {saved_parts}"
+                f" of table {name!r}, but this process has part {part + 1} of {parts}"
             )
 
 
@@ -291,7 +298,8 @@ def loaded_tables(
     tables: dict[str, Table] = {}
     try:
         for name, make in empty.items():
-            table = tables[name] = make()
+            table = make()
+            tables[name] = table
             saved_name = name if loaded is None else loaded[name].saved_name
             without_state = None
             if not warm.optimizer:

@@ -68,18 +68,23 @@ def read_rows(
             ``initial_rows``.
         MemoryError, ColdStoreError: See :meth:`Table.lookup`.
     """
-    native = []
+    # the reads that one native call makes together
+    native_tables = []
+    native_ids = []
+    native_rows = []
     for hosted, read, rows in zip(tables, reads, out, strict=True):
         if read.missing != "zeros":
             check_initial_rows(hosted, read.ids)
         if rows.dtype is torch.float32 and not hosted.group.cold_rows.tiers:
-            native.append((hosted, read.ids, rows))
+            native_tables.append(hosted)
+            native_ids.append(read.ids)
+            native_rows.append(rows)
         else:
             hosted.table.lookup(read.ids, out=rows)
-    if native:
-        hosts, ids, floats = zip(*native, strict=True)
-        with ops.native_errors(_named(hosts)):
-            row_ops.rows_read([hosted.group.handle for hosted in hosts], ids, floats)
+    if native_tables:
+        groups = [hosted.group.handle for hosted in native_tables]
+        with ops.native_errors(_named(native_tables)):
+            row_ops.rows_read(groups, native_ids, native_rows)
     for hosted, read, rows in zip(tables, reads, out, strict=True):
         if read.missing == "zeros":
             rows[~hosted.table.contains(read.ids)] = 0
@@ -106,14 +111,7 @@ def update_rows(tables: Sequence[Hosted], updates: Sequence[RowUpdate]) -> None:
             [hosted.group.handle for hosted in tables],
             [update.ids for update in updates],
             [update.grads.float() for update in updates],
-            [
-                (
-                    hosted.table.optimizer.lr
-                    if update.learning_rate is None
-                    else update.learning_rate
-                )
-                for hosted, update in zip(tables, updates, strict=True)
-            ],
+            list(map(_learning_rate, tables, updates)),
         )
 
 
@@ -126,16 +124,22 @@ def without_row(
         NoInitialRow: The table has ``initial_rows``, and an id has neither a row nor an
             initial row in ``initial``.
     """
-    missing = torch.unique(ids[~hosted.table.contains(ids)])
-    known, rows = (
-        initial
-        if initial is not None
-        else (missing[:0], torch.empty(0, hosted.spec.dim))
-    )
-    if hosted.spec.initial_rows and not bool(among(missing, known.sort().values).all()):
-        raise NoInitialRow(hosted.name, torch.arange(len(ids)))
-    wanted = among(known, missing)
-    return known[wanted], rows[wanted]
+    missing_ids = torch.unique(ids[~hosted.table.contains(ids)])
+    if initial is None:
+        initial = (missing_ids[:0], torch.empty(0, hosted.spec.dim))
+    initial_ids, initial_rows = initial
+    if hosted.spec.initial_rows:
+        has_initial_row = among(missing_ids, initial_ids.sort().values)
+        if not bool(has_initial_row.all()):
+            raise NoInitialRow(hosted.name, torch.arange(len(ids)))
+    is_missing = among(initial_ids, missing_ids)
+    return initial_ids[is_missing], initial_rows[is_missing]
+
+
+def _learning_rate(hosted: Hosted, update: RowUpdate) -> float:
+    if update.learning_rate is None:
+        return hosted.table.optimizer.lr
+    return update.learning_rate
 
 
 def _named(tables: Sequence[Hosted]) -> str:

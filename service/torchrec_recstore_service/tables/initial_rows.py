@@ -55,7 +55,8 @@ class WholeTable:
         dtype: torch.dtype,
     ) -> None:
         self._name = name
-        self._first, self._last = ids.start, min(ids.stop, 2**63) - 1
+        self._first = ids.start
+        self._last = min(ids.stop, 2**63) - 1
         shape = (ids.stop - ids.start, dim)
         gib = shape[0] * dim * dtype.itemsize / 2**30
         if gib > _MOST_GIB:
@@ -69,9 +70,8 @@ class WholeTable:
             rows = _checked(
                 init_func(shape, dtype), f"table {name!r}: init_func", shape, (shape,)
             )
-        self._rows = rows.to(
-            "cpu", dtype, copy=True
-        ).contiguous()  # the function may return a tensor that is written to
+        # a copy, because the function may return a tensor that is written to
+        self._rows = rows.to("cpu", dtype, copy=True).contiguous()
         self.digest = _digest(self._rows, f"{ids.start}/{shape}")
         """A hexadecimal hash of the rows and of their ids.
 
@@ -91,10 +91,11 @@ class WholeTable:
         Raises:
             ValueError: An id is not in the table's shape.
         """
-        made = self.makes(ids)
-        if not bool(made.all()):
+        has_row = self.makes(ids)
+        if not bool(has_row.all()):
+            first_id = int(ids[~has_row][0])
             raise ValueError(
-                f"table {self._name!r}: id {int(ids[~made][0])} has no row, and"
+                f"table {self._name!r}: id {first_id} has no row, and"
                 f" init_func has made rows of the ids {self._first} to {self._last}"
                 " only: push the row of the id, or pass row_func, which makes the row"
                 " of any id"
@@ -155,10 +156,10 @@ class RowByRow:
         rows = torch.empty(len(ids), self._dim, dtype=self._dtype, device="cpu")
         shape = (1, self._dim)
         with _generator, torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for place, number in enumerate(ids.tolist()):
-                _seed_for(f"{self._seed}/{number}/{self._name}")
+            for position, row_id in enumerate(ids.tolist()):
+                _seed_for(f"{self._seed}/{row_id}/{self._name}")
                 row = self._row_func(shape, self._dtype)
-                rows[place] = _checked(
+                rows[position] = _checked(
                     row, f"table {self._name!r}: row_func", shape, (shape, (self._dim,))
                 )
         return rows
@@ -182,17 +183,17 @@ def _checked(
         TypeError, ValueError: The result is not a floating-point tensor of an allowed
             shape.
     """
-    what = f"{function} must return a floating-point tensor of shape {shape}"
+    rule = f"{function} must return a floating-point tensor of shape {shape}"
     if not isinstance(rows, Tensor):
-        raise TypeError(f"{what}, got {type(rows).__name__}")
+        raise TypeError(f"{rule}, got {type(rows).__name__}")
     if not rows.is_floating_point():
-        raise TypeError(f"{what}, got {rows.dtype}")
+        raise TypeError(f"{rule}, got {rows.dtype}")
     if tuple(rows.shape) not in allowed:
-        raise ValueError(f"{what}, got {tuple(rows.shape)}")
+        raise ValueError(f"{rule}, got {tuple(rows.shape)}")
     return rows.reshape(shape)
 
 
-def _digest(rows: Tensor, of: str = "") -> str:
-    digest = hashlib.blake2b(of.encode(), digest_size=16)
+def _digest(rows: Tensor, prefix: str = "") -> str:
+    digest = hashlib.blake2b(prefix.encode(), digest_size=16)
     digest.update(rows.view(torch.uint8).numpy().data)
     return digest.hexdigest()

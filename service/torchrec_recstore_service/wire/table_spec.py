@@ -19,6 +19,8 @@ from torchrec_recstore.options import TableOptions, check_int, not_on_servers
 from torchrec_recstore.row_types import MOST_COLUMNS, ROW_DTYPES
 
 _LONGEST = 1 << 16
+# the errors of a text that is not a specification
+_INVALID = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -88,23 +90,23 @@ class TableSpec:
                 "options.cold_store must be None: each server chooses it with recstore"
                 " serve --cold-store"
             )
-        if (reason := not_on_servers(self.options)) is not None:
+        reason = not_on_servers(self.options)
+        if reason is not None:
             raise ValueError(f"options.{reason}")
 
     def to_json(self) -> str:
         """Returns the specification as JSON."""
-        return json.dumps(
-            {
-                "dim": self.dim,
-                "dtype": str(self.dtype).removeprefix("torch."),
-                "optimizer": encode(self.optimizer, {}),
-                "options": encode(self.options, {}),
-                "initial_rows": self.initial_rows,
-                "shard": self.shard,
-                "temporary": self.temporary,
-                "lossless": self.lossless,
-            }
-        )
+        document = {
+            "dim": self.dim,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "optimizer": encode(self.optimizer, {}),
+            "options": encode(self.options, {}),
+            "initial_rows": self.initial_rows,
+            "shard": self.shard,
+            "temporary": self.temporary,
+            "lossless": self.lossless,
+        }
+        return json.dumps(document)
 
     @classmethod
     def from_json(cls, text: str) -> TableSpec:
@@ -135,13 +137,7 @@ class TableSpec:
                 temporary=bool(entry["temporary"]),
                 lossless=bool(entry["lossless"]),
             )
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except _INVALID as error:
             raise ValueError(f"not the specification of a table: {error}") from error
 
     def difference(self, other: TableSpec) -> str:
@@ -150,17 +146,18 @@ class TableSpec:
         Empty if there is no difference.
         """
         return ", ".join(
-            f"{name} is {own!r}, not {others!r}"
-            for name, own, others in _differences("", self, other)
+            f"{name} is {value!r}, not {other_value!r}"
+            for name, value, other_value in _differences("", self, other)
         )
 
 
-def _differences(name: str, one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
-    if is_dataclass(one) and type(one) is type(other):
-        for field in fields(one):
+def _differences(name: str, value: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the name of each field in which two values differ, and its values."""
+    if is_dataclass(value) and type(value) is type(other):
+        for field in fields(value):
             inner = f"{name}.{field.name}" if name else field.name
             yield from _differences(
-                inner, getattr(one, field.name), getattr(other, field.name)
+                inner, getattr(value, field.name), getattr(other, field.name)
             )
-    elif one != other:
-        yield name, one, other
+    elif value != other:
+        yield name, value, other
