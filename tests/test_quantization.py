@@ -1,9 +1,10 @@
-"""Quantization by torch and TorchRec refuses RecStore tables, and leaves other layers
-alone.
+"""Quantization by torch and TorchRec refuses RecStore tables, or warns that it leaves
+them out, and quantizes other layers.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from torchrec_recstore import (
     RecStoreEmbeddingBag,
     RecStoreEmbeddingBagCollection,
     RecStoreEmbeddingCollection,
+    RecStoreWarning,
 )
 
 EMBEDDINGS = {
@@ -43,24 +45,36 @@ SHARDED = [
     lambda: sharded(collection(bag("t", ["f"]))),
     lambda: sharded(sequences(sequence("t", ["f"]))),
 ]
-REQUESTS: list[Callable[[nn.Module], Any]] = [
-    lambda module: quantize_dynamic(module, inplace=True),
-    lambda module: quantize_dynamic(module, dtype=torch.quint8, inplace=True),
-    lambda module: quantize_dynamic(
-        nn.Sequential(nn.Linear(4, 1), module), dtype=torch.quint8, inplace=True
-    ),
-    lambda module: quantize_dynamic(nn.Sequential(module), EMBEDDINGS, inplace=True),
+OF_TABLES: list[Callable[[nn.Module], Any]] = [
     lambda module: quantize_dynamic(
         nn.Sequential(module), {type(module)}, inplace=True
     ),
     lambda module: quantize_dynamic(
         nn.Sequential(module), {"0": default_qconfig}, inplace=True
     ),
+    lambda module: quantize_dynamic(
+        nn.Sequential(module), {"": default_qconfig}, inplace=True
+    ),
+]
+"""Requests that name the type or the place of the module."""
+
+OF_OTHERS: list[Callable[[nn.Module], Any]] = [
+    lambda module: quantize_dynamic(module, inplace=True),
+    lambda module: quantize_dynamic(module, dtype=torch.quint8, inplace=True),
+    lambda module: quantize_dynamic(
+        nn.Sequential(nn.Linear(4, 1), module), dtype=torch.quint8, inplace=True
+    ),
+    lambda module: quantize_dynamic(nn.Sequential(module), EMBEDDINGS, inplace=True),
     lambda module: quantize_embeddings(
         nn.Sequential(module), torch.qint8, inplace=True
     ),
     lambda module: quantize_inference_model(nn.Sequential(module)),
 ]
+"""Requests that name other types of tables, or none. Torch does not tell the module."""
+
+
+def tables_of(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, DistributedModelParallel) else module  # type: ignore[return-value]
 
 
 def refused(module: nn.Module, quantize: Callable[[nn.Module], Any]) -> None:
@@ -68,26 +82,38 @@ def refused(module: nn.Module, quantize: Callable[[nn.Module], Any]) -> None:
         NotImplementedError, match=r"inference\.export_for_inference"
     ) as error:
         quantize(module)
-    tables = module.module if isinstance(module, DistributedModelParallel) else module
     assert str(error.value).startswith(
-        f"{type(tables).__name__} cannot be quantized in place: torchrec_recstore."
+        f"{type(tables_of(module)).__name__} cannot be quantized in place:"
+        " torchrec_recstore."
     )
 
 
-@pytest.mark.parametrize("quantize", range(len(REQUESTS)))
+def left_out(module: nn.Module, quantize: Callable[[nn.Module], Any]) -> None:
+    name = type(tables_of(module)).__name__
+    with pytest.warns(
+        RecStoreWarning,
+        match=rf"^{name} is left out of this quantization.*export_for_inference",
+    ):
+        quantize(module)
+    assert not hasattr(tables_of(module), "qconfig")
+
+
 @pytest.mark.parametrize("module", EAGER)
-def test_eager_modules_are_refused(
-    module: Callable[[], nn.Module], quantize: int
-) -> None:
-    refused(module(), REQUESTS[quantize])
+def test_eager_modules_are_not_quantized(module: Callable[[], nn.Module]) -> None:
+    for quantize in OF_TABLES:
+        refused(module(), quantize)
+    for quantize in OF_OTHERS:
+        left_out(module(), quantize)
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("module", SHARDED)
-def test_sharded_modules_are_refused(module: Callable[[], nn.Module]) -> None:
-    refused(module(), REQUESTS[0])  # the whole model, in its wrapper
-    for quantize in REQUESTS:
-        refused(module().module, quantize)  # type: ignore[arg-type]
+def test_sharded_modules_are_not_quantized(module: Callable[[], nn.Module]) -> None:
+    left_out(module(), OF_OTHERS[0])  # the whole model, in its wrapper
+    for quantize in OF_TABLES:
+        refused(tables_of(module()), quantize)
+    for quantize in OF_OTHERS:
+        left_out(tables_of(module()), quantize)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -95,14 +121,10 @@ def test_sharded_modules_are_refused(module: Callable[[], nn.Module]) -> None:
 def test_other_layers_are_quantized_again_and_again(
     module: Callable[[], nn.Module],
 ) -> None:
-    tables = module()
-    tables = tables.module if isinstance(tables, DistributedModelParallel) else tables
+    tables: Any = tables_of(module())
     model = nn.ModuleDict({"tables": tables, "dense": nn.Linear(4, 1)})
-    for spec in (
-        {nn.Linear},
-        None,
-        {"dense": torch.ao.quantization.default_dynamic_qconfig},
-    ):
+
+    def quantized(spec: Any) -> None:
         model["dense"] = nn.Linear(4, 1)
         quantize_dynamic(model, spec, inplace=True)
         assert type(model["dense"]).__module__.startswith(
@@ -110,7 +132,18 @@ def test_other_layers_are_quantized_again_and_again(
         )
         assert model["tables"] is tables
         assert not hasattr(tables, "qconfig")
-    refused(tables, lambda _: quantize_dynamic(model, EMBEDDINGS, inplace=True))
+
+    for spec in (
+        {nn.Linear},
+        None,
+        {"dense": torch.ao.quantization.default_dynamic_qconfig},
+    ):
+        left_out(tables, lambda _, spec=spec: quantized(spec))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RecStoreWarning)
+            tables.qconfig = None
+            quantized(spec)
+    left_out(tables, lambda _: quantize_dynamic(model, EMBEDDINGS, inplace=True))
 
 
 def test_what_is_left_out_by_its_qconfig_stays() -> None:
@@ -119,10 +152,10 @@ def test_what_is_left_out_by_its_qconfig_stays() -> None:
         collection(bag("s", ["g"]), device="cpu"),
     )
     model = nn.ModuleDict({"tables": tables, "stock": stock})
-    for module in tables.modules():
-        if hasattr(type(module), "qconfig"):
-            module.qconfig = None  # type: ignore[assignment]
-    quantize_embeddings(model, torch.qint8, inplace=True)
+    tables.qconfig = None  # type: ignore[assignment]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecStoreWarning)
+        quantize_embeddings(model, torch.qint8, inplace=True)
     assert isinstance(model["stock"], QuantEmbeddingBagCollection)
     assert model["tables"] is tables
     assert tables(batch(f=[[1]])).values().shape == (1, 4)

@@ -195,6 +195,11 @@ SAY_WHAT_TO_DO = {
     ),
     "RecStoreClient(role=...) has no effect: all clients are equal",
     (
+        "... is left out of this quantization: its tables stay as they are. To quantize"
+        " them, use torchrec_recstore.inference.export_for_inference; if only other"
+        " layers are to be quantized, set the table module's qconfig to None"
+    ),
+    (
         "init_func of init_data has no effect with initialize_values=False:"
         " options.initializer applies"
     ),

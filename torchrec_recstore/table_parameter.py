@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _DATA: Any = Tensor.data
+_GRAD_FN: Any = Tensor.grad_fn
 _FIXES = {
     "change": (
         "set initial rows with TableOptions(initializer=...), and write rows with"
@@ -138,6 +139,7 @@ class _Unwritable(Tensor):
     """
 
     table: str
+    _node_below_alias: Any = None
 
     @classmethod
     def __torch_function__(
@@ -157,6 +159,19 @@ class _Unwritable(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _alias(func, args, kwargs or {})
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """The node of autograd that made the rows.
+
+        It is not the node of :meth:`torch.Tensor.as_subclass`, which follows it:
+        callers of ``view_as`` look for the parameter behind the first node.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            node = _GRAD_FN.__get__(self)
+        if node is None or self._node_below_alias is None:
+            return node
+        return self._node_below_alias
 
     @property
     def data(self) -> Tensor:
@@ -244,12 +259,12 @@ def _guarded(result: Any, table: str) -> Any:
 
     Returns other results unchanged.
     """
-    if type(result) is Tensor:
-        # as_subclass would add a node to the graph of autograd, in which the callers of
-        # view_as look for the parameter.
-        result.__class__ = _Unwritable
-        result.table = table  # type: ignore[attr-defined]
-    return result
+    if type(result) is not Tensor:
+        return result
+    alias = result.as_subclass(_Unwritable)
+    alias.table = table
+    alias._node_below_alias = result.grad_fn
+    return alias
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -20,7 +20,7 @@ from types import FrameType, MappingProxyType, ModuleType
 from torchrec_recstore.plugins import is_installed, plugin
 
 _OURS = ("torchrec_recstore", "torchrec_recstore_service", "torchrec_recstore_serving")
-_NOT_THE_USERS = (*_OURS, "torchrec", "torch", "importlib")
+_NOT_THE_USERS = (*_OURS, "torchrec", "torch", "typing_extensions", "importlib")
 _TORCHREC = ("torchrec", "fbgemm_gpu")
 _of_this_process: weakref.WeakSet[object] = weakref.WeakSet()
 

@@ -532,7 +532,8 @@ def tracked_without_a_state(one_rank: None) -> None:
     " types, or set the table module's qconfig to None",
 )
 def quantized_in_place() -> None:
-    quantize_dynamic(RecStoreEmbeddingBagCollection([bag("t_user", features=["user"])]))
+    tables = RecStoreEmbeddingBagCollection([bag("t_user", features=["user"])])
+    quantize_dynamic(nn.Sequential(tables), {RecStoreEmbeddingBagCollection})
 
 
 @situation(

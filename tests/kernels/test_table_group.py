@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,38 @@ def test_a_reentrant_checkpoint_is_refused() -> None:
                 torch.ones(len(IDS), requires_grad=True),
                 use_reentrant=True,
             )
+        assert len(table) == 0
+
+
+class Around(torch.autograd.Function):
+    """Looks up in its own forward, as reentrant checkpoints of other packages do."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, look_up: Lookup) -> Tensor:
+        return look_up(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def test_a_training_lookup_in_an_autograd_function_is_refused() -> None:
+    with Table(4) as table:
+        look_up = pooled(table)
+        weights = torch.ones(len(IDS), requires_grad=True)
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            Around.apply(weights, look_up)
+        assert len(table) == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_training_lookup_without_grad_is_an_evaluation(
+    mode: Callable[[], Any],
+) -> None:
+    with Table(4) as table:
+        look_up = pooled(table)
+        with mode():
+            assert not look_up(torch.ones(len(IDS))).any()
         assert len(table) == 0
 
 

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchrec_recstore.torch_seams import is_traced_by_dispatch
+
 
 class CopyTarget(NamedTuple):
     """The device and the data type in which rows leave the host."""
@@ -175,7 +177,7 @@ def traced() -> bool:
     """Returns whether a graph is being made, which has plain copies, because it has no
     streams.
     """
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or is_traced_by_dispatch()
 
 
 class _ToDevice(torch.autograd.Function):

@@ -10,16 +10,13 @@ drop, repeat or reorder them.
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import CheckpointFunction
 
 from torchrec_recstore import ops
 from torchrec_recstore.fake_ops import PYTHON_OPS, register_python_op
@@ -32,6 +29,7 @@ from torchrec_recstore.kernels.device_copies import (
 )
 from torchrec_recstore.kernels.row_service import RemoteTable
 from torchrec_recstore.store import Table
+from torchrec_recstore.torch_seams import is_in_autograd_function, keeps_graph
 from torchrec_recstore.utils import warn_user
 
 _graph_handles = itertools.count(1)
@@ -283,9 +281,8 @@ class _TrainingLookup(torch.autograd.Function):
         # raises if the weights have been changed or the graph has been freed
         _ = ctx.saved_tensors
         group, context = ctx.group, ctx.context
-        # The context is freed when autograd frees saved tensors. The function is
-        # private in torch 2.13.
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        # The context is freed when autograd frees saved tensors.
+        if not keeps_graph():
             ctx.context = None
         grad, weight_grads = grads[0], ctx.needs_input_grad[_WEIGHTS]
         if not grad.is_cpu:
@@ -340,15 +337,12 @@ def _refuse_reentrant_checkpoint(who: str) -> None:
     """Raises in the first forward of a reentrant checkpoint: it runs without grad,
     although it is a training step.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            raise RuntimeError(
-                f"{who}: a reentrant checkpoint runs its first forward without grad, so"
-                " that ids without a row do not get one: use"
-                " torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
-        frame = frame.f_back
+    if is_in_autograd_function():
+        raise RuntimeError(
+            f"{who}: a reentrant checkpoint runs its first forward without grad, so"
+            " that ids without a row do not get one: use"
+            " torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        )
 
 
 def _group_of(handle: int) -> TableGroup:
