@@ -23,7 +23,8 @@ COPY Makefile ./
 COPY requirements ./requirements
 RUN make .venv/.dev-requirements
 
-COPY native_build.py setup.py setup.cfg pyproject.toml README.md LICENSE ./
+COPY setup.py setup.cfg pyproject.toml README.md LICENSE ./
+COPY packaging ./packaging
 COPY torchrec_recstore ./torchrec_recstore
 COPY service ./service
 COPY serving ./serving

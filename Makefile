@@ -37,7 +37,7 @@ $(VENV)/.dev-requirements: requirements/dev.txt requirements/cold.txt requiremen
 	$(PIP) install -r requirements/dev.txt
 	@touch $@
 
-$(VENV)/.built: $(VENV)/.train-requirements native_build.py $(foreach d,. service serving,$(wildcard $d/setup.py) $d/setup.cfg $d/pyproject.toml) $(SOURCES)
+$(VENV)/.built: $(VENV)/.train-requirements packaging/native_build.py $(foreach d,. service serving,$(wildcard $d/setup.py) $d/setup.cfg $d/pyproject.toml) $(SOURCES)
 	@echo "building the native libraries of three packages, which takes two and a half minutes of processor time"
 	@RECSTORE_BUILD_PROGRESS=/proc/$$$$/fd/2 $(PIP) install --no-build-isolation --no-deps --editable . --editable service --editable serving
 	@touch $@
@@ -185,7 +185,7 @@ $(VENV)/.wheel-requirements: requirements/wheels.txt $(VENV)/.dev-requirements
 # dist/ then holds wheels for both processors and the sdists; those of this processor are tried.
 wheels: build $(VENV)/.wheel-requirements  ## build wheels and sdists for an index in dist/, check them, and try the wheels
 	rm -rf dist
-	$(BIN)/python build_wheels.py $(ARGS)
+	$(BIN)/python packaging/build_wheels.py $(ARGS)
 	for d in . service serving; do $(BIN)/python -m build --sdist --no-isolation --outdir dist $$d || exit 1; done
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python -m abi3audit --strict --assume-minimum-abi3 3.10 dist/*.whl

@@ -10,7 +10,7 @@ import sys
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
-sys.path.insert(0, os.getcwd())
+sys.path.insert(0, os.path.abspath("packaging"))
 from native_build import FLAGS, BuildOnTorch
 
 

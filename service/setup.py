@@ -8,8 +8,8 @@ from setuptools import Extension, setup
 
 # The repository, or in an sdist the folder with the files of the repository that the
 # library is made of too.
-CORE = ".." if os.path.exists("../native_build.py") else "core"
-sys.path.insert(0, os.path.abspath(CORE))
+CORE = ".." if os.path.exists("../packaging/native_build.py") else "core"
+sys.path.insert(0, os.path.abspath(f"{CORE}/packaging"))
 from native_build import FLAGS, WithCore  # noqa: E402
 
 CSRC = f"{CORE}/torchrec_recstore/csrc"

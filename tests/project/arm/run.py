@@ -179,7 +179,7 @@ def install(folder: Path) -> list[str]:
     run("rm", "-rf", wheels)
     run(
         sys.executable,
-        ROOT / "build_wheels.py",
+        ROOT / "packaging" / "build_wheels.py",
         "--arch=aarch64",
         "--project=.",
         f"--out={wheels}",

@@ -85,7 +85,7 @@ def test_sdist_of_a_plugin_holds_its_files_and_what_it_compiles(
     }
     assert not [name for name in names if name.endswith((".so", ".pyc", ".o"))]
     core = {
-        "native_build.py",
+        "packaging/native_build.py",
         "torchrec_recstore/csrc/ops/row_api.h",
         "torchrec_recstore/csrc/base/memory.cpp",
     }

@@ -145,7 +145,7 @@ class WithCore(sdist):
         super().make_release_tree(
             base_dir, [path for path in files if not path.startswith("..")]
         )
-        for path in (f"{self.core}/native_build.py", *self.core_files):
+        for path in (f"{self.core}/packaging/native_build.py", *self.core_files):
             target = os.path.join(base_dir, "core", os.path.relpath(path, self.core))
             os.makedirs(os.path.dirname(target), exist_ok=True)
             shutil.copy(path, target)

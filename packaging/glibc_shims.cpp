@@ -1,5 +1,5 @@
-// The functions of glibc that GCC's code uses and that systems of manylinux_2_28 do not have: build_wheels.py links them
-// into the libraries of the wheels. They are hidden, so that no other library gets them.
+// The functions of glibc that GCC's code uses and that systems of manylinux_2_28 do not have: build_wheels.py links
+// them into the libraries of the wheels. They are hidden, so that no other library gets them.
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -21,7 +21,8 @@ constexpr int kStatVersion = 0;
 [[gnu::visibility("default")]] int __xstat(int version, const char* path, struct stat* status);
 [[gnu::visibility("default")]] int __lxstat(int version, const char* path, struct stat* status);
 [[gnu::visibility("default")]] int __fxstat(int version, int file, struct stat* status);
-[[gnu::visibility("default")]] int __fxstatat(int version, int folder, const char* path, struct stat* status, int flags);
+[[gnu::visibility("default")]] int __fxstatat(int version, int folder, const char* path, struct stat* status,
+                                              int flags);
 int stat(const char* path, struct stat* status) noexcept { return __xstat(kStatVersion, path, status); }
 int lstat(const char* path, struct stat* status) noexcept { return __lxstat(kStatVersion, path, status); }
 int fstat(int file, struct stat* status) noexcept { return __fxstat(kStatVersion, file, status); }

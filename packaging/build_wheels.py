@@ -7,7 +7,7 @@ libraries of this system, but with ones of the same names and no code:
 - torch's have no symbols, so that no torch for the other processor is needed.
 - Those of C and C++ have the symbols of manylinux_2_28, each in the version that it had
   there, so that the wheels run on older systems than the one that builds them.
-  old_system.cpp has the few newer functions that GCC uses.
+  glibc_shims.cpp has the few newer functions that GCC uses.
 
 auditwheel finds the oldest systems that a wheel runs on, and names it accordingly:
 manylinux_2_28 or an older name.
@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "wheels"
 # Libraries without symbols: torch's, and two that newer systems have within libc.
 EMPTY = {f"lib{name}.so": f"lib{name}.so" for name in ("torch", "torch_cpu", "c10")}
@@ -185,20 +185,20 @@ def build(project: str, architecture: str, output: Path) -> Path:
     real = {name: real_path(environment["CC"], file) for name, file in SYSTEM.items()}
     for library, path in real.items():
         link_old(library, path, environment["CC"], stubs)
-    old_system = stubs / "old_system.o"
+    shims = stubs / "glibc_shims.o"
     options = [
         "-std=c++17",
         "-O2",
         "-fPIC",
         "-fvisibility=hidden",
         "-c",
-        str(ROOT / "old_system.cpp"),
+        str(ROOT / "packaging" / "glibc_shims.cpp"),
     ]
-    subprocess.run([environment["CXX"], *options, "-o", old_system], check=True)
+    subprocess.run([environment["CXX"], *options, "-o", shims], check=True)
     # The empty libraries have no symbols, so the linker would leave their names out. -s
     # leaves out debug information.
     environment["LDFLAGS"] = (
-        f"-L{stubs} -Wl,--no-as-needed,--exclude-libs,libstdc++.a -s {old_system} -ldl"
+        f"-L{stubs} -Wl,--no-as-needed,--exclude-libs,libstdc++.a -s {shims} -ldl"
         " -lpthread"
     )
     environment["_PYTHON_HOST_PLATFORM"] = f"linux-{architecture}"
